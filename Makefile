@@ -1,0 +1,39 @@
+# Every command sets up .venv first (nothing to do the second time) and needs no step by hand.
+SHELL := /bin/sh
+PYTHON_BIN := $(CURDIR)/.venv/bin
+export PATH := $(PYTHON_BIN):$(PATH)
+export MLFLOW_DISABLE_TELEMETRY := true
+export DVC_NO_ANALYTICS := 1
+
+PORT ?= 5000
+REJECTED ?= gptq-short
+
+.PHONY: help setup repro repro-rejected ui test lint clean
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
+
+setup:  ## make .venv (uv where present, pip otherwise)
+	@scripts/setup.sh
+
+repro: setup  ## run what is out of date, from checkpoint to verdict; fails when the gate fails
+	python -m dvc repro
+
+repro-rejected: setup  ## show a failing gate: REJECTED=<candidate> is released in a temporary copy
+	python scripts/repro_rejected.py $(REJECTED)
+
+ui: setup  ## open MLflow on the runs; PORT=5000
+	@test -f mlflow.db || python -m dvc repro --single-item --force track
+	@echo "MLflow at http://127.0.0.1:$(PORT), once it says that startup is complete:"
+	@sed 's|#|http://127.0.0.1:$(PORT)/#|' mlartifacts/pages.txt
+	python -m mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
+
+test: setup  ## run the tests
+	python -m pytest
+
+lint: setup  ## ruff and mypy
+	python -m ruff check .
+	python -m mypy pipeline stages
+
+clean:  ## remove the environment, caches and everything the pipeline made
+	rm -rf .venv build mlflow.db mlartifacts mlruns .dvc/cache .dvc/tmp .pytest_cache .hypothesis .mypy_cache .ruff_cache

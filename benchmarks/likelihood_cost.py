@@ -1,0 +1,121 @@
+"""What likelihood evals cost through the endpoint, against lm-eval's own `hf` model.
+
+    python benchmarks/likelihood_cost.py <candidate>
+
+Runs the perplexity and harness evals of params.yaml on one candidate twice, each side in processes
+of its own: as the evaluate stage does, and with lm-eval's HFLM at batch size 16 on the same folder,
+texts and context length. Prints CPU seconds (user + system, servers and imports included), their
+ratio, and how far the numbers are apart. One torch thread per process on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCH_SIZE = 16
+
+
+def main(argv: list[str]) -> int:
+    """Run both sides and print the comparison."""
+    if argv[1:2] == ["--side"]:
+        {"endpoint": run_endpoint, "hf": run_hf}[argv[2]](argv[0])
+        return 0
+    results = {side: run_side(argv[0], side) for side in ("endpoint", "hf")}
+    ours, theirs = results["endpoint"], results["hf"]
+    for name, nlls in theirs["nll_nats"].items():
+        sizes = ours["num_tokens"][name]
+        worst = max(abs(a - b) / n for a, b, n in zip(ours["nll_nats"][name], nlls, sizes, strict=True))
+        print(f"{name}: {len(nlls)} documents, {sum(sizes):.0f} tokens, "
+              f"largest difference {worst:.1e} nat per token of a document")  # fmt: skip
+    for name, accuracy in theirs["accuracy"].items():
+        num_changed = sum(a != b for a, b in zip(ours["accuracy"][name], accuracy, strict=True))
+        print(f"{name}: {len(accuracy)} cases, {num_changed} judged differently")
+    for side, result in results.items():
+        print(f"{side}: {result['cpu_s']:.1f} CPU s, {result['wall_s']:.1f} s wall")
+    print(f"ratio of CPU seconds: {ours['cpu_s'] / theirs['cpu_s']:.2f}")
+    return 0
+
+
+def run_side(candidate: str, side: str) -> dict[str, Any]:
+    """Run one side in its own process; return what it printed last, with its cost."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, candidate, "--side", side]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {**json.loads(done.stdout.splitlines()[-1]), "cpu_s": cpu, "wall_s": time.monotonic() - start}
+
+
+def run_endpoint(name: str) -> None:
+    """Evaluate as the stage does, into a temporary folder."""
+    from pipeline.evals.evaluate import evaluate_candidate
+    from pipeline.records import read_cases
+
+    candidate, params = _load(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        build = Path(temporary)
+        asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=build))
+        folder = build / "evaluations" / name
+        records = {eval_name: read_cases(folder / f"{eval_name}.jsonl") for eval_name in params.evals}
+    kinds = {eval_name: settings.kind for eval_name, settings in params.evals.items()}
+    result = {
+        score: {e: [r.scores[score] for r in rs] for e, rs in records.items() if kinds[e] == kind}
+        for score, kind in (("nll_nats", "perplexity"), ("num_tokens", "perplexity"), ("accuracy", "harness"))
+    }
+    print(json.dumps(result))
+
+
+def run_hf(name: str) -> None:
+    """Evaluate with lm-eval's own model class."""
+    import torch
+    from lm_eval.api.instance import Instance
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from pipeline.evalsets import load_evalset
+
+    torch.set_num_threads(1)
+    candidate, params = _load(name)
+    serving = candidate.serving
+    model = HFLM(pretrained=candidate.checkpoint.path, dtype=serving.dtype, batch_size=BATCH_SIZE, device="cpu",
+                 max_length=serving.context_length)  # fmt: skip
+    result: dict[str, dict[str, list[float]]] = {"nll_nats": {}, "accuracy": {}}
+    for eval_name, settings in params.evals.items():
+        if settings.kind == "perplexity":
+            texts = [case.text for case in load_evalset(Path(settings.evalset)).cases]
+            requests = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts)]
+            result["nll_nats"][eval_name] = [-x for x in model.loglikelihood_rolling(requests)]
+        elif settings.kind == "harness":
+            manager = TaskManager(include_path=settings.include_path, include_defaults=settings.include_path is None)
+            output = simple_evaluate(model=model, tasks=[settings.task], num_fewshot=settings.num_fewshot,
+                                     task_manager=manager, log_samples=True, bootstrap_iters=0)  # fmt: skip
+            result["accuracy"][eval_name] = [s["acc"] for s in output["samples"][settings.task]]
+    print(json.dumps(result))
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    """Return the candidate and the settings with likelihood evals only."""
+    from pipeline.params import load_params
+    from pipeline.records import Candidate, read_record
+
+    params = load_params()
+    evals = {n: s for n, s in params.evals.items() if s.kind in ("perplexity", "harness")}
+    candidate = read_record(Path("build/candidates") / name / "candidate.json", Candidate)
+    return candidate, params.model_copy(update={"evals": evals})
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""Write the shipped evalsets and calibration texts from their seeds.
+
+    python -m evalsets.make                 all of them
+    python -m evalsets.make workflows       one
+
+Same seed, same bytes. `evalsets.texts.split_of` keeps what is evaluated apart from what is trained
+on and from what is calibrated with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from evalsets.depot import (
+    MAX_CALLS,
+    TOOLS,
+    Workflow,
+    conversation,
+    final_checks,
+    first_binding_calls,
+    make_catalogue,
+    make_workflow,
+    render_call,
+)
+from evalsets.texts import make_prose, make_question, make_single_call, split_of
+from pipeline.digests import digest_file
+from pipeline.evalsets import CASES_FILE, load_evalset
+from pipeline.records import write_text
+
+ROOT = Path(__file__).parent
+LATE_CALL = 5  # a rule given before call 1 that first matters here or later tests retention
+_STEP_BUCKETS = {"steps/2-4": range(2, 5), "steps/5-8": range(5, 9), "steps/9-12": range(9, MAX_CALLS + 1)}
+_LENGTHS = {"length/short": 450, "length/medium": 850}  # characters of the right conversation; longer is long
+
+Cases = Iterator[dict[str, Any]]
+
+
+def make_workflows(rng: Random, *, num_depots: int = 400, tasks_per_depot: int = 3) -> Cases:
+    """Draw workflows; the tasks of one depot share its stock and form a cluster."""
+    for depot in range(num_depots):
+        catalogue = make_catalogue(rng)
+        for task in range(tasks_per_depot):
+            workflow = _draw(lambda: make_workflow(rng, catalogue, num_calls=rng.randint(2, MAX_CALLS)),  # noqa: B023
+                             lambda w: w.task, "eval")  # fmt: skip
+            yield {"id": f"wf-{depot:03d}-{task}", "cluster": f"depot-{depot:03d}", "buckets": _buckets(workflow),
+                   "messages": [{"role": "user", "content": workflow.task}], "state": workflow.state,
+                   "checks": final_checks(workflow)}
+
+
+def _buckets(workflow: Workflow) -> list[str]:
+    steps = next(name for name, sizes in _STEP_BUCKETS.items() if len(workflow.calls) in sizes)
+    length = sum(len(m["content"]) for m in conversation(workflow))
+    buckets = [steps, next((name for name, limit in _LENGTHS.items() if length < limit), "length/long")]
+    if any(call >= LATE_CALL for call in first_binding_calls(workflow).values()):
+        buckets.append("constraint_retention")
+    if workflow.final["skipped"]:
+        buckets.append("abstention")
+    return buckets
+
+
+def make_tool_calls(rng: Random, *, num: int = 2000) -> Cases:
+    """Draw single calls, no request twice."""
+    seen: set[str] = set()
+    while len(seen) < num:
+        call = _draw(lambda: make_single_call(rng), lambda c: c.request, "eval")
+        if call.request in seen:
+            continue
+        seen.add(call.request)
+        yield {"id": f"tc-{len(seen):04d}", "cluster": f"tc-{len(seen):04d}", "buckets": [f"tool/{call.name}"],
+               "messages": [{"role": "user", "content": call.request}],
+               "expected": {"name": call.name, "arguments": call.arguments}, "accepted": call.accepted}
+
+
+def make_documents(rng: Random, *, num: int = 200) -> Cases:
+    """Draw prose for perplexity; a document is a cluster."""
+    for i in range(num):
+        text = _draw(lambda: make_prose(rng), str, "eval")
+        yield {"id": f"prose-{i:03d}", "cluster": f"prose-{i:03d}", "buckets": [], "text": text}
+
+
+def make_choices(rng: Random, *, num: int = 1000) -> Cases:
+    """Draw multiple-choice questions about a short log."""
+    for i in range(num):
+        question = _draw(lambda: make_question(rng), lambda q: q.question, "eval")
+        yield {"id": f"choice-{i:04d}", "cluster": f"choice-{i:04d}", "buckets": [], "question": question.question,
+               "choices": question.choices, "answer": question.answer}
+
+
+def make_calibration(rng: Random, *, num_each: int = 512) -> Cases:
+    """Draw calibration texts, conversations rendered as the agent's chat template renders them."""
+    draws: dict[str, Callable[[], Any]] = {
+        "prose": lambda: make_prose(rng),
+        "tool_calls": lambda: make_single_call(rng),
+        "workflows": lambda: make_workflow(rng, make_catalogue(rng), num_calls=rng.randint(2, MAX_CALLS)),
+    }
+    keys = {"prose": str, "tool_calls": lambda c: c.request, "workflows": lambda w: w.task}
+    for source, draw in draws.items():
+        for i in range(num_each):
+            text = _render(_draw(draw, keys[source], "calibration"))
+            yield {"id": f"{source}-{i:03d}", "cluster": f"{source}-{i:03d}", "buckets": [source], "text": text}
+
+
+def _render(drawn: Any) -> str:
+    if isinstance(drawn, str):
+        return drawn
+    messages = conversation(drawn) if isinstance(drawn, Workflow) else [
+        {"role": "user", "content": drawn.request},
+        {"role": "assistant", "content": render_call(drawn.name, drawn.arguments)}]
+    return "<|begin|>" + "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages)
+
+
+def _draw(draw: Callable[[], Any], key: Callable[[Any], str], split: str) -> Any:
+    while True:
+        drawn = draw()
+        if split_of(key(drawn)) == split:
+            return drawn
+
+
+EVALSETS: dict[str, tuple[Callable[[Random], Cases], str, str, str]] = {
+    "workflows": (make_workflows, "trajectories", "a depot: tasks that share its stock",
+                  "Depot workflows of 2 to 12 tool calls under rules given at the start. constraint_retention: a rule "
+                  "first matters at call 5 or later. abstention: a line has to be declined."),
+    "tool_calls": (make_tool_calls, "tool_calls", "a request", "Single depot tool calls asked for in words."),
+    "prose": (make_documents, "documents", "a document", "Short stories about depots, for perplexity."),
+    "choices": (make_choices, "choices", "a question", "Multiple-choice questions about a short log."),
+    "calibration": (make_calibration, "documents", "a text",
+                    "Texts for calibrating quantisers, conversations in the chat template of models/agent. "
+                    "Never evaluated on."),
+}
+
+
+def write_evalset(name: str, folder: Path) -> None:
+    """Write one evalset's cases and card, and read them back as a check."""
+    make, kind, cluster, description = EVALSETS[name]
+    cases = list(make(Random(f"evalset/{name}")))
+    write_text(folder / CASES_FILE, "".join(json.dumps(case, ensure_ascii=False) + "\n" for case in cases))
+    card = {
+        "name": name, "version": "1.0", "licence": "Apache-2.0", "kind": kind, "description": description,
+        "made_by": f"python -m evalsets.make {name}", "num_cases": len(cases),
+        "sha256": digest_file(folder / CASES_FILE), "cluster": cluster,
+        "num_clusters": len({case["cluster"] for case in cases}),
+        "buckets": dict(sorted(Counter(b for case in cases for b in case["buckets"]).items())),
+    }
+    if kind == "trajectories":
+        card["tools"] = {tool: declared.model_dump(mode="json") for tool, declared in TOOLS.items()}
+    yaml = YAML()
+    yaml.width = 120
+    with (folder / "card.yaml").open("w", encoding="utf-8") as file:
+        yaml.dump(card, file)
+    load_evalset(folder)
+    print(f"{name}: {len(cases)} cases, {card['buckets']}")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or EVALSETS:
+        write_evalset(name, ROOT / name)

@@ -1,0 +1,49 @@
+"""Content digests and canonical JSON: how quantgate knows that two things are the same.
+
+A digest covers content only, never a path, a time or a host, so moving a folder changes nothing
+and changing one byte of a weight changes it. All digests are sha256 in lower-case hex.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+_CHUNK_BYTES = 1 << 20
+
+
+def canonical_json(value: Any) -> str:
+    """Render JSON data so that equal data gives equal text (sorted keys, no spaces, no NaN)."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest_text(text: str) -> str:
+    """Return the sha256 of a text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_json(value: Any) -> str:
+    """Return the sha256 of the canonical JSON of `value`."""
+    return digest_text(canonical_json(value))
+
+
+def digest_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes, read in chunks."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            sha.update(chunk)
+    return sha.hexdigest()
+
+
+def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
+    """Return one digest for a folder: names relative to it and the digest of each file.
+
+    Args:
+        folder: the folder to read, recursively; symbolic links are followed.
+        ignore: file names (not paths) that do not count, for example a README.
+    """
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in ignore)
+    return digest_json({p.relative_to(folder).as_posix(): digest_file(p) for p in files})

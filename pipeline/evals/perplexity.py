@@ -1,0 +1,129 @@
+"""Likelihood of held-out documents: the material for perplexity, bits per byte and divergence.
+
+Each document is scored on its own, from the tokenizer's BOS (or EOS) token on, in windows that
+predict every token exactly once with as much left context as fits; these are the rolling windows
+of lm-eval's `loglikelihood_rolling`, so the numbers agree with its. Per-token top-k log-probabilities
+go to `<eval>.npz`, from which the gate stage computes KL against the reference.
+
+Not covered: turning scores into metrics, which the gate does.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.errors import CheckpointError
+from pipeline.evals.context import EvalContext
+from pipeline.evals.runner import run_cases
+from pipeline.evalsets import DocumentCase
+from pipeline.params import PerplexityEval
+from pipeline.records import CaseRecord
+from pipeline.serving.client import Client, TokenScores
+
+PROMPT_CHARS = 2000  # of a document's text kept in its record
+
+
+async def evaluate(context: EvalContext) -> list[CaseRecord]:
+    """Score every document, and write its top-k arrays.
+
+    Scores of a record: nll_nats and nll_bits (sums over the document), num_tokens, num_bytes (UTF-8).
+    """
+    settings = context.settings
+    assert isinstance(settings, PerplexityEval) and context.evalset is not None
+    cases: Sequence[DocumentCase] = context.evalset.cases
+    prefix = await read_prefix_token(context.client, context.checkpoint)
+    tokens = dict(zip((c.id for c in cases), await context.client.tokenize([c.text for c in cases]), strict=True))
+    attachments: dict[str, str] = {}
+
+    async def judge(case: DocumentCase) -> CaseRecord:
+        start = time.perf_counter()
+        windows = rolling_windows(tokens[case.id], prefix_token=prefix, max_tokens=context.context_length)
+        scores = await context.client.score([w for w, _ in windows], top_logprobs=settings.top_logprobs)
+        parts = [_last(s, n) for s, (_, n) in zip(scores, windows, strict=True)]
+        attachments[case.id] = _encode(parts)
+        nll = -math.fsum(float(x) for part in parts for x in part.token_logprobs)
+        return CaseRecord(
+            case_id=case.id,
+            input_digest=case.digest,
+            cluster=case.cluster,
+            buckets=case.buckets,
+            prompt=case.text[:PROMPT_CHARS],
+            output="",
+            scores={
+                "nll_nats": nll,
+                "nll_bits": nll / math.log(2),
+                "num_tokens": len(tokens[case.id]),
+                "num_bytes": len(case.text.encode()),
+            },
+            latency_s=time.perf_counter() - start,
+            fingerprint=context.fingerprint,
+        )
+
+    # neighbours of like length share a forward pass, and then little of it is padding
+    by_length = sorted(cases, key=lambda c: len(tokens[c.id]), reverse=True)
+    records = {r.case_id: r for r in await run_cases(context, by_length, judge, attachments=attachments)}
+    if len(attachments) == len(cases):
+        _write_arrays(context.folder / f"{context.name}.npz", [attachments[c.id] for c in cases])
+    return [records[c.id] for c in cases]
+
+
+async def read_prefix_token(client: Client, checkpoint: Path) -> int:
+    """Return the id of the token that stands before a text: BOS, or EOS where there is no BOS."""
+    path = checkpoint / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected the tokenizer's settings: {error}") from None
+    token = config.get("bos_token") or config.get("eos_token")
+    text = token["content"] if isinstance(token, dict) else token
+    if not text:
+        raise CheckpointError(f"{path}: expected a bos_token or an eos_token, found neither")
+    ids = (await client.tokenize([text], add_special_tokens=False))[0]
+    if len(ids) != 1:
+        raise CheckpointError(f"{path}: expected {text!r} to be one token, the server reads it as {ids!r}")
+    return ids[0]
+
+
+def rolling_windows(tokens: list[int], *, prefix_token: int, max_tokens: int) -> list[tuple[list[int], int]]:
+    """Return windows of at most `max_tokens` + 1 ids, and how many of each one's last ids it predicts."""
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    windows = get_rolling_token_windows(tokens, prefix_token, max_tokens, 1)
+    pairs = (make_disjoint_window(window) for window in windows)
+    return [(context + continuation, len(continuation)) for context, continuation in pairs]
+
+
+def _last(scores: TokenScores, count: int) -> TokenScores:
+    return TokenScores(scores.token_logprobs[-count:], scores.top_ids[-count:], scores.top_logprobs[-count:])
+
+
+def _encode(parts: list[TokenScores]) -> str:
+    """Return a document's arrays as text that the journal can hold."""
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        token_logprobs=np.concatenate([p.token_logprobs for p in parts]),
+        top_ids=np.concatenate([p.top_ids for p in parts]),
+        top_logprobs=np.concatenate([p.top_logprobs for p in parts]),
+    )
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _write_arrays(path: Path, encoded: list[str]) -> None:
+    documents = [np.load(io.BytesIO(base64.b64decode(text))) for text in encoded]
+    lengths = [len(d["token_logprobs"]) for d in documents]
+    np.savez(
+        path,
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        token_logprobs=np.concatenate([d["token_logprobs"] for d in documents]),
+        top_ids=np.concatenate([d["top_ids"] for d in documents]),
+        top_logprobs=np.concatenate([d["top_logprobs"] for d in documents]),
+    )

@@ -1,0 +1,133 @@
+"""Run the cases of an eval concurrently, journal each as it finishes, and class what goes wrong.
+
+A wrong answer is a score. A request that failed for good is `failure="infrastructure: ..."`, an
+exception in the eval's own code is `failure="evaluator: ..."`; neither is journaled, so the next run
+tries those cases again. A dead server, or one that fails case after case, ends the eval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from pipeline.errors import EngineError, JournalError
+from pipeline.evals.context import EvalContext
+from pipeline.evalsets import Case
+from pipeline.records import CaseRecord
+
+PROGRESS_EVERY_S = 10.0
+MAX_FAILURES_IN_A_ROW = 8  # infrastructure failures without a success between them: the endpoint is gone
+
+C = TypeVar("C", bound=Case)
+Judge = Callable[[C], Awaitable[CaseRecord]]
+
+
+class _Progress:
+    """Counts cases and prints a line now and then."""
+
+    def __init__(self, name: str, total: int, num_done: int) -> None:
+        self.name, self.total, self.num_done = name, total, num_done
+        self._start = self._last = time.monotonic()
+        self._num_resumed = num_done
+
+    def advance(self) -> None:
+        self.num_done += 1
+        now = time.monotonic()
+        if now - self._last >= PROGRESS_EVERY_S:
+            self._last = now
+            rate = (self.num_done - self._num_resumed) / (now - self._start)
+            print(f"  {self.name}: {self.num_done}/{self.total} cases, {rate:.1f} cases/s", file=sys.stderr, flush=True)
+
+
+async def run_cases(
+    context: EvalContext,
+    cases: Sequence[C],
+    judge: Judge[C],
+    *,
+    attachments: dict[str, str] | None = None,
+) -> list[CaseRecord]:
+    """Judge every case that the journal does not hold yet.
+
+    Args:
+        context: of the eval.
+        cases: what to judge; the result keeps their order.
+        judge: asks the endpoint and returns the case's record.
+        attachments: by case id; what `judge` puts in is journaled with the record, and what the
+            journal holds is put back in.
+
+    Returns:
+        One record per case.
+
+    Raises:
+        EngineError: the server is dead, or fails case after case. Finished cases stay journaled.
+        JournalError: a finished case can't be written.
+    """
+    records: dict[str, CaseRecord] = {}
+    waiting: list[C] = []
+    for case in cases:
+        if (found := context.journal.find(case.digest)) is None:
+            waiting.append(case)
+            continue
+        records[case.id], attachment = found
+        if attachments is not None and attachment is not None:
+            attachments[case.id] = attachment
+    if records:
+        print(f"  {context.name}: {len(records)} finished cases taken from the journal", file=sys.stderr, flush=True)
+    queue, failures = iter(waiting), _FailureCount()
+    progress = _Progress(context.name, len(cases), len(records))
+
+    async def work() -> None:
+        for case in queue:
+            record = await _judge_one(context, case, judge, failures)
+            if record.failure is None:
+                context.journal.add(case.digest, record, (attachments or {}).get(case.id))
+            records[case.id] = record
+            progress.advance()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(context.concurrency, len(waiting))):
+                group.create_task(work())
+    except* (EngineError, JournalError) as errors:
+        raise errors.exceptions[0] from None
+    return [records[case.id] for case in cases]
+
+
+class _FailureCount:
+    """Infrastructure failures since the last success."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+
+async def _judge_one(context: EvalContext, case: C, judge: Judge[C], failures: _FailureCount) -> CaseRecord:
+    try:
+        record = await judge(case)
+        failures.in_a_row = 0
+        return record
+    except EngineError as error:
+        context.client.check_alive()
+        failures.in_a_row += 1
+        if failures.in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise EngineError(f"{context.name}: {failures.in_a_row} cases in a row failed, last: {error}") from error
+        return _fail(context, case, f"infrastructure: {error}")
+    except JournalError:
+        raise
+    except Exception as error:  # whatever the eval's code raised is its failure, not the model's
+        return _fail(context, case, f"evaluator: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+def _fail(context: EvalContext, case: Case, failure: str) -> CaseRecord:
+    return CaseRecord(
+        case_id=case.id,
+        input_digest=case.digest,
+        cluster=case.cluster,
+        buckets=case.buckets,
+        prompt="",
+        output="",
+        failure=failure,
+        fingerprint=context.fingerprint,
+    )

@@ -1,0 +1,66 @@
+"""Multi-step workflows: the model calls simulated tools until it ends, and the final state is judged.
+
+Each turn is one request through the endpoint with the whole conversation so far. Text that is no
+call ends the workflow, as does a final tool or the turn limit. The score is 1 when every check of
+the case holds in the final state: how the model got there does not matter, where it got to does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.evals.calls import describe_reply, openai_tools, parse_call, same_value
+from pipeline.evals.context import EvalContext
+from pipeline.evals.runner import run_cases
+from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
+from pipeline.evalsets import TrajectoryCase
+from pipeline.params import TrajectoriesEval
+from pipeline.records import CaseRecord
+
+
+async def evaluate(context: EvalContext) -> list[CaseRecord]:
+    """Run every workflow to its end and judge the state it leaves."""
+    settings = context.settings
+    assert isinstance(settings, TrajectoriesEval) and context.evalset is not None
+    declared = context.evalset.card.tools
+    tools = openai_tools(declared) if settings.send_tools else None
+
+    async def judge(case: TrajectoryCase) -> CaseRecord:
+        messages: list[dict[str, Any]] = [m.model_dump() for m in case.messages]
+        state, turns, latency_s, num_tokens = case.state, [], 0.0, 0
+        for _ in range(settings.max_turns):
+            reply = await context.client.chat(
+                messages, max_tokens=context.max_tokens, tools=tools, session=case.id
+            )
+            turns.append(describe_reply(reply))
+            latency_s += reply.latency_s
+            num_tokens += reply.num_completion_tokens
+            if (call := parse_call(reply)) is None:
+                break
+            state, result = call_tool(declared, state, call.name, call.arguments)
+            if call.name in declared and declared[call.name].is_final:
+                break
+            messages += [{"role": "assistant", "content": turns[-1]},
+                         {"role": "tool", "content": render_result(result)}]  # fmt: skip
+        return CaseRecord(
+            case_id=case.id,
+            input_digest=case.digest,
+            cluster=case.cluster,
+            buckets=case.buckets,
+            prompt=case.messages[-1].content,
+            output="\n".join(turns),
+            scores={"completed": float(is_completed(case, state))},
+            latency_s=latency_s,
+            num_completion_tokens=num_tokens,
+            fingerprint=context.fingerprint,
+        )
+
+    return await run_cases(context, context.evalset.cases, judge)
+
+
+def is_completed(case: TrajectoryCase, state: dict[str, Any]) -> bool:
+    """Tell whether every check of the case holds in a state; a missing field fails its check."""
+    try:
+        return all(same_value(read_path(state, check.path), check.equals) for check in case.checks)
+    except ToolError:
+        return False

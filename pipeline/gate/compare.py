@@ -1,0 +1,199 @@
+"""Compare every candidate with the reference and judge it: records in, a Judgement out.
+
+The steps are: load evidence (`pairing`), measure (`measure`, `divergence`), decide (`decision`).
+Evidence that is not fit makes the candidate's verdict "refused" and is named in its reasons; it
+never raises, so that one broken candidate does not hide the verdicts on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.decision import Measurement, combine, judge_all
+from pipeline.gate.divergence import measure_tripwires
+from pipeline.gate.measure import describe_metrics, list_buckets, measure_metric
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
+from pipeline.gate.verdicts import REFUSED, GatedTolerance, Judgement
+from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
+from pipeline.params import Params, Tolerance
+from pipeline.records import CaseRecord, Comparison, Metric, Verdict
+
+
+@dataclass
+class Measured:
+    """What could be measured of one candidate, and what had to be refused."""
+
+    evidence: Evidence | None = None
+    pairs: dict[str, PairedCases] = field(default_factory=dict)
+    measurements: list[Measurement] = field(default_factory=list)
+    tripwires: list[Comparison] = field(default_factory=list)
+    metrics: list[Metric] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ReleaseComparison:
+    """A judgement, and the material that the report explains it with."""
+
+    judgement: Judgement
+    measured: dict[str, Measured]
+
+
+def compare_release(params: Params, build: Path) -> ReleaseComparison:
+    """Judge all candidates of params.yaml against its reference.
+
+    Args:
+        params: settings; `gate` holds tolerances, alpha and tripwires.
+        build: the folder that holds `candidates/` and `evaluations/`.
+    """
+    kinds = _eval_kinds(params)
+    reference = _load(build, params.reference, kinds)
+    _describe(reference, kinds)
+    measured = {name: _measure_candidate(_load(build, name, kinds), reference, params)
+                for name in params.candidates if name != params.reference}
+    comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
+                            alpha=params.gate.alpha)
+    verdicts = [_conclude(name, measured[name], comparisons[name], params) for name in measured]
+    if params.reference in params.release:
+        verdicts.insert(0, _reference_verdict(reference, params))
+    judgement = Judgement(
+        reference=params.reference, reference_fingerprint=_fingerprint(reference),
+        reference_metrics=tuple(reference.metrics), release=tuple(params.release), alpha=params.gate.alpha,
+        on_inconclusive=params.gate.on_inconclusive,
+        tolerances={name: GatedTolerance(**t.model_dump()) for name, t in params.gate.tolerances.items()},
+        tripwires=params.gate.tripwires, eval_kinds=kinds, verdicts=tuple(verdicts),
+    )
+    return ReleaseComparison(judgement, {params.reference: reference, **measured})
+
+
+def _eval_kinds(params: Params) -> dict[str, str]:
+    return {name: settings.kind for name, settings in params.evals.items()}
+
+
+def _load(build: Path, name: str, kinds: dict[str, str]) -> Measured:
+    measured = Measured()
+    try:
+        measured.evidence = load_evidence(build, name, kinds)
+        measured.refusals += measured.evidence.problems.values()
+    except EvidenceError as error:
+        measured.refusals.append(str(error))
+    return measured
+
+
+def _describe(measured: Measured, kinds: dict[str, str]) -> None:
+    """Compute a candidate's own metrics from whatever records are fit."""
+    for eval_name, records in (measured.evidence.records if measured.evidence else {}).items():
+        clusters = _number_clusters(records)
+        for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
+            if definition.is_gated:
+                try:
+                    measured.metrics += describe_metrics(records, definition, clusters, eval_name=eval_name)
+                except EvidenceError as error:
+                    measured.refusals.append(str(error))
+
+
+def _number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
+    return np.unique([record.cluster for record in records], return_inverse=True)[1].astype(np.int64)
+
+
+def _measure_candidate(measured: Measured, reference: Measured, params: Params) -> Measured:
+    kinds = _eval_kinds(params)
+    measured.refusals += [f"reference {params.reference}: {problem}" for problem in reference.refusals]
+    _describe(measured, kinds)
+    if measured.evidence is None or reference.evidence is None:
+        return measured
+    for eval_name in kinds:
+        if eval_name in measured.evidence.records and eval_name in reference.evidence.records:
+            try:
+                measured.pairs[eval_name] = pair_cases(reference.evidence, measured.evidence, eval_name)
+            except EvidenceError as error:
+                measured.refusals.append(str(error))
+                continue
+            _measure_eval(measured, reference.evidence, eval_name, params)
+    return measured
+
+
+def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
+    pairs, alpha = measured.pairs[eval_name], params.gate.alpha
+    for definition in METRICS_BY_EVAL_KIND[params.evals[eval_name].kind]:
+        if not definition.is_gated:
+            continue
+        tolerance = params.gate.tolerances.get(f"{eval_name}/{definition.name}", Tolerance())
+        asked: dict[str | None, float | None] = {None: tolerance.overall}
+        for name in [*list_buckets(pairs.reference), *tolerance.buckets]:
+            asked[name] = tolerance.buckets.get(name)
+        for bucket, allowed in asked.items():
+            try:
+                measured.measurements.append(measure_metric(pairs, definition, bucket, eval_name=eval_name,
+                                                            tolerance=allowed, alpha=alpha))
+            except EvidenceError as error:
+                # a bucket that nothing gates may be too small to compare; the overall metric may not
+                (measured.notes if bucket and allowed is None else measured.refusals).append(str(error))
+    _measure_tripwires(measured, reference, eval_name, params)
+
+
+def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
+    assert measured.evidence is not None
+    try:
+        tripwires = measure_tripwires(reference, measured.evidence, measured.pairs[eval_name], eval_name,
+                                      thresholds=params.gate.tripwires, alpha=params.gate.alpha)
+    except (EvidenceError, ValueError) as error:
+        measured.notes.append(f"divergence of {eval_name} was not measured: {error}")
+        return
+    measured.tripwires += tripwires
+    measured.metrics += [Metric(name=t.metric, bucket=None, value=t.candidate, unit=t.unit, better="lower", n=t.n,
+                                low=t.low, high=t.high) for t in tripwires]
+
+
+def _conclude(name: str, measured: Measured, comparisons: list[Comparison], params: Params) -> Verdict:
+    outcome = combine(comparisons, measured.refusals)
+    headline = explain_flat_perplexity(name, comparisons, params)
+    reasons = [headline] if headline else []
+    reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
+    shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
+    reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
+    reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
+    reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
+    reasons += [f"note: {note}" for note in measured.notes]
+    if outcome == "refused" and not measured.refusals:
+        reasons.append(f"{REFUSED}nothing is gated, and no evidence is not a pass")
+    return Verdict(candidate=name, fingerprint=_fingerprint(measured), outcome=outcome,
+                   is_release=name in params.release, reasons=tuple(reasons),
+                   comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
+
+
+def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Params) -> str | None:
+    """Say it in words when perplexity stays within its tolerance and a task fails, else None."""
+    def of_kind(*kinds: str) -> list[Comparison]:
+        return [c for c in comparisons if params.evals[c.metric.partition("/")[0]].kind in kinds]
+
+    flat = [c for c in of_kind("perplexity") if c.bucket is None and c.tolerance is not None
+            and abs(c.harm) <= c.tolerance]
+    down = [c for c in of_kind("tool_calls", "trajectories") if c.outcome == "fail"]
+    if not flat or not down:
+        return None
+    likelihood, task = flat[0], max(down, key=lambda c: (c.bucket is None, c.harm))
+    moved = format_harm(likelihood.metric, likelihood.harm, signed=True)
+    allowed = format_tolerance(likelihood.metric, likelihood.tolerance or 0.0)
+    return (f"perplexity flat, task down: {name} moves {likelihood.metric} by {moved} (tolerated {allowed}), "
+            f"but {name_comparison(task)} falls from {format_value(task.metric, task.reference)} "
+            f"to {format_value(task.metric, task.candidate)}")
+
+
+def _reference_verdict(reference: Measured, params: Params) -> Verdict:
+    reasons = [f"{REFUSED}{problem}" for problem in reference.refusals] or ["is the reference: compared with itself"]
+    return Verdict(candidate=params.reference, fingerprint=_fingerprint(reference), is_release=True, comparisons=(),
+                   outcome="refused" if reference.refusals else "pass", reasons=tuple(reasons),
+                   metrics=tuple(reference.metrics))
+
+
+def _fingerprint(measured: Measured) -> str:
+    return measured.evidence.fingerprint if measured.evidence else "unknown"

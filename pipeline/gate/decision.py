@@ -1,0 +1,125 @@
+"""The decision rule: from bounds, a p-value and a tolerance to an outcome and the sentence for it.
+
+With harm D (positive = the candidate is worse), one-sided bounds L and U at confidence 1 - alpha,
+and tolerance delta:
+
+    pass          U <= delta: the loss is proven to be no larger than tolerated
+    fail          D > delta, and the sign-flip test rejects "no difference" after Holm: p <= alpha
+    inconclusive  anything else; the sentence says on which side of the tolerance it was seen
+    refused       the evidence is not fit to be judged: decided in `pairing.py`, before any number
+
+Holm's family is every gated comparison, buckets included, of every candidate in `release`: the
+whole release is one decision, and its false alarms stay below alpha together. A candidate outside
+the release is judged as if it were released alone, with its own gated comparisons as the family.
+Numbers are compared as computed, never rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.gate.statistics import holm
+from pipeline.gate.wording import format_count, format_harm, format_p, format_tolerance
+from pipeline.records import Comparison
+
+Outcome = Literal["pass", "fail", "inconclusive", "refused"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One metric in one bucket, measured on both sides and not judged yet.
+
+    Attributes:
+        p: one-sided p-value of the sign-flip test for harm.
+        p_gain: the same test for a gain.
+        more_cases: how many more cases would prove the tolerance at the flips seen; None when no
+            affordable number would.
+    """
+
+    metric: str
+    bucket: str | None
+    reference: float
+    candidate: float
+    unit: str
+    n: int
+    num_clusters: int
+    b: int | None
+    c: int | None
+    harm: float
+    low: float
+    high: float
+    p: float
+    p_gain: float
+    tolerance: float | None
+    more_cases: int | None
+
+
+def judge_all(
+    measured: dict[str, list[Measurement]], release: Sequence[str], *, alpha: float
+) -> dict[str, list[Comparison]]:
+    """Judge every candidate's measurements, with Holm over the family each belongs to."""
+    released = [name for name in measured if name in release]
+    families = [released] + [[name] for name in measured if name not in release]
+    return {name: comparisons for family in families
+            for name, comparisons in _judge_family({n: measured[n] for n in family}, alpha).items()}
+
+
+def _judge_family(measured: dict[str, list[Measurement]], alpha: float) -> dict[str, list[Comparison]]:
+    gated = [m for measurements in measured.values() for m in measurements if m.tolerance is not None]
+    adjusted = iter(holm([m.p for m in gated]))
+    return {name: [judge(m, next(adjusted) if m.tolerance is not None else None, alpha=alpha) for m in measurements]
+            for name, measurements in measured.items()}
+
+
+def judge(measurement: Measurement, p_holm: float | None, *, alpha: float) -> Comparison:
+    """Apply the rule to one measurement."""
+    outcome, sentence = _decide(measurement, p_holm, alpha)
+    m = measurement
+    return Comparison(
+        metric=m.metric, bucket=m.bucket, reference=m.reference, candidate=m.candidate, unit=m.unit, n=m.n,
+        num_clusters=m.num_clusters, b=m.b, c=m.c, harm=m.harm, low=m.low, high=m.high, p=m.p, p_holm=p_holm,
+        tolerance=m.tolerance, outcome=outcome, sentence=sentence,
+    )
+
+
+def _decide(
+    m: Measurement, p_holm: float | None, alpha: float
+) -> tuple[Literal["pass", "fail", "inconclusive", "reported"], str]:
+    if m.tolerance is None or p_holm is None:
+        return "reported", "not gated: no tolerance is set"
+    allowed = format_tolerance(m.metric, m.tolerance)
+    if m.high <= m.tolerance:
+        return "pass", _passing_sentence(m, allowed, alpha)
+    if m.harm > m.tolerance and p_holm <= alpha:
+        flips = f" (b {m.b} against c {m.c})" if m.b is not None else ""
+        return "fail", (f"beyond tolerance: lost {format_harm(m.metric, m.harm)}{flips}, tolerated {allowed}, "
+                        f"and chance does not explain it (p {format_p(p_holm)} after Holm)")
+    if m.harm > m.tolerance:
+        return "inconclusive", (f"beyond tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
+                                f"could be noise (p {format_p(p_holm)} after Holm)")
+    more = f"{format_count(m.more_cases)} more cases" if m.more_cases is not None else "no affordable number of cases"
+    return "inconclusive", (f"within tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
+                            f"not proven (the loss may be {format_harm(m.metric, m.high)}): {more} "
+                            "would prove it at this rate of flips")
+
+
+def _passing_sentence(m: Measurement, allowed: str, alpha: float) -> str:
+    if m.tolerance is not None and m.harm < -m.tolerance and m.p_gain <= alpha:
+        return (f"suspicious gain: better by {format_harm(m.metric, -m.harm)}, more than the tolerance of {allowed}; "
+                "check that both sides did the same work")
+    return f"proven: the loss is at most {format_harm(m.metric, m.high)}, tolerated {allowed}"
+
+
+def combine(comparisons: Iterable[Comparison], refusals: Sequence[str]) -> Outcome:
+    """Return a candidate's outcome: fail, else refused, else inconclusive, else pass.
+
+    A candidate with nothing gated is refused: no evidence is not a pass.
+    """
+    outcomes = {comparison.outcome for comparison in comparisons} - {"reported"}
+    if "fail" in outcomes:
+        return "fail"
+    if refusals or not outcomes or "refused" in outcomes:
+        return "refused"
+    return "inconclusive" if "inconclusive" in outcomes else "pass"

@@ -1,0 +1,98 @@
+"""The cases behind a failing comparison: what was asked, what each side answered, where they part.
+
+For 0/1 scores these are the flips, losses first; for likelihoods the documents that lost most.
+Which cases are picked follows from the records alone, so two runs show the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.gate.divergence import first_difference
+from pipeline.gate.pairing import PairedCases
+from pipeline.gate.wording import definition_of
+from pipeline.records import CaseRecord, Comparison
+
+_SHOWN_BEFORE, _SHOWN_AFTER = 160, 240  # characters of an output shown round the first difference
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One case whose judgement changed, ready to be shown.
+
+    Attributes:
+        kind: "loss" (reference right, candidate wrong) or "gain".
+        line: line of the first difference, 0-based; a trajectory's line is its turn.
+        character: offset of the first difference.
+    """
+
+    eval_name: str
+    case_id: str
+    kind: str
+    buckets: tuple[str, ...]
+    prompt: str
+    reference: str
+    candidate: str
+    line: int | None
+    character: int | None
+
+
+def worst_flips(comparisons: Sequence[Comparison], pairs: Mapping[str, PairedCases], *, limit: int) -> list[Flip]:
+    """Return up to `limit` flips behind a candidate's failing comparisons, losses first.
+
+    Failing metrics take turns; within one, a case in more of the failing buckets comes earlier.
+    """
+    failing: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        if comparison.outcome == "fail" and comparison.b is not None:
+            failing.setdefault(comparison.metric, []).extend([comparison.bucket] if comparison.bucket else [])
+    queues = [_flips_of(metric, buckets, pairs[metric.partition("/")[0]]) for metric, buckets in failing.items()]
+    picked: list[Flip] = []
+    seen: set[tuple[str, str]] = set()
+    for round_number in range(limit):
+        for queue in queues:
+            if round_number < len(queue) and len(picked) < limit:
+                flip = queue[round_number]
+                if (flip.eval_name, flip.case_id) not in seen:
+                    seen.add((flip.eval_name, flip.case_id))
+                    picked.append(flip)
+    return picked
+
+
+def _flips_of(metric: str, buckets: list[str], pairs: PairedCases) -> list[Flip]:
+    eval_name = metric.partition("/")[0]
+    key = definition_of(metric).score
+    found: list[tuple[tuple[bool, int, str], Flip]] = []
+    for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
+        if ours.scores[key] != theirs.scores[key]:
+            is_loss = ours.scores[key] > theirs.scores[key]
+            hits = sum(bucket in buckets for bucket in ours.buckets)
+            found.append(((not is_loss, -hits, ours.case_id), _show(eval_name, is_loss, ours, theirs)))
+    return [flip for _, flip in sorted(found, key=lambda pair: pair[0])]
+
+
+def _show(eval_name: str, is_loss: bool, ours: CaseRecord, theirs: CaseRecord) -> Flip:
+    place = first_difference(ours.output, theirs.output)
+    line, character = place if place is not None else (None, None)
+    return Flip(eval_name, ours.case_id, "loss" if is_loss else "gain", ours.buckets, ours.prompt, ours.output,
+                theirs.output, line, character)
+
+
+def worst_documents(metric: str, pairs: PairedCases, *, limit: int) -> list[tuple[str, float, float]]:
+    """Return (case id, reference, candidate) per unit of weight for the documents that lost most in total."""
+    definition = definition_of(metric)
+    assert definition.weight is not None
+    rows = []
+    for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
+        weight = ours.scores[definition.weight]
+        before, after = ours.scores[definition.score], theirs.scores[definition.score]
+        rows.append((before - after, ours.case_id, before / weight, after / weight))
+    return [(case_id, ours, theirs) for _, case_id, ours, theirs in sorted(rows)[:limit]]
+
+
+def excerpt(text: str, character: int | None) -> str:
+    """Cut a text to the neighbourhood of a character; None shows the start."""
+    start = max(0, (character or 0) - _SHOWN_BEFORE)
+    end = start + _SHOWN_BEFORE + _SHOWN_AFTER
+    return ("… " if start else "") + text[start:end] + (" …" if end < len(text) else "")

@@ -1,0 +1,185 @@
+"""From paired case scores to measurements: every metric, overall and in every bucket.
+
+A metric's definition says which score it averages and which direction is better; this module
+turns it into the harm of each case, asks `statistics` for bounds and p-values, and keeps what the
+decision rule needs. It does not decide. A metric that can't be measured is an EvidenceError that
+names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.decision import Measurement
+from pipeline.gate.metrics import MetricDefinition
+from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
+from pipeline.gate.statistics import (
+    Bounds,
+    cases_to_prove,
+    proportion_bounds,
+    proportion_interval,
+    ratio_bounds,
+    ratio_interval,
+    sign_flip_p,
+)
+from pipeline.gate.wording import natural_key
+from pipeline.records import CaseRecord, Metric
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One metric's score per case, the weights it is divided by, and the clusters of the cases."""
+
+    definition: MetricDefinition
+    values: Floats
+    weights: Floats
+    clusters: Ints
+
+    def at(self, positions: Ints) -> Scores:
+        """Return the scores of some cases, with their clusters numbered anew."""
+        clusters = np.unique(self.clusters[positions], return_inverse=True)[1].astype(np.int64)
+        return Scores(self.definition, self.values[positions], self.weights[positions], clusters)
+
+    def value(self) -> float:
+        """Return the metric's value over these cases."""
+        return self._on_scale(float(self.values.sum()) / float(self.weights.sum()))
+
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % interval of the value."""
+        if self.definition.estimator == "proportion":
+            return proportion_interval(self.values, self.clusters)
+        low, high = ratio_interval(self.values, self.weights, self.clusters)
+        return self._on_scale(low), self._on_scale(high)
+
+    def _on_scale(self, ratio: float) -> float:
+        return math.exp(ratio) if self.definition.harm == "relative" else ratio
+
+
+def collect_scores(
+    records: Sequence[CaseRecord], definition: MetricDefinition, clusters: Ints, *, where: str
+) -> Scores:
+    """Read one metric's scores from records.
+
+    Raises:
+        EvidenceError: a score is absent, is no share where one is expected, or weights sum to nothing.
+    """
+    values = read_scores(records, definition.score, where=where)
+    weights = np.ones(len(values))
+    if definition.weight is not None:
+        weights = read_scores(records, definition.weight, where=where)
+    is_valid = weights > 0
+    if definition.estimator == "proportion":
+        is_valid &= np.isin(values, (0.0, 1.0))
+    for i in np.flatnonzero(~is_valid)[:1].tolist():
+        wanted = f"{definition.weight!r} above 0" if weights[i] <= 0 else f"{definition.score!r} to be 0 or 1"
+        raise EvidenceError(f"{where}: case {records[i].case_id!r}: expected {wanted}, got {records[i].scores!r}")
+    return Scores(definition, values, weights, clusters)
+
+
+def list_buckets(records: Sequence[CaseRecord]) -> list[str]:
+    """Return the buckets that the cases carry, in natural order."""
+    return sorted({bucket for record in records for bucket in record.buckets}, key=natural_key)
+
+
+def describe_metrics(
+    records: Sequence[CaseRecord], definition: MetricDefinition, clusters: Ints, *, eval_name: str
+) -> list[Metric]:
+    """Return one candidate's metric, overall and per bucket, each with its interval.
+
+    Raises:
+        EvidenceError: the metric can't be computed from these records.
+    """
+    name = f"{eval_name}/{definition.name}"
+    scores = collect_scores(records, definition, clusters, where=name)
+    metrics = []
+    for bucket in [None, *list_buckets(records)]:
+        positions = select_bucket(records, bucket)
+        value, (low, high) = _checked(name, scores.at(positions))
+        metrics.append(Metric(name=name, bucket=bucket, value=value, unit=definition.unit, better=definition.better,
+                              n=len(positions), low=low, high=high))
+    return metrics
+
+
+def _checked(name: str, scores: Scores) -> tuple[float, tuple[float | None, float | None]]:
+    try:
+        value = scores.value()
+        interval: tuple[float | None, float | None] = scores.interval()
+    except ValueError:
+        return value, (None, None)  # one cluster: a value without an interval
+    except OverflowError:
+        raise EvidenceError(f"{name}: expected a finite number, got one too large to write") from None
+    return value, interval
+
+
+def measure_metric(
+    pairs: PairedCases, definition: MetricDefinition, bucket: str | None, *, eval_name: str,
+    tolerance: float | None, alpha: float,
+) -> Measurement:
+    """Measure one metric of a candidate against the reference in one bucket.
+
+    Raises:
+        EvidenceError: no case in the bucket, a score is absent, the two sides did unequal work, or
+            there are too few clusters for an interval.
+    """
+    name = f"{eval_name}/{definition.name}" + (f" [{bucket}]" if bucket else "")
+    positions = select_bucket(pairs.reference, bucket)
+    if len(positions) == 0:
+        raise EvidenceError(f"{name}: the bucket is empty; no case carries it")
+    reference, candidate = (collect_scores(side, definition, pairs.clusters, where=name).at(positions)
+                            for side in (pairs.reference, pairs.candidate))
+    if not np.array_equal(reference.weights, candidate.weights):
+        unequal = pairs.reference[int(positions[np.flatnonzero(reference.weights != candidate.weights)[0]])]
+        raise EvidenceError(f"{name}: unequal work: {definition.weight!r} of case {unequal.case_id!r} differs between "
+                            "reference and candidate")
+    try:
+        return _compare_scores(reference, candidate, bucket, f"{eval_name}/{definition.name}", tolerance, alpha)
+    except (ValueError, OverflowError) as error:
+        raise EvidenceError(f"{name}: can't be compared: {error}") from None
+
+
+def _compare_scores(
+    reference: Scores, candidate: Scores, bucket: str | None, name: str, tolerance: float | None, alpha: float
+) -> Measurement:
+    definition, clusters, n = reference.definition, reference.clusters, len(reference.values)
+    d = (reference.values - candidate.values) * (1.0 if definition.better == "higher" else -1.0)
+    b = c = None
+    if definition.estimator == "proportion":
+        bounds = proportion_bounds(d, clusters, confidence=1 - alpha)
+        b, c = int((d > 0).sum()), int((d < 0).sum())
+    else:
+        bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha)
+    harm, low, high = (_harm_scale(definition, x) for x in (bounds.harm, bounds.low, bounds.high))
+    return Measurement(
+        metric=name, bucket=bucket, reference=reference.value(), candidate=candidate.value(), unit=definition.unit, n=n,
+        num_clusters=int(clusters.max()) + 1, b=b, c=c, harm=harm, low=low, high=high,
+        p=sign_flip_p(d, clusters), p_gain=sign_flip_p(-d, clusters), tolerance=tolerance,
+        more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, n, tolerance, alpha),
+    )
+
+
+def _harm_scale(definition: MetricDefinition, difference: float) -> float:
+    return math.expm1(difference) if definition.harm == "relative" else difference
+
+
+def _more_cases(
+    definition: MetricDefinition, bounds: Bounds, b: int | None, c: int | None, n: int, tolerance: float, alpha: float
+) -> int | None:
+    """Return how many more cases would prove the tolerance if flips and spread stay as seen."""
+    limit = math.log1p(tolerance) if definition.harm == "relative" else tolerance
+    if bounds.harm >= limit or bounds.high <= limit:
+        return None
+    if b is not None and c is not None:
+        deff = bounds.design_effect
+        more = cases_to_prove(b / deff, c / deff, n / deff, limit, confidence=1 - alpha)
+        return None if more is None else math.ceil(more * deff)
+    factor = ((bounds.high - bounds.harm) / (limit - bounds.harm)) ** 2
+    return math.ceil(n * (factor - 1)) if factor <= 1_000 else None

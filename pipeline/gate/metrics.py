@@ -1,0 +1,70 @@
+"""The metrics that each kind of eval gives, and how a metric follows from case scores.
+
+A metric is declared once, here: which score of a CaseRecord it averages, over what, which
+direction is better and on which scale a tolerance is read. Torch-free, so the gate and the
+settings can both read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MetricDefinition:
+    """One metric.
+
+    Attributes:
+        name: the field's standard term, unit as suffix.
+        estimator: "proportion" (0/1 scores), "mean" (real scores) or "ratio" (sum of `score` over
+            sum of `weight`, clustered by document).
+        score: key into CaseRecord.scores.
+        weight: key of the denominator, for ratios.
+        better: which direction is an improvement.
+        harm: "absolute" (difference), or "relative" (exp of the ratio difference, minus 1).
+        unit: printed beside the value.
+        is_gated: False for tripwires, which are shown against a threshold and never decide.
+    """
+
+    name: str
+    estimator: Literal["proportion", "mean", "ratio"]
+    score: str
+    better: Literal["higher", "lower"]
+    unit: str
+    harm: Literal["absolute", "relative"] = "absolute"
+    weight: str | None = None
+    is_gated: bool = True
+
+
+_DIVERGENCE = (
+    MetricDefinition(
+        "kl_nats_per_token", "ratio", "kl_nats", "lower", "nat/token", weight="num_tokens", is_gated=False),
+    MetricDefinition("top1_change_rate", "ratio", "num_top1_changes", "lower", "", weight="num_tokens", is_gated=False),
+)
+_FIRST_DIVERGENCE = (
+    MetricDefinition("output_divergence_rate", "proportion", "diverged", "lower", "", is_gated=False),
+)
+
+METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
+    "perplexity": (
+        MetricDefinition(
+            "perplexity_per_token", "ratio", "nll_nats", "lower", "", harm="relative", weight="num_tokens"),
+        MetricDefinition("bits_per_byte", "ratio", "nll_bits", "lower", "bit/byte", weight="num_bytes"),
+        *_DIVERGENCE,
+    ),
+    "harness": (MetricDefinition("accuracy", "proportion", "accuracy", "higher", ""),),
+    "tool_calls": (
+        MetricDefinition("tool_call_exact_match", "proportion", "exact", "higher", ""),
+        MetricDefinition("tool_call_accepted_rate", "proportion", "accepted", "higher", ""),
+        *_FIRST_DIVERGENCE,
+    ),
+    "trajectories": (
+        MetricDefinition("task_completion_rate", "proportion", "completed", "higher", ""),
+        *_FIRST_DIVERGENCE,
+    ),
+}
+
+METRICS_BY_NAME: dict[str, MetricDefinition] = {
+    metric.name: metric for metrics in METRICS_BY_EVAL_KIND.values() for metric in metrics
+}

@@ -1,0 +1,197 @@
+"""Is the evidence fit to be judged? Load two candidates' records, check them, pair them.
+
+Everything that would make a comparison meaningless is refused here, with the name of the thing:
+records that were edited after they were written, that answer for another candidate than the one
+that would ship, that are missing, duplicated, unmatched, failed or empty. What passes comes out as
+aligned lists. No statistics here; a regression is not a problem of evidence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.digests import digest_file
+from pipeline.errors import EvidenceError
+from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, read_cases, read_record
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one candidate brings to the gate: its records, or why an eval's records are unfit.
+
+    Attributes:
+        fingerprint: of what was evaluated, which was checked to be what would ship.
+        records: per eval, in evalset order; only evals that are fit.
+        problems: per eval that is unfit, the reason in one line.
+    """
+
+    candidate: Candidate
+    fingerprint: str
+    folder: Path
+    evaluation: Evaluation
+    records: dict[str, list[CaseRecord]]
+    problems: dict[str, str]
+
+
+@dataclass(frozen=True)
+class PairedCases:
+    """The cases of one eval, reference and candidate side by side.
+
+    Attributes:
+        reference: records of the reference, in evalset order.
+        candidate: records of the candidate, the i-th answering the same case.
+        candidate_order: position of each in the candidate's own file, for arrays kept beside it.
+        clusters: cluster number per case, 0-based.
+    """
+
+    reference: list[CaseRecord]
+    candidate: list[CaseRecord]
+    candidate_order: NDArray[np.int64]
+    clusters: NDArray[np.int64]
+
+
+def load_evidence(build: Path, name: str, eval_kinds: Mapping[str, str]) -> Evidence:
+    """Load and check the records of one candidate.
+
+    Args:
+        build: the folder that holds `candidates/` and `evaluations/`.
+        name: the candidate.
+        eval_kinds: the evals that the settings ask for, and the kind of each.
+
+    Raises:
+        EvidenceError: nothing about this candidate can be judged.
+    """
+    candidate = read_record(build / "candidates" / name / "candidate.json", Candidate)
+    folder = build / "evaluations" / name
+    evaluation = read_record(folder / "evaluation.json", Evaluation)
+    _check_identity(name, candidate, evaluation, folder / "evaluation.json")
+    records: dict[str, list[CaseRecord]] = {}
+    problems: dict[str, str] = {}
+    for eval_name, kind in eval_kinds.items():
+        try:
+            records[eval_name] = _load_eval(folder, evaluation, eval_name, kind)
+        except EvidenceError as error:
+            problems[eval_name] = f"{eval_name} of {name}: {error}"
+    return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems)
+
+
+def _check_identity(name: str, candidate: Candidate, evaluation: Evaluation, path: Path) -> None:
+    if candidate.name != name or evaluation.candidate != name:
+        raise EvidenceError(f"{path}: expected the evaluation of {name!r}, found candidate {candidate.name!r} "
+                            f"and evaluation of {evaluation.candidate!r}")
+    if candidate.serving.engine == "attached":
+        return  # what runs behind someone else's endpoint is known by its own fingerprint only
+    if evaluation.fingerprint != candidate.fingerprint or evaluation.checkpoint_digest != candidate.checkpoint.digest:
+        raise EvidenceError(f"{path}: what was evaluated (fingerprint {evaluation.fingerprint[:12]}) is not what "
+                            f"would ship ({candidate.fingerprint[:12]}); run `dvc repro` to evaluate it again")
+
+
+def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, kind: str) -> list[CaseRecord]:
+    if eval_name not in evaluation.evals:
+        raise EvidenceError(f"not evaluated; {folder / 'evaluation.json'} holds {sorted(evaluation.evals)}")
+    file = evaluation.evals[eval_name]
+    path = folder / file.records
+    if file.kind != kind:
+        raise EvidenceError(f"{path}: expected records of kind {kind!r}, got {file.kind!r}")
+    if not path.is_file():
+        raise EvidenceError(f"{path}: expected case records, found no file; run `dvc repro`")
+    if (found := digest_file(path)) != file.sha256:
+        raise EvidenceError(f"{path}: expected sha256 {file.sha256[:12]}, got {found[:12]}; "
+                            "the records were edited or cut after they were written")
+    records = read_cases(path)
+    _check_records(path, records, file, evaluation.fingerprint)
+    return records
+
+
+def _check_records(path: Path, records: list[CaseRecord], file: EvalFile, fingerprint: str) -> None:
+    if len(records) != file.num_cases:
+        raise EvidenceError(f"{path}: expected {file.num_cases} cases, got {len(records)}")
+    if not records:
+        raise EvidenceError(f"{path}: expected at least one case, got none")
+    first_with: dict[str, str] = {}
+    for record in records:
+        if record.input_digest in first_with:
+            raise EvidenceError(f"{path}: case {record.case_id!r} asks the same as case "
+                                f"{first_with[record.input_digest]!r}; every case may count once")
+        first_with[record.input_digest] = record.case_id
+    strangers = [r for r in records if r.fingerprint != fingerprint]
+    if strangers:
+        raise EvidenceError(f"{path}: {len(strangers)} of {len(records)} cases were answered by another endpoint, "
+                            f"first {strangers[0].case_id!r}: expected fingerprint {fingerprint[:12]!r}, "
+                            f"got {strangers[0].fingerprint[:12]!r}")
+    _check_failures(path, records)
+
+
+def _check_failures(path: Path, records: list[CaseRecord]) -> None:
+    failed = [r for r in records if r.failure is not None]
+    if failed:
+        classes = Counter(str(r.failure).partition(":")[0] for r in failed)
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(classes.items()))
+        raise EvidenceError(f"{path}: {len(failed)} of {len(records)} cases have no judgement ({counts}), first "
+                            f"{failed[0].case_id!r}: {' '.join(str(failed[0].failure).split())[:120]}")
+
+
+def pair_cases(reference: Evidence, candidate: Evidence, eval_name: str) -> PairedCases:
+    """Align the records of one eval by what each case asks.
+
+    Raises:
+        EvidenceError: the evalsets differ, or a case has no partner.
+    """
+    ours, theirs = (e.evaluation.evals[eval_name].evalset_digest for e in (reference, candidate))
+    if ours != theirs:
+        raise EvidenceError(f"{eval_name}: reference and candidate answered different evalsets "
+                            f"({ours[:12]} and {theirs[:12]}); run `dvc repro` to evaluate both on one")
+    return align(reference.records[eval_name], candidate.records[eval_name], where=eval_name)
+
+
+def align(reference: Sequence[CaseRecord], candidate: Sequence[CaseRecord], *, where: str) -> PairedCases:
+    """Pair two lists of records by `input_digest`; the order of either does not matter.
+
+    Raises:
+        EvidenceError: a case without partner, or two sides that disagree on cluster or buckets.
+    """
+    position = {record.input_digest: i for i, record in enumerate(candidate)}
+    if len(position) != len(candidate) or len({r.input_digest for r in reference}) != len(reference):
+        raise EvidenceError(f"{where}: a case is there twice; every case may count once")
+    _check_unmatched(reference, candidate, where)
+    order = np.array([position[record.input_digest] for record in reference], dtype=np.int64)
+    partners = [candidate[i] for i in order]
+    for a, b in zip(reference, partners, strict=True):
+        if a.cluster != b.cluster or a.buckets != b.buckets:
+            raise EvidenceError(f"{where}: case {a.case_id!r} is in cluster {a.cluster!r} and buckets {a.buckets!r} on "
+                                f"the reference's side, in {b.cluster!r} and {b.buckets!r} on the candidate's")
+    numbers: dict[str, int] = {}
+    clusters = np.array([numbers.setdefault(r.cluster, len(numbers)) for r in reference], dtype=np.int64)
+    return PairedCases(list(reference), partners, order, clusters)
+
+
+def _check_unmatched(reference: Sequence[CaseRecord], candidate: Sequence[CaseRecord], where: str) -> None:
+    for side, mine, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
+        known = {r.input_digest for r in other}
+        lonely = [r.case_id for r in mine if r.input_digest not in known]
+        if lonely:
+            raise EvidenceError(f"{where}: {len(lonely)} cases of the {side} have no partner, first {lonely[0]!r}")
+
+
+def select_bucket(records: Sequence[CaseRecord], bucket: str | None) -> NDArray[np.int64]:
+    """Return the positions of a bucket's cases; None selects all."""
+    return np.array([i for i, r in enumerate(records) if bucket is None or bucket in r.buckets], dtype=np.int64)
+
+
+def read_scores(records: Sequence[CaseRecord], key: str, *, where: str) -> NDArray[np.float64]:
+    """Return one score of every record.
+
+    Raises:
+        EvidenceError: a record lacks it.
+    """
+    for record in records:
+        if key not in record.scores:
+            raise EvidenceError(f"{where}: case {record.case_id!r} has no score {key!r}, "
+                                f"it has {sorted(record.scores)}")
+    return np.array([record.scores[key] for record in records], dtype=np.float64)

@@ -1,0 +1,241 @@
+"""reports/report.md: what was decided and why, for a person who opens it on GitHub.
+
+The table of candidates comes first, then per candidate what was done to it, every comparison with
+its counts and bounds, and a handful of the cases behind a failure. The text follows from the
+records alone: no times, no host, so that git shows a change only when a number changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.flips import Flip, excerpt, worst_documents, worst_flips
+from pipeline.gate.verdicts import Judgement, is_blocking, released_verdicts
+from pipeline.gate.wording import (
+    definition_of,
+    format_harm,
+    format_p,
+    format_range,
+    format_tolerance,
+    format_value,
+    name_comparison,
+)
+from pipeline.records import Candidate, Comparison, Metric, Verdict
+
+_MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "reported": "·"}
+_KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity")
+_MAX_FLIPS = 5
+
+_LEGEND = """\
+## How to read this
+
+Every case is paired with the same case of the reference. `b` counts cases that only the reference gets right, `c`
+cases that only the candidate gets right. Harm is what was lost (positive = worse): points for rates, percent for
+perplexity. `at least` and `at most` are one-sided {confidence:.0%} bounds of the harm, widened where cases share a
+cluster (a template or a document). `p` is the chance of so large a loss if there were no difference at all (cluster
+sign-flip test), after Holm's correction over {family}.
+
+- ✅ **pass**: the loss is proven to be within the tolerance, `at most` ≤ tolerance.
+- ❌ **fail**: the loss seen is beyond the tolerance, and p ≤ {alpha:g}.
+- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release.
+- ⛔ **refused**: the evidence is not fit to be judged.
+- · reported only. Divergence (KL, changed outputs) says where to look and never decides.
+"""
+
+
+def render_report(compared: ReleaseComparison) -> str:
+    """Write the whole report as Markdown."""
+    judgement = compared.judgement
+    parts = [_headline(judgement), _candidate_table(judgement)]
+    parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
+    if "trajectories" in judgement.eval_kinds.values():
+        parts.append("![Task completion by bucket](completion.png)\n")
+    parts += [_candidate_section(verdict, compared.measured[verdict.candidate]) for verdict in judgement.verdicts]
+    parts.append(_LEGEND.format(
+        confidence=1 - judgement.alpha, alpha=judgement.alpha,
+        family="all gated comparisons of the release (of the candidate alone where it is not released)",
+        inconclusive="blocks" if judgement.on_inconclusive == "block" else "is a warning and does not block"))
+    return "\n".join(parts)
+
+
+def metrics_tree(metrics: Sequence[Metric]) -> dict[str, Any]:
+    """Nest metrics as {eval: {metric: value, n, buckets: {bucket: {metric: value, n}}}} for `dvc metrics`."""
+    tree: dict[str, Any] = {}
+    for metric in metrics:
+        eval_name, _, name = metric.name.partition("/")
+        place = tree.setdefault(eval_name, {})
+        if metric.bucket is not None:
+            place = place.setdefault("buckets", {}).setdefault(metric.bucket, {})
+        place[name] = metric.value
+        place["n"] = metric.n
+    return tree
+
+
+def _headline(judgement: Judgement) -> str:
+    released = released_verdicts(judgement)
+    blocking = [v for v in released if is_blocking(v, judgement)]
+    names = ", ".join(f"`{v.candidate}`" for v in released)
+    lines = ["# Gate report", "", f"Release: {names}. Reference: `{judgement.reference}`. "
+             + (f"**Blocked** by {', '.join(f'`{v.candidate}` ({v.outcome})' for v in blocking)}." if blocking
+                else "**Nothing blocks it.**"), ""]
+    notable = [f"- {reason[0].upper()}{reason[1:]}." for v in judgement.verdicts for reason in v.reasons
+               if reason.startswith("perplexity flat")]
+    return "\n".join(lines + ([*notable, ""] if notable else []))
+
+
+def _candidate_table(judgement: Judgement) -> str:
+    columns = _columns(judgement)
+    values = {(m.name, m.bucket): m for m in judgement.reference_metrics}
+    header = ["candidate", "release", "verdict"] + [_column_title(*column) for column in columns]
+    reference = [f"`{judgement.reference}`", "", "reference"]
+    reference += [_cell(values[column]) if column in values else "–" for column in columns]
+    rows = [header, ["---"] * 3 + ["---:"] * len(columns), reference]
+    for verdict in judgement.verdicts:
+        if verdict.candidate != judgement.reference:
+            found = {(c.metric, c.bucket): c for c in verdict.comparisons}
+            rows.append([f"`{verdict.candidate}`", "yes" if verdict.is_release else "",
+                         f"{_MARKS[verdict.outcome]} {verdict.outcome}"]
+                        + [_compared_cell(found.get(column)) for column in columns])
+    return _table(rows)
+
+
+def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
+    """Return the (metric, bucket) columns: gated metrics, named subsets of workflows, then KL.
+
+    Buckets whose name holds a number form a scale; they are in the plot and the long tables.
+    """
+    columns: list[tuple[str, str | None]] = []
+    kinds = judgement.eval_kinds
+    gated = sorted(judgement.tolerances, key=lambda metric: _KIND_ORDER.index(kinds[metric.partition("/")[0]]))
+    for metric in gated:
+        columns.append((metric, None))
+        if kinds[metric.partition("/")[0]] == "trajectories":
+            columns += [(metric, b) for b in judgement.tolerances[metric].buckets if not any(ch.isdigit() for ch in b)]
+    columns += [(f"{name}/kl_nats_per_token", None) for name, kind in kinds.items() if kind == "perplexity"]
+    return columns
+
+
+def _column_title(metric: str, bucket: str | None) -> str:
+    eval_name, _, name = metric.partition("/")
+    return f"{eval_name}<br>{bucket or name}"
+
+
+def _cell(metric: Metric) -> str:
+    return f"{format_value(metric.name, metric.value)}"
+
+
+def _compared_cell(comparison: Comparison | None) -> str:
+    if comparison is None:
+        return "–"
+    c = comparison
+    value = format_value(c.metric, c.candidate)
+    if not definition_of(c.metric).is_gated:
+        return value + (" ⚠️" if c.sentence.startswith("tripped") else "")
+    mark = f" {_MARKS[c.outcome]}" if c.outcome != "reported" else ""
+    change = -c.harm if definition_of(c.metric).better == "higher" else c.harm
+    return f"{value} ({format_harm(c.metric, change, signed=True).replace(' points', '')}){mark}"
+
+
+def _candidate_section(verdict: Verdict, measured: Measured) -> str:
+    lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
+    lines += [f"- {reason}" for reason in verdict.reasons]
+    if measured.evidence is not None:
+        lines += ["", _describe_candidate(measured.evidence.candidate)]
+    gated = [c for c in verdict.comparisons if c.outcome != "reported"]
+    reported = [c for c in verdict.comparisons if c.outcome == "reported"]
+    if gated:
+        lines += ["", _comparison_table(gated)]
+    if reported:
+        lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
+                  _comparison_table(reported), "</details>"]
+    if verdict.outcome == "fail":
+        lines += _explain_failure(verdict, measured)
+    return "\n".join(lines) + "\n"
+
+
+def _describe_candidate(candidate: Candidate) -> str:
+    """Say what was done to a candidate and which layers ended in which format."""
+    steps = "; ".join(_describe_step(step) for step in candidate.steps) or "none"
+    sentences = [f"Steps: {steps}."]
+    if candidate.coverage:
+        total = sum(layer.num_bytes for layer in candidate.coverage)
+        asked = [layer for layer in candidate.coverage if layer.asked]
+        formats = sorted({layer.format for layer in asked})
+        counts = [f"{sum(layer.format == f for layer in asked)} layers {f}" for f in formats]
+        counts.append(f"{len(candidate.coverage) - len(asked)} excluded")
+        sentences.append(f"Coverage: {', '.join(counts)}; the former hold "
+                         f"{_mib(sum(layer.num_bytes for layer in asked))} MiB of {_mib(total)} MiB.")
+    sentences += [f"Fallback: `{f.layer}`: {f.reason}." for f in candidate.fallbacks]
+    return " ".join(sentences)
+
+
+def _describe_step(step: dict[str, Any]) -> str:
+    plain = [f"{key} {value}" for key, value in step.items() if key != "kind" and isinstance(value, (int, float, str))]
+    calibration = step.get("calibration", {})
+    plain += [f"calibration {calibration['num_samples']} samples of {', '.join(calibration['sources'])}"
+              f" weighted by length^{calibration['length_exponent']:g}"] if calibration else []
+    return f"{step['kind']} ({', '.join(plain)})"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"
+
+
+def _comparison_table(comparisons: Sequence[Comparison]) -> str:
+    rows = [["metric", "reference", "candidate", "n (clusters)", "b", "c", "harm", "at least to at most", "tolerance",
+             "p", "", "why"],
+            ["---"] + ["---:"] * 9 + ["---", "---"]]
+    return _table(rows + [_comparison_row(comparison) for comparison in comparisons])
+
+
+def _comparison_row(c: Comparison) -> list[str]:
+    return [
+        name_comparison(c), format_value(c.metric, c.reference), format_value(c.metric, c.candidate),
+        f"{c.n:,} ({c.num_clusters:,})" if c.num_clusters != c.n else f"{c.n:,}",
+        "–" if c.b is None else str(c.b), "–" if c.c is None else str(c.c),
+        format_harm(c.metric, c.harm, signed=True), format_range(c.metric, c.low, c.high),
+        "–" if c.tolerance is None else format_tolerance(c.metric, c.tolerance), format_p(c.p_holm),
+        _MARKS[c.outcome], c.sentence,
+    ]
+
+
+def _explain_failure(verdict: Verdict, measured: Measured) -> list[str]:
+    lines = ["", "### Cases behind it", ""]
+    for c in verdict.comparisons:
+        if c.outcome == "fail" and c.b is None:
+            rows = [["document", "reference", "candidate"], ["---", "---:", "---:"]]
+            pairs = measured.pairs[c.metric.partition("/")[0]]
+            rows += [[case_id, f"{ours:.4f}", f"{theirs:.4f}"]
+                     for case_id, ours, theirs in worst_documents(c.metric, pairs, limit=_MAX_FLIPS)]
+            lines += [f"Documents that lost most, {definition_of(c.metric).score} per "
+                      f"{definition_of(c.metric).weight}:", "", _table(rows)]
+    flips = worst_flips(verdict.comparisons, measured.pairs, limit=_MAX_FLIPS)
+    for flip in flips:
+        lines += _show_flip(flip)
+    lines.append(f"All cases: `build/evaluations/{verdict.candidate}/`, side by side in MLflow (`make ui`).")
+    return lines
+
+
+def _show_flip(flip: Flip) -> list[str]:
+    where = "the outputs are equal" if flip.character is None else (
+        f"first difference in line {(flip.line or 0) + 1}, character {flip.character}")
+    buckets = f" [{', '.join(flip.buckets)}]" if flip.buckets else ""
+    return [
+        f"<details><summary><b>{flip.kind}</b> {flip.eval_name} / {flip.case_id}{buckets}: {where}</summary>", "",
+        "Prompt:", "", *_block(excerpt(flip.prompt, None)), "", "Reference:", "",
+        *_block(excerpt(flip.reference, flip.character)), "", "Candidate:", "",
+        *_block(excerpt(flip.candidate, flip.character)), "", "</details>", ""]
+
+
+def _block(text: str) -> list[str]:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return [f"{fence}text", text, fence]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+                     for row in rows) + "\n"

@@ -1,0 +1,93 @@
+"""How numbers and harms are written for people: points for rates, percent for relative harms.
+
+Rounding happens here and nowhere else; decisions are taken on the numbers before they come here.
+Free of numpy, because the stage that decides the exit code prints through it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
+from pipeline.records import Comparison
+
+
+def definition_of(metric: str) -> MetricDefinition:
+    """Return the definition of "<eval>/<metric>"."""
+    return METRICS_BY_NAME[metric.rpartition("/")[2]]
+
+
+def is_rate(metric: str) -> bool:
+    """Say whether a metric is a share in [0, 1], which is written in percent and compared in points."""
+    return definition_of(metric).unit == "" and definition_of(metric).harm == "absolute"
+
+
+def format_value(metric: str, value: float) -> str:
+    """Write a metric's value: rates in percent, others with four significant digits and their unit."""
+    if is_rate(metric):
+        return f"{100 * value:.1f} %"
+    unit = definition_of(metric).unit
+    return f"{value:#.4g}" + (f" {unit}" if unit else "")
+
+
+def format_harm(metric: str, harm: float, *, signed: bool = False, digits: int = 2) -> str:
+    """Write a harm with its unit: "1.25 points", "0.84 %" or "0.012 bit/byte"."""
+    sign = "+" if signed else ""
+    if is_rate(metric):
+        return f"{_clean(100 * harm, digits):{sign}.{digits}f} points"
+    if definition_of(metric).harm == "relative":
+        return f"{_clean(100 * harm, digits):{sign}.{digits}f} %"
+    return f"{_clean(harm, 4):{sign}.4f} {definition_of(metric).unit}".rstrip()
+
+
+def format_tolerance(metric: str, tolerance: float) -> str:
+    """Write a tolerance without trailing zeros: "2 points", "1.5 %"."""
+    if is_rate(metric):
+        return f"{100 * tolerance:.4g} points"
+    if definition_of(metric).harm == "relative":
+        return f"{100 * tolerance:.4g} %"
+    return f"{tolerance:.4g} {definition_of(metric).unit}".rstrip()
+
+
+def format_threshold(metric: str, threshold: float) -> str:
+    """Write a tripwire's threshold without trailing zeros, on the scale of the metric's values."""
+    return f"{100 * threshold:.4g} %" if is_rate(metric) else format_tolerance(metric, threshold)
+
+
+def format_range(metric: str, low: float, high: float) -> str:
+    """Write the two bounds of a harm with one unit: "0.31 to 2.20 points"."""
+    unit = format_harm(metric, high)
+    number = format_harm(metric, low).split(" ")[0]
+    return f"{number} to {unit}"
+
+
+def format_p(p: float | None) -> str:
+    """Write a p-value with two significant digits, never as 0."""
+    if p is None:
+        return "–"
+    if p < 1e-6:
+        return "<1e-6"
+    return f"{p:.2f}" if p >= 0.095 else f"{p:.2g}"
+
+
+def format_count(count: int) -> str:
+    """Write an estimated count with two significant digits: "about 1,200"."""
+    if count < 100:
+        return f"about {count}"
+    scale = 10 ** (math.floor(math.log10(count)) - 1)
+    return f"about {round(count / scale) * scale:,}"
+
+
+def name_comparison(comparison: Comparison) -> str:
+    """Name a metric with its bucket: "workflows/task_completion_rate [steps_6_8]"."""
+    return comparison.metric + (f" [{comparison.bucket}]" if comparison.bucket else "")
+
+
+def natural_key(text: str) -> list[tuple[int, str]]:
+    """Sort key that puts "steps_2" before "steps_10"."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text) if part]
+
+
+def _clean(value: float, digits: int) -> float:
+    return round(value, digits) + 0.0  # adding zero turns -0.0 into 0.0

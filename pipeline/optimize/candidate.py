@@ -1,0 +1,123 @@
+"""Build a candidate: open its checkpoint, apply its steps in order, write its folder at once.
+
+The folder `build/candidates/<name>/` appears whole or not at all: everything is written to a
+hidden folder beside it and moved into place. A candidate without steps holds only its record,
+which points at the original checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from pathlib import Path
+
+from pipeline.checkpoints import check_kernels, describe_checkpoint
+from pipeline.errors import CheckpointError, SettingsError
+from pipeline.evalsets import Evalset, load_evalset
+from pipeline.optimize.quantize import StepResult
+from pipeline.optimize.registry import STEPS
+from pipeline.params import CandidateSettings, Params
+from pipeline.records import Candidate, ServingConfig, write_record
+from pipeline.weight_files import check_finite, iterate_weights
+
+CANDIDATES = Path("build/candidates")
+# what can change an answer of a served text checkpoint
+LIBRARIES = ("torch", "transformers", "compressed-tensors", "llmcompressor", "tokenizers", "safetensors")
+
+
+def build_candidate(name: str, params: Params, *, root: Path) -> Candidate:
+    """Build one candidate and write `build/candidates/<name>/` under `root`.
+
+    Raises:
+        SettingsError: no candidate has this name.
+        CheckpointError: its checkpoint is missing, damaged or unsafe.
+        EvalsetError: the calibration texts are malformed.
+        QuantizationError: a step was refused or did not do what was asked.
+    """
+    if name not in params.candidates:
+        raise SettingsError(f"candidates: expected one of {', '.join(params.candidates)}, got {name!r}")
+    target = root / CANDIDATES / name
+    working, previous = (target.with_name(f".{name}.{suffix}") for suffix in ("new", "old"))
+    for leftover in (working, previous):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        working.mkdir(parents=True)
+        candidate = _build(name, params, working, root=root)
+        write_record(working / "candidate.json", candidate)
+        _move_into_place(working, target, previous)
+    except OSError as error:
+        raise CheckpointError(f"{target}: can't be written: {error}; free some space or correct the rights") from error
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+    return candidate
+
+
+def read_library_versions() -> dict[str, str]:
+    """Return the installed versions of `LIBRARIES`."""
+    return {library: importlib.metadata.version(library) for library in LIBRARIES}
+
+
+def serving_config(params: Params, settings: CandidateSettings) -> ServingConfig:
+    """Derive how a candidate is served: by the embedded engine, or by the server it is attached to."""
+    shared = params.serving.model_dump(include=set(ServingConfig.model_fields))
+    if settings.endpoint is None:
+        return ServingConfig(**shared)
+    return ServingConfig(
+        **shared, engine="attached", base_url=settings.endpoint.base_url, model=settings.endpoint.model
+    )
+
+
+def _build(name: str, params: Params, working: Path, *, root: Path) -> Candidate:
+    settings = params.candidates[name]
+    source = root / settings.checkpoint
+    checkpoint = describe_checkpoint(source, root=root)
+    if settings.steps:
+        calibration_set = load_evalset(root / params.calibration_texts)
+        _pin_threads(params.serving.num_threads)
+        results = _apply_steps(settings, source, working=working, calibration_set=calibration_set)
+        made = describe_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
+        checkpoint = made.model_copy(update={"path": (CANDIDATES / name / "checkpoint").as_posix()})
+    else:
+        if settings.endpoint is None:
+            check_kernels(source)
+        check_finite(iterate_weights(source), where=source)
+        results = []
+    return Candidate(
+        name=name,
+        checkpoint=checkpoint,
+        serving=serving_config(params, settings),
+        steps=tuple(result.record for result in results),
+        coverage=results[-1].coverage if results else (),
+        fallbacks=tuple(fallback for result in results for fallback in result.fallbacks),
+        libraries=read_library_versions(),
+    )
+
+
+def _apply_steps(
+    settings: CandidateSettings, source: Path, *, working: Path, calibration_set: Evalset
+) -> list[StepResult]:
+    results = []
+    current = source
+    for number, step in enumerate(settings.steps, start=1):
+        destination = working / f"step-{number}"
+        results.append(STEPS[step.kind](current, destination, step=step, calibration_set=calibration_set))
+        if current != source:
+            shutil.rmtree(current)
+        current = destination
+    current.rename(working / "checkpoint")
+    return results
+
+
+def _pin_threads(num_threads: int) -> None:
+    # sums are split by thread: with another number the same step writes other bytes
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+def _move_into_place(working: Path, target: Path, previous: Path) -> None:
+    # a folder can't replace a folder that is not empty: the old one steps aside first
+    if target.exists():
+        target.rename(previous)
+    working.rename(target)
+    shutil.rmtree(previous, ignore_errors=True)

@@ -1,0 +1,14 @@
+"""Step kind -> the function that runs it; the kinds are those of the union in `params.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.optimize.awq import run_awq
+from pipeline.optimize.gptq import run_gptq
+from pipeline.optimize.quantize import StepResult
+
+STEPS: dict[str, Callable[..., StepResult]] = {
+    "gptq": run_gptq,
+    "awq": run_awq,
+}

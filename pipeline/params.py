@@ -1,0 +1,226 @@
+"""params.yaml as a typed, strict, frozen object: the only validator of user settings.
+
+Every stage calls `load_params` first, so whichever runs first validates the whole file: unknown
+keys, wrong types and impossible combinations are refused with the path of the key. Checks that
+need a file beside params.yaml (layer shapes, an evalset's buckets) are in `preflight.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from pipeline.errors import SettingsError
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, unknown keys refused, no type coercion, finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Calibration(Settings):
+    """Which texts a quantiser sees, how many, how long, and how they are weighted."""
+
+    sources: list[str] = Field(min_length=1)  # buckets of the calibration set
+    num_samples: int = Field(ge=1)
+    max_tokens: int = Field(ge=1)  # a sample is cut after this many tokens
+    length_exponent: float = Field(ge=0, le=4)  # sampling weight = (number of tokens) ** exponent
+    seed: int = 0
+
+
+class _Int4Step(Settings):
+    bits: Literal[4, 8] = 4
+    group_size: int = Field(default=128, ge=1)
+    symmetric: bool = True
+    exclude: list[str] = ["lm_head"]  # layer-name patterns: exact, or "re:<regex>"
+    calibration: Calibration
+
+
+class GptqStep(_Int4Step):
+    """GPTQ (Frantar et al. 2022): second-order rounding, layer by layer."""
+
+    kind: Literal["gptq"]
+    damping_fraction: float = Field(default=0.01, gt=0, lt=1)
+    activation_order: bool = False
+
+
+class AwqStep(_Int4Step):
+    """AWQ (Lin et al. 2023): scale salient channels by activation before rounding."""
+
+    kind: Literal["awq"]
+    num_grid_points: int = Field(default=20, ge=3)  # the grid steps by 1 / (points - 2)
+
+
+Step = Annotated[GptqStep | AwqStep, Field(discriminator="kind")]
+
+
+class Endpoint(Settings):
+    """A server that is already running and that this candidate is evaluated on."""
+
+    base_url: str = Field(pattern=r"^https?://")
+    model: str
+
+
+class CandidateSettings(Settings):
+    """A checkpoint and the steps that turn it into what would ship."""
+
+    checkpoint: str
+    steps: list[Step] = []
+    endpoint: Endpoint | None = None
+
+
+class ServingSettings(Settings):
+    """How the embedded engine serves, and how hard the client drives it."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    continuous_batching: bool
+    concurrency: int = Field(ge=1, le=512)  # requests in flight per server
+    num_servers: int = Field(ge=1, le=64)
+    num_threads: int = Field(ge=1, le=256)  # torch threads per server
+    context_length: int = Field(ge=16)  # tokens
+    max_tokens: int = Field(ge=1)  # completion tokens a request
+    request_timeout_s: float = Field(gt=0)
+    start_timeout_s: float = Field(gt=0)
+
+
+class PerplexityEval(Settings):
+    """Perplexity and bits per byte of held-out documents, and the material for divergence."""
+
+    kind: Literal["perplexity"]
+    evalset: str
+    top_logprobs: int = Field(default=20, ge=1, le=100)
+
+
+class HarnessEval(Settings):
+    """One lm-eval task: a task name, with the folder of its YAML when it is not built in."""
+
+    kind: Literal["harness"]
+    task: str
+    include_path: str | None = None
+    num_fewshot: int = Field(default=0, ge=0)
+
+
+class ToolCallsEval(Settings):
+    """Single tool calls with expected arguments."""
+
+    kind: Literal["tool_calls"]
+    evalset: str
+    send_tools: bool = False  # put the card's tools into every request
+
+
+class TrajectoriesEval(Settings):
+    """Multi-step workflows against simulated tools, judged by the final state."""
+
+    kind: Literal["trajectories"]
+    evalset: str
+    max_turns: int = Field(ge=1)
+    send_tools: bool = False
+
+
+EvalSettings = Annotated[
+    PerplexityEval | HarnessEval | ToolCallsEval | TrajectoriesEval, Field(discriminator="kind")
+]
+
+
+class Tolerance(Settings):
+    """The loss that a metric may show: absolute for rates, relative for perplexity."""
+
+    overall: float | None = Field(default=None, gt=0, lt=1)
+    buckets: dict[str, Annotated[float, Field(gt=0, lt=1)]] = {}
+
+
+class GateSettings(Settings):
+    """The decision rule's settings; what they mean is in `pipeline/gate/compare.py`."""
+
+    alpha: float = Field(gt=0, lt=0.5)
+    on_inconclusive: Literal["block", "warn"]
+    tolerances: dict[str, Tolerance] = Field(min_length=1)
+    tripwires: dict[str, Annotated[float, Field(gt=0)]] = {}
+
+
+class Params(Settings):
+    """The whole of params.yaml."""
+
+    reference: str
+    release: list[str] = Field(min_length=1)
+    calibration_texts: str
+    candidates: dict[str, CandidateSettings] = Field(min_length=1)
+    serving: ServingSettings
+    evals: dict[str, EvalSettings] = Field(min_length=1)
+    gate: GateSettings
+
+
+def load_params(path: Path = Path("params.yaml")) -> Params:
+    """Read and validate params.yaml.
+
+    Raises:
+        SettingsError: with the key's path, what was expected and what came.
+    """
+    try:
+        data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: expected the settings file, found none; run from the project root") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    return parse_params(data, where=str(path))
+
+
+def parse_params(data: Any, where: str = "params.yaml") -> Params:
+    """Validate settings that were already read from YAML."""
+    try:
+        params = Params.model_validate(data)
+    except ValidationError as error:
+        raise SettingsError(f"{where}: {_one_line(error)}") from None
+    for problem in _contradictions(params):
+        raise SettingsError(f"{where}: {problem}")
+    return params
+
+
+def _contradictions(params: Params) -> list[str]:
+    problems = [f"candidates.{name}: a name is lower-case letters, digits and dashes"
+                for name in params.candidates if not _NAME.fullmatch(name)]
+    problems += [f"evals.{name}: a name is lower-case letters, digits, dashes and underscores"
+                 for name in params.evals if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)]
+    known = ", ".join(params.candidates)
+    if params.reference not in params.candidates:
+        problems.append(f"reference: expected one of the candidates ({known}), got {params.reference!r}")
+    for i, name in enumerate(params.release):
+        if name not in params.candidates:
+            problems.append(f"release.{i}: expected one of the candidates ({known}), got {name!r}")
+    problems += _unknown_metrics(params)
+    return problems
+
+
+def _unknown_metrics(params: Params) -> list[str]:
+    problems = []
+    for section, gating in (("tolerances", True), ("tripwires", False)):
+        metrics = {f"{name}/{m.name}" for name, e in params.evals.items()
+                   for m in METRICS_BY_EVAL_KIND[e.kind] if m.is_gated == gating}
+        for metric in getattr(params.gate, section):
+            if metric not in metrics:
+                problems.append(f"gate.{section}.{metric}: no such metric; the evals give "
+                                + (", ".join(sorted(metrics)) or "none"))
+    problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
+                 for metric, t in params.gate.tolerances.items() if t.overall is None and not t.buckets]
+    return problems
+
+
+def _one_line(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    tags = {"gptq", "awq", "perplexity", "harness", "tool_calls", "trajectories"}
+    loc = [str(p) for p in problem["loc"]]
+    # pydantic puts the union's tag into the path; the file has no such level
+    where = ".".join(p for i, p in enumerate(loc) if not (p in tags and i and loc[i - 1].isdigit())
+                     and not (p in tags and i == 2 and loc[0] == "evals"))
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key; remove it or correct its spelling"
+    return f"{where or '(whole)'}: {problem['msg']}, got {problem.get('input')!r:.80}"

@@ -1,0 +1,255 @@
+"""The objects that pass between stages, as JSON on disk.
+
+`optimize` writes a Candidate, `evaluate` writes CaseRecords and an Evaluation that lists them,
+`compare` writes Verdicts. All are frozen, refuse unknown keys and refuse NaN and infinity, so
+that a broken number stops at the file where it was written. Files are written under a temporary
+name and moved into place: a killed stage leaves no half file behind.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.digests import canonical_json, digest_json
+from pipeline.errors import EvidenceError
+
+
+class Record(BaseModel):
+    """Base of everything on disk: frozen, strict about keys and finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Checkpoint(Record):
+    """A weights folder and what it holds.
+
+    `path` is relative to the project root; `digest` covers the folder's content; `parent_digest`
+    is the digest of the checkpoint it was made from, or None.
+    """
+
+    path: str
+    kind: str  # the config's model_type, for example "llama"
+    format: str  # "dense", or the quantisation format: "compressed-tensors", "gptq", "awq"
+    dtype: str
+    num_parameters: int
+    num_bytes: int
+    digest: str
+    parent_digest: str | None = None
+
+
+class ServingConfig(Record):
+    """How a checkpoint is served; everything here can change an answer or its speed.
+
+    `concurrency` is the number of requests in flight per server: in reduced precision the batch
+    composition alone can flip an answer, so it belongs to the fingerprint.
+    """
+
+    engine: Literal["transformers", "attached"] = "transformers"
+    dtype: str = "float32"
+    attention: str = "sdpa"
+    continuous_batching: bool = True
+    concurrency: int = 32
+    num_threads: int = 1
+    context_length: int = 1024  # tokens
+    temperature: float = 0.0
+    max_tokens: int = 128  # completion tokens a request
+    base_url: str | None = None
+    model: str | None = None
+
+
+class Fallback(Record):
+    """A place where a library did something else than was asked."""
+
+    layer: str
+    reason: str
+
+
+class LayerCoverage(Record):
+    """The format one linear layer ended in, as read back from the saved folder."""
+
+    layer: str
+    format: str  # "int4-g128-symmetric", "bfloat16", ...
+    num_bytes: int
+    asked: bool  # True when a step asked for this layer to be quantised
+    loss: float | None = None  # the library's per-layer calibration loss, where it has one
+
+
+class Candidate(Record):
+    """A checkpoint plus a serving config: the thing that is evaluated and would ship."""
+
+    name: str
+    checkpoint: Checkpoint
+    serving: ServingConfig
+    steps: tuple[dict[str, Any], ...] = ()
+    coverage: tuple[LayerCoverage, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
+    libraries: dict[str, str] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Sha256 over content, serving config and library versions; no path, port or time."""
+        serving = self.serving.model_dump(exclude={"base_url"})
+        return digest_json({"checkpoint": self.checkpoint.digest, "serving": serving, "libraries": self.libraries})
+
+
+class CaseRecord(Record):
+    """What happened to one case.
+
+    `failure` is None when the case was judged; otherwise it names why there is no judgement
+    ("infrastructure: ...", "evaluator: ..."), and `scores` is empty. A wrong answer is not a
+    failure: it is a score of 0.
+    """
+
+    case_id: str
+    input_digest: str  # sha256 of what the case asks and expects
+    cluster: str  # cases of one cluster share a document or template and are not independent
+    buckets: tuple[str, ...] = ()
+    prompt: str
+    output: str
+    scores: dict[str, float] = {}
+    failure: str | None = None
+    latency_s: float = 0.0
+    num_completion_tokens: int = 0
+    fingerprint: str
+
+
+class EvalFile(Record):
+    """One eval's records on disk."""
+
+    kind: str
+    evalset_digest: str
+    num_cases: int
+    records: str  # file name inside the evaluation folder
+    sha256: str
+
+
+class Evaluation(Record):
+    """The index of one candidate's evaluation folder (`evaluation.json`)."""
+
+    candidate: str
+    fingerprint: str
+    checkpoint_digest: str
+    evals: dict[str, EvalFile]
+    served_by: dict[str, Any]  # what the endpoint said about itself
+    seconds: float
+
+
+class Metric(Record):
+    """One number about one candidate, with how many cases it rests on."""
+
+    name: str  # "<eval>/<metric>"
+    bucket: str | None
+    value: float
+    unit: str
+    better: Literal["higher", "lower"]
+    n: int
+    low: float | None = None  # 95 % interval
+    high: float | None = None
+
+
+class Comparison(Record):
+    """One metric, in one bucket, of a candidate against the reference.
+
+    `harm` and its bounds are positive when the candidate is worse, in the unit of `tolerance`:
+    absolute for rates (0.03 = 3 points), relative for perplexity (0.02 = 2 %).
+    """
+
+    metric: str
+    bucket: str | None
+    reference: float
+    candidate: float
+    unit: str
+    n: int
+    num_clusters: int
+    b: int | None = None  # reference right, candidate wrong
+    c: int | None = None  # reference wrong, candidate right
+    harm: float
+    low: float  # one-sided 1 - alpha lower bound of the harm
+    high: float  # one-sided 1 - alpha upper bound of the harm
+    p: float | None = None
+    p_holm: float | None = None
+    tolerance: float | None  # None: reported, not gated
+    outcome: Literal["pass", "fail", "inconclusive", "refused", "reported"]
+    sentence: str
+
+
+class Verdict(Record):
+    """The judgement on one candidate."""
+
+    candidate: str
+    fingerprint: str
+    outcome: Literal["pass", "fail", "inconclusive", "refused"]
+    is_release: bool
+    reasons: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+    metrics: tuple[Metric, ...]
+
+
+R = TypeVar("R", bound=Record)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: temporary name, flush to disk, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write one record as indented JSON."""
+    write_text(path, record.model_dump_json(indent=2) + "\n")
+
+
+def read_record(path: Path, kind: type[R]) -> R:
+    """Read one record back.
+
+    Raises:
+        EvidenceError: the file is missing, not JSON, or not a record of this kind.
+    """
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise EvidenceError(f"{path}: expected a {kind.__name__}, found no file; run `dvc repro`") from None
+    except ValidationError as error:
+        raise EvidenceError(f"{path}: not a valid {kind.__name__}: {first_problem(error)}") from None
+
+
+def write_cases(path: Path, records: Iterable[CaseRecord]) -> None:
+    """Write case records as JSON lines in canonical form, in the order given."""
+    write_text(path, "".join(canonical_json(r.model_dump()) + "\n" for r in records))
+
+
+def read_cases(path: Path) -> list[CaseRecord]:
+    """Read case records; a malformed line is an EvidenceError with its number."""
+    return list(_iterate_cases(path))
+
+
+def _iterate_cases(path: Path) -> Iterator[CaseRecord]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise EvidenceError(f"{path}: expected case records, found no file; run `dvc repro`") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield CaseRecord.model_validate_json(line)
+        except ValidationError as error:
+            raise EvidenceError(f"{path}:{number}: not a case record: {first_problem(error)}") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Say the first problem of a validation error in one line: where, what, what came."""
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in problem["loc"]) or "(whole)"
+    more = error.error_count() - 1
+    came = repr(problem.get("input"))
+    came = came if len(came) <= 80 else came[:77] + "..."
+    return f"{where}: {problem['msg']}, got {came}" + (f" (and {more} more)" if more else "")

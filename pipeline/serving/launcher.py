@@ -1,0 +1,73 @@
+"""One embedded server: `python -m pipeline.serving.launcher '<json>'`.
+
+Loads a checkpoint once and serves it. Announces itself with one JSON line on stdout once a probe has
+been answered, and ends when its stdin closes, which happens when the parent ends in whatever way.
+Logs go to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from pipeline.errors import QuantgateError
+from pipeline.records import Candidate
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as stdin closes; the parent holds its other end."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+async def _serve(candidate: Candidate, folder: Path, listener: socket.socket) -> None:
+    # transformers imports it where it can, for adaptive draft lengths, which this server does not offer:
+    # a second of CPU time for each server
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
+    import uvicorn
+
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    loaded = load_candidate(candidate, folder)
+    server = Server(loaded)
+    await server.probe()
+    config = uvicorn.Config(server.build_app(), log_level="warning", access_log=False, lifespan="off")
+    line = {"port": listener.getsockname()[1], "fingerprint": loaded.fingerprint, "facts": loaded.facts}
+    print(json.dumps(line), flush=True)
+    await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def main(argv: list[str]) -> int:
+    """Load, probe, announce and serve until the parent goes away.
+
+    Args:
+        argv: one JSON object: `checkpoint_folder`, and `candidate` as a record. The candidate's name is
+            the model name that clients must send.
+    """
+    asked = json.loads(argv[0])
+    _end_with_parent()
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))  # port 0: the system picks a free one, so no port can be taken
+    listener.listen(512)
+    try:
+        candidate = Candidate.model_validate(asked["candidate"])
+        asyncio.run(_serve(candidate, Path(asked["checkpoint_folder"]), listener))
+    except QuantgateError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # the generation thread is not a daemon and would keep the process alive
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

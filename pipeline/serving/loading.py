@@ -1,0 +1,130 @@
+"""Load a checkpoint for serving, and find out what was really loaded.
+
+The fingerprint is computed here from the files and objects of this process, in the way of
+`Candidate.fingerprint`, so that it proves what answers instead of repeating what was asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.errors import EngineError
+from pipeline.records import Candidate, ServingConfig
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory and what was found out about it.
+
+    `scorer` shares the weights of `model`, but keeps plain attention when continuous batching
+    has switched `model` to a paged one.
+    """
+
+    name: str
+    model: Any
+    scorer: Any
+    tokenizer: Any
+    serving: ServingConfig
+    fingerprint: str
+    facts: dict[str, Any]
+
+
+def load_candidate(candidate: Candidate, folder: Path) -> LoadedModel:
+    """Load a candidate's checkpoint in this process.
+
+    Args:
+        candidate: what to serve; its serving config says how.
+        folder: where the checkpoint is.
+
+    Raises:
+        CheckpointError: the checkpoint can't be loaded.
+        EngineError: its own generation settings change greedy answers.
+    """
+    import torch
+
+    from pipeline.serving.packed_linear import pack_linear_layers
+
+    asked = candidate.serving
+    torch.set_num_threads(asked.num_threads)
+    checkpoint = describe_checkpoint(folder, root=folder.parent)
+    model = load_model(folder, dtype=asked.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+    model.set_attn_implementation(asked.attention)
+    tokenizer = load_tokenizer(folder)
+    model.generation_config = greedy_config(model, tokenizer)
+    with torch.inference_mode():
+        # compressed weights are decompressed by the first forward pass, which must come before sharing
+        model(torch.tensor([[0]], device=model.device), use_cache=False)
+    scorer = share_weights(model)
+    num_packed = pack_linear_layers([model, scorer])
+    serving = asked.model_copy(update={
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": scorer.config._attn_implementation,
+        "num_threads": torch.get_num_threads(),
+        "temperature": 0.0,
+    })  # fmt: skip
+    loaded = candidate.model_copy(update={
+        "checkpoint": checkpoint,
+        "serving": serving,
+        "libraries": {name: _version(name) for name in candidate.libraries},
+    })  # fmt: skip
+    facts = _describe(loaded, model) | {"num_packed_layers": num_packed}
+    return LoadedModel(candidate.name, model, scorer, tokenizer, serving, loaded.fingerprint, facts)
+
+
+def greedy_config(model: Any, tokenizer: Any) -> Any:
+    """Return the model's generation config made greedy.
+
+    Raises:
+        EngineError: the checkpoint's own generation config changes greedy answers (a repetition
+            penalty, a minimum length, ...), which continuous batching would drop silently.
+    """
+    from transformers import GenerationConfig
+
+    source = model.generation_config
+    end = source.eos_token_id if source.eos_token_id is not None else model.config.eos_token_id
+    end = end if end is not None else tokenizer.eos_token_id
+    pad = source.pad_token_id if source.pad_token_id is not None else tokenizer.pad_token_id
+    first_end = end[0] if isinstance(end, list) else end
+    processors = model._get_logits_processor(_without_sampling(source))
+    if processors:
+        names = ", ".join(type(p).__name__ for p in processors)
+        raise EngineError(f"{model.name_or_path}/generation_config.json: expected plain greedy decoding, "
+                          f"it asks for {names}; remove those settings")  # fmt: skip
+    return GenerationConfig(do_sample=False, eos_token_id=end, bos_token_id=source.bos_token_id,
+                            pad_token_id=pad if pad is not None else first_end)  # fmt: skip
+
+
+def _without_sampling(source: Any) -> Any:
+    config = copy.deepcopy(source)
+    config.do_sample, config.temperature, config.top_p, config.top_k = False, 1.0, 1.0, 0
+    return config
+
+
+def share_weights(model: Any) -> Any:
+    """Return a second model object over the same tensors, whose attention can be set on its own."""
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _describe(loaded: Candidate, model: Any) -> dict[str, Any]:
+    return {
+        "proof": "computed by the server from the files and objects it loaded",
+        "checkpoint": loaded.checkpoint.model_dump(exclude={"path"}),
+        "serving": loaded.serving.model_dump(exclude={"base_url"}),
+        "libraries": loaded.libraries,
+        "device": str(model.device),
+        "generation_config": json.loads(model.generation_config.to_json_string()),
+    }

@@ -1,0 +1,163 @@
+"""Log-likelihoods of given token sequences under a loaded model, each shared prefix computed once.
+
+Sequences are packed into rows. A row is a tree one level deep: a prefix and the suffixes that
+follow it (the answers of a multiple-choice question share its text), laid out one after another,
+with positions and an attention mask that let a suffix see the prefix and itself only. A sequence
+that shares nothing is a row of its own and runs under the plain causal kernel.
+
+Reports log-softmax of the raw logits in float32, as `model(...)` gives them: no sampling settings
+take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+MIN_SHARED_TOKENS = 16  # a shorter common prefix does not pay for a mask
+MAX_ROW_TOKENS = 2048  # longest row that several sequences are packed into
+MAX_FORWARD_TOKENS = 1024  # tokens per forward: larger batches fall out of the CPU's cache
+MAX_LOGITS = 1 << 24  # elements of one logits tensor: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class SequenceScores:
+    """Scores of one sequence of n tokens; row i is about token i + 1 given the tokens before it."""
+
+    token_logprobs: np.ndarray  # float32 [n - 1]
+    top_ids: np.ndarray  # int32 [n - 1, k]
+    top_logprobs: np.ndarray  # float32 [n - 1, k], descending
+
+
+@dataclass
+class _Row:
+    """Token ids to feed, and which row position predicts each token of each sequence."""
+
+    tokens: list[int]
+    positions: list[int]
+    segments: list[int]  # 0: prefix, otherwise the number of the suffix
+    sources: dict[int, list[int]] = field(default_factory=dict)  # sequence -> row positions, in order
+
+    @property
+    def is_plain(self) -> bool:
+        return self.segments[-1] == 0
+
+
+def score_sequences(model: Any, sequences: list[list[int]], *, num_top: int) -> list[SequenceScores]:
+    """Score each sequence's tokens from the second on.
+
+    Args:
+        model: a causal language model in eval mode with "sdpa" or "eager" attention.
+        sequences: token ids, at least two each.
+        num_top: how many of the most likely tokens to report at each place.
+
+    Returns:
+        One result per sequence, in the order given.
+    """
+    # equal sequences get equal scores to the last bit: a tie between answers must stay a tie
+    numbers: dict[tuple[int, ...], int] = {}
+    wanted = [numbers.setdefault(tuple(ids), len(numbers)) for ids in sequences]
+    distinct = [list(ids) for ids in numbers]
+    results: dict[int, SequenceScores] = {}
+    limit = min(MAX_FORWARD_TOKENS, max(1, MAX_LOGITS // model.config.get_text_config().vocab_size))
+    with torch.inference_mode():
+        for rows in _batch_rows(_pack_rows(distinct), limit):
+            results.update(_score_rows(model, rows, distinct, num_top))
+    return [results[i] for i in wanted]
+
+
+def _pack_rows(sequences: list[list[int]]) -> list[_Row]:
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i])
+    rows, group, shared = [], [order[0]], len(sequences[order[0]])
+    for index in order[1:]:
+        common = _common_prefix(sequences[group[0]], sequences[index], shared)
+        total = common + sum(len(sequences[i]) - common for i in [*group, index])
+        if common >= MIN_SHARED_TOKENS and 2 * common >= shared and total <= MAX_ROW_TOKENS:
+            group.append(index)
+            shared = common
+            continue
+        rows.append(_make_row(sequences, group, shared))
+        group, shared = [index], len(sequences[index])
+    rows.append(_make_row(sequences, group, shared))
+    return rows
+
+
+def _common_prefix(first: list[int], second: list[int], limit: int) -> int:
+    limit = min(limit, len(first), len(second))
+    if first[:limit] == second[:limit]:
+        return limit
+    return next(i for i in range(limit) if first[i] != second[i])
+
+
+def _make_row(sequences: list[list[int]], group: list[int], shared: int) -> _Row:
+    if len(group) == 1:
+        shared = len(sequences[group[0]]) - 1  # the last token is predicted, never fed
+    row = _Row(sequences[group[0]][:shared], list(range(shared)), [0] * shared)
+    for number, index in enumerate(group, start=1):
+        suffix = sequences[index][shared:-1]
+        start = len(row.tokens)
+        row.sources[index] = [*range(min(shared, len(sequences[index]) - 1)), *range(start, start + len(suffix))]
+        row.tokens += suffix
+        row.positions += range(shared, shared + len(suffix))
+        row.segments += [number] * len(suffix)
+    return row
+
+
+def _batch_rows(rows: list[_Row], limit: int) -> Iterator[list[_Row]]:
+    """Yield rows of similar length, plain and tree rows apart, at most `limit` padded tokens at once."""
+    batch: list[_Row] = []
+    for row in sorted(rows, key=lambda r: (r.is_plain, len(r.tokens)), reverse=True):
+        full = batch and (len(batch) + 1) * len(batch[0].tokens) > limit
+        if full or (batch and row.is_plain != batch[0].is_plain):
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch
+
+
+def _score_rows(
+    model: Any, rows: list[_Row], sequences: list[list[int]], num_top: int
+) -> dict[int, SequenceScores]:
+    logits = model(**_inputs(rows, model), use_cache=False).logits
+    width = logits.shape[1]
+    flat = logits.view(-1, logits.shape[-1]).float()
+    # where: flat row of each prediction; target: the token it is asked about
+    parts = [(i, [r * width + p for p in places]) for r, row in enumerate(rows) for i, places in row.sources.items()]
+    where = torch.tensor([w for _, places in parts for w in places], device=flat.device)
+    target = torch.tensor([t for i, _ in parts for t in sequences[i][1:]], device=flat.device)
+    norm = flat.logsumexp(-1)
+    top = flat.topk(num_top, dim=-1)
+    chosen = (flat[where, target] - norm[where]).cpu().numpy()
+    top_ids = top.indices.to(torch.int32)[where].cpu().numpy()
+    top_logprobs = (top.values - norm[:, None])[where].cpu().numpy()
+    results, start = {}, 0
+    for index, places in parts:
+        stop = start + len(places)
+        results[index] = SequenceScores(chosen[start:stop], top_ids[start:stop], top_logprobs[start:stop])
+        start = stop
+    return results
+
+
+def _inputs(rows: list[_Row], model: Any) -> dict[str, torch.Tensor]:
+    width = max(len(row.tokens) for row in rows)
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    for r, row in enumerate(rows):
+        tokens[r, : len(row.tokens)] = torch.tensor(row.tokens)
+    if rows[0].is_plain:
+        # padding is on the right, so causality alone keeps it out of what is read
+        return {"input_ids": tokens.to(model.device)}
+    positions = torch.zeros_like(tokens)
+    segments = torch.full_like(tokens, -1)
+    for r, row in enumerate(rows):
+        positions[r, : len(row.tokens)] = torch.tensor(row.positions)
+        segments[r, : len(row.tokens)] = torch.tensor(row.segments)
+    same = segments[:, :, None] == segments[:, None, :]
+    seen = (same | (segments[:, None, :] == 0)) & torch.ones(width, width, dtype=torch.bool).tril()
+    mask = torch.zeros(len(rows), 1, width, width, dtype=model.dtype)
+    mask.masked_fill_(~seen[:, None], torch.finfo(model.dtype).min)
+    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+    return {name: tensor.to(model.device) for name, tensor in inputs.items()}

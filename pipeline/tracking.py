@@ -1,0 +1,159 @@
+"""Write runs to MLflow: the only module that imports it.
+
+MLflow is the log, never the judge: nothing reads a verdict back from it. Writing is idempotent. A
+run is found by a digest of what it says; when it is there nothing is written, and when something
+else is said about the same candidate, the earlier run goes to MLflow's bin: the list and the
+compare page then hold one run per candidate, and the bin ("State: Deleted" in the list, Restore)
+keeps the history. A verdict that returns takes its run out of the bin again. Runs of a DVC
+experiment never displace those of the workspace or of another experiment.
+
+The store is a sqlite file in the project root. Creating it takes seconds and breaks for good when
+two processes do it at once, so all writing happens under a file lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from pipeline.errors import JournalError
+from pipeline.records import write_text
+from pipeline.run_contents import RunContents
+
+EXPERIMENT = "quantgate"
+STORE_FILE = "mlflow.db"
+ARTIFACTS_FOLDER = "mlartifacts"
+PAGES_FILE = "mlartifacts/pages.txt"
+LOCK_FILE = ".mlflow.lock"
+LOCK_TIMEOUT_S = 120
+_PIPELINE, _KEY, _GROUP = "pipeline", "quantgate.key", "quantgate.group"
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """Where a run is; `is_new` is False when MLflow already had it."""
+
+    candidate: str
+    run_id: str
+    experiment_id: str
+    is_new: bool
+
+
+def log_runs(
+    runs: list[RunContents], root: Path, *, attachments: Iterable[Path] = (), dvc_experiment: str = ""
+) -> list[LoggedRun]:
+    """Log every run that MLflow does not hold yet and bin those they replace.
+
+    Args:
+        runs: what to log, in the order in which they should be listed.
+        root: the folder of the store: the project root, also when DVC runs elsewhere.
+        attachments: files to attach to each new run.
+        dvc_experiment: name of the DVC experiment that is running, or "".
+
+    Raises:
+        JournalError: the store can't be locked, opened or written.
+    """
+    from filelock import FileLock, Timeout
+
+    files = [file for file in attachments if file.is_file()]
+    try:
+        with FileLock(root / LOCK_FILE, timeout=LOCK_TIMEOUT_S):
+            return _log_locked(runs, root, files, dvc_experiment)
+    except Timeout:
+        raise JournalError(f"{root / LOCK_FILE}: another process has been writing to MLflow for {LOCK_TIMEOUT_S} s; "
+                           "wait for it or end it") from None  # fmt: skip
+
+
+def _log_locked(runs: list[RunContents], root: Path, files: list[Path], dvc_experiment: str) -> list[LoggedRun]:
+    client, errors = _open_client(root)
+    try:
+        experiment_id = _find_experiment(client, root)
+        # MLflow lists the newest first
+        logged = [_log_once(client, experiment_id, run, files, dvc_experiment) for run in reversed(runs)]
+        return logged[::-1]
+    except errors as error:
+        reason = str(error).strip().splitlines()[0]
+        raise JournalError(f"{root / STORE_FILE}: MLflow can't write its store: {reason}; if it is damaged, delete it "
+                           "and run `dvc repro --single-item --force track`") from None  # fmt: skip
+
+
+def _open_client(root: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read while mlflow is imported
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+    from sqlalchemy.exc import SQLAlchemyError
+
+    uri = f"sqlite:///{(root / STORE_FILE).resolve()}"
+    return MlflowClient(tracking_uri=uri), (MlflowException, SQLAlchemyError, OSError)
+
+
+def _find_experiment(client: Any, root: Path) -> str:
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    if experiment is None:
+        return client.create_experiment(EXPERIMENT, artifact_location=(root / ARTIFACTS_FOLDER).resolve().as_uri())
+    if experiment.lifecycle_stage == "deleted":
+        client.restore_experiment(experiment.experiment_id)
+    return experiment.experiment_id
+
+
+def _log_once(client: Any, experiment_id: str, run: RunContents, files: list[Path], dvc_experiment: str) -> LoggedRun:
+    group = f"{dvc_experiment}/{run.candidate}"
+    earlier = _search(client, experiment_id, f"tags.`{_GROUP}` = '{group}'")
+    same = next((r for r in earlier if r.data.tags.get(_KEY) == run.key and r.info.status == "FINISHED"), None)
+    for other in earlier:
+        if other is not same and other.info.lifecycle_stage == "active":
+            client.delete_run(other.info.run_id)
+    if same is not None:
+        if same.info.lifecycle_stage == "deleted":
+            client.restore_run(same.info.run_id)
+        return LoggedRun(run.candidate, same.info.run_id, experiment_id, is_new=False)
+    name = f"{run.candidate} ({dvc_experiment})" if dvc_experiment else run.candidate
+    tags = {_PIPELINE: "quantgate", _KEY: run.key, _GROUP: group, "mlflow.note.content": run.note,
+            "mlflow.runColor": run.color}  # fmt: skip
+    run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
+    _fill(client, run_id, run, files)
+    client.set_terminated(run_id)  # the mark of a complete run: a killed one is logged again
+    return LoggedRun(run.candidate, run_id, experiment_id, is_new=True)
+
+
+def _search(client: Any, experiment_id: str, query: str) -> list[Any]:
+    from mlflow.entities import ViewType
+
+    return list(client.search_runs([experiment_id], query, run_view_type=ViewType.ALL, max_results=1000))
+
+
+def _fill(client: Any, run_id: str, run: RunContents, files: list[Path]) -> None:
+    from mlflow.entities import Metric, Param
+
+    now = int(time.time() * 1000)
+    client.log_batch(
+        run_id,
+        metrics=[Metric(name, value, now + i, 0) for i, (name, value) in enumerate(run.metrics.items())],
+        params=[Param(name, value) for name, value in run.params.items()],
+    )
+    if run.predictions["id"]:
+        client.log_table(run_id, run.predictions, artifact_file="predictions.json")
+    for file in files:
+        client.log_artifact(run_id, str(file))
+
+
+def write_pages(logged: list[LoggedRun], root: Path) -> None:
+    """Write the addresses of the pages worth opening, below the server's root, beside the artifacts.
+
+    The order is that of a review: all numbers in a table, the bars, then every flip side by side.
+    """
+    ids = quote("[" + ",".join(f'"{run.run_id}"' for run in logged) + "]")
+    experiment_id = logged[0].experiment_id
+    experiments = quote(f'["{experiment_id}"]')
+    runs = f"#/experiments/{experiment_id}/runs?compareRunsMode"
+    lines = [f"compare      #/compare-runs?runs={ids}&experiments={experiments}",
+             f"charts       {runs}=CHART", f"predictions  {runs}=ARTIFACT"]  # fmt: skip
+    write_text(root / PAGES_FILE, "\n".join(lines) + "\n")

@@ -1,0 +1,124 @@
+"""Read safetensors files: names, types and shapes from their headers, and values one at a time.
+
+A header is a few kilobytes of JSON, so a checkpoint of any size is inspected in milliseconds and
+without torch. A file is checked against its header, and a sharded checkpoint against its index.
+Pickle weights are never opened: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a safetensors file, from its header."""
+
+    dtype: str  # as the format spells it: "F32", "BF16", "I32", ...
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: str
+
+    @property
+    def num_elements(self) -> int:
+        """Number of stored elements (a packed tensor holds several weights in each)."""
+        return math.prod(self.shape)
+
+
+def read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """Read the headers of all safetensors files of a checkpoint, sharded or not.
+
+    Raises:
+        CheckpointError: pickle weights only, no weights, or a damaged or missing file.
+    """
+    if (folder / WEIGHTS_FILE).is_file():
+        return read_header(folder / WEIGHTS_FILE)
+    if (folder / INDEX_FILE).is_file():
+        return _read_shards(folder)
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        raise CheckpointError(
+            f"{folder}: expected safetensors weights, found pickle weights {pickles[0]!r}, which run code when "
+            "opened; convert them to safetensors"
+        )
+    raise CheckpointError(f"{folder}: expected {WEIGHTS_FILE} or {INDEX_FILE}, found neither")
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read one safetensors header and check that the file holds the bytes it promises."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(f"{path}: not a safetensors file, or cut short at {size} bytes; copy it again")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = {name: _tensor_info(entry, path.name) for name, entry in header.items()}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise CheckpointError(f"{path}: the safetensors header is damaged; copy the file again") from None
+    if end != size:
+        raise CheckpointError(f"{path}: its header promises {end} bytes, the file has {size}; copy it again")
+    return tensors
+
+
+def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and torch tensor of every weight, one at a time."""
+    from safetensors import safe_open
+
+    for file in sorted({t.file for t in read_tensors(folder).values()}):
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - the opened file is not a mapping
+                yield name, opened.get_tensor(name)
+
+
+def check_finite(tensors: Iterable[tuple[str, Any]], *, where: object) -> None:
+    """Refuse NaN and infinity in named torch tensors; integers are finite by type.
+
+    Raises:
+        CheckpointError: names the first such tensor and how many of its values are broken.
+    """
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            bad = int((~tensor.isfinite()).sum())
+            raise CheckpointError(
+                f"{where}: tensor {name!r} has {bad} NaN or infinite values of {tensor.numel()}; "
+                "make the checkpoint again"
+            )
+
+
+def _tensor_info(entry: dict[str, Any], file: str) -> TensorInfo:
+    start, end = entry["data_offsets"]
+    return TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"]), num_bytes=end - start, file=file)
+
+
+def _read_shards(folder: Path) -> dict[str, TensorInfo]:
+    path = folder / INDEX_FILE
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: expected JSON with a `weight_map`; copy the file again") from None
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        if Path(file).name != file or not (folder / file).is_file():
+            raise CheckpointError(f"{path}: names the shard {file!r}, which is not in the folder; copy it again")
+        tensors |= read_header(folder / file)
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file != file:
+            raise CheckpointError(f"{path}: expected tensor {name!r} in {file!r}, it is not there; copy both again")
+    return tensors

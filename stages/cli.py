@@ -1,0 +1,20 @@
+"""Turn a stage's outcome into an exit code and one readable line: the only place that does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from pipeline.errors import QuantgateError
+
+
+def run_stage(name: str, main: Callable[[list[str]], int]) -> None:
+    """Run `main(argv)` and exit with its code; a QuantgateError is one line on stderr and exit 1."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except QuantgateError as error:
+        print(f"quantgate {name}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(f"quantgate {name}: interrupted; finished work is kept, run `dvc repro` to go on", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,32 @@
+"""Record the libraries and the machine, and check settings, checkpoints and memory before any work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.environment import describe_problems, read_libraries, read_machine, write_if_changed
+from pipeline.memory import check_needs, estimate_needs, read_available_mib
+from pipeline.params import load_params
+from pipeline.preflight import check_project
+from stages.cli import run_stage
+
+OUTPUT = Path("build/env")
+
+
+def main(argv: list[str]) -> int:
+    """Write build/env/libraries.json and machine.json; print what the user should know on stderr."""
+    params = load_params()
+    check_project(params, Path())
+    machine = read_machine()
+    total = machine.memory_mib
+    warnings = check_needs(estimate_needs(params, Path()), total_mib=total, available_mib=read_available_mib(total))
+    for line in describe_problems(machine) + warnings:
+        print(f"quantgate env: warning: {line}", file=sys.stderr)
+    write_if_changed(OUTPUT / "libraries.json", read_libraries())
+    write_if_changed(OUTPUT / "machine.json", machine.model_dump())
+    return 0
+
+
+if __name__ == "__main__":
+    run_stage("env", main)

@@ -1,0 +1,39 @@
+"""Stage gate: let the release through or stop it. Reads the judgement, computes nothing.
+
+DVC does not record a stage that fails, so this one fires again on every run until the cause is
+gone. Its only output is the marker of a pass, removed before anything is judged.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.gate.verdicts import (
+    VERDICT_PATH,
+    Judgement,
+    check_fingerprints,
+    is_blocking,
+    released_verdicts,
+    render_gate,
+    write_marker,
+)
+from pipeline.records import read_record
+from stages.cli import run_stage
+
+MARKER = Path("build/gate.ok")
+
+
+def main(argv: list[str]) -> int:
+    """Print the verdicts of the release; return 1 when one of them blocks."""
+    MARKER.unlink(missing_ok=True)
+    judgement = read_record(VERDICT_PATH, Judgement)
+    check_fingerprints(judgement, Path("build"))
+    print(render_gate(judgement))
+    if any(is_blocking(verdict, judgement) for verdict in released_verdicts(judgement)):
+        return 1
+    write_marker(MARKER, judgement, verdict_path=VERDICT_PATH)
+    return 0
+
+
+if __name__ == "__main__":
+    run_stage("gate", main)

@@ -1,0 +1,349 @@
+"""GPTQ and AWQ on a tiny Llama, from settings to a folder that plain transformers loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.digests import digest_file
+from pipeline.errors import CheckpointError, QuantizationError, SettingsError
+from pipeline.evalsets import Evalset, load_evalset
+from pipeline.optimize import candidate as candidate_module
+from pipeline.optimize.candidate import build_candidate
+from pipeline.optimize.coverage import check_coverage, expected_bytes
+from pipeline.optimize.layers import plan_folder
+from pipeline.optimize.progress import StepLog
+from pipeline.optimize.quantize import StepResult
+from pipeline.optimize.registry import STEPS
+from pipeline.params import AwqStep, Calibration, GptqStep, Params, parse_params
+from pipeline.records import Candidate, read_record
+from pipeline.weight_files import read_tensors
+from tests.tiny_llama import write_documents, write_tiny_llama
+
+WORDS = ["courier", "parcel", "north", "gate", "before", "market", "opens", "call", "room", "blue", "wait", "result"]
+CALIBRATION = Calibration(sources=["prose"], num_samples=16, max_tokens=64, length_exponent=1.0)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("project")
+    write_tiny_llama(root / "models/tiny")
+    generator = random.Random(0)
+    texts = [" ".join(generator.choice(WORDS) for _ in range(generator.randint(20, 80))) for _ in range(30)]
+    write_documents(root / "evalsets/calibration", {"prose": texts})
+    return root
+
+
+@pytest.fixture(scope="module")
+def source(project: Path) -> Path:
+    return project / "models/tiny"
+
+
+@pytest.fixture(scope="module")
+def texts(project: Path) -> Evalset:
+    return load_evalset(project / "evalsets/calibration")
+
+
+def make_step(kind: str, **changes: object) -> GptqStep | AwqStep:
+    settings = {"kind": kind, "group_size": 64, "calibration": CALIBRATION} | changes
+    if kind == "awq":
+        return AwqStep(**{"num_grid_points": 3} | settings)
+    return GptqStep(**settings)
+
+
+def apply(source: Path, destination: Path, step: GptqStep | AwqStep, texts: Evalset) -> StepResult:
+    return STEPS[step.kind](source, destination, step=step, calibration_set=texts)
+
+
+@pytest.fixture(scope="module")
+def gptq_folder(source: Path, texts: Evalset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StepResult]:
+    folder = tmp_path_factory.mktemp("gptq") / "checkpoint"
+    return folder, apply(source, folder, make_step("gptq"), texts)
+
+
+VARIANTS = [
+    ("gptq", {"symmetric": False, "group_size": 32, "activation_order": True}),
+    ("gptq", {"bits": 8, "exclude": ["lm_head", "re:.*down_proj"]}),
+    ("gptq", {"exclude": ["model.layers.0.mlp.down_proj"]}),
+    ("awq", {}),
+    ("awq", {"symmetric": False, "group_size": 128, "exclude": ["lm_head", "re:.*down_proj", "re:.*0.self_attn.*"]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v) or "all")
+def test_every_layer_ends_in_the_format_that_was_asked(
+    source: Path, texts: Evalset, tmp_path: Path, kind: str, changes: dict[str, object]
+) -> None:
+    step = make_step(kind, **changes)
+    result = apply(source, tmp_path / "out", step, texts)
+    formats = {layer.layer: layer.format for layer in result.coverage}
+    plan = plan_folder(source, step)
+    name = f"int{step.bits}-g{step.group_size}-{'symmetric' if step.symmetric else 'asymmetric'}"
+    assert formats == dict.fromkeys(plan.asked, name) | dict.fromkeys(plan.excluded, "float32")
+    without_loss = {layer.layer for layer in result.coverage if layer.asked and layer.loss is None}
+    assert without_loss == {fallback.layer for fallback in result.fallbacks}
+    # grouped-query attention: no AWQ scale fits the output projection
+    assert without_loss == ({n for n in plan.asked if n.endswith("o_proj")} if kind == "awq" else set())
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(source))
+
+
+def test_record_says_what_was_calibrated_on_and_progress_is_one_line_a_layer(
+    source: Path, texts: Evalset, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = apply(source, tmp_path / "out", make_step("gptq"), texts)
+    assert result.record["kind"] == "gptq"
+    assert result.record["calibrated_on"]["num_samples"] == 16
+    printed = capfd.readouterr()
+    lines = printed.out.splitlines()
+    assert len(lines) == 14
+    assert lines[0].startswith("gptq model.layers.0.self_attn.q_proj loss ")
+    assert lines[-1].endswith(" [14/14]")
+    assert printed.err == ""
+
+
+def test_reloaded_weights_are_close_to_the_source_and_not_equal(
+    source: Path, gptq_folder: tuple[Path, StepResult]
+) -> None:
+    import torch
+
+    ids = torch.tensor([load_tokenizer(source)("the courier takes a parcel").input_ids])
+    with torch.inference_mode():
+        before, after = (load_model(f, dtype="float32")(ids).logits for f in (source, gptq_folder[0]))
+    error = float((before - after).norm() / before.norm())
+    assert 0.001 < error < 0.3
+
+
+def test_two_runs_write_the_same_bytes_and_leave_nothing_behind(
+    source: Path, texts: Evalset, gptq_folder: tuple[Path, StepResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working = tmp_path / "cwd"
+    working.mkdir()
+    monkeypatch.chdir(working)
+    apply(source, tmp_path / "out", make_step("gptq"), texts)
+    for first in gptq_folder[0].iterdir():
+        assert digest_file(first) == digest_file(tmp_path / "out" / first.name), first.name
+    assert os.listdir(working) == []
+
+
+def test_quantised_folder_is_described_and_not_quantised_again(
+    source: Path, texts: Evalset, gptq_folder: tuple[Path, StepResult], tmp_path: Path
+) -> None:
+    folder = gptq_folder[0]
+    before, after = (describe_checkpoint(f, root=f.parent) for f in (source, folder))
+    assert after.format == "compressed-tensors"
+    assert after.num_parameters == before.num_parameters
+    assert after.num_bytes < 0.5 * before.num_bytes
+    with pytest.raises(QuantizationError, match="already quantised as 'compressed-tensors'; quantise the original"):
+        apply(folder, tmp_path / "again", make_step("gptq"), texts)
+
+
+def test_broken_weights_are_refused_before_any_work(source: Path, texts: Evalset, tmp_path: Path) -> None:
+    broken = break_copy(source, tmp_path / "broken")
+    with pytest.raises(CheckpointError, match=r"'model.layers.0.mlp.up_proj.weight' has 1 NaN"):
+        apply(broken, tmp_path / "out", make_step("gptq"), texts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fewer_tokens_than_features_are_refused(source: Path, texts: Evalset, tmp_path: Path) -> None:
+    wide = write_tiny_llama(tmp_path / "wide", intermediate_size=2048, num_hidden_layers=1)
+    with pytest.raises(QuantizationError, match=r"tokens can't determine the 2048 input features of .*down_proj"):
+        apply(wide, tmp_path / "out", make_step("gptq"), texts)
+
+
+def test_a_singular_hessian_is_a_fallback(source: Path, texts: Evalset, tmp_path: Path) -> None:
+    from unittest.mock import patch
+
+    import llmcompressor.modifiers.gptq.gptq_quantize as library
+
+    real = library.factorize_hessian
+
+    def fail_once(weights, hessians, damping, used_fallback):
+        factor = real(weights, hessians, damping, used_fallback)
+        used_fallback[:] = weights.shape[-1] == 256
+        return factor
+
+    with patch.object(library, "factorize_hessian", fail_once):
+        result = apply(source, tmp_path / "out", make_step("gptq"), texts)
+    assert {f.layer for f in result.fallbacks} == {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)}
+    assert all("singular Hessian" in f.reason for f in result.fallbacks)
+
+
+def test_expected_bytes_by_hand() -> None:
+    step = make_step("gptq", group_size=32, symmetric=False)
+    # 24 x 64 weights of 4 bits; 2 groups a row; zero points packed along 24 rows: 3 words a group
+    assert expected_bytes((24, 64), step, scale_bytes=2) == {
+        "weight_packed": 24 * 64 // 2, "weight_scale": 24 * 2 * 2, "weight_shape": 16, "weight_zero_point": 3 * 4 * 2,
+    }  # fmt: skip
+
+
+class TestCoverage:
+    """What the check must find in a folder that was changed after it was written."""
+
+    @pytest.fixture
+    def folder(self, gptq_folder: tuple[Path, StepResult], tmp_path: Path) -> Path:
+        return Path(shutil.copytree(gptq_folder[0], tmp_path / "copy"))
+
+    def check(self, folder: Path, source: Path, **changes: object) -> None:
+        step = make_step("gptq", **changes)
+        check_coverage(folder, source=source, step=step, plan=plan_folder(source, step), log=StepLog("gptq", total=0))
+
+    def edit(self, folder: Path, change) -> None:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def test_untouched_folder_passes(self, folder: Path, source: Path) -> None:
+        self.check(folder, source)
+
+    def test_layer_that_was_not_asked_for(self, folder: Path, source: Path) -> None:
+        with pytest.raises(QuantizationError, match=r"layer 'model\.layers\.0\.mlp\.down_proj' was packed, but"):
+            self.check(folder, source, exclude=["lm_head", "model.layers.0.mlp.down_proj"])
+
+    def test_layer_that_stayed_dense(self, folder: Path, source: Path) -> None:
+        name = "model.layers.1.mlp.up_proj"
+
+        def make_dense(tensors: dict) -> None:
+            for part in ("packed", "scale", "shape"):
+                del tensors[f"{name}.weight_{part}"]
+            tensors[f"{name}.weight"] = tensors["lm_head.weight"][:256].clone()
+
+        self.edit(folder, make_dense)
+        with pytest.raises(QuantizationError, match=rf"layer '{name}': expected int4-g64-symmetric .*, found weight"):
+            self.check(folder, source)
+
+    def test_scales_of_another_group_size(self, folder: Path, source: Path) -> None:
+        name = "model.layers.1.mlp.up_proj.weight_scale"
+        self.edit(folder, lambda tensors: tensors.update({name: tensors[name][:, :1].clone()}))
+        with pytest.raises(QuantizationError, match=r"expected .* weight_scale 2048 B.*, found .* weight_scale 1024 B"):
+            self.check(folder, source)
+
+    def test_config_that_declares_something_else(self, folder: Path, source: Path) -> None:
+        text = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(text.replace('"symmetric": true', '"symmetric": false'))
+        with pytest.raises(QuantizationError, match=r"quantization_config: expected .* True\), found .* False\)"):
+            self.check(folder, source)
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
+    def test_text_files_must_be_equal(self, folder: Path, source: Path, name: str) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes() + b" ")
+        with pytest.raises(QuantizationError, match=f"{name}: differs from"):
+            self.check(folder, source)
+        (folder / name).unlink()
+        with pytest.raises(QuantizationError, match=f"{name}: differs from"):
+            self.check(folder, source)
+
+
+def make_params(**candidates: object) -> Params:
+    return parse_params({
+        "reference": "reference",
+        "release": ["reference"],
+        "calibration_texts": "evalsets/calibration",
+        "candidates": {"reference": {"checkpoint": "models/tiny"}} | candidates,
+        "serving": {
+            "dtype": "float32", "continuous_batching": True, "concurrency": 4, "num_servers": 1, "num_threads": 1,
+            "context_length": 256, "max_tokens": 16, "request_timeout_s": 60.0, "start_timeout_s": 60.0,
+        },
+        "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"}},
+        "gate": {
+            "alpha": 0.05, "on_inconclusive": "block", "tolerances": {"prose/perplexity_per_token": {"overall": 0.02}},
+        },
+    })  # fmt: skip
+
+
+def int4_settings(**changes: object) -> dict[str, object]:
+    step = make_step("gptq", **changes).model_dump(mode="json")
+    return {"checkpoint": "models/tiny", "steps": [step]}
+
+
+def test_reference_points_at_its_checkpoint_and_copies_nothing(project: Path) -> None:
+    made = build_candidate("reference", make_params(), root=project)
+    folder = project / "build/candidates/reference"
+    assert os.listdir(folder) == ["candidate.json"]
+    assert read_record(folder / "candidate.json", Candidate) == made
+    assert made.checkpoint.path == "models/tiny"
+    assert made.serving.engine == "transformers"
+    assert (made.serving.concurrency, made.serving.context_length) == (4, 256)
+    assert set(made.libraries) >= {"torch", "transformers", "compressed-tensors"}
+
+
+def test_candidate_is_written_whole_and_replaces_the_old_one(project: Path) -> None:
+    params = make_params(int4=int4_settings())
+    target = project / "build/candidates/int4"
+    target.mkdir(parents=True)
+    (target / "stale").write_text("from an earlier run")
+    (target.with_name(".int4.new") / "step-1").mkdir(parents=True)  # what a killed run leaves behind
+    made = build_candidate("int4", params, root=project)
+    assert sorted(os.listdir(target)) == ["candidate.json", "checkpoint"]
+    assert made.checkpoint.path == "build/candidates/int4/checkpoint"
+    assert made.checkpoint.parent_digest == build_candidate("reference", params, root=project).checkpoint.digest
+    assert describe_checkpoint(project / made.checkpoint.path, root=project).digest == made.checkpoint.digest
+    assert {layer.format for layer in made.coverage} == {"int4-g64-symmetric", "float32"}
+    assert not [n for n in os.listdir(target.parent) if n.startswith(".")]
+    import torch
+
+    assert torch.get_num_threads() == params.serving.num_threads  # another number writes other bytes
+
+
+def test_endpoint_makes_the_candidate_attached(project: Path) -> None:
+    endpoint = {"base_url": "http://127.0.0.1:8000/v1", "model": "tiny"}
+    params = make_params(remote={"checkpoint": "models/tiny", "endpoint": endpoint})
+    serving = build_candidate("remote", params, root=project).serving
+    assert (serving.engine, serving.base_url, serving.model) == ("attached", "http://127.0.0.1:8000/v1", "tiny")
+
+
+def test_failed_step_leaves_the_old_candidate_alone(project: Path) -> None:
+    params = make_params(kept=int4_settings(), reference={"checkpoint": "models/tiny"})
+    before = build_candidate("kept", params, root=project)
+    with pytest.raises(QuantizationError, match="matches no linear layer"):
+        build_candidate("kept", make_params(kept=int4_settings(exclude=["typo"])), root=project)
+    folder = project / "build/candidates/kept"
+    assert read_record(folder / "candidate.json", Candidate) == before
+    assert read_tensors(folder / "checkpoint")
+
+
+def break_copy(source: Path, copy: Path) -> Path:
+    """Copy a checkpoint and put a NaN into one of its tensors."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, copy)
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_broken_checkpoints_are_refused_without_steps_as_well(project: Path, source: Path) -> None:
+    break_copy(source, project / "models/nan")
+    old = shutil.copytree(source, project / "models/old")
+    config = json.loads((old / "config.json").read_text())
+    (old / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    params = make_params(nan={"checkpoint": "models/nan"}, old={"checkpoint": "models/old"})
+    with pytest.raises(CheckpointError, match="has 1 NaN or infinite values"):
+        build_candidate("nan", params, root=project)
+    if not importlib.util.find_spec("gptqmodel"):
+        with pytest.raises(CheckpointError, match="need the package gptqmodel"):
+            build_candidate("old", params, root=project)
+    assert not (project / "build/candidates/nan").exists()
+
+
+def test_unknown_candidate_names_the_known(project: Path) -> None:
+    with pytest.raises(SettingsError, match="expected one of reference, got 'refrence'"):
+        build_candidate("refrence", make_params(), root=project)
+
+
+def test_disk_full_is_one_line(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(candidate_module, "write_record", fail)
+    with pytest.raises(CheckpointError, match="build/candidates/reference: can't be written: .*No space left"):
+        build_candidate("reference", make_params(), root=project)

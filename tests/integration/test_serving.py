@@ -1,0 +1,294 @@
+"""The embedded engine end to end: it answers as plain transformers does, and nothing outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.errors import EngineError
+from pipeline.params import ServingSettings
+from pipeline.records import Candidate, ServingConfig
+from pipeline.serving import engines
+from pipeline.serving.client import Client
+from pipeline.serving.scoring import score_sequences
+from tests.tiny_llama import write_tiny_llama
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = 256
+SERVING = ServingConfig(concurrency=16, context_length=CONTEXT, max_tokens=32)
+SETTINGS = ServingSettings(dtype="float32", continuous_batching=True, concurrency=16, num_servers=1, num_threads=1,
+                           context_length=CONTEXT, max_tokens=32, request_timeout_s=60, start_timeout_s=180)  # fmt: skip
+WORDS = "the courier takes 12 parcels to gate {room} before noon and waits for its result list of apples".split()
+
+
+def make_candidate(folder: Path, **serving: Any) -> Candidate:
+    checkpoint = describe_checkpoint(folder, root=folder.parent)
+    return Candidate(name="tiny", checkpoint=checkpoint, serving=SERVING.model_copy(update=serving))
+
+
+def make_texts(count: int) -> list[str]:
+    generator = np.random.default_rng(0)
+    return [" ".join(generator.choice(WORDS, generator.integers(2, 40))) for _ in range(count)]
+
+
+@dataclass
+class Running:
+    """One engine for all tests of this file: starting it is what costs time."""
+
+    runner: asyncio.Runner
+    engine: engines.Engine
+    client: Client
+    folder: Path
+    model: Any
+    tokenizer: Any
+
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> Any:
+        return self.runner.run(self.client.chat(messages, **{"max_tokens": 12, **options}))
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(self.engine.base_urls[0] + path, json=body, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = write_tiny_llama(tmp_path_factory.mktemp("serving") / "tiny")
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
+    with asyncio.Runner() as runner:
+        context = engines.start_engine(make_candidate(folder), SETTINGS, root=folder.parent, logs=folder.parent / "logs")
+        engine, client = runner.run(context.__aenter__())
+        try:
+            yield Running(runner, engine, client, folder, model, tokenizer)
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+    assert all(process.popen.returncode is not None for process in engine.processes)
+
+
+def plain_answer(running: Running, messages: list[dict[str, str]], max_tokens: int) -> str:
+    inputs = running.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
+                                                   return_dict=True)  # fmt: skip
+    output = running.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    return running.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_answers_are_those_of_plain_greedy_generation_also_in_a_batch(running: Running) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in make_texts(24)]
+
+    async def ask_all() -> list[Any]:
+        return await asyncio.gather(*(running.client.chat(m, max_tokens=12) for m in conversations))
+
+    replies = running.runner.run(ask_all())
+    assert [r.text for r in replies] == [plain_answer(running, m, 12) for m in conversations]
+    assert {r.fingerprint for r in replies} == {running.engine.fingerprint}
+
+
+def test_turns_that_reuse_a_cached_prefix_answer_the_same(running: Running) -> None:
+    messages = [{"role": "user", "content": " ".join(WORDS * 2)}]
+    for turn in range(3):
+        reply = running.chat(messages, session="one")
+        assert reply.text == plain_answer(running, messages, 12)
+        messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": f"and {turn}?"}]
+
+
+def test_max_tokens_is_obeyed(running: Running) -> None:
+    reply = running.chat([{"role": "user", "content": "list"}], max_tokens=3)
+    assert reply.num_completion_tokens <= 3
+
+
+def test_fingerprint_is_the_candidates_and_computed_by_the_server(running: Running) -> None:
+    candidate = make_candidate(running.folder)
+    answer = running.runner.run(running.client.get("/v1/fingerprint"))
+    assert answer["fingerprint"] == candidate.fingerprint == running.engine.fingerprint
+    assert answer["facts"]["checkpoint"]["digest"] == candidate.checkpoint.digest
+    assert answer["facts"]["generation_config"]["do_sample"] is False
+    assert str(running.folder.parent) not in str(answer)  # no path: moving a folder changes nothing
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"temperature": 0.7}, "temperature: expected 0, got 0.7"),
+        ({"max_tokens": None}, "max_tokens: expected a positive integer"),
+        ({"n": 2}, "unsupported field 'n'"),
+        ({"stop": ["x"]}, "unsupported field 'stop'"),
+        ({"messages": []}, "expected at least one message"),
+        ({"max_tokens": CONTEXT}, f"expected at most {CONTEXT} tokens"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_would_be_ignored_or_frozen_is_refused(running: Running, change: dict[str, Any], words: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 4}
+    response = running.post("/v1/chat/completions", {**body, **change})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_another_models_name_is_refused(running: Running) -> None:
+    body = {"model": "other", "messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 4}
+    assert running.post("/v1/chat/completions", body).status_code == 404
+
+
+@pytest.mark.parametrize("prompt", [[[1, 100_000]], [[1]], [], "text", [list(range(CONTEXT + 2))]], ids=str)
+def test_sequences_that_can_not_be_scored_are_refused(running: Running, prompt: Any) -> None:
+    body = {"model": "tiny", "prompt": prompt, "echo": True, "max_tokens": 1, "logprobs": 1}
+    assert running.post("/v1/completions", body).status_code == 400
+
+
+def plain_scores(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids[:-1]])).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def test_scores_are_those_of_plain_transformers_while_batching_is_on(running: Running) -> None:
+    sequences = [running.tokenizer(text)["input_ids"] for text in make_texts(12)]
+    running.chat([{"role": "user", "content": "x"}])  # continuous batching has switched its attention by now
+    scores = running.runner.run(running.client.score(sequences, top_logprobs=3))
+    for ids, score in zip(sequences, scores, strict=True):
+        np.testing.assert_allclose(score.token_logprobs, plain_scores(running.model, ids), atol=2e-5)
+        assert score.top_logprobs.shape == (len(ids) - 1, 3)
+        assert (np.diff(score.top_logprobs) <= 0).all()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_shared_prefix_changes_no_score(running: Running, attention: str) -> None:
+    generator = np.random.default_rng(1)
+    prefix = generator.integers(7, 300, 40).tolist()
+    sequences = [prefix + generator.integers(7, 300, n).tolist() for n in (1, 5, 9, 2)]
+    sequences += [prefix, prefix, prefix[:30], generator.integers(7, 300, 50).tolist(), [3, 4]]
+    running.model.set_attn_implementation(attention)
+    fed: list[int] = []
+    hook = running.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    scores = score_sequences(running.model, sequences, num_top=2)
+    hook.remove()
+    assert sum(fed) < 0.6 * sum(map(len, sequences))  # the 40 shared tokens were not fed seven times
+    for ids, score in zip(sequences, scores, strict=True):
+        np.testing.assert_allclose(score.token_logprobs, plain_scores(running.model, ids), atol=2e-5)
+
+
+def test_tokens_are_those_of_the_checkpoints_tokenizer(running: Running) -> None:
+    texts = make_texts(3)
+    ids = running.runner.run(running.client.tokenize(texts))
+    assert ids == [running.tokenizer.encode(text) for text in texts]
+
+
+def test_the_serial_path_answers_the_probe_as_plain_generation_does(running: Running) -> None:
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    loaded = load_candidate(make_candidate(running.folder, continuous_batching=False), running.folder)
+    running.runner.run(Server(loaded).probe())
+
+
+def test_a_checkpoint_that_changes_greedy_answers_is_refused(tmp_path: Path, running: Running) -> None:
+    from transformers import GenerationConfig
+
+    from pipeline.serving.loading import greedy_config
+
+    source = running.model.generation_config
+    try:
+        running.model.generation_config = GenerationConfig(repetition_penalty=1.2)
+        with pytest.raises(EngineError, match="RepetitionPenalty"):
+            greedy_config(running.model, running.tokenizer)
+        running.model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.9)
+        assert greedy_config(running.model, running.tokenizer).do_sample is False
+    finally:
+        running.model.generation_config = source
+
+
+def test_another_checkpoint_than_the_candidates_is_named(running: Running) -> None:
+    candidate = make_candidate(running.folder)
+    stale = candidate.model_copy(update={"checkpoint": candidate.checkpoint.model_copy(update={"digest": "0" * 64})})
+    report = {"fingerprint": running.engine.fingerprint, "facts": running.engine.served_by}
+    with pytest.raises(EngineError, match="checkpoint digest: the candidate says '0000"):
+        engines._check_fingerprint(stale, running.engine.processes[0], report)
+
+
+def test_attaching_to_a_running_server_declares_its_fingerprint(running: Running) -> None:
+    attached = {"engine": "attached", "base_url": running.engine.base_urls[0] + "/v1", "model": "tiny"}
+    candidate = make_candidate(running.folder, **attached)
+
+    async def attach(model: str) -> engines.Engine:
+        asked = candidate.model_copy(update={"serving": candidate.serving.model_copy(update={"model": model})})
+        async with engines.start_engine(asked, SETTINGS, root=ROOT, logs=ROOT) as (engine, _):
+            return engine
+
+    engine = running.runner.run(attach("tiny"))
+    assert engine.processes == () and "not proved" in engine.served_by["proof"]
+    with pytest.raises(EngineError, match="expected 'other' among the served models, got \\['tiny'\\]"):
+        running.runner.run(attach("other"))
+
+
+def test_a_server_that_does_not_start_is_one_line_with_its_log(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "tiny")
+    candidate = make_candidate(folder)
+    (folder / "model.safetensors").write_bytes(b"broken")
+
+    async def start() -> None:
+        async with engines.start_engine(candidate, SETTINGS, root=tmp_path, logs=tmp_path / "logs"):
+            raise AssertionError("must not come up")
+
+    with pytest.raises(EngineError, match=r"server server-0: exited with code 1: .*model\.safetensors") as caught:
+        asyncio.run(start())
+    assert "\n" not in str(caught.value) and "server-0.log" in str(caught.value)
+
+
+ORPHAN = """
+import sys, time
+from pathlib import Path
+from pipeline.records import Candidate
+from pipeline.serving import engines
+candidate = Candidate.model_validate_json(sys.argv[1])
+process = engines._spawn(candidate, root=Path(sys.argv[2]), log=Path(sys.argv[2]) / "server-0.log")
+print(process.popen.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
+def test_no_server_outlives_its_parent(running: Running, number: signal.Signals) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, make_candidate(running.folder).model_dump_json(), str(running.folder.parent)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert parent.stdout is not None
+    server = int(parent.stdout.readline())
+    time.sleep(0.5)
+    parent.send_signal(number)
+    parent.wait()
+    deadline = time.monotonic() + 15
+    while is_running(server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(server)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_server_that_dies_is_noticed_at_once(running: Running) -> None:
+    """Last in the file: the engine is gone afterwards."""
+    os.kill(running.engine.processes[0].popen.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=r"killed by signal 9: .*server-0\.log"):
+        running.chat([{"role": "user", "content": "x"}])
+    assert time.monotonic() - start < 5

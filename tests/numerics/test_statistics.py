@@ -1,0 +1,209 @@
+"""The gate's arithmetic against published values, brute force, and scipy and statsmodels as oracles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize, stats
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.proportion import proportion_confint
+
+from pipeline.gate.statistics import (
+    cases_to_prove,
+    design_effect,
+    holm,
+    proportion_bounds,
+    proportion_interval,
+    ratio_bounds,
+    sign_flip_p,
+    tango_bounds,
+)
+
+TABLES = [(1, 7, 21), (9, 16, 106), (30, 6, 340), (88, 64, 340), (3, 0, 50), (0, 4, 60), (2.5, 0.5, 40), (47, 1, 50)]
+
+
+def number_each(n):
+    return np.arange(n)
+
+
+@pytest.mark.parametrize(("b", "c", "n", "confidence", "low", "high"), [
+    # Bentur et al. 2009 as analysed by Fagerland, Lydersen and Laake, Statistics in Medicine 33:2850-2875 (2014)
+    pytest.param(1, 7, 21, 0.975, -0.517, -0.026, id="airway-hyper-responsiveness"),
+    # R package PropCIs 0.3-0: scoreci.mp(25, 28, 618, conf.level = 0.9)
+    pytest.param(28, 25, 618, 0.95, -0.0148, 0.0247, id="propcis-618-pairs"),
+])
+def test_tango_gives_the_published_bounds(b, c, n, confidence, low, high):
+    digits = 3 if n == 21 else 4
+    assert [round(x, digits) for x in tango_bounds(b, c, n, confidence=confidence)] == [low, high]
+
+
+def score_statistic(delta, b, c, n):
+    """Score statistic with the nuisance parameter found by maximising the likelihood numerically."""
+    def negative_log_likelihood(p_gain):
+        cells = (p_gain + delta, p_gain, 1 - 2 * p_gain - delta)
+        return -sum(k * math.log(max(p, 1e-300)) for k, p in zip((b, c, n - b - c), cells, strict=True) if k)
+
+    edges = (max(0.0, -delta), (1 - delta) / 2)
+    p_gain = optimize.minimize_scalar(negative_log_likelihood, bounds=edges, method="bounded",
+                                      options={"xatol": 1e-13}).x
+    return (b - c - n * delta) / math.sqrt(n * (2 * p_gain + delta * (1 - delta)))
+
+
+@pytest.mark.parametrize(("b", "c", "n"), TABLES)
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
+def test_tango_inverts_the_score_test(b, c, n, confidence):
+    low, high = tango_bounds(b, c, n, confidence=confidence)
+    z = stats.norm.ppf(confidence)
+    assert score_statistic(low, b, c, n) == pytest.approx(z, abs=1e-4)
+    assert score_statistic(high, b, c, n) == pytest.approx(-z, abs=1e-4)
+
+
+@pytest.mark.parametrize(("n", "is_proven"), [(132, False), (133, True)])
+def test_133_cases_without_a_flip_prove_two_points(n, is_proven):
+    low, high = tango_bounds(0, 0, n, confidence=0.95)
+    assert (high <= 0.02) == is_proven
+    assert low == -high == pytest.approx(-(1.6448536 ** 2) / (n + 1.6448536 ** 2), rel=1e-6)
+
+
+def test_tango_when_every_case_flips():
+    assert tango_bounds(50, 0, 50, confidence=0.95)[1] == 1.0
+    assert tango_bounds(0, 50, 50, confidence=0.95)[0] == -1.0
+    assert 0.89 < tango_bounds(50, 0, 50, confidence=0.95)[0] < 0.91
+
+
+@pytest.mark.parametrize(("b", "c", "n"), TABLES)
+def test_swapping_the_sides_mirrors_the_bounds(b, c, n):
+    low, high = tango_bounds(b, c, n, confidence=0.95)
+    assert tango_bounds(c, b, n, confidence=0.95) == (-high, -low)
+
+
+@pytest.mark.parametrize("n", [60, 100, 150])
+def test_a_model_on_the_tolerance_seldom_passes(n):
+    """Exact probability over all tables that a loss of exactly 5 points is 'proven' below 5 points."""
+    p_loss, p_gain, tolerance = 0.08, 0.03, 0.05
+    wrong_pass = sum(
+        stats.multinomial.pmf([b, c, n - b - c], n, [p_loss, p_gain, 1 - p_loss - p_gain])
+        for b, c in itertools.product(range(n // 4), range(n // 8))
+        if tango_bounds(b, c, n, confidence=0.95)[1] <= tolerance)
+    assert 0.02 < wrong_pass <= 0.06
+
+
+def test_design_effect_is_one_without_clusters_and_two_for_doubled_cases():
+    d = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], 300, p=[0.05, 0.85, 0.1])
+    assert design_effect(d, number_each(300)) == 1.0
+    assert design_effect(np.repeat(d, 2), np.repeat(number_each(300), 2)) == pytest.approx(2, abs=0.01)
+
+
+def test_doubled_cases_prove_nothing_more():
+    """Copying every case into its own cluster must not narrow the bounds."""
+    d = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], 300, p=[0.05, 0.85, 0.1])
+    once = proportion_bounds(d, number_each(300), confidence=0.95)
+    twice = proportion_bounds(np.repeat(d, 2), np.repeat(number_each(300), 2), confidence=0.95)
+    assert twice.harm == once.harm
+    assert twice.high - twice.low >= once.high - once.low
+    assert twice.high == pytest.approx(once.high, rel=0.02)
+
+
+def test_design_effect_is_never_below_one_and_one_cluster_is_one_case():
+    d = np.tile([1.0, -1.0], 50)
+    assert design_effect(d, np.repeat(number_each(50), 2)) == 1.0
+    assert design_effect(np.ones(10), np.zeros(10, dtype=np.int64)) == 10.0
+
+
+@pytest.mark.parametrize("intraclass", [0.0, 0.5])
+def test_wrong_passes_stay_rare_when_losses_come_in_clusters(intraclass):
+    rng = np.random.default_rng(2)
+    clusters, passes, runs = np.repeat(number_each(150), 4), 0, 400
+    for _ in range(runs):
+        shared = rng.random(150) < 0.06
+        d = np.where(rng.random(600) < intraclass, shared[clusters], rng.random(600) < 0.06).astype(float)
+        passes += proportion_bounds(d, clusters, confidence=0.95).high <= 0.06
+    assert passes / runs <= 0.075  # 5 % and two standard errors of 400 runs
+
+
+@pytest.mark.parametrize(("b", "c"), [(1, 0), (5, 0), (9, 3), (60, 40), (3, 9)])
+def test_sign_flip_without_clusters_is_mcnemars_exact_test(b, c):
+    d = np.array([1.0] * b + [-1.0] * c + [0.0] * 20)
+    exact = stats.binomtest(b, b + c, 0.5, alternative="greater").pvalue
+    assert sign_flip_p(d, number_each(len(d))) == pytest.approx(exact, rel=1e-9)
+
+
+def all_sign_patterns_p(sums):
+    totals = [np.dot(signs, sums) for signs in itertools.product((-1, 1), repeat=len(sums))]
+    return np.mean(np.array(totals) >= sum(sums) - 1e-9)
+
+
+@pytest.mark.parametrize("sums", [[3, 1, 1, -2], [2, 2, 2, -1, 1], [5, -3, 0, 4, 1, 1, -1], [-4, 1]])
+def test_sign_flip_of_clusters_matches_enumeration(sums):
+    d = np.concatenate([np.full(abs(s), np.sign(s)) for s in sums]).astype(float)
+    clusters = np.repeat(number_each(len([s for s in sums if s])), [abs(s) for s in sums if s])
+    assert sign_flip_p(d, clusters) == pytest.approx(all_sign_patterns_p([s for s in sums if s]), rel=1e-9)
+
+
+def test_sign_flip_of_real_values_matches_scipys_permutation_test():
+    d = np.random.default_rng(3).normal(0.3, 1, 10)
+    oracle = stats.permutation_test((d,), np.sum, permutation_type="samples", alternative="greater", n_resamples=np.inf)
+    assert sign_flip_p(d, number_each(10)) == pytest.approx(oracle.pvalue, rel=1e-9)
+
+
+def test_sampled_sign_flip_agrees_with_the_normal_limit_and_repeats_itself():
+    d = np.random.default_rng(4).normal(0.1, 1, 200)
+    p = sign_flip_p(d, number_each(200))
+    assert p == pytest.approx(stats.norm.sf(d.sum() / math.sqrt((d * d).sum())), abs=0.01)
+    assert p == sign_flip_p(d[::-1].copy(), number_each(200))
+
+
+def test_sampling_never_gives_zero():
+    assert sign_flip_p(np.full(40, 0.3), number_each(40)) == pytest.approx(1 / 20_000)
+
+
+def test_nothing_changed_is_no_evidence():
+    assert sign_flip_p(np.zeros(30), number_each(30)) == 1.0
+
+
+def test_holm_matches_statsmodels():
+    p = np.random.default_rng(5).random(25) ** 3
+    assert holm(p.tolist()) == pytest.approx(multipletests(p, method="holm")[1].tolist(), rel=1e-12)
+    assert holm([]) == []
+
+
+def test_ratio_bounds_with_unit_weights_are_the_paired_t_bounds():
+    rng = np.random.default_rng(6)
+    reference, candidate = rng.normal(0, 1, 40), rng.normal(0.2, 1, 40)
+    oracle = stats.ttest_rel(candidate, reference).confidence_interval(0.9)
+    bounds = ratio_bounds(candidate - reference, np.ones(40), number_each(40), confidence=0.95)
+    assert (bounds.low, bounds.high) == pytest.approx((oracle.low, oracle.high), rel=1e-9)
+
+
+def test_ratio_standard_error_agrees_with_the_jackknife_over_documents():
+    rng = np.random.default_rng(7)
+    weights = rng.integers(50, 150, 80).astype(float)
+    d = rng.normal(0.01, 0.05, 80) * weights
+    leave_one_out = (d.sum() - d) / (weights.sum() - weights)
+    jackknife = math.sqrt(79 / 80 * ((leave_one_out - leave_one_out.mean()) ** 2).sum())
+    bounds = ratio_bounds(d, weights, number_each(80), confidence=0.95)
+    assert (bounds.high - bounds.harm) / stats.t.ppf(0.95, 79) == pytest.approx(jackknife, rel=0.03)
+
+
+def test_ratio_bounds_need_two_clusters():
+    with pytest.raises(ValueError, match="two clusters"):
+        ratio_bounds(np.ones(5), np.ones(5), np.zeros(5, dtype=np.int64), confidence=0.95)
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 20), (20, 20), (276, 340), (1, 3)])
+def test_single_proportion_interval_is_wilsons(right, n):
+    scores = np.array([1.0] * right + [0.0] * (n - right))
+    oracle = proportion_confint(right, n, method="wilson")
+    assert proportion_interval(scores, number_each(n)) == pytest.approx(oracle, abs=1e-12)
+
+
+def test_outlook_counts_the_cases_that_are_missing():
+    assert cases_to_prove(0, 0, 100, 0.02, confidence=0.95) == 33
+    more = cases_to_prove(9, 5, 340, 0.02, confidence=0.95)
+    factor = (340 + more) / 340
+    assert tango_bounds(9 * factor, 5 * factor, 340 * factor, confidence=0.95)[1] <= 0.02
+    assert tango_bounds(9 * factor * 0.99, 5 * factor * 0.99, 340 * factor * 0.99, confidence=0.95)[1] > 0.02
+    assert cases_to_prove(20, 0, 1000, 0.02, confidence=0.95) is None

@@ -1,0 +1,97 @@
+"""Imports point one way, and what must stay light stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.structure.import_closure import ROOT, direct_imports
+
+# A module may import from the layers above its own in this list, and from its own.
+LAYERS = (
+    ("errors", "digests", "records", "params", "gate.metrics"),
+    ("numerics", "environment"),
+    ("weight_files", "memory", "checkpoints", "evalsets"),
+    ("optimize", "serving"),
+    ("evals",),
+    ("preflight",),
+)
+# These judge and show records; the model is none of their business.
+RECORDS_ONLY = ("gate", "tracking", "run_contents", "predictions")
+HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
+LIGHT_MODULES = ("params", "preflight", "environment", "memory", *RECORDS_ONLY)
+
+MODULES = sorted((ROOT / "pipeline").rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Name a module relative to pipeline: "gate.metrics"; a package is its folder's name."""
+    return ".".join(path.relative_to(ROOT / "pipeline").with_suffix("").parts).removesuffix(".__init__")
+
+
+def is_in(name: str, groups: tuple[str, ...]) -> bool:
+    return any(name == group or name.startswith(f"{group}.") for group in groups)
+
+
+def find_layer(name: str) -> int | None:
+    return next((i for i, groups in enumerate(LAYERS) if is_in(name, groups)), None)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_point_one_way(path: Path) -> None:
+    name = module_name(path)
+    imported = [module_name(p) for p in direct_imports(path) if p.is_relative_to(ROOT / "pipeline")]
+    packages = {name.rpartition(".")[0]} | {other for other in imported if other in ("gate", "__init__")}
+    layer = find_layer(name)
+    for other in set(imported) - packages:
+        other_layer = find_layer(other)
+        if is_in(name, RECORDS_ONLY) and layer is None:
+            allowed = other_layer == 0 or is_in(other, RECORDS_ONLY)
+        else:
+            assert layer is not None or path.name == "__init__.py", f"give pipeline.{name} a place in LAYERS"
+            allowed = other_layer is not None and other_layer <= (layer or 0)
+        assert allowed, f"pipeline.{name} imports pipeline.{other}, which is not below it"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {module_name(p): {module_name(q) for q in direct_imports(p) if q.name != "__init__.py"
+                              and q.is_relative_to(ROOT / "pipeline")} for p in MODULES}  # fmt: skip
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"circular imports: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_the_library_knows_nothing_of_stages_and_argv(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not any(p.is_relative_to(ROOT / "stages") for p in direct_imports(path))
+    is_started = 'if __name__ == "__main__"' in text  # a server's launcher is a process of its own
+    assert is_started or not any(word in text for word in ("sys.argv", "sys.exit("))
+
+
+def test_only_tracking_imports_mlflow() -> None:
+    importers = set()
+    for path in MODULES + sorted((ROOT / "stages").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) else [])  # fmt: skip
+            if any(name.split(".")[0] == "mlflow" for name in names):
+                importers.add(path.relative_to(ROOT).as_posix())
+    assert importers == {"pipeline/tracking.py"}
+
+
+def test_gate_and_tracking_import_no_heavy_package() -> None:
+    """The gate must answer in about a second, and on a machine without any of these."""
+    names = [f"pipeline.{module_name(p)}" for p in MODULES if is_in(module_name(p), LIGHT_MODULES)]
+    script = ("import importlib, sys\n"
+              f"for name in {names!r}: importlib.import_module(name)\n"
+              f"print(' '.join(n for n in {HEAVY!r} if n in sys.modules))")  # fmt: skip
+    child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip() == ""

@@ -1,0 +1,43 @@
+"""A kind that params.yaml accepts is a kind that runs, in a file of its name."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, get_args
+
+import pytest
+
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.params import EvalSettings, Step, load_params
+from tests.structure.import_closure import ROOT
+
+
+def union_kinds(annotated: Any) -> set[str]:
+    """List the discriminators of a union of settings."""
+    union = get_args(annotated)[0]
+    return {get_args(member.model_fields["kind"].annotation)[0] for member in get_args(union) or (union,)}
+
+
+def registry_kinds(package: str) -> set[str]:
+    """Read the keys of the one dict in a package's registry.py, without importing what it names."""
+    tree = ast.parse((ROOT / "pipeline" / package / "registry.py").read_text(encoding="utf-8"))
+    dicts = [node.value for node in tree.body if isinstance(node, ast.AnnAssign | ast.Assign)
+             and isinstance(node.value, ast.Dict)]  # fmt: skip
+    assert len(dicts) == 1, "a registry is one dict: kind -> function"
+    return {key.value for key in dicts[0].keys if isinstance(key, ast.Constant)}
+
+
+@pytest.mark.parametrize(("package", "union"), [("optimize", Step), ("evals", EvalSettings)], ids=["optimize", "evals"])
+def test_union_registry_and_files_agree(package: str, union: Any) -> None:
+    kinds = union_kinds(union)
+    assert registry_kinds(package) == kinds
+    for kind in kinds:
+        assert (ROOT / "pipeline" / package / f"{kind}.py").is_file(), f"expected pipeline/{package}/{kind}.py"
+
+
+def test_every_eval_kind_declares_its_metrics() -> None:
+    assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings)
+
+
+def test_shipped_settings_are_valid() -> None:
+    load_params(ROOT / "params.yaml")

@@ -1,0 +1,59 @@
+"""What a person who clones the project relies on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from tests.structure.import_closure import ROOT, list_stages
+
+MAX_FILE_BYTES = 12 << 20
+TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".json", ".jsonl", ".lock", ".jinja", ""}
+# In pieces, so that this file does not find itself.
+MACHINE_PATH = re.compile("(?<![\\w.])/(?:" + "|".join(("wo" + "rk", "ro" + "ot", "ho" + "me", "op" + "t")) + r")/\w")
+COMMENT = re.compile(r"#.*")
+
+
+def list_files() -> list[Path]:
+    """List what git tracks, or would on the next `git add`."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_large_file() -> None:
+    large = {path.relative_to(ROOT).as_posix(): path.stat().st_size for path in list_files()}
+    assert not {name: size for name, size in large.items() if size > MAX_FILE_BYTES}
+
+
+def test_no_path_of_a_machine() -> None:
+    """Such a path works where it was written and nowhere else."""
+    found = []
+    for path in list_files():
+        if path.suffix in TEXT_SUFFIXES:
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+                if MACHINE_PATH.search(line):
+                    found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}")
+    assert not found
+
+
+def test_readme_names_commands_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", readme, re.DOTALL))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= targets
+    assert set(re.findall(r"python -m stages\.(\w+)", code)) <= set(list_stages())
+    scripts = re.findall(r"python ((?:scripts|tests|models|evalsets)/[\w/]+\.py)", code)
+    assert not [script for script in scripts if not (ROOT / script).is_file()]
+
+
+def test_constraints_pin_everything_once() -> None:
+    """An unpinned package lets the next clone resolve to something that was never run."""
+    lines = [COMMENT.sub("", line).strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pins = [line.split("==")[0].lower().replace("_", "-").replace(".", "-") for line in lines if line]
+    assert len(pins) == len(set(pins))
+    assert not [line for line in lines if line and not re.fullmatch(r"[\w.-]+==[\w.!]+", line)]
+    wanted = [COMMENT.sub("", line).strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    names = [re.match(r"[\w.-]+", line).group().lower().replace(".", "-") for line in wanted if line]
+    assert set(names) <= set(pins)

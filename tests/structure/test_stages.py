@@ -1,0 +1,60 @@
+"""One word finds a stage's file, its entry in dvc.yaml and what it depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from tests.structure.import_closure import NOT_A_STAGE, ROOT, import_closure, list_stages
+
+MAX_STAGE_LINES = 60
+
+
+def read_dvc_stages() -> dict[str, dict[str, Any]]:
+    """Read dvc.yaml; a stage under `foreach` is its `do` part."""
+    stages = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    return {name: entry.get("do", entry) for name, entry in stages.items()}
+
+
+def _names(entries: list[Any]) -> list[str]:
+    return [next(iter(entry)) if isinstance(entry, dict) else entry for entry in entries]
+
+
+def test_every_file_is_a_stage_and_every_stage_a_file() -> None:
+    assert sorted(read_dvc_stages()) == list_stages()
+
+
+@pytest.mark.parametrize("stage", list_stages())
+def test_command_runs_the_file_of_the_same_name(stage: str) -> None:
+    command = read_dvc_stages()[stage]["cmd"].split()
+    assert command[:3] == ["python", "-m", f"stages.{stage}"]
+
+
+@pytest.mark.parametrize("stage", list_stages())
+def test_code_dependencies_are_the_import_closure(stage: str) -> None:
+    """Too few: an edit goes unnoticed. Too many: an edit elsewhere costs an evaluation."""
+    listed = {name for name in _names(read_dvc_stages()[stage].get("deps", [])) if name.endswith(".py")}
+    needed = set(import_closure(stage))
+    add, remove = sorted(needed - listed), sorted(listed - needed)
+    assert listed == needed, (f"deps of {stage} in dvc.yaml: add {add}, remove {remove}; "
+                              f"`python tests/structure/import_closure.py {stage}` prints them")  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", list_stages())
+def test_no_dependency_is_a_folder_of_code(stage: str) -> None:
+    """A folder takes __pycache__ and every docstring with it."""
+    code = [d for d in _names(read_dvc_stages()[stage].get("deps", [])) if d.split("/")[0] in ("pipeline", "stages")]
+    assert not [name for name in code if not name.endswith(".py")]
+
+
+@pytest.mark.parametrize("stage", list_stages())
+def test_stage_file_stays_thin(stage: str) -> None:
+    lines = (ROOT / "stages" / f"{stage}.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_STAGE_LINES, "a stage reads, calls pipeline and writes; the work belongs in pipeline/"
+
+
+def test_nothing_else_lies_among_the_stages() -> None:
+    allowed = {*NOT_A_STAGE, *(f"{stage}.py" for stage in list_stages())}
+    assert {path.name for path in (ROOT / "stages").iterdir() if path.name != "__pycache__"} <= allowed

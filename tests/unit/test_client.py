@@ -1,0 +1,263 @@
+"""The client against a server that misbehaves: what is repeated, what is not, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.errors import EngineError, RequestError
+from pipeline.serving import client as client_module
+from pipeline.serving.client import Client
+
+Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+CHAT = {
+    "choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+    "system_fingerprint": "f",
+}
+
+
+class FakeServer:
+    """Answers each request with the next behaviour of a script; the last one repeats."""
+
+    def __init__(self, *script: Behaviour) -> None:
+        self.script = list(script)
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+
+    async def __aenter__(self) -> FakeServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                length = next((int(h.split(":")[1]) for h in head.split("\r\n") if h.startswith("content-length")), 0)
+                body = json.loads(await reader.readexactly(length) or b"{}")
+                self.paths.append(head.split()[1])
+                self.bodies.append(body)
+                behave = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+                await behave(body, writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def answer(status: int, value: Any, **headers: str) -> Behaviour:
+    async def behave(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        content = json.dumps(value).encode()
+        lines = "".join(f"{name.replace('_', '-')}: {text}\r\n" for name, text in headers.items())
+        writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: {len(content)}\r\n{lines}\r\n".encode() + content)
+
+    return behave
+
+
+async def hang(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(30)
+
+
+async def die_half_way(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{"choices": [')
+    await writer.drain()
+    writer.close()
+
+
+async def echo_scores(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    choices = []
+    for i, ids in enumerate(body["prompt"]):
+        # the given token comes first even when it is not likely, and a generated token follows
+        tops = [None, *({f"token_id:{t}": -9.0, "token_id:7": -0.5, "token_id:8": -1.0} for t in [*ids[1:], 99])]
+        logprobs = {"token_logprobs": [None, *(-float(t) for t in ids[1:]), -99.0], "top_logprobs": tops}
+        choices.append({"index": i, "logprobs": logprobs})
+    await answer(200, {"choices": choices[::-1]})(body, writer)
+
+
+def ask(server: FakeServer, **options: Any) -> tuple[Any, list[float]]:
+    """Send one chat; return the reply or the exception, and the waits between attempts."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def run() -> Any:
+        settings = {"concurrency": 2, "timeout_s": 5.0, "sleep": sleep} | options
+        async with server, Client([server.url], "m", **settings) as client:
+            try:
+                return await client.chat([{"role": "user", "content": "x"}], max_tokens=7)
+            except EngineError as error:
+                return error
+
+    return asyncio.run(run()), waits
+
+
+def test_chat_is_greedy_with_explicit_length() -> None:
+    server = FakeServer(answer(200, CHAT))
+    reply, waits = ask(server)
+    assert (reply.text, reply.num_completion_tokens, reply.fingerprint, waits) == ("yes", 1, "f", [])
+    # a server's own defaults (sampling, 1024 tokens) must never decide
+    assert server.bodies[0]["temperature"] == 0
+    assert server.bodies[0]["max_tokens"] == 7
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_in_seconds_is_waited_exactly(status: int) -> None:
+    reply, waits = ask(FakeServer(answer(status, {}, retry_after="3"), answer(200, CHAT)))
+    assert reply.text == "yes"
+    assert waits == [3.0]
+
+
+def test_retry_after_as_a_date_is_waited() -> None:
+    date = email.utils.formatdate(time.time() + 40, usegmt=True)
+    reply, waits = ask(FakeServer(answer(429, {}, retry_after=date), answer(200, CHAT)))
+    assert reply.text == "yes"
+    assert 37 < waits[0] <= 40
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_refusals_are_not_repeated_and_carry_the_servers_words(status: int) -> None:
+    server = FakeServer(answer(status, {"error": {"message": "prompt too long"}}))
+    error, waits = ask(server)
+    assert isinstance(error, RequestError)
+    assert "prompt too long" in str(error) and str(status) in str(error)
+    assert len(server.bodies) == 1 and waits == []
+
+
+def test_server_error_then_success() -> None:
+    server = FakeServer(answer(500, {}), die_half_way, answer(200, CHAT))
+    reply, waits = ask(server)
+    assert reply.text == "yes"
+    assert len(server.bodies) == 3
+    assert 0 < waits[0] <= client_module.BASE_BACKOFF_S < waits[1] * 2  # grows
+
+
+def test_tries_are_bounded() -> None:
+    server = FakeServer(answer(500, {"detail": "boom"}))
+    error, waits = ask(server)
+    assert not isinstance(error, RequestError)
+    assert f"tried {client_module.MAX_TRIES} times" in str(error) and "boom" in str(error)
+    assert len(server.bodies) == client_module.MAX_TRIES
+
+
+def test_a_hanging_server_costs_two_timeouts() -> None:
+    server = FakeServer(hang)
+    start = time.monotonic()
+    error, _ = ask(server, timeout_s=0.2)
+    assert "no answer within 0.2 s" in str(error)
+    assert len(server.bodies) == client_module.MAX_TIMEOUTS
+    assert time.monotonic() - start < 2
+
+
+def test_a_dead_server_ends_the_tries_at_once() -> None:
+    def check_alive() -> None:
+        raise EngineError("server-0: killed by signal 9")
+
+    server = FakeServer(die_half_way)
+    error, waits = ask(server, check_alive=check_alive)
+    assert "killed by signal 9" in str(error)
+    assert waits == [] and len(server.bodies) == 1
+
+
+def test_an_answer_that_is_no_completion_is_an_engine_error() -> None:
+    error, _ = ask(FakeServer(answer(200, {"choices": []})))
+    assert isinstance(error, EngineError) and "expected a chat completion" in str(error)
+
+
+def test_turns_of_a_session_stay_on_one_server_and_sessions_spread() -> None:
+    async def run() -> list[int]:
+        async with FakeServer(answer(200, CHAT)) as a, FakeServer(answer(200, CHAT)) as b:
+            async with Client([a.url, b.url], "m", concurrency=4, timeout_s=5) as client:
+                for _ in range(3):
+                    for name in ("s1", "s2"):
+                        await client.chat([{"role": "user", "content": name}], max_tokens=1, session=name)
+            return [len({body["messages"][0]["content"] for body in s.bodies}) for s in (a, b)]
+
+    assert asyncio.run(run()) == [1, 1]
+
+
+def test_no_more_requests_in_flight_than_allowed() -> None:
+    running, most = 0, 0
+
+    async def slow(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        await answer(200, CHAT)(body, writer)
+
+    async def run() -> None:
+        async with FakeServer(slow) as server, Client([server.url], "m", concurrency=3, timeout_s=5) as client:
+            await asyncio.gather(*(client.chat([{"role": "user", "content": "x"}], max_tokens=1) for _ in range(12)))
+
+    asyncio.run(run())
+    assert most == 3
+
+
+def test_scores_are_read_from_vllms_form_and_calls_are_merged() -> None:
+    async def run() -> tuple[list[Any], int]:
+        async with FakeServer(echo_scores) as server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
+            results = await asyncio.gather(*(client.score([[1, 2, 3], [4, 5 + i]], top_logprobs=2) for i in range(10)))
+            return results, len(server.bodies)
+
+    results, num_requests = asyncio.run(run())
+    assert num_requests < 10  # merged, not one request a call
+    first, second = results[3]
+    np.testing.assert_array_equal(first.token_logprobs, np.float32([-2, -3]))
+    np.testing.assert_array_equal(second.token_logprobs, np.float32([-8]))  # results were not mixed up
+    # the given token is not among the two best, and the generated one is dropped
+    np.testing.assert_array_equal(first.top_ids, [[7, 8], [7, 8]])
+    np.testing.assert_array_equal(first.top_logprobs, np.float32([[-0.5, -1.0]] * 2))
+
+
+def test_a_refused_score_reaches_its_caller_and_the_next_call_works() -> None:
+    async def run() -> int:
+        server = FakeServer(answer(400, {"error": {"message": "too long"}}), echo_scores)
+        async with server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
+            with pytest.raises(RequestError, match="too long"):
+                await client.score([[1, 2]], top_logprobs=2)
+            return len(await client.score([[1, 2]], top_logprobs=2))
+
+    assert asyncio.run(run()) == 1
+
+
+def test_a_tokenizer_that_takes_one_text_at_a_time() -> None:
+    async def one(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if isinstance(body["prompt"], list):
+            await answer(422, {"detail": "prompt: expected a string"})(body, writer)
+        else:
+            await answer(200, {"tokens": [len(body["prompt"])]})(body, writer)
+
+    async def run() -> list[list[int]]:
+        async with FakeServer(one) as server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
+            return await client.tokenize(["a", "bb"])
+
+    assert asyncio.run(run()) == [[1], [2]]
+
+
+def test_one_refused_sequence_does_not_fail_the_calls_merged_with_it() -> None:
+    async def picky(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        bad = any(ids == [1, 666] for ids in body["prompt"])
+        await (answer(400, {"error": "bad token"}) if bad else echo_scores)(body, writer)
+
+    async def run() -> list[Any]:
+        async with FakeServer(picky) as server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
+            calls = (client.score([[1, last]], top_logprobs=2) for last in (2, 666, 3))
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    good, refused, also_good = asyncio.run(run())
+    assert isinstance(refused, RequestError)
+    assert good[0].token_logprobs[0] == -2 and also_good[0].token_logprobs[0] == -3

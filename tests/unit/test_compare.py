@@ -1,0 +1,319 @@
+"""From records to verdicts: worked examples of the rule, refusals, tripwires."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from pipeline.digests import digest_file
+from pipeline.errors import EvidenceError
+from pipeline.gate.compare import compare_release
+from pipeline.gate.decision import Measurement, combine, judge_all
+from pipeline.gate.divergence import TopTokens, divergence_by_document, first_difference, top_k_kl
+from pipeline.gate.measure import measure_metric
+from pipeline.gate.metrics import METRICS_BY_NAME
+from pipeline.gate.pairing import align
+from pipeline.gate.plots import plot_completion, plot_harm
+from pipeline.gate.report import render_report
+from pipeline.gate.statistics import proportion_bounds, sign_flip_p
+from pipeline.records import Candidate, read_record, write_record
+from tests.synthetic_records import Behaviour, make_flips, make_params, rewrite_records, write_tree
+
+COMPLETION = METRICS_BY_NAME["task_completion_rate"]
+
+
+def judge_flips(b, c, n, *, right, tolerance=0.02, alpha=0.05):
+    pairs = align(*make_flips(b, c, n, right=right), where="workflows")
+    measured = measure_metric(pairs, COMPLETION, None, eval_name="workflows", tolerance=tolerance, alpha=alpha)
+    return judge_all({"a": [measured]}, ["a"], alpha=alpha)["a"][0]
+
+
+@pytest.mark.parametrize("c", [0, 10, 40, 64])
+def test_from_81_2_to_74_1_fails_whatever_the_flips(c):
+    comparison = judge_flips(24 + c, c, 340, right=276)
+    assert (round(100 * comparison.reference, 1), round(100 * comparison.candidate, 1)) == (81.2, 74.1)
+    assert comparison.outcome == "fail"
+
+
+@pytest.mark.parametrize("c", [0, 1, 10, 60])
+def test_from_81_2_to_79_3_is_inconclusive_whatever_the_flips(c):
+    comparison = judge_flips(6 + c, c, 340, right=276)
+    assert comparison.outcome == "inconclusive"
+    assert "within tolerance as seen (1.76 points" in comparison.sentence
+    assert "more cases" in comparison.sentence or "no affordable number" in comparison.sentence
+
+
+@pytest.mark.parametrize(("n", "outcome"), [(132, "inconclusive"), (133, "pass")])
+def test_a_bucket_without_flips_needs_133_cases_for_two_points(n, outcome):
+    assert judge_flips(0, 0, n, right=n).outcome == outcome
+
+
+def test_beyond_tolerance_but_possibly_noise_is_inconclusive():
+    comparison = judge_flips(6, 3, 100, right=80)
+    assert comparison.outcome == "inconclusive"
+    assert comparison.sentence.startswith("beyond tolerance as seen (3.00 points")
+
+
+def test_nothing_is_rounded_before_it_is_compared():
+    """U is 2.0085 points at n = 132: a gate that compares printed numbers would pass it at 2 points."""
+    comparison = judge_flips(0, 0, 132, right=132)
+    assert round(100 * comparison.high, 1) == 2.0
+    assert comparison.outcome == "inconclusive"
+
+
+def test_a_large_gain_passes_and_is_called_suspicious():
+    comparison = judge_flips(0, 40, 340, right=200)
+    assert comparison.outcome == "pass"
+    assert comparison.sentence.startswith("suspicious gain: better by 11.76 points")
+
+
+def test_the_release_is_one_holm_family_and_others_stand_alone():
+    pairs = align(*make_flips(8, 0, 200, right=160), where="workflows")
+    measured = measure_metric(pairs, COMPLETION, None, eval_name="workflows", tolerance=0.02, alpha=0.05)
+    judged = judge_all({"a": [measured] * 2, "b": [measured] * 2, "outside": [measured]}, ["a", "b"], alpha=0.05)
+    assert judged["a"][0].p_holm == pytest.approx(4 * measured.p)
+    assert judged["outside"][0].p_holm == pytest.approx(measured.p)
+
+
+def test_fail_outranks_refused_outranks_inconclusive():
+    failing, unsure, passing = (judge_flips(*flips, right=276) for flips in ((40, 2, 340), (6, 0, 340), (0, 0, 340)))
+    assert combine([passing, failing], ["unreadable"]) == "fail"
+    assert combine([passing, unsure], ["unreadable"]) == "refused"
+    assert combine([passing, unsure], []) == "inconclusive"
+    assert combine([passing], []) == "pass"
+    assert combine([], []) == "refused"
+
+
+def measure_swapped(rng, clusters):
+    """Measure two equal models: a fifth of the cases flips, and which side lost is a coin toss per cluster."""
+    flips = rng.random(len(clusters)) < 0.2
+    d = np.where(flips, rng.choice([-1.0, 1.0], int(clusters.max()) + 1)[clusters], 0.0)
+    bounds = proportion_bounds(d, clusters, confidence=0.95)
+    return Measurement(
+        metric="w/task_completion_rate", bucket=None, reference=0.8, candidate=0.8 - bounds.harm, unit="", n=len(d),
+        num_clusters=int(clusters.max()) + 1, b=int((d > 0).sum()), c=int((d < 0).sum()), harm=bounds.harm,
+        low=bounds.low, high=bounds.high, p=sign_flip_p(d, clusters), p_gain=1.0, tolerance=0.02, more_cases=None)
+
+
+@pytest.mark.parametrize("size", [1, 4], ids=["independent", "clusters-of-4"])
+def test_identical_models_are_blocked_no_more_often_than_alpha(size):
+    """A/A with four gated metrics at once: without Holm one release in six would be blocked."""
+    rng, runs = np.random.default_rng(1), 800
+    clusters = np.arange(200) // size
+    judged = [judge_all({"a": [measure_swapped(rng, clusters) for _ in range(4)]}, ["a"], alpha=0.05)["a"]
+              for _ in range(runs)]
+    fails = sum(any(c.outcome == "fail" for c in comparisons) for comparisons in judged)
+    assert fails / runs <= 0.05 + 2 * (0.05 * 0.95 / runs) ** 0.5
+
+
+def tree(tmp_path, behaviours, **options):
+    write_tree(tmp_path / "build", behaviours, **options)
+    return tmp_path / "build"
+
+
+def judge_tree(build, names, release=None, **gate):
+    return {v.candidate: v for v in compare_release(make_params(names, release or names, **gate), build)
+            .judgement.verdicts}
+
+
+def test_planted_loss_is_found_in_its_bucket_and_said_in_words(tmp_path):
+    build = tree(tmp_path, {"bad": Behaviour({"workflows/constraint_retention": 0.3}, nll_shift=0.004),
+                            "same": Behaviour()})
+    verdicts = judge_tree(build, ["bad", "same"])
+    outcomes = {(c.metric, c.bucket): c.outcome for c in verdicts["bad"].comparisons}
+    assert outcomes["workflows/task_completion_rate", "constraint_retention"] == "fail"
+    assert outcomes["prose/perplexity_per_token", None] == "pass"
+    assert verdicts["bad"].reasons[0].startswith("perplexity flat, task down: bad moves prose/perplexity_per_token by")
+    assert verdicts["same"].outcome == "pass"
+
+
+def test_perplexity_harm_is_the_ratio_of_perplexities(tmp_path):
+    verdict = judge_tree(tree(tmp_path, {"worse": Behaviour(nll_shift=0.05)}), ["worse"])["worse"]
+    comparison = next(c for c in verdict.comparisons if c.metric == "prose/perplexity_per_token")
+    assert comparison.harm == pytest.approx(comparison.candidate / comparison.reference - 1, rel=1e-9)
+    assert comparison.low < comparison.harm < comparison.high
+    assert comparison.outcome == "fail"
+
+
+def test_a_bucket_in_no_case_is_refused_by_name(tmp_path):
+    verdict = judge_tree(tree(tmp_path, {"a": Behaviour()}), ["a"], tolerances={
+        "workflows/task_completion_rate": {"overall": 0.02, "buckets": {"retntion": 0.05}}})["a"]
+    assert verdict.outcome == "refused"
+    assert any("task_completion_rate [retntion]: the bucket is empty" in reason for reason in verdict.reasons)
+
+
+def drop_last(records):
+    return records[:-1]
+
+
+def repeat_first(records):
+    return [*records[:-1], records[0]]
+
+
+def change_first(**update):
+    return lambda records: [records[0].model_copy(update=update), *records[1:]]
+
+
+@pytest.mark.parametrize(("edit", "said"), [
+    pytest.param(drop_last, "have no partner", id="missing-case"),
+    pytest.param(repeat_first, "asks the same as case 'workflows-0000'", id="duplicated-case"),
+    pytest.param(lambda records: [], "at least one case", id="no-case"),
+    pytest.param(change_first(input_digest="0" * 64), "have no partner", id="another-prompt"),
+    pytest.param(change_first(fingerprint="e" * 64), "answered by another endpoint", id="another-endpoint"),
+    pytest.param(change_first(failure="infrastructure: reset", scores={}), "1 infrastructure", id="failed-case"),
+    pytest.param(change_first(scores={}), "has no score 'completed'", id="absent-metric"),
+    pytest.param(change_first(scores={"completed": 0.5}), "to be 0 or 1", id="half-right"),
+    pytest.param(change_first(cluster="elsewhere"), "is in cluster", id="another-cluster"),
+])
+@pytest.mark.parametrize("side", ["a", "reference"])
+def test_unfit_records_are_refused_and_named(tmp_path, edit, said, side):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
+    rewrite_records(build, side, "workflows", edit)
+    verdict = judge_tree(build, ["a"])["a"]
+    assert verdict.outcome == "refused"
+    assert any(said in reason for reason in verdict.reasons), verdict.reasons
+
+
+def test_unequal_work_is_refused(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    rewrite_records(build, "a", "prose", lambda records: [
+        records[0].model_copy(update={"scores": {**records[0].scores, "num_tokens": 7.0}}), *records[1:]])
+    verdict = judge_tree(build, ["a"])["a"]
+    assert verdict.outcome == "refused"
+    assert any("unequal work: 'num_tokens' of case 'prose-0000'" in reason for reason in verdict.reasons)
+
+
+def break_nan(path):
+    path.write_text(path.read_text().replace('"completed":1.0', '"completed":NaN', 1))
+
+
+def break_truncate(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def break_score(path):
+    path.write_text(path.read_text().replace('"completed":0.0', '"completed":1.0', 1))
+
+
+@pytest.mark.parametrize("damage", [break_nan, break_truncate, break_score, lambda path: path.unlink()],
+                         ids=["nan", "truncated", "score-edited", "file-gone"])
+def test_files_that_were_touched_after_the_evaluation_are_refused(tmp_path, damage):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
+    damage(build / "evaluations" / "a" / "workflows.jsonl")
+    assert judge_tree(build, ["a"])["a"].outcome == "refused"
+
+
+def test_nan_is_refused_even_when_it_was_sealed(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    path, index = build / "evaluations/a/workflows.jsonl", build / "evaluations/a/evaluation.json"
+    old = digest_file(path)
+    break_nan(path)
+    index.write_text(index.read_text().replace(old, digest_file(path)))
+    verdict = judge_tree(build, ["a"])["a"]
+    assert verdict.outcome == "refused"
+    assert any("workflows.jsonl:" in reason for reason in verdict.reasons)
+
+
+def test_what_was_evaluated_must_be_what_would_ship(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=300)
+    path = build / "candidates" / "a" / "candidate.json"
+    candidate = read_record(path, Candidate)
+    write_record(path, candidate.model_copy(update={"libraries": {"torch": "2.99"}}))
+    verdicts = judge_tree(build, ["a", "b"])
+    assert "is not what would ship" in verdicts["a"].reasons[0]
+    assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
+
+
+def test_an_attached_endpoint_is_known_by_its_own_fingerprint(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    path = build / "candidates" / "a" / "candidate.json"
+    candidate = read_record(path, Candidate)
+    serving = candidate.serving.model_copy(update={"engine": "attached", "base_url": "http://127.0.0.1:1"})
+    write_record(path, candidate.model_copy(update={"serving": serving}))
+    assert judge_tree(build, ["a"])["a"].outcome == "pass"
+
+
+def test_a_broken_reference_refuses_everyone(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=300)
+    (build / "evaluations" / "reference" / "evaluation.json").unlink()
+    assert {v.outcome for v in judge_tree(build, ["a", "b"]).values()} == {"refused"}
+
+
+def test_different_evalsets_are_refused(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    path = build / "evaluations" / "a" / "evaluation.json"
+    data = json.loads(path.read_text())
+    data["evals"]["calls"]["evalset_digest"] = "0" * 64
+    path.write_text(json.dumps(data))
+    verdict = judge_tree(build, ["a"])["a"]
+    assert "different evalsets" in verdict.reasons[0]
+
+
+def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()})
+    (build / "evaluations" / "a" / "prose.npz").write_bytes(b"not an archive")
+    verdict = judge_tree(build, ["a"])["a"]
+    assert verdict.outcome == "pass"
+    assert any(reason.startswith("note: divergence of prose was not measured") for reason in verdict.reasons)
+
+
+def as_lists(p):
+    order = np.argsort(-p, axis=1)
+    return order.astype(np.int32), np.log(np.take_along_axis(p, order, axis=1)).astype(np.float32)
+
+
+def test_kl_is_exact_when_the_lists_hold_everything_and_a_lower_bound_otherwise():
+    rng = np.random.default_rng(0)
+    p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in rng.normal(0, 1.5, (2, 50, 12)))
+    full = (p * np.log(p / q)).sum(axis=1)
+    (ids_p, log_p), (ids_q, log_q) = as_lists(p), as_lists(q)
+    assert top_k_kl(ids_p, log_p, ids_q, log_q) == pytest.approx(full, abs=1e-5)
+    cut = top_k_kl(ids_p[:, :5], log_p[:, :5], ids_q[:, :5], log_q[:, :5])
+    assert (cut <= full + 1e-6).all()
+    assert cut.sum() > 0.2 * full.sum()
+    assert (top_k_kl(ids_p, log_p, ids_p, log_p) == 0).all()
+
+
+def test_divergence_follows_the_pairing_and_refuses_unequal_documents():
+    rng = np.random.default_rng(1)
+    p = np.exp(rng.normal(0, 1, (9, 6)))
+    ids, logprobs = as_lists(p / p.sum(axis=1, keepdims=True))
+    ours = TopTokens(np.array([0, 4, 9]), ids, logprobs)
+    swapped = np.r_[4:9, 0:4]
+    theirs = TopTokens(np.array([0, 5, 9]), ids[swapped], logprobs[swapped])
+    kl, changes, tokens = divergence_by_document(ours, theirs, np.array([1, 0]))
+    assert kl.tolist() == [0, 0] and changes.tolist() == [0, 0] and tokens.tolist() == [4, 5]
+    with pytest.raises(EvidenceError, match="unequal work"):
+        divergence_by_document(ours, theirs, np.array([0, 1]))
+
+
+@pytest.mark.parametrize(("a", "b", "place"), [
+    ("same", "same", None), ("one\ntwo", "one\ntwX", (1, 6)), ("abc", "abcd", (0, 3)), ("", "x", (0, 0))])
+def test_first_difference_counts_turns_and_characters(a, b, place):
+    assert first_difference(a, b) == place
+
+
+@pytest.mark.parametrize(("release", "tolerances", "outcome"), [
+    pytest.param(["reference"], {"prose/perplexity_per_token": {"overall": 0.02}}, "pass", id="reference-released"),
+    pytest.param(["a"], {"prose/bits_per_byte": {"overall": 0.02}}, "pass", id="only-likelihood"),
+    pytest.param(["ghost"], {"calls/tool_call_exact_match": {"overall": 0.02}}, "refused", id="never-evaluated"),
+])
+def test_unusual_releases_still_get_a_report(tmp_path, release, tolerances, outcome):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    compared = compare_release(make_params(["a", "ghost"], release, tolerances=tolerances), build)
+    verdict = next(v for v in compared.judgement.verdicts if v.candidate == release[0])
+    assert verdict.outcome == outcome
+    assert f"`{release[0]}`" in render_report(compared)
+    plot_harm(compared.judgement, tmp_path / "harm.png")
+    plot_completion(compared.judgement, tmp_path / "completion.png")
+
+
+def test_metrics_of_the_reference_survive_a_broken_candidate(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    rewrite_records(build, "a", "workflows", drop_last)
+    judgement = compare_release(make_params(["a"], ["a"]), build).judgement
+    rates = {m.name: m for m in judgement.reference_metrics if m.bucket is None}
+    assert rates["workflows/task_completion_rate"].n == 300
+    assert rates["prose/perplexity_per_token"].low < rates["prose/perplexity_per_token"].value
