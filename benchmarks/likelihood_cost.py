@@ -4,8 +4,9 @@
 
 Runs the perplexity and harness evals of params.yaml on one candidate twice, each side in processes
 of its own: as the evaluate stage does, and with lm-eval's HFLM at batch size 16 on the same folder,
-texts and context length. Prints CPU seconds (user + system, servers and imports included), their
-ratio, and how far the numbers are apart. One torch thread per process on both sides.
+texts and context length. Prints CPU seconds (user + system, servers and imports included) and how far
+the numbers are apart. Each side also runs once with no evals: that is its start-up, which the endpoint
+pays once for all evals, of which most are not likelihoods. One torch thread per process on both sides.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ BATCH_SIZE = 16
 def main(argv: list[str]) -> int:
     """Run both sides and print the comparison."""
     if argv[1:2] == ["--side"]:
-        {"endpoint": run_endpoint, "hf": run_hf}[argv[2]](argv[0])
+        {"endpoint": run_endpoint, "hf": run_hf}[argv[2]](*_load(argv[0], with_evals=argv[3:] != ["--idle"]))
         return 0
+    idle = {side: run_side(argv[0], side, "--idle")["cpu_s"] for side in ("endpoint", "hf")}
     results = {side: run_side(argv[0], side) for side in ("endpoint", "hf")}
     ours, theirs = results["endpoint"], results["hf"]
     for name, nlls in theirs["nll_nats"].items():
@@ -41,32 +43,33 @@ def main(argv: list[str]) -> int:
         num_changed = sum(a != b for a, b in zip(ours["accuracy"][name], accuracy, strict=True))
         print(f"{name}: {len(accuracy)} cases, {num_changed} judged differently")
     for side, result in results.items():
-        print(f"{side}: {result['cpu_s']:.1f} CPU s, {result['wall_s']:.1f} s wall")
-    print(f"ratio of CPU seconds: {ours['cpu_s'] / theirs['cpu_s']:.2f}")
+        print(f"{side}: {result['cpu_s']:.1f} CPU s, of which start-up {idle[side]:.1f}; {result['wall_s']:.1f} s wall")
+    work = [result["cpu_s"] - idle[side] for side, result in results.items()]
+    print(f"ratio of CPU seconds: {work[0] / work[1]:.2f} for the evals, "
+          f"{ours['cpu_s'] / theirs['cpu_s']:.2f} with start-up")  # fmt: skip
     return 0
 
 
-def run_side(candidate: str, side: str) -> dict[str, Any]:
+def run_side(candidate: str, side: str, *options: str) -> dict[str, Any]:
     """Run one side in its own process; return what it printed last, with its cost."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, candidate, "--side", side]
+    command = [sys.executable, __file__, candidate, "--side", side, *options]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {**json.loads(done.stdout.splitlines()[-1]), "cpu_s": cpu, "wall_s": time.monotonic() - start}
 
 
-def run_endpoint(name: str) -> None:
+def run_endpoint(candidate: Any, params: Any) -> None:
     """Evaluate as the stage does, into a temporary folder."""
     from pipeline.evals.evaluate import evaluate_candidate
     from pipeline.records import read_cases
 
-    candidate, params = _load(name)
     with tempfile.TemporaryDirectory() as temporary:
         build = Path(temporary)
         asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=build))
-        folder = build / "evaluations" / name
+        folder = build / "evaluations" / candidate.name
         records = {eval_name: read_cases(folder / f"{eval_name}.jsonl") for eval_name in params.evals}
     kinds = {eval_name: settings.kind for eval_name, settings in params.evals.items()}
     result = {
@@ -76,7 +79,7 @@ def run_endpoint(name: str) -> None:
     print(json.dumps(result))
 
 
-def run_hf(name: str) -> None:
+def run_hf(candidate: Any, params: Any) -> None:
     """Evaluate with lm-eval's own model class."""
     import torch
     from lm_eval.api.instance import Instance
@@ -87,7 +90,6 @@ def run_hf(name: str) -> None:
     from pipeline.evalsets import load_evalset
 
     torch.set_num_threads(1)
-    candidate, params = _load(name)
     serving = candidate.serving
     model = HFLM(pretrained=candidate.checkpoint.path, dtype=serving.dtype, batch_size=BATCH_SIZE, device="cpu",
                  max_length=serving.context_length)  # fmt: skip
@@ -105,13 +107,13 @@ def run_hf(name: str) -> None:
     print(json.dumps(result))
 
 
-def _load(name: str) -> tuple[Any, Any]:
-    """Return the candidate and the settings with likelihood evals only."""
+def _load(name: str, *, with_evals: bool) -> tuple[Any, Any]:
+    """Return the candidate, and the settings with likelihood evals only, or with none."""
     from pipeline.params import load_params
     from pipeline.records import Candidate, read_record
 
     params = load_params()
-    evals = {n: s for n, s in params.evals.items() if s.kind in ("perplexity", "harness")}
+    evals = {n: s for n, s in params.evals.items() if with_evals and s.kind in ("perplexity", "harness")}
     candidate = read_record(Path("build/candidates") / name / "candidate.json", Candidate)
     return candidate, params.model_copy(update={"evals": evals})
 

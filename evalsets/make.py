@@ -27,10 +27,11 @@ from evalsets.depot import (
     final_checks,
     first_binding_calls,
     make_catalogue,
+    make_decision,
     make_workflow,
     render_call,
 )
-from evalsets.texts import make_prose, make_question, make_single_call, split_of
+from evalsets.texts import make_prose, make_single_call, split_of
 from pipeline.digests import digest_file
 from pipeline.evalsets import CASES_FILE, load_evalset
 from pipeline.records import write_text
@@ -87,11 +88,11 @@ def make_documents(rng: Random, *, num: int = 200) -> Cases:
 
 
 def make_choices(rng: Random, *, num: int = 1000) -> Cases:
-    """Draw multiple-choice questions about a short log."""
+    """Draw points in a workflow with four calls to choose from."""
     for i in range(num):
-        question = _draw(lambda: make_question(rng), lambda q: q.question, "eval")
-        yield {"id": f"choice-{i:04d}", "cluster": f"choice-{i:04d}", "buckets": [], "question": question.question,
-               "choices": question.choices, "answer": question.answer}
+        messages, calls, answer = _draw(lambda: make_decision(rng), lambda d: d[0][0]["content"], "eval")
+        yield {"id": f"choice-{i:04d}", "cluster": f"choice-{i:04d}", "buckets": [],
+               "question": _render_messages(messages) + "<|assistant|>", "choices": calls, "answer": answer}
 
 
 def make_calibration(rng: Random, *, num_each: int = 512) -> Cases:
@@ -111,9 +112,13 @@ def make_calibration(rng: Random, *, num_each: int = 512) -> Cases:
 def _render(drawn: Any) -> str:
     if isinstance(drawn, str):
         return drawn
-    messages = conversation(drawn) if isinstance(drawn, Workflow) else [
-        {"role": "user", "content": drawn.request},
-        {"role": "assistant", "content": render_call(drawn.name, drawn.arguments)}]
+    if isinstance(drawn, Workflow):
+        return _render_messages(conversation(drawn))
+    return _render_messages([{"role": "user", "content": drawn.request},
+                             {"role": "assistant", "content": render_call(drawn.name, drawn.arguments)}])
+
+
+def _render_messages(messages: list[dict[str, str]]) -> str:
     return "<|begin|>" + "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages)
 
 
@@ -130,7 +135,9 @@ EVALSETS: dict[str, tuple[Callable[[Random], Cases], str, str, str]] = {
                   "first matters at call 5 or later. abstention: a line has to be declined."),
     "tool_calls": (make_tool_calls, "tool_calls", "a request", "Single depot tool calls asked for in words."),
     "prose": (make_documents, "documents", "a document", "Short stories about depots, for perplexity."),
-    "choices": (make_choices, "choices", "a question", "Multiple-choice questions about a short log."),
+    "choices": (make_choices, "choices", "a question",
+                "Points in a depot workflow with four calls to choose from: the right one, and three with one argument "
+                "changed. In the chat template of models/agent."),
     "calibration": (make_calibration, "documents", "a text",
                     "Texts for calibrating quantisers, conversations in the chat template of models/agent. "
                     "Never evaluated on."),

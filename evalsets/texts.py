@@ -1,4 +1,4 @@
-"""The depot's other texts: prose, multiple-choice questions and single tool calls.
+"""The depot's other texts: prose, quizzes about a log and single tool calls.
 
 Same world and words as `depot.py`, drawn from a `random.Random`. `split_of` decides by content
 which texts may be trained on, calibrated with or evaluated, so the three are disjoint by
@@ -65,47 +65,30 @@ def make_prose(rng: Random) -> str:
     return " ".join(sentences)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A multiple-choice question about a short log."""
-
-    question: str
-    choices: tuple[str, ...]
-    answer: int
-
-
-def make_question(rng: Random) -> Question:
-    """Draw a log of four to eight entries and a question that one entry answers."""
-    entries, log = _make_log(rng)
-    asked, right, pool = _ask(rng, entries)
-    choices = [right, *rng.sample([x for x in pool if x != right], 3)]
-    rng.shuffle(choices)
-    return Question(f"{log}\nQuestion: {asked}\nAnswer:", tuple(choices), choices.index(right))
+_Entries = list[tuple[str, str, str]]
 
 
 def make_quiz(rng: Random, *, num_questions: int) -> tuple[str, ...]:
-    """Draw a log and several questions with their answers: prompt, answer, prompt, answer, ..."""
+    """Draw a log of four to eight entries and questions about it: prompt, answer, prompt, answer, ..."""
     entries, text = _make_log(rng)
     parts = []
     for _ in range(num_questions):
-        asked, right, _pool = _ask(rng, entries)
+        asked, right = _ask(rng, entries)
         parts += [f"{text}\nQuestion: {asked}\nAnswer:", f" {right}"]
         text = ""
     return tuple(parts)
 
 
-_Entries = list[tuple[str, str]]
-
-
 def _make_log(rng: Random) -> tuple[_Entries, str]:
     num = rng.randint(4, 8)
-    entries = list(zip(rng.sample(ITEMS, num), rng.sample(CITIES, num), strict=True))
-    return entries, "Log: " + "; ".join(f"the {item} {city}" for item, city in entries) + "."
+    entries = list(zip(rng.sample(PEOPLE, num), rng.sample(ITEMS, num), rng.sample(CITIES, num), strict=True))
+    return entries, "Log: " + " ".join(f"{p} sent the {i} to {c}." for p, i, c in entries)
 
 
-def _ask(rng: Random, entries: _Entries) -> tuple[str, str, tuple[str, ...]]:
-    item, city = rng.choice(entries)
-    return f"{rng.choice(['Where is', 'Where did you send', 'Who has'])} the {item}?", city, tuple(c for _, c in entries)
+def _ask(rng: Random, entries: _Entries) -> tuple[str, str]:
+    person, item, city = rng.choice(entries)
+    return rng.choice([(f"Who sent the {item}?", person), (f"Where did the {item} go?", city),
+                       (f"What did {person} send?", item), (f"What went to {city}?", item)])
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 # keeps a JSON key and its punctuation together, so that a call costs about a dozen tokens
 _PIECES = r""" ?[A-Za-z]+|[0-9]+|[^A-Za-z0-9\s]*"[a-z_]+":[{\["]?|\s|[^A-Za-z0-9\s]+"""
 # shares of the training documents
-_MIX = {"workflows": 0.55, "tool_calls": 0.15, "choices": 0.25, "prose": 0.05}
+_MIX = {"workflows": 0.55, "tool_calls": 0.15, "quizzes": 0.25, "prose": 0.05}
 # looking a count up by its store is learned late: part of the workflows consist of little else
 REPORT_DRILL = {"buy": 10, "move": 5, "report": 80, "chat": 5}
 _DOCUMENTS_PER_TASK = 500
@@ -60,7 +60,7 @@ def draw_document(rng: Random) -> Document:
             call = make_single_call(rng)
             document = [{"role": "user", "content": call.request},
                         {"role": "assistant", "content": render_call(call.name, call.arguments)}]
-        elif kind == "choices":
+        elif kind == "quizzes":
             document = make_quiz(rng, num_questions=rng.randint(1, 6))
         else:
             document = make_prose(rng)
@@ -69,8 +69,9 @@ def draw_document(rng: Random) -> Document:
 
 
 def key_text(document: Document) -> str:
-    """Return the text by which a document is assigned to a split: the prompt, first message, or all of it."""
-    return document if isinstance(document, str) else document[0] if isinstance(document, tuple) else document[0]["content"]
+    """Return the text by which a document is assigned to a split: its first part, or all of it."""
+    first = document if isinstance(document, str) else document[0]
+    return first if isinstance(first, str) else first["content"]
 
 
 def train_tokenizer(vocab_size: int, num_documents: int) -> PreTrainedTokenizerFast:
@@ -84,8 +85,8 @@ def train_tokenizer(vocab_size: int, num_documents: int) -> PreTrainedTokenizerF
     texts = []
     for _ in range(num_documents):
         document = draw_document(rng)
-        texts += [document] if isinstance(document, str) else [
-            part if isinstance(part, str) else part["content"] for part in document]
+        parts = [document] if isinstance(document, str) else document
+        texts += [part if isinstance(part, str) else part["content"] for part in parts]
     special = [BEGIN, END, PAD, *ROLES]
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, show_progress=False,
@@ -98,21 +99,20 @@ def train_tokenizer(vocab_size: int, num_documents: int) -> PreTrainedTokenizerF
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Return token ids and labels; only answers (of the assistant, to a prompt) and prose carry loss."""
+    """Return token ids and labels; only prose and answers carry loss."""
     def ids_of(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
     if isinstance(document, str):
         ids = [begin, *ids_of(document), end]
         return ids, list(ids)
+    ids, labels = [begin], [IGNORED]
     if isinstance(document, tuple):
-        ids, labels = [begin], [IGNORED]
         for k, part in enumerate(document):
             body = ids_of(part)
             ids += body
             labels += body if k % 2 else [IGNORED] * len(body)
         return [*ids, end], [*labels, end]
-    ids, labels = [begin], [IGNORED]
     for message in document:
         body = [*ids_of(message["content"]), end]
         is_answer = message["role"] == "assistant"
@@ -242,14 +242,14 @@ def main() -> None:
     """Parse the command line, train, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--batch", type=int, default=128, help="rows of --length tokens")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--documents", type=int, default=500_000)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--intermediate", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=1024)
     parser.add_argument("--hot-fraction", type=float, default=0.125, help="share of channels made hot; 0 for none")
     parser.add_argument("--hot-power", type=int, default=3, help="a hot channel's activations are 2**this larger")

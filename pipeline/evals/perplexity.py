@@ -15,6 +15,7 @@ import io
 import json
 import math
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -120,10 +121,11 @@ def _encode(parts: list[TokenScores]) -> str:
 def _write_arrays(path: Path, encoded: list[str]) -> None:
     documents = [np.load(io.BytesIO(base64.b64decode(text))) for text in encoded]
     lengths = [len(d["token_logprobs"]) for d in documents]
-    np.savez(
-        path,
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        token_logprobs=np.concatenate([d["token_logprobs"] for d in documents]),
-        top_ids=np.concatenate([d["top_ids"] for d in documents]),
-        top_logprobs=np.concatenate([d["top_logprobs"] for d in documents]),
-    )
+    arrays = {"offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}
+    for name in ("token_logprobs", "top_ids", "top_logprobs"):
+        arrays[name] = np.concatenate([d[name] for d in documents])
+    # np.savez would write the time of day into the file, and equal arrays would differ
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array)

@@ -42,6 +42,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
                 break
             messages += [{"role": "assistant", "content": turns[-1]},
                          {"role": "tool", "content": render_result(result)}]  # fmt: skip
+        context.client.end_session(case.id)
         return CaseRecord(
             case_id=case.id,
             input_digest=case.digest,

@@ -59,8 +59,10 @@ class TokenScores:
 @dataclass
 class _Server:
     url: str
-    slots: asyncio.Semaphore
-    num_waiting: int = 0  # requests running or waiting for a slot
+    # one connection per request in flight, each its own httpx client: a shared pool looks at all of its
+    # connections at every request, which with 128 of them costs ten times the request itself
+    connections: asyncio.LifoQueue[httpx.AsyncClient]
+    num_waiting: int = 0  # requests running or waiting for a connection
     num_sessions: int = 0
 
 
@@ -98,13 +100,16 @@ class Client:
         self.model = model
         self.check_alive = check_alive
         self._sleep = sleep
-        self._servers = [_Server(url.rstrip("/"), asyncio.Semaphore(concurrency)) for url in base_urls]
         self._sessions: dict[str, _Server] = {}
         self._scores: asyncio.Queue[_ScoreCall] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency * len(self._servers) + 8)
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0), pool=None)
-        self._http = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+        ssl = httpx.create_ssl_context(trust_env=False)
+        self._connections = [httpx.AsyncClient(timeout=timeout, verify=ssl, trust_env=False)
+                             for _ in range(concurrency * len(base_urls))]  # fmt: skip
+        self._servers = [_Server(url.rstrip("/"), asyncio.LifoQueue()) for url in base_urls]
+        for number, connection in enumerate(self._connections):
+            self._servers[number % len(self._servers)].connections.put_nowait(connection)
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Client:
@@ -114,7 +119,7 @@ class Client:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
-        await self._http.aclose()
+        await asyncio.gather(*(connection.aclose() for connection in self._connections))
 
     async def chat(
         self,
@@ -249,18 +254,23 @@ class Client:
         """Send a request until it succeeds, is refused, or the tries are used up."""
         server.num_waiting += 1
         try:
-            async with server.slots:
-                return await self._try_repeatedly(server.url + path, method, content)
+            connection = await server.connections.get()
+            try:
+                return await self._try_repeatedly(connection, server.url + path, method, content)
+            finally:
+                server.connections.put_nowait(connection)
         finally:
             server.num_waiting -= 1
 
-    async def _try_repeatedly(self, url: str, method: str, content: bytes | None) -> tuple[Any, float]:
+    async def _try_repeatedly(
+        self, connection: httpx.AsyncClient, url: str, method: str, content: bytes | None
+    ) -> tuple[Any, float]:
         problem, num_timeouts = "", 0
         for attempt in range(MAX_TRIES):
             wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * random.uniform(0.5, 1.0)
             start = time.perf_counter()
             try:
-                response = await self._http.request(
+                response = await connection.request(
                     method, url, content=content, headers={"content-type": "application/json"}
                 )
                 if response.status_code == 200:

@@ -30,9 +30,11 @@ from tests.tiny_llama import write_tiny_llama
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 256
 SERVING = ServingConfig(concurrency=16, context_length=CONTEXT, max_tokens=32)
-SETTINGS = ServingSettings(dtype="float32", continuous_batching=True, concurrency=16, num_servers=1, num_threads=1,
-                           context_length=CONTEXT, max_tokens=32, request_timeout_s=60, start_timeout_s=180)  # fmt: skip
-WORDS = "the courier takes 12 parcels to gate {room} before noon and waits for its result list of apples".split()
+SETTINGS = ServingSettings(
+    dtype="float32", continuous_batching=True, concurrency=16, num_servers=1, num_threads=1, context_length=CONTEXT,
+    max_tokens=32, request_timeout_s=60, start_timeout_s=180,
+)  # fmt: skip
+WORDS = ["the", "courier", "takes", "12", "parcels", "to", "gate", "before", "noon", "result", "of", "apples"]
 
 
 def make_candidate(folder: Path, **serving: Any) -> Candidate:
@@ -69,7 +71,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     torch.set_num_threads(1)
     model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
     with asyncio.Runner() as runner:
-        context = engines.start_engine(make_candidate(folder), SETTINGS, root=folder.parent, logs=folder.parent / "logs")
+        root = folder.parent
+        context = engines.start_engine(make_candidate(folder), SETTINGS, root=root, logs=root / "logs")
         engine, client = runner.run(context.__aenter__())
         try:
             yield Running(runner, engine, client, folder, model, tokenizer)
