@@ -4,6 +4,8 @@ PYTHON_BIN := $(CURDIR)/.venv/bin
 export PATH := $(PYTHON_BIN):$(PATH)
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := 1
+# without bytecode every stage spends three times as long on its imports
+unexport PYTHONDONTWRITEBYTECODE
 
 PORT ?= 5000
 REJECTED ?= gptq-short

@@ -11,7 +11,10 @@ on the server (an answer is cut at its stop string after it was generated).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -142,15 +145,17 @@ def _run_task(context: EvalContext, settings: HarnessEval, loop: asyncio.Abstrac
         near = ", ".join(sorted(manager.all_tasks)[:8]) if settings.include_path else "see `lm-eval ls tasks`"
         raise SettingsError(f"evals.{context.name}.task: lm-eval knows no task {settings.task!r} "
                             f"({settings.include_path or 'built in'}: {near})")  # fmt: skip
-    results = simple_evaluate(
-        model=EndpointLM(context, loop),
-        tasks=[settings.task],
-        num_fewshot=settings.num_fewshot,
-        task_manager=manager,
-        log_samples=True,
-        bootstrap_iters=0,
-        cache_requests=False,
-    )
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars; what goes wrong is an exception
+        results = simple_evaluate(
+            model=EndpointLM(context, loop),
+            tasks=[settings.task],
+            num_fewshot=settings.num_fewshot,
+            task_manager=manager,
+            log_samples=True,
+            bootstrap_iters=0,
+            cache_requests=False,
+        )
     return results["samples"][settings.task]
 
 
