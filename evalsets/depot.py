@@ -182,7 +182,8 @@ def make_catalogue(rng: Random) -> dict[str, dict[str, int]]:
 
 def make_rules(rng: Random) -> Rules:
     """Draw one to four rules."""
-    chosen = set(rng.sample(["avoid", "limit", "courier", "approver", "cc", "total", "total"], rng.choice([1, 2, 2, 3, 3, 4])))
+    number = rng.choice([1, 2, 2, 3, 3, 4])
+    chosen = set(rng.sample(["avoid", "limit", "courier", "approver", "cc", "total", "total"], number))
     return Rules(
         avoid=rng.choice(STORES) if "avoid" in chosen else None,
         limit=rng.randint(3, 15) if "limit" in chosen else None,
@@ -216,7 +217,8 @@ def make_line(rng: Random, catalogue: dict[str, dict[str, int]], rules: Rules, w
         return Line(kind, text.format(**slots), slots)
     if kind == "report":
         store = rng.choice(list(catalogue.get(item, {"north": 1})))
-        text = rng.choice(["tell {person} how many {item} {store} has", "report the {item} count at {store} to {person}",
+        text = rng.choice(["tell {person} how many {item} {store} has",
+                           "report the {item} count at {store} to {person}",
                            "{person} asks for the number of {item} in {store}"])
         slots = {"person": person, "item": item, "store": store}
         return Line(kind, text.format(**slots), slots)
@@ -263,7 +265,7 @@ def make_workflow(rng: Random, catalogue: dict[str, dict[str, int]], *, num_call
              "sent": 0, "finished": False}
     calls: list[tuple[str, dict]] = [("account", {"id": account})] if by_account else []
     lines: list[Line] = []
-    current = _run(state, calls)[0]
+    current, results = _run(state, calls)
     while len(calls) < num_calls - 1:
         line = make_line(rng, catalogue, rules, weights)
         new = act_on_line(len(lines) + 1, line, rules, current)
@@ -273,11 +275,16 @@ def make_workflow(rng: Random, catalogue: dict[str, dict[str, int]], *, num_call
             break
         lines.append(line)
         calls += new
-        current = _run(state, calls)[0]
+        current, returned = _run(current, new)
+        results += returned
     calls.append(("finish", {}))
-    final, results = _run(state, calls)
-    head = (rng.choice(["Open account {a} and keep its rules.", "Account {a}; its rules hold throughout."]).format(a=account)
-            if by_account else _rules_text(rng, rules))
+    final, returned = _run(current, calls[-1:])
+    results += returned
+    if by_account:
+        head = rng.choice(["Open account {a} and keep its rules.", "Account {a}; its rules hold throughout."])
+        head = head.format(a=account)
+    else:
+        head = _rules_text(rng, rules)
     task = head + "\n" + "\n".join(f"{i}. {line.text}" for i, line in enumerate(lines, start=1))
     return Workflow(task, state, tuple(calls), tuple(results), final, rules, tuple(lines),
                     account if by_account else None)

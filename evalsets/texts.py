@@ -56,7 +56,8 @@ def make_prose(rng: Random) -> str:
     items, stores = rng.sample(ITEMS, 4), rng.sample(STORES, 3)
     sentences = []
     for _ in range(rng.randint(14, 26)):
-        (person, other), (item, item2), (store, store2) = rng.sample(cast, 2), rng.sample(items, 2), rng.sample(stores, 2)
+        (person, other), (item, item2) = rng.sample(cast, 2), rng.sample(items, 2)
+        store, store2 = rng.sample(stores, 2)
         sentences.append(rng.choice(_SENTENCES).format(
             person=person, other=other, item=item, item2=item2, store=store, store2=store2, city=rng.choice(cities),
             n=rng.randint(2, 30), m=rng.randint(2, 30), day=rng.choice(_DAYS), weather=rng.choice(_WEATHER),

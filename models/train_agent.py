@@ -130,7 +130,10 @@ def _encode_task(task: tuple[str, int, int]) -> list[tuple[np.ndarray, np.ndarra
 
 
 def pack_rows(documents: Iterator[tuple[np.ndarray, np.ndarray]], length: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Pack documents first-fit into rows: token ids, labels, document number in the row, position."""
+    """Pack documents first-fit into rows: token ids, labels, document number in the row, position.
+
+    Rows that are still open at the end, at most 32, are dropped: they are the least full.
+    """
     open_rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
     used: list[int] = []
     for document in documents:

@@ -196,13 +196,15 @@ def load_model(folder: Path, *, dtype: str) -> Any:
     try:
         with hide_progress_bars():
             model, info = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-            )
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below; its own error only points at a table on stderr
+            )  # fmt: skip
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise CheckpointError(f"{folder}: transformers can't load it: {_one_line(error)}") from error
     for problem in ("missing", "mismatched", "unexpected"):
         # transformers fills missing tensors with random numbers and only logs it
-        if keys := sorted(str(key) for key in info.get(f"{problem}_keys") or ()):
+        # a mismatched key comes with its two shapes
+        if keys := sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(f"{problem}_keys") or ()):
             raise CheckpointError(
                 f"{folder}: {len(keys)} {problem} tensors, such as {keys[0]!r}; weights and {CONFIG_FILE} "
                 "do not belong together"

@@ -16,13 +16,15 @@ import json
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import jsonschema
 from pydantic import Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.digests import digest_file, digest_json
 from pipeline.errors import EvalsetError
-from pipeline.records import Record, first_problem
+from pipeline.params import describe_yaml_error
+from pipeline.records import Record, first_problem, read_lines
 
 CASES_FILE = "cases.jsonl"
 
@@ -150,13 +152,26 @@ def load_card(folder: Path) -> Card:
     path = folder / "card.yaml"
     try:
         data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-        return Card.model_validate(data)
+        card = Card.model_validate(data)
     except FileNotFoundError:
         raise EvalsetError(f"{path}: expected an evalset card, found no file") from None
-    except YAMLError as error:
-        raise EvalsetError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise EvalsetError(f"{path}: not valid YAML: {describe_yaml_error(error)}") from None
     except ValidationError as error:
         raise EvalsetError(f"{path}: {first_problem(error)}") from None
+    for name, tool in card.tools.items():
+        _check_schema(f"{path}: tools.{name}.parameters", tool.parameters)
+    return card
+
+
+def _check_schema(where: str, schema: dict[str, Any]) -> None:
+    """Refuse a broken schema here: in the middle of an eval every call of the tool would crash on it."""
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        at = ".".join(str(part) for part in error.absolute_path) or "(whole)"
+        reason = " ".join(error.message.split())[:120]
+        raise EvalsetError(f"{where}: not a JSON Schema: {at}: {reason}") from None
 
 
 C = TypeVar("C", bound=Case)
@@ -182,7 +197,12 @@ def load_evalset(folder: Path) -> Evalset:
 def _read_cases(path: Path, kind: type[C]) -> list[C]:
     cases: list[C] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = read_lines(path)
+    except UnicodeDecodeError as error:
+        number = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise EvalsetError(f"{path}:{number}: not UTF-8 ({error.reason}); save the cases as UTF-8") from None
+    for number, line in enumerate(lines, start=1):
         case = _read_case(path, number, line, kind)
         if case.id in seen:
             raise EvalsetError(f"{path}:{number}: case id {case.id!r} was already used on line {seen[case.id]}")
@@ -216,7 +236,8 @@ def _check_against_card(path: Path, card: Card, cases: list[C]) -> None:
     if len(cases) != card.num_cases:
         raise EvalsetError(f"{path}: the card says {card.num_cases} cases, found {len(cases)}")
     if (found := digest_file(path)) != card.sha256:
-        raise EvalsetError(f"{path}: the card says sha256 {card.sha256[:12]}, found {found[:12]}; the cases were edited")
+        raise EvalsetError(f"{path}: the card says sha256 {card.sha256[:12]}, found {found[:12]}; "
+                           "the cases were edited")  # fmt: skip
     counts: dict[str, int] = {}
     for case in cases:
         for bucket in case.buckets:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from pipeline.errors import SettingsError
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
@@ -170,8 +171,15 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     except FileNotFoundError:
         raise SettingsError(f"{path}: expected the settings file, found none; run from the project root") from None
     except (YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise SettingsError(f"{path}: not valid YAML: {describe_yaml_error(error)}") from None
     return parse_params(data, where=str(path))
+
+
+def describe_yaml_error(error: Exception) -> str:
+    """Say in one line what is wrong and on which line; the parser's own text draws a picture over several."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def parse_params(data: Any, where: str = "params.yaml") -> Params:
@@ -196,8 +204,20 @@ def _contradictions(params: Params) -> list[str]:
     for i, name in enumerate(params.release):
         if name not in params.candidates:
             problems.append(f"release.{i}: expected one of the candidates ({known}), got {name!r}")
+        if name in params.release[:i]:
+            problems.append(f"release.{i}: {name!r} is listed twice; remove one")
+    problems += [f"candidates.{name}.endpoint.base_url: expected http://host:port, got {c.endpoint.base_url!r}"
+                 for name, c in params.candidates.items() if c.endpoint and not _is_address(c.endpoint.base_url)]
     problems += _unknown_metrics(params)
     return problems
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0  # a port that is no number below 65536 raises
+    except ValueError:
+        return False
 
 
 def _unknown_metrics(params: Params) -> list[str]:
@@ -215,7 +235,9 @@ def _unknown_metrics(params: Params) -> list[str]:
 
 
 def _one_line(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    # a misspelled key is two problems, and the spelling that came says more than the one that is missing
+    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     tags = {"gptq", "awq", "perplexity", "harness", "tool_calls", "trajectories"}
     loc = [str(p) for p in problem["loc"]]
     # pydantic puts the union's tag into the path; the file has no such level
@@ -223,4 +245,6 @@ def _one_line(error: ValidationError) -> str:
                      and not (p in tags and i == 2 and loc[0] == "evals"))
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown key; remove it or correct its spelling"
+    if problem["type"] == "missing":
+        return f"{where}: expected this key, found none"
     return f"{where or '(whole)'}: {problem['msg']}, got {problem.get('input')!r:.80}"

@@ -223,6 +223,12 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise EvidenceError(f"{path}: not a valid {kind.__name__}: {first_problem(error)}") from None
 
 
+def read_lines(path: Path) -> list[str]:
+    """Split a text file at newlines only: `str.splitlines` also cuts at U+2028 inside a JSON string."""
+    text = path.read_text(encoding="utf-8")
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def write_cases(path: Path, records: Iterable[CaseRecord]) -> None:
     """Write case records as JSON lines in canonical form, in the order given."""
     write_text(path, "".join(canonical_json(r.model_dump()) + "\n" for r in records))
@@ -235,7 +241,7 @@ def read_cases(path: Path) -> list[CaseRecord]:
 
 def _iterate_cases(path: Path) -> Iterator[CaseRecord]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_lines(path)
     except FileNotFoundError:
         raise EvidenceError(f"{path}: expected case records, found no file; run `dvc repro`") from None
     for number, line in enumerate(lines, start=1):

@@ -9,11 +9,14 @@ from pipeline.errors import QuantgateError
 
 
 def run_stage(name: str, main: Callable[[list[str]], int]) -> None:
-    """Run `main(argv)` and exit with its code; a QuantgateError is one line on stderr and exit 1."""
+    """Run `main(argv)` and exit with its code; an error a user can act on is one line on stderr, exit 1."""
     try:
         sys.exit(main(sys.argv[1:]))
     except QuantgateError as error:
         print(f"quantgate {name}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        print(f"quantgate {name}: {error}; finished work is kept, run `dvc repro` to go on", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"quantgate {name}: interrupted; finished work is kept, run `dvc repro` to go on", file=sys.stderr)

@@ -35,6 +35,15 @@ def describe_reply(reply: Reply) -> str:
     return json.dumps(reply.tool_calls[0].get("function", {}), sort_keys=True)
 
 
+def continue_conversation(reply: Reply, result: str) -> list[dict[str, Any]]:
+    """Return the two messages that follow a reply whose first call gave `result`, in the reply's own form."""
+    if not reply.tool_calls:
+        return [{"role": "assistant", "content": reply.text}, {"role": "tool", "content": result}]
+    call = reply.tool_calls[0]
+    return [{"role": "assistant", "content": reply.text, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call.get("id", ""), "content": result}]  # fmt: skip
+
+
 def same_value(first: Any, second: Any) -> bool:
     """Compare two JSON values: numbers by value, everything else by type and value."""
     if isinstance(first, bool) or isinstance(second, bool):
@@ -62,9 +71,13 @@ def is_accepted(call: Call, expected: Call, accepted: Mapping[str, Sequence[Any]
     if call.name != expected.name or not call.arguments.keys() <= expected.arguments.keys() | accepted.keys():
         return False
     for name in expected.arguments.keys() | accepted.keys():
-        values = [*accepted.get(name, ()), *([expected.arguments[name]] if name in expected.arguments else [])]
-        given = call.arguments.get(name)
-        if not any(same_value(given, value) for value in values):
+        further = accepted.get(name, ())
+        if name not in call.arguments:
+            is_right = any(value is None for value in further)
+        else:
+            values = [*further, *([expected.arguments[name]] if name in expected.arguments else [])]
+            is_right = any(same_value(call.arguments[name], value) for value in values)
+        if not is_right:
             return False
     return True
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from lm_eval.api.model import LM
 
 from pipeline.digests import digest_json, digest_text
-from pipeline.errors import SettingsError
+from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evals.context import EvalContext
 from pipeline.evals.perplexity import read_prefix_token, rolling_windows
 from pipeline.params import HarnessEval
@@ -124,7 +124,14 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     """Run one lm-eval task; the score of a record is `accuracy`."""
     assert isinstance(context.settings, HarnessEval)
     start = time.perf_counter()
-    samples = await asyncio.to_thread(_run_task, context, context.settings, asyncio.get_running_loop())
+    try:
+        samples = await asyncio.to_thread(_run_task, context, context.settings, asyncio.get_running_loop())
+    except QuantgateError:
+        raise
+    except Exception as error:  # a task's YAML is full of templates and code, and lm-eval has no errors of its own
+        reason = " ".join(str(error).split())[:300]
+        raise SettingsError(f"evals.{context.name}.task: lm-eval can't run {context.settings.task!r}: "
+                            f"{type(error).__name__}: {reason}") from error  # fmt: skip
     seconds = (time.perf_counter() - start) / max(1, len(samples))
     records = [_record(context, context.settings, sample, seconds) for sample in samples]
     seen: dict[str, int] = {}
@@ -142,7 +149,9 @@ def _run_task(context: EvalContext, settings: HarnessEval, loop: asyncio.Abstrac
 
     manager = TaskManager(include_path=settings.include_path, include_defaults=settings.include_path is None)
     if settings.task not in manager.all_tasks:
-        near = ", ".join(sorted(manager.all_tasks)[:8]) if settings.include_path else "see `lm-eval ls tasks`"
+        # lm-eval passes over a YAML file that it can't read
+        near = ", ".join(sorted(manager.all_tasks)[:8]) or "no file there is the valid YAML of a task"
+        near = near if settings.include_path else "see `lm-eval ls tasks`"
         raise SettingsError(f"evals.{context.name}.task: lm-eval knows no task {settings.task!r} "
                             f"({settings.include_path or 'built in'}: {near})")  # fmt: skip
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -26,7 +26,9 @@ class ToolError(Exception):
     """A call that a tool refuses; the message goes back to the model as its result."""
 
 
-def call_tool(tools: Mapping[str, Tool], state: dict[str, Any], name: str, arguments: Any) -> tuple[dict[str, Any], Any]:
+def call_tool(
+    tools: Mapping[str, Tool], state: dict[str, Any], name: str, arguments: Any
+) -> tuple[dict[str, Any], Any]:
     """Apply one call.
 
     Args:
@@ -44,7 +46,10 @@ def call_tool(tools: Mapping[str, Tool], state: dict[str, Any], name: str, argum
         _check_arguments(tool, arguments)
         after = json.loads(json.dumps(state))  # a copy; five times faster than deepcopy on JSON data
         for effect in tool.effects:
-            _apply(after, effect.do, _fill_path(effect.path, arguments), _fill(effect.value, arguments))
+            value = _fill(effect.value, arguments)
+            if value is _MISSING:
+                raise ToolError(f"missing argument {effect.value[1:-1]}")
+            _apply(after, effect.do, _fill_path(effect.path, arguments), value)
         return after, _result(after, tool.returns, arguments)
     except ToolError as error:
         return state, {"error": str(error)}
@@ -97,6 +102,8 @@ def _fill(value: Any, arguments: dict[str, Any]) -> Any:
     if isinstance(value, dict):
         filled = {key: _fill(v, arguments) for key, v in value.items()}
         return {key: v for key, v in filled.items() if v is not _MISSING}
+    if isinstance(value, list):
+        return [v for v in (_fill(v, arguments) for v in value) if v is not _MISSING]
     if isinstance(value, str) and (hole := _HOLE.fullmatch(value)):
         return arguments.get(hole[1], _MISSING)
     return value
@@ -110,14 +117,21 @@ def _apply(state: dict[str, Any], do: str, path: str, value: Any) -> None:
     if do == "set":
         parent[key] = value
     elif do == "append":
-        parent.setdefault(key, []).append(value)
-    elif do == "add":
-        parent[key] = read_path(parent, key) + value
+        log = parent.setdefault(key, [])
+        if not isinstance(log, list):
+            raise ToolError(f"{key} is not a list")
+        log.append(value)
     else:
-        left = read_path(parent, key) - value
-        if left < 0:
+        held = read_path(parent, key)
+        if not (_is_number(held) and _is_number(value)):
+            raise ToolError(f"{key} takes a number")
+        if do == "subtract" and held < value:
             raise ToolError("not enough")
-        parent[key] = left
+        parent[key] = held + value if do == "add" else held - value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _result(state: dict[str, Any], template: Any, arguments: dict[str, Any]) -> Any:

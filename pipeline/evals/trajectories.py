@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.evals.calls import describe_reply, openai_tools, parse_call, same_value
+from pipeline.evals.calls import continue_conversation, describe_reply, openai_tools, parse_call, same_value
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import run_cases
 from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
@@ -26,12 +26,16 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     tools = openai_tools(declared) if settings.send_tools else None
 
     async def judge(case: TrajectoryCase) -> CaseRecord:
+        try:
+            return await run(case)
+        finally:
+            context.client.end_session(case.id)
+
+    async def run(case: TrajectoryCase) -> CaseRecord:
         messages: list[dict[str, Any]] = [m.model_dump() for m in case.messages]
         state, turns, latency_s, num_tokens = case.state, [], 0.0, 0
         for _ in range(settings.max_turns):
-            reply = await context.client.chat(
-                messages, max_tokens=context.max_tokens, tools=tools, session=case.id
-            )
+            reply = await context.client.chat(messages, max_tokens=context.max_tokens, tools=tools, session=case.id)
             turns.append(describe_reply(reply))
             latency_s += reply.latency_s
             num_tokens += reply.num_completion_tokens
@@ -40,9 +44,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             state, result = call_tool(declared, state, call.name, call.arguments)
             if call.name in declared and declared[call.name].is_final:
                 break
-            messages += [{"role": "assistant", "content": turns[-1]},
-                         {"role": "tool", "content": render_result(result)}]  # fmt: skip
-        context.client.end_session(case.id)
+            messages += continue_conversation(reply, render_result(result))
         return CaseRecord(
             case_id=case.id,
             input_digest=case.digest,

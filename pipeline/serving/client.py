@@ -187,10 +187,21 @@ class Client:
         server = self._pick(None)
         body = {"model": self.model, "add_special_tokens": add_special_tokens}
         try:
-            return (await self._post(server, "/tokenize", {**body, "prompt": list(texts)}))[0]["tokens"]
-        except RequestError:  # a list of texts is our extension; other servers take one at a time
-            tasks = [self._post(server, "/tokenize", {**body, "prompt": text}) for text in texts]
-            return [answer["tokens"] for answer, _ in await asyncio.gather(*tasks)]
+            tokens = await self._tokenize(server, texts, body)
+            if [type(ids) for ids in tokens] != [list] * len(texts):
+                raise ValueError(f"{tokens!r:.80} for {len(texts)} texts")
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{server.url}/tokenize: expected the token ids of each text, got {error!r}") from None
+        return tokens
+
+    async def list_models(self) -> list[str]:
+        """Return the names of the models that the first server serves."""
+        answer = await self.get("/v1/models")
+        try:
+            return [entry["id"] for entry in answer["data"]]
+        except (KeyError, TypeError):
+            url = self._servers[0].url
+            raise EngineError(f"{url}/v1/models: expected a list of models, got {answer!r:.80}") from None
 
     async def get(self, path: str) -> Any:
         """Return the JSON of one GET request to the first server."""
@@ -200,6 +211,13 @@ class Client:
         """Forget which server a conversation was on; call when it is over."""
         if server := self._sessions.pop(session, None):
             server.num_sessions -= 1
+
+    async def _tokenize(self, server: _Server, texts: Sequence[str], body: dict[str, Any]) -> list[list[int]]:
+        try:
+            return (await self._post(server, "/tokenize", {**body, "prompt": list(texts)}))[0]["tokens"]
+        except RequestError:  # a list of texts is our extension; other servers take one at a time
+            tasks = [self._post(server, "/tokenize", {**body, "prompt": text}) for text in texts]
+            return [answer["tokens"] for answer, _ in await asyncio.gather(*tasks)]
 
     def _pick(self, session: str | None) -> _Server:
         if session is not None and session in self._sessions:
@@ -240,7 +258,7 @@ class Client:
                 await self._score_together(server, [call], num_top)
         except EngineError as error:
             _settle(calls, error)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             _settle(calls, EngineError(f"{server.url}/v1/completions: expected echoed logprobs, got {error!r}"))
         else:
             for call, result in zip(calls, results, strict=True):
@@ -330,6 +348,8 @@ def _read_scores(logprobs: dict[str, Any], num_tokens: int, num_top: int) -> Tok
     token_logprobs = np.array(logprobs["token_logprobs"][1:num_tokens], dtype=np.float32)
     if len(tops) != num_tokens - 1 or token_logprobs.shape != (num_tokens - 1,):
         raise ValueError(f"{len(tops)} entries for {num_tokens} tokens")
+    if not np.isfinite(token_logprobs).all():
+        raise ValueError("log-probabilities that are not numbers")
     # servers may add the given token to the top list, in front of it: sort, then cut
     rows = [row if len(row) == num_top else dict(sorted(row.items(), key=lambda kv: -kv[1])[:num_top]) for row in tops]
     ids = np.array([[int(name[_TOKEN_ID:]) for name in row] for row in rows], dtype=np.int32)

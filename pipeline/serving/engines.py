@@ -30,7 +30,7 @@ from pipeline.serving import launcher
 from pipeline.serving.client import Client
 
 STOP_TIMEOUT_S = 5.0
-_NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}|Loading weights")
+_NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}|Loading weights|\d%\|")
 
 
 @dataclass
@@ -109,7 +109,7 @@ async def _attach(candidate: Candidate, settings: ServingSettings) -> AsyncItera
     url = serving.base_url.rstrip("/").removesuffix("/v1")
     draft = Engine((url,), serving.model, "", {})
     async with _connect(draft, candidate, settings) as client:
-        listed = [entry.get("id") for entry in (await client.get("/v1/models")).get("data", [])]
+        listed = await client.list_models()
         if serving.model not in listed:
             raise EngineError(f"{url}/v1/models: expected {serving.model!r} among the served models, got {listed!r}")
         declared = {

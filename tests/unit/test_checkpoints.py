@@ -197,6 +197,9 @@ def test_loading_refuses_weights_that_do_not_match_the_config(folder: Path) -> N
     edit_json(folder / "config.json", num_hidden_layers=1)
     with pytest.raises(CheckpointError, match="9 unexpected tensors"):
         load_model(folder, dtype="float32")
+    edit_json(folder / "config.json", num_hidden_layers=2, intermediate_size=128)
+    with pytest.raises(CheckpointError, match=r"6 mismatched tensors, such as 'model\.layers\.0\.mlp\.down_proj"):
+        load_model(folder, dtype="float32")
 
 
 def test_loading_in_another_dtype(folder: Path) -> None:

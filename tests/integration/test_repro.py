@@ -1,0 +1,242 @@
+"""`dvc repro` from checkpoint to gate in a copy of the project: what runs, what does not run again, who stops it.
+
+The copy has the shipped checkpoint, the shipped evalsets cut to a few dozen cases, and a candidate
+beside the reference: INT4 at first, which passes, then a checkpoint with noise in its weights, which
+must not. Each step below is one `dvc repro`, done once; the tests look at what it printed and left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline.digests import digest_file
+from pipeline.evalsets import CASES_FILE, load_evalset
+from scripts.repro_rejected import copy_project
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_CASES = {"workflows": 45, "tool_calls": 40, "choices": 40, "prose": 40}
+NUM_CALIBRATION = 24  # texts of each source
+# so few cases prove little: wide enough for INT4, far too narrow for a model that answers noise
+TOLERANCES = {
+    "workflows/task_completion_rate": {"overall": 0.4, "buckets": {"steps/5-8": 0.6}},
+    "tool_calls/tool_call_exact_match": {"overall": 0.4},
+    "choices/accuracy": {"overall": 0.4},
+    "prose/perplexity_per_token": {"overall": 0.5},
+}
+GPTQ = {
+    "kind": "gptq", "group_size": 64, "exclude": ["lm_head"],
+    "calibration": {"sources": ["prose", "workflows"], "num_samples": 8, "max_tokens": 128, "length_exponent": 0},
+}  # fmt: skip
+JUDGING = ["compare", "track", "gate"]
+
+
+@dataclass(frozen=True)
+class Repro:
+    """One finished `dvc repro`: its exit code, what it said, the stages it ran, and what was left."""
+
+    code: int
+    output: str
+    ran: list[str]
+    gate_ok: bool
+    evaluated_at: dict[str, int]  # candidate -> when its evaluation was written, in ns
+    verdicts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Project:
+    """The copy, and the ways in which a user touches it."""
+
+    root: Path
+
+    def edit_params(self, **changes: Any) -> None:
+        """Write params.yaml with some of its top-level sections replaced."""
+        path = self.root / "params.yaml"
+        data = YAML(typ="safe").load(path.read_text(encoding="utf-8")) | changes
+        path.write_text(json.dumps(data, indent=2), encoding="utf-8")  # JSON is YAML
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the copy, offline, with the interpreter of the tests first in PATH."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GIT_", "MLFLOW_"))}
+        environment |= {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
+            "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+            "HF_HOME": str(self.root / ".huggingface"), "DVC_SITE_CACHE_DIR": str(self.root / ".dvc/site"),
+            "DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
+        }  # fmt: skip
+        return subprocess.run(command, cwd=self.root, env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+    def repro(self) -> Repro:
+        """Run `dvc repro` and look at what it did."""
+        done = self.run(sys.executable, "-m", "dvc", "repro")
+        evaluations = (self.root / "build/evaluations").glob("*/evaluation.json")
+        verdict = self.root / "reports/verdict.json"
+        judged = json.loads(verdict.read_text())["verdicts"] if verdict.exists() else []
+        return Repro(
+            code=done.returncode,
+            output=done.stdout,
+            ran=re.findall(r"^Running stage '(.+)':$", done.stdout, re.MULTILINE),
+            gate_ok=(self.root / "build/gate.ok").exists(),
+            evaluated_at={path.parent.name: path.stat().st_mtime_ns for path in evaluations},
+            verdicts={v["candidate"]: v["outcome"] for v in judged},
+        )
+
+
+def cut_evalset(folder: Path, num_cases: int) -> None:
+    """Keep an evalset's first cases, of each bucket for calibration texts, and make its card say so."""
+    lines = (folder / CASES_FILE).read_text(encoding="utf-8").split("\n")[:-1]
+    kept: list[dict[str, Any]] = []
+    seen: Counter[str] = Counter()
+    for case in map(json.loads, lines):
+        source = case["buckets"][0] if folder.name == "calibration" else ""
+        seen[source] += 1
+        if seen[source] <= num_cases:
+            kept.append(case)
+    text = "".join(json.dumps(case, ensure_ascii=False) + "\n" for case in kept)
+    (folder / CASES_FILE).write_text(text, encoding="utf-8")
+    card = YAML(typ="safe").load((folder / "card.yaml").read_text(encoding="utf-8"))
+    card |= {
+        "num_cases": len(kept), "sha256": digest_file(folder / CASES_FILE),
+        "num_clusters": len({case["cluster"] for case in kept}),
+        "buckets": dict(Counter(bucket for case in kept for bucket in case["buckets"])),
+    }  # fmt: skip
+    (folder / "card.yaml").write_text(json.dumps(card), encoding="utf-8")
+    load_evalset(folder)
+
+
+def write_noisy_copy(source: Path, target: Path) -> None:
+    """Copy a checkpoint with noise added to its weights: it loads, and answers nonsense."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    noisy = {}
+    for name, tensor in tensors.items():
+        noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+        noisy[name] = (tensor.float() + noise).to(tensor.dtype) if tensor.dim() == 2 else tensor
+    (target / "model.safetensors").unlink()
+    save_file(noisy, target / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A copy of the project with small evalsets, one server and one INT4 candidate; nothing has run in it."""
+    root = tmp_path_factory.mktemp("repro")
+    copy_project(root)
+    (root / "dvc.lock").unlink(missing_ok=True)
+    for name, num_cases in NUM_CASES.items():
+        cut_evalset(root / "evalsets" / name, num_cases)
+    cut_evalset(root / "evalsets/calibration", NUM_CALIBRATION)
+    write_noisy_copy(root / "models/agent", root / "models/noisy")
+    project = Project(root)
+    params = YAML(typ="safe").load((root / "params.yaml").read_text(encoding="utf-8"))
+    project.edit_params(
+        release=["int4"],
+        candidates={"reference": {"checkpoint": "models/agent"},
+                    "int4": {"checkpoint": "models/agent", "steps": [GPTQ]}},
+        serving=params["serving"] | {"num_servers": 1},
+        gate={"alpha": 0.05, "on_inconclusive": "block", "tolerances": TOLERANCES},
+    )  # fmt: skip
+    project.run("git", "init", "--quiet")
+    return project
+
+
+@pytest.fixture(scope="module")
+def passed(project: Project) -> Repro:
+    """The first run."""
+    return project.repro()
+
+
+@pytest.fixture(scope="module")
+def repeated(project: Project, passed: Repro) -> Repro:
+    """A second run with nothing changed."""
+    return project.repro()
+
+
+@pytest.fixture(scope="module")
+def tolerance_edited(project: Project, repeated: Repro) -> Repro:
+    """A run after one tolerance was edited."""
+    tolerances = TOLERANCES | {"choices/accuracy": {"overall": 0.35}}
+    project.edit_params(gate={"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances})
+    return project.repro()
+
+
+@pytest.fixture(scope="module")
+def candidate_edited(project: Project, tolerance_edited: Repro) -> Repro:
+    """A run after the released candidate became one that must not pass."""
+    project.edit_params(candidates={"reference": {"checkpoint": "models/agent"},
+                                    "int4": {"checkpoint": "models/noisy"}})  # fmt: skip
+    return project.repro()
+
+
+@pytest.fixture(scope="module")
+def failed_again(project: Project, candidate_edited: Repro) -> Repro:
+    """A run with the cause still there."""
+    return project.repro()
+
+
+def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: Repro) -> None:
+    assert passed.code == 0, passed.output
+    assert sorted(passed.ran) == sorted(["env", "optimize@reference", "optimize@int4", "evaluate@reference",
+                                         "evaluate@int4", *JUDGING])  # fmt: skip
+    assert passed.ran[-3:] == JUDGING
+    assert passed.gate_ok and passed.verdicts == {"int4": "pass"}
+    evaluation = json.loads((project.root / "build/evaluations/int4/evaluation.json").read_text())
+    assert {name: found["num_cases"] for name, found in evaluation["evals"].items()} == NUM_CASES
+    metrics = json.loads((project.root / "metrics/reference.json").read_text())
+    assert metrics["workflows"]["task_completion_rate"] > 0.5, "the copy must evaluate a model that works"
+    assert "int4" in (project.root / "reports/report.md").read_text()
+
+
+def test_a_second_run_does_nothing(repeated: Repro, passed: Repro) -> None:
+    assert repeated.code == 0, repeated.output
+    assert repeated.ran == ["env"], "only the stage that reads the machine runs every time"
+    assert repeated.gate_ok and repeated.evaluated_at == passed.evaluated_at
+
+
+def test_an_edited_tolerance_only_judges_again(tolerance_edited: Repro, passed: Repro) -> None:
+    assert tolerance_edited.code == 0, tolerance_edited.output
+    assert tolerance_edited.ran == ["env", *JUDGING]
+    assert tolerance_edited.gate_ok and tolerance_edited.evaluated_at == passed.evaluated_at
+
+
+def test_an_edited_candidate_runs_alone(candidate_edited: Repro, passed: Repro) -> None:
+    assert candidate_edited.ran == ["env", "optimize@int4", "evaluate@int4", *JUDGING], candidate_edited.output
+    assert candidate_edited.evaluated_at["reference"] == passed.evaluated_at["reference"]
+    assert candidate_edited.evaluated_at["int4"] > passed.evaluated_at["int4"]
+
+
+def test_a_bad_release_fails_the_run_and_says_why(project: Project, candidate_edited: Repro) -> None:
+    assert candidate_edited.code != 0 and not candidate_edited.gate_ok
+    assert candidate_edited.verdicts == {"int4": "fail"}
+    assert "FAIL" in candidate_edited.output and "workflows/task_completion_rate" in candidate_edited.output
+    assert "reports/report.md" in candidate_edited.output
+    assert "int4" in (project.root / "reports/report.md").read_text()
+
+
+def test_the_gate_fires_again_and_nothing_else_is_repeated(failed_again: Repro, candidate_edited: Repro) -> None:
+    assert failed_again.code != 0 and not failed_again.gate_ok
+    assert failed_again.ran == ["env", "gate"], failed_again.output
+    assert "FAIL" in failed_again.output
+    assert failed_again.evaluated_at == candidate_edited.evaluated_at
+
+
+def test_dvc_status_names_the_gate_alone(project: Project, failed_again: Repro) -> None:
+    done = project.run(sys.executable, "-m", "dvc", "status", "--json")
+    assert done.returncode == 0, done.stdout
+    assert sorted(json.loads(done.stdout)) == ["env", "gate"]

@@ -1,0 +1,212 @@
+"""Loading evalsets: what a card promises is checked, and what is wrong is said with file and line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.digests import digest_file
+from pipeline.errors import EvalsetError
+from pipeline.evalsets import Case, DocumentCase, load_card, load_evalset
+from pipeline.records import CaseRecord, read_cases, write_cases
+from tests.structure.import_closure import ROOT
+
+SHIPPED = ["workflows", "tool_calls", "prose", "choices", "calibration"]
+DOCUMENTS = [{"id": f"d{i}", "cluster": f"c{i // 2}", "buckets": ["even"] if i % 2 == 0 else ["odd"],
+              "text": f"text {i}"} for i in range(4)]  # fmt: skip
+TOOL_CALLS = [{"id": "t1", "cluster": "c", "messages": [{"role": "user", "content": "Order 2."}],
+               "expected": {"name": "order", "arguments": {"n": 2}}}]  # fmt: skip
+CHOICES = [{"id": "q1", "cluster": "c", "question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}]
+TRAJECTORIES = [{"id": "w1", "cluster": "c", "messages": [{"role": "user", "content": "Order 2."}],
+                 "state": {"orders": [], "sent": 0}, "checks": [{"path": "sent", "equals": 2}]}]  # fmt: skip
+CASES = {"documents": DOCUMENTS, "tool_calls": TOOL_CALLS, "choices": CHOICES, "trajectories": TRAJECTORIES}
+
+
+def write(folder: Path, kind: str = "documents", cases: list[dict[str, Any]] | str | None = None, **card: Any) -> Path:
+    """Write an evalset whose card fits its cases but for what `card` replaces; return the folder."""
+    found = CASES[kind] if cases is None else cases
+    text = found if isinstance(found, str) else "".join(json.dumps(c, ensure_ascii=False) + "\n" for c in found)
+    parsed = [] if isinstance(found, str) else found
+    buckets = [b for case in parsed for b in case.get("buckets", ())]
+    folder.mkdir(exist_ok=True)
+    (folder / "cases.jsonl").write_text(text, encoding="utf-8")
+    settings = {
+        "name": "mine", "version": "1", "licence": "CC0-1.0", "kind": kind, "description": "for tests",
+        "made_by": "hand", "num_cases": max(1, len(parsed)), "sha256": digest_file(folder / "cases.jsonl"),
+        "cluster": "a text", "num_clusters": len({c["cluster"] for c in parsed}),
+        "buckets": {b: buckets.count(b) for b in set(buckets)},
+    }  # fmt: skip
+    data = {k: v for k, v in (settings | card).items() if v is not ...}
+    (folder / "card.yaml").write_text(json.dumps(data), encoding="utf-8")  # JSON is YAML
+    return folder
+
+
+def refusal(folder: Path, load: Callable[[Path], Any] = load_evalset) -> str:
+    """Return what loading says, less the folder."""
+    with pytest.raises(EvalsetError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith(str(folder))
+    return message.removeprefix(f"{folder}/")
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_set_of_each_kind_loads(tmp_path: Path, kind: str) -> None:
+    evalset = load_evalset(write(tmp_path / "e", kind))
+    assert [case.id for case in evalset.cases] == [case["id"] for case in CASES[kind]]
+    assert evalset.card.kind == kind
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_shipped_sets_load(name: str) -> None:
+    assert load_evalset(ROOT / "evalsets" / name).card.name == name
+
+
+def test_digests_follow_the_content_and_not_the_layout(tmp_path: Path) -> None:
+    first = load_evalset(write(tmp_path / "a"))
+    moved = load_evalset(Path(shutil.copytree(tmp_path / "a", tmp_path / "b")))
+    reordered = [dict(reversed(case.items())) for case in DOCUMENTS]
+    respelled = load_evalset(write(tmp_path / "c", cases=reordered))
+    edited = load_evalset(write(tmp_path / "d", cases=[*DOCUMENTS[:3], DOCUMENTS[3] | {"text": "other"}]))
+    assert moved.digest == first.digest != edited.digest
+    assert [c.digest for c in respelled.cases] == [c.digest for c in first.cases]
+    changed = [x.digest != y.digest for x, y in zip(first.cases, edited.cases, strict=True)]
+    assert changed == [False, False, False, True]
+
+
+def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three"
+    evalset = load_evalset(write(tmp_path / "e", cases=[DOCUMENTS[0] | {"text": text}]))
+    assert evalset.cases == (DocumentCase(id="d0", cluster="c0", buckets=("even",), text=text),)
+    record = CaseRecord(case_id="d0", input_digest="x", cluster="c0", prompt=text, output=text, fingerprint="f")
+    write_cases(tmp_path / "records.jsonl", [record, record])
+    assert read_cases(tmp_path / "records.jsonl") == [record, record]
+
+
+def without(key: str, case: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in case.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "said"),
+    [
+        ("documents", without("text", DOCUMENTS[1]), "text: Field required"),
+        ("documents", DOCUMENTS[1] | {"text": ""}, "text: String should have at least 1 character"),
+        ("documents", DOCUMENTS[1] | {"id": ""}, "id: String should have at least 1 character"),
+        ("documents", DOCUMENTS[1] | {"txt": "x"}, "txt: Extra inputs are not permitted"),
+        ("documents", ["text"], "(whole): Input should be"),
+        ("tool_calls", TOOL_CALLS[0] | {"expected": {"name": "order"}}, "expected.arguments: Field required"),
+        ("tool_calls", TOOL_CALLS[0] | {"messages": []}, "messages: Tuple should have at least 1 item"),
+        ("tool_calls", TOOL_CALLS[0] | {"messages": [{"role": "boss", "content": ""}]}, "messages.0.role: "),
+        ("choices", CHOICES[0] | {"choices": ["2"]}, "choices: Tuple should have at least 2 items"),
+        ("trajectories", TRAJECTORIES[0] | {"checks": []}, "checks: Tuple should have at least 1 item"),
+        ("trajectories", TRAJECTORIES[0] | {"checks": [{"path": "sent"}]}, "checks.0.equals: Field required"),
+    ],
+)
+def test_a_malformed_case_is_named_by_its_line(tmp_path: Path, kind: str, case: Any, said: str) -> None:
+    text = json.dumps(CASES[kind][0] | {"id": "first"}) + "\n" + json.dumps(case) + "\n"
+    assert refusal(write(tmp_path / "e", kind, text)).startswith(f"cases.jsonl:2: {said}")
+
+
+@pytest.mark.parametrize("line", ["{'id': 1}", '{"id": "d1"', "", "text"])
+def test_a_line_that_is_no_json_is_named(tmp_path: Path, line: str) -> None:
+    folder = write(tmp_path / "e", cases=json.dumps(DOCUMENTS[0]) + "\n" + line + "\n")
+    assert refusal(folder).startswith("cases.jsonl:2: not JSON (")
+
+
+def test_a_line_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "e")
+    path = folder / "cases.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"text 2", b"text \xff"))
+    assert refusal(folder).startswith("cases.jsonl:3: not UTF-8 (")
+
+
+def test_a_duplicated_id_is_named_with_both_lines(tmp_path: Path) -> None:
+    folder = write(tmp_path / "e", cases=[*DOCUMENTS, DOCUMENTS[1] | {"text": "other"}])
+    assert refusal(folder) == "cases.jsonl:5: case id 'd1' was already used on line 2"
+
+
+def test_a_check_on_an_unknown_field_is_named(tmp_path: Path) -> None:
+    wrong = TRAJECTORIES[0] | {"id": "w2", "checks": [{"path": "snet.n", "equals": 2}]}
+    said = refusal(write(tmp_path / "e", "trajectories", [*TRAJECTORIES, wrong]))
+    assert said == "cases.jsonl:2: a check names 'snet', which is no field of the state (orders, sent)"
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ({"num_cases": 5}, "the card says 5 cases, found 4"),
+        ({"sha256": "0" * 64}, "the card says sha256 000000000000, found "),
+        ({"buckets": {"even": 2, "odd": 1}}, "the card says 1 cases in bucket 'odd', found 2"),
+        ({"buckets": {"even": 2}}, "the card says 0 cases in bucket 'odd', found 2"),
+        ({"buckets": {"even": 2, "odd": 2, "prime": 1}}, "the card says 1 cases in bucket 'prime', found 0"),
+        ({"num_clusters": 4}, "the card says 4 clusters, found 2"),
+    ],
+)
+def test_cases_that_differ_from_their_card_are_refused(tmp_path: Path, card: dict[str, Any], said: str) -> None:
+    assert refusal(write(tmp_path / "e", **card)).startswith(f"cases.jsonl: {said}")
+
+
+def test_an_edited_case_is_noticed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "e")
+    path = folder / "cases.jsonl"
+    path.write_text(path.read_text().replace("text 2", "text 9"))
+    assert refusal(folder).endswith("the cases were edited")
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ({"kind": "images"}, "kind: "),
+        ({"licence": ...}, "licence: Field required"),
+        ({"num_cases": 0}, "num_cases: "),
+        ({"colour": "red"}, "colour: Extra inputs are not permitted"),
+        ({"tools": {"order": {"description": "no parameters"}}}, "tools.order.parameters: Field required"),
+        ({"tools": {"order": {"parameters": {}, "effects": [{"do": "drop", "path": "x"}]}}}, "tools.order.effects.0"),
+    ],
+)
+def test_a_malformed_card_is_refused(tmp_path: Path, card: dict[str, Any], said: str) -> None:
+    assert refusal(write(tmp_path / "e", **{"cases": DOCUMENTS} | card), load_card).startswith(f"card.yaml: {said}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "objekt"}, "type: "),
+        ({"type": "object", "properties": {"n": {"type": "integer", "minimum": "1"}}}, "properties.n.minimum: "),
+        ({"type": "object", "properties": {"n": "integer"}}, "properties.n: "),
+        ({"type": "object", "required": "n"}, "required: "),
+        ({"properties": {"n": {"pattern": "["}}}, "properties.n.pattern: "),
+    ],
+)
+def test_a_broken_schema_is_refused_with_its_tool(tmp_path: Path, schema: dict[str, Any], said: str) -> None:
+    tools = {"finish": {"parameters": {"type": "object"}}, "order": {"parameters": schema}}
+    folder = write(tmp_path / "e", "trajectories", tools=tools)
+    start = f"card.yaml: tools.order.parameters: not a JSON Schema: {said}"
+    assert refusal(folder, load_card).startswith(start)
+    assert refusal(folder).startswith(start)
+
+
+def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "e")
+    (folder / "cases.jsonl").unlink()
+    assert refusal(folder) == "cases.jsonl: expected the cases of evalset 'mine', found no file"
+    (folder / "cases.jsonl").write_text("")
+    assert refusal(folder) == "cases.jsonl: expected at least one case, found none"
+    for content, said in ((b"name: [", "card.yaml: not valid YAML: "), (b"name: \xff", "card.yaml: not valid YAML: "),
+                          (b"", "card.yaml: (whole): ")):  # fmt: skip
+        (folder / "card.yaml").write_bytes(content)
+        assert refusal(folder).startswith(said)
+    (folder / "card.yaml").unlink()
+    assert refusal(folder) == "card.yaml: expected an evalset card, found no file"
+
+
+def test_case_digests_cover_everything() -> None:
+    case = Case(id="a", cluster="c", buckets=("x",))
+    assert len({case.digest, *(case.model_copy(update=u).digest for u in (
+        {"id": "b"}, {"cluster": "d"}, {"buckets": ("y",)}))}) == 4  # fmt: skip

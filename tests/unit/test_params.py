@@ -1,0 +1,209 @@
+"""params.yaml: the shipped file is valid, and every kind of mistake is one line with its path."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+
+from pipeline.errors import SettingsError
+from pipeline.params import AwqStep, GptqStep, load_params, parse_params
+from tests.structure.import_closure import ROOT
+
+CALIBRATION = {"sources": ["prose"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
+VALID: dict[str, Any] = {
+    "reference": "reference",
+    "release": ["int4"],
+    "calibration_texts": "evalsets/calibration",
+    "candidates": {
+        "reference": {"checkpoint": "models/agent"},
+        "int4": {"checkpoint": "models/agent", "steps": [
+            {"kind": "gptq", "calibration": CALIBRATION}, {"kind": "awq", "calibration": CALIBRATION}]},
+    },
+    "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_servers": 1, "num_threads": 1,
+                "context_length": 512, "max_tokens": 64, "request_timeout_s": 60, "start_timeout_s": 60.0},
+    "evals": {
+        "prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
+        "choices": {"kind": "harness", "task": "choices"},
+        "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8},
+    },
+    "gate": {"alpha": 0.05, "on_inconclusive": "block",
+             "tolerances": {"workflows/task_completion_rate": {"overall": 0.02, "buckets": {"long": 0.05}},
+                            "prose/perplexity_per_token": {"overall": 0.02}},
+             "tripwires": {"prose/kl_nats_per_token": 0.02}},
+}  # fmt: skip
+REMOVE = object()
+
+
+def edited(path: str, value: Any) -> dict[str, Any]:
+    """Return VALID with the value at a path ("candidates//int4//release") replaced or removed."""
+    data = copy.deepcopy(VALID)
+    *parents, last = path.split("//")
+    target: Any = data
+    for part in parents:
+        target = target[int(part)] if isinstance(target, list) else target[part]
+    if value is REMOVE:
+        del target[last]
+    elif isinstance(target, list):
+        target[int(last)] = value
+    else:
+        target[last] = value
+    return data
+
+
+def refusal(data: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        parse_params(data)
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith("params.yaml: ")
+    return message.removeprefix("params.yaml: ")
+
+
+def test_the_shipped_settings_are_valid() -> None:
+    params = load_params(ROOT / "params.yaml")
+    assert params.reference in params.candidates and len(params.candidates) >= 5
+
+
+def test_valid_settings_become_typed_and_frozen() -> None:
+    params = parse_params(VALID)
+    gptq, awq = params.candidates["int4"].steps
+    assert isinstance(gptq, GptqStep) and isinstance(awq, AwqStep)
+    assert (gptq.bits, gptq.group_size, gptq.exclude, gptq.calibration.length_exponent) == (4, 128, ["lm_head"], 0.0)
+    with pytest.raises(ValidationError):
+        params.reference = "int4"  # type: ignore[misc]
+
+
+UNKNOWN = "unknown key; remove it or correct its spelling"
+STEP = "candidates//int4//steps//0"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        # unknown keys, at every level
+        ("releases", [], f"releases: {UNKNOWN}"),
+        ("candidates//int4//chekpoint", "x", f"candidates.int4.chekpoint: {UNKNOWN}"),
+        (f"{STEP}//groupsize", 64, f"candidates.int4.steps.0.groupsize: {UNKNOWN}"),
+        (f"{STEP}//num_grid_points", 20, f"candidates.int4.steps.0.num_grid_points: {UNKNOWN}"),
+        (f"{STEP}//calibration//samples", 8, f"candidates.int4.steps.0.calibration.samples: {UNKNOWN}"),
+        ("serving//threads", 1, f"serving.threads: {UNKNOWN}"),
+        ("evals//workflows//turns", 8, f"evals.workflows.turns: {UNKNOWN}"),
+        ("gate//beta", 0.1, f"gate.beta: {UNKNOWN}"),
+        ("gate//tolerances//prose/perplexity_per_token//total", 0.1,
+         f"gate.tolerances.prose/perplexity_per_token.total: {UNKNOWN}"),
+        # missing keys
+        ("reference", REMOVE, "reference: expected this key, found none"),
+        ("candidates//int4//checkpoint", REMOVE, "candidates.int4.checkpoint: expected this key, found none"),
+        (f"{STEP}//calibration", REMOVE, "candidates.int4.steps.0.calibration: expected this key, found none"),
+        ("evals//workflows//max_turns", REMOVE, "evals.workflows.max_turns: expected this key, found none"),
+        # wrong types: nothing is turned into another type
+        (f"{STEP}//bits", "4", "candidates.int4.steps.0.bits: "),
+        (f"{STEP}//symmetric", "yes", "candidates.int4.steps.0.symmetric: Input should be a valid boolean"),
+        (f"{STEP}//exclude", "lm_head", "candidates.int4.steps.0.exclude: Input should be a valid list"),
+        ("serving//concurrency", 8.5, "serving.concurrency: Input should be a valid integer"),
+        ("serving//num_servers", True, "serving.num_servers: Input should be a valid integer"),
+        ("gate//alpha", "5e-2", "gate.alpha: Input should be a valid number"),
+        ("release", "int4", "release: Input should be a valid list"),
+        ("candidates//int4", None, "candidates.int4: "),
+        # values out of range
+        (f"{STEP}//bits", 3, "candidates.int4.steps.0.bits: Input should be 4 or 8"),
+        (f"{STEP}//group_size", 0, "candidates.int4.steps.0.group_size: "),
+        (f"{STEP}//damping_fraction", 1.0, "candidates.int4.steps.0.damping_fraction: "),
+        (f"{STEP}//calibration//sources", [], "candidates.int4.steps.0.calibration.sources: "),
+        (f"{STEP}//calibration//num_samples", 0, "candidates.int4.steps.0.calibration.num_samples: "),
+        ("candidates//int4//steps//1//num_grid_points", 2, "candidates.int4.steps.1.num_grid_points: "),
+        ("serving//dtype", "int8", "serving.dtype: "),
+        ("serving//request_timeout_s", float("inf"), "serving.request_timeout_s: Input should be a finite number"),
+        ("gate//alpha", 0.5, "gate.alpha: "),
+        ("gate//alpha", float("nan"), "gate.alpha: "),
+        ("gate//on_inconclusive", "ignore", "gate.on_inconclusive: Input should be 'block' or 'warn'"),
+        ("gate//tolerances", {}, "gate.tolerances: "),
+        ("gate//tolerances//prose/perplexity_per_token//overall", 0, "gate.tolerances.prose/perplexity_per_token."),
+        ("gate//tolerances//workflows/task_completion_rate//buckets//long", 2.0,
+         "gate.tolerances.workflows/task_completion_rate.buckets.long: "),
+        ("gate//tripwires//prose/kl_nats_per_token", -1.0, "gate.tripwires.prose/kl_nats_per_token: "),
+        ("release", [], "release: "),
+        ("candidates", {}, "candidates: "),
+        ("evals", {}, "evals: "),
+        # kinds
+        (f"{STEP}//kind", "gguf", "candidates.int4.steps.0: "),
+        (f"{STEP}//kind", REMOVE, "candidates.int4.steps.0: "),
+        ("evals//prose//kind", "bleu", "evals.prose: "),
+        ("candidates//int4//endpoint", {"base_url": "localhost:8000", "model": "m"},
+         "candidates.int4.endpoint.base_url: "),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: str) -> None:
+    assert refusal(edited(path, value)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("reference", "refrence",
+         "reference: expected one of the candidates (reference, int4), got 'refrence'"),
+        ("release", ["int4", "int8"], "release.1: expected one of the candidates (reference, int4), got 'int8'"),
+        ("release", ["int4", "int4"], "release.1: 'int4' is listed twice; remove one"),
+        ("candidates//Int 4", {"checkpoint": "x"}, "candidates.Int 4: a name is lower-case letters, digits and dashes"),
+        ("candidates//../up", {"checkpoint": "x"}, "candidates.../up: a name is "),
+        ("evals//a/b", {"kind": "harness", "task": "t"},
+         "evals.a/b: a name is lower-case letters, digits, dashes and underscores"),
+        ("gate//tolerances//workflows/completion", {"overall": 0.1},
+         "gate.tolerances.workflows/completion: no such metric; the evals give choices/accuracy, "),
+        ("gate//tolerances//essays/perplexity_per_token", {"overall": 0.1},
+         "gate.tolerances.essays/perplexity_per_token: no such metric; "),
+        ("gate//tolerances//prose/kl_nats_per_token", {"overall": 0.1},
+         "gate.tolerances.prose/kl_nats_per_token: no such metric; "),
+        ("gate//tripwires//prose/perplexity_per_token", 0.1,
+         "gate.tripwires.prose/perplexity_per_token: no such metric; "),
+        ("gate//tolerances//choices/accuracy", {},
+         "gate.tolerances.choices/accuracy: expected `overall`, `buckets` or both, got neither"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_named_by_its_path(path: str, value: Any, said: str) -> None:
+    assert refusal(edited(path, value)).startswith(said)
+
+
+@pytest.mark.parametrize("data", [None, [], "text", 3])
+def test_what_is_no_mapping_is_refused(data: Any) -> None:
+    assert refusal(data).startswith("(whole): ")
+
+
+def test_a_misspelled_key_is_reported_and_not_the_one_it_stands_for() -> None:
+    data = copy.deepcopy(VALID)
+    data["refrence"] = data.pop("reference")
+    assert refusal(data) == f"refrence: {UNKNOWN}"
+
+
+def test_a_candidate_may_be_called_like_a_kind() -> None:
+    data = copy.deepcopy(VALID)
+    data["candidates"]["awq"] = {"checkpoint": "x", "step": []}
+    assert refusal(data) == f"candidates.awq.step: {UNKNOWN}"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"a: [", "not valid YAML: "), (b"a: 1\na: 2\n", "not valid YAML: "), (b"a: \xff", "not valid YAML: ")],
+)
+def test_a_file_that_is_no_yaml_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_bytes(content)
+    with pytest.raises(SettingsError) as caught:
+        load_params(path)
+    assert str(caught.value).startswith(f"{path}: {said}") and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="expected the settings file, found none; run from the project root"):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    YAML(typ="safe").dump(VALID, path)
+    path.write_text(path.read_text().replace("alpha: 0.05", "alpha: 5e-2"))
+    assert load_params(path).gate.alpha == 0.05

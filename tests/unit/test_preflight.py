@@ -1,0 +1,139 @@
+"""Settings against the files that they name: a contradiction is one line that starts with its path."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import EvalsetError, SettingsError
+from pipeline.params import load_params, parse_params
+from pipeline.preflight import check_project
+from tests.structure.import_closure import ROOT
+from tests.tiny_llama import write_documents, write_tiny_llama
+
+CALIBRATION = {"sources": ["prose", "long"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
+SETTINGS: dict[str, Any] = {
+    "reference": "reference", "release": ["int4"], "calibration_texts": "evalsets/calibration",
+    "candidates": {
+        "reference": {"checkpoint": "models/tiny"},
+        "int4": {"checkpoint": "models/tiny",
+                 "steps": [{"kind": "gptq", "group_size": 64, "calibration": CALIBRATION}]},
+    },
+    "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_servers": 1, "num_threads": 1,
+                "context_length": 512, "max_tokens": 64, "request_timeout_s": 60, "start_timeout_s": 60},
+    "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
+              "choices": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"},
+              "builtin": {"kind": "harness", "task": "arc_easy"},
+              "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8}},
+    "gate": {"alpha": 0.05, "on_inconclusive": "block",
+             "tolerances": {"prose/perplexity_per_token": {"overall": 0.02, "buckets": {"long": 0.05}}}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that SETTINGS names."""
+    root = tmp_path_factory.mktemp("project")
+    write_tiny_llama(root / "models/tiny")
+    write_documents(root / "evalsets/calibration", {"prose": ["a", "b"], "long": ["c"]})
+    write_documents(root / "evalsets/prose", {"short": ["a"], "long": ["b"]})
+    write_documents(root / "evalsets/choices", {"easy": ["a"]})
+    write_card(root / "evalsets/choices", kind="choices")
+    write_documents(root / "evalsets/workflows", {"steps/2-4": ["a"]})
+    write_card(root / "evalsets/workflows", kind="trajectories")
+    (root / "evalsets/cardless").mkdir()
+    return root
+
+
+def write_card(folder: Path, **changes: Any) -> None:
+    path = folder / "card.yaml"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def check(project: Path, path: str = "", value: Any = None) -> None:
+    """Check SETTINGS with the value at a path ("candidates//int4") replaced."""
+    data = copy.deepcopy(SETTINGS)
+    *parents, last = path.split("//") if path else ["gate"]
+    target: Any = data
+    for part in parents:
+        target = target[int(part)] if isinstance(target, list) else target[part]
+    if path:
+        target[last] = value
+    check_project(parse_params(data), project)
+
+
+def refusal(project: Path, path: str, value: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        check(project, path, value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_settings_that_fit_pass(project: Path) -> None:
+    check(project)
+
+
+def test_the_shipped_project_passes() -> None:
+    check_project(load_params(ROOT / "params.yaml"), ROOT)
+
+
+STEP = "candidates//int4//steps//0"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("candidates//int4//checkpoint", "models/none",
+         "candidates.int4.checkpoint: expected a checkpoint folder, found none at "),
+        (f"{STEP}//calibration//sources", ["prose", "web"],
+         "candidates.int4.steps.0.calibration.sources: 'web' is no bucket of the calibration texts; they have prose, "
+         "long"),
+        (f"{STEP}//group_size", 96, "candidates.int4.steps.0: group_size: 96 does not divide the input features of "),
+        (f"{STEP}//exclude", ["lm_head", "model.layers.0.mlp.dwon_proj"],
+         "candidates.int4.steps.0: exclude: 'model.layers.0.mlp.dwon_proj' matches no linear layer; the nearest are "
+         "model.layers.0.mlp.down_proj"),
+        (f"{STEP}//exclude", ["re:("], "candidates.int4.steps.0: exclude: 're:(' is not a regular expression"),
+        ("calibration_texts", "evalsets/none", "calibration_texts: expected an evalset folder with card.yaml and "),
+        ("calibration_texts", "evalsets/workflows",
+         "calibration_texts: expected an evalset of kind 'documents', 'workflows' is of kind 'trajectories'"),
+        ("evals//prose//evalset", "evalsets/none", "evals.prose.evalset: expected an evalset folder with card.yaml"),
+        ("evals//prose//evalset", "evalsets/choices",
+         "evals.prose.evalset: expected an evalset of kind 'documents', 'choices' is of kind 'choices'"),
+        ("evals//workflows//evalset", "evalsets/prose",
+         "evals.workflows.evalset: expected an evalset of kind 'trajectories', 'prose' is of kind 'documents'"),
+        ("evals//choices//include_path", "evalsets/none",
+         "evals.choices.include_path: expected a folder with task YAML, found none at "),
+        ("gate//tolerances//prose/perplexity_per_token//buckets", {"huge": 0.1},
+         "gate.tolerances.prose/perplexity_per_token.buckets.huge: evalset 'prose' has no such bucket; it has short, "
+         "long"),
+        ("gate//tolerances//choices/accuracy", {"buckets": {"hard": 0.1}},
+         "gate.tolerances.choices/accuracy.buckets.hard: evalset 'choices' has no such bucket; it has easy"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_named_by_its_path(project: Path, path: str, value: Any, said: str) -> None:
+    assert refusal(project, path, value).startswith(said)
+
+
+def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_path: Path) -> None:
+    packed = write_tiny_llama(tmp_path / "packed")
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    said = refusal(project, "candidates//int4//checkpoint", str(packed))
+    assert said.startswith("candidates.int4.steps.0: ") and "already quantised as 'gptq'" in said
+
+
+def test_a_task_folder_without_a_card_has_no_buckets_to_check(project: Path) -> None:
+    check(project, "evals//choices//include_path", "evalsets/cardless")
+
+
+def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path: Path) -> None:
+    folder = write_documents(tmp_path / "broken", {"x": ["a"]})
+    write_card(folder, kind="trajectories", tools={"order": {"parameters": {"type": "objekt"}}})
+    with pytest.raises(EvalsetError) as caught:
+        check(project, "evals//workflows//evalset", str(folder))
+    assert str(caught.value).startswith(f"{folder / 'card.yaml'}: tools.order.parameters: not a JSON Schema: type: ")
+    assert "\n" not in str(caught.value)

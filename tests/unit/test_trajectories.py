@@ -1,0 +1,169 @@
+"""Workflows against a model that answers from a list: where they end, and how they are judged."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.errors import EngineError, RequestError
+from pipeline.evals.journal import Journal
+from pipeline.evals.trajectories import evaluate, is_completed
+from pipeline.evalsets import Card, Evalset, TrajectoryCase
+from pipeline.params import TrajectoriesEval
+from pipeline.records import CaseRecord
+from pipeline.serving.client import Reply
+
+TOOLS = {
+    "order": {
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+        "effects": [{"do": "subtract", "path": "stock", "value": "{n}"},
+                    {"do": "append", "path": "orders", "value": "{n}"}],
+        "returns": {"left": "state:stock"},
+    },
+    "finish": {"parameters": {"type": "object"}, "effects": [{"do": "set", "path": "finished", "value": True}],
+               "is_final": True},
+}  # fmt: skip
+CASE = TrajectoryCase.model_validate({
+    "id": "w1", "cluster": "depot", "buckets": ["steps/2-4"], "messages": [{"role": "user", "content": "Order 2."}],
+    "state": {"stock": 5, "orders": [], "finished": False},
+    "checks": [{"path": "orders", "equals": [2]}, {"path": "finished", "equals": True}],
+})  # fmt: skip
+CARD = Card.model_validate({
+    "name": "w", "version": "1", "licence": "CC0-1.0", "kind": "trajectories", "description": "", "made_by": "",
+    "num_cases": 1, "sha256": "", "cluster": "", "num_clusters": 1, "tools": TOOLS,
+})  # fmt: skip
+ORDER, FINISH = '{"name":"order","arguments":{"n":2}}', '{"name":"finish","arguments":{}}'
+
+
+class ListedClient:
+    """Answers from a list, whatever is asked, and keeps what was asked."""
+
+    def __init__(self, *answers: str | dict[str, Any] | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[dict[str, Any]] = []
+        self.ended: list[str] = []
+
+    async def chat(self, messages: list[dict[str, Any]], **options: Any) -> Reply:
+        self.asked.append({"messages": list(messages), **options})
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        text, calls = (answer, ()) if isinstance(answer, str) else ("", (answer,))
+        return Reply(text=text, tool_calls=calls, finish_reason="stop", num_prompt_tokens=9,
+                     num_completion_tokens=3, latency_s=0.5, fingerprint="f")  # fmt: skip
+
+    def end_session(self, session: str) -> None:
+        self.ended.append(session)
+
+    def check_alive(self) -> None:
+        """The endpoint of this test never dies."""
+
+
+def run(folder: Path, client: ListedClient, **settings: Any) -> CaseRecord:
+    """Run CASE with a client and return its record."""
+    options = TrajectoriesEval(kind="trajectories", evalset="w", **{"max_turns": 4} | settings)
+    with Journal(folder / "w.jsonl", fingerprint="f", settings_digest="s") as journal:
+        context: Any = SimpleNamespace(
+            name="w", settings=options, evalset=Evalset(card=CARD, cases=(CASE,), digest="d"), client=client,
+            journal=journal, concurrency=1, max_tokens=64, fingerprint="f",
+        )  # fmt: skip
+        (record,) = asyncio.run(evaluate(context))
+    return record
+
+
+def test_the_right_calls_complete(tmp_path: Path) -> None:
+    client = ListedClient(ORDER, FINISH)
+    record = run(tmp_path, client)
+    assert record.scores == {"completed": 1.0} and record.failure is None
+    assert record.output == f"{ORDER}\n{FINISH}"
+    assert (record.latency_s, record.num_completion_tokens) == (1.0, 6)
+    assert (record.case_id, record.input_digest, record.buckets) == ("w1", CASE.digest, ("steps/2-4",))
+    assert client.asked[1]["messages"] == [
+        {"role": "user", "content": "Order 2."},
+        {"role": "assistant", "content": ORDER},
+        {"role": "tool", "content": '{"left":3}'},
+    ]
+    assert {a["session"] for a in client.asked} == {"w1"} and client.ended == ["w1"]
+    assert client.asked[0]["max_tokens"] == 64 and client.asked[0]["tools"] is None
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param((ORDER.replace("2", "3"), FINISH), id="wrong argument"),
+        pytest.param((ORDER, ORDER, FINISH), id="one call too many"),
+        pytest.param((FINISH,), id="finished too early"),
+        pytest.param((ORDER, "All done."), id="never finished"),
+    ],
+)
+def test_a_wrong_final_state_is_a_wrong_answer(tmp_path: Path, answers: tuple[str, ...]) -> None:
+    record = run(tmp_path, ListedClient(*answers))
+    assert record.scores == {"completed": 0.0} and record.failure is None
+
+
+def test_text_that_is_no_call_ends(tmp_path: Path) -> None:
+    client = ListedClient("I can't do that.\nSorry.", ORDER, FINISH)
+    record = run(tmp_path, client)
+    assert len(client.asked) == 1
+    assert record.output == "I can't do that.\\nSorry." and record.scores == {"completed": 0.0}
+
+
+def test_the_final_tool_ends(tmp_path: Path) -> None:
+    client = ListedClient(ORDER, FINISH, ORDER)
+    assert run(tmp_path, client).scores == {"completed": 1.0}
+    assert client.answers == [ORDER]
+
+
+def test_the_turn_limit_ends(tmp_path: Path) -> None:
+    client = ListedClient(ORDER, FINISH)
+    assert run(tmp_path, client, max_turns=1).scores == {"completed": 0.0}
+    assert len(client.asked) == 1 and client.ended == ["w1"]
+
+
+def test_a_refused_call_goes_back_to_the_model_and_can_be_mended(tmp_path: Path) -> None:
+    wrong = ['{"name":"order","arguments":{"n":9}}', '{"name":"buy","arguments":{}}']
+    client = ListedClient(*wrong, ORDER, FINISH)
+    assert run(tmp_path, client).scores == {"completed": 1.0}
+    results = [m["content"] for m in client.asked[-1]["messages"] if m["role"] == "tool"]
+    assert results == ['{"error":"not enough"}', '{"error":"unknown tool"}', '{"left":3}']
+
+
+def test_a_server_that_parses_calls_gets_them_back_in_its_own_form(tmp_path: Path) -> None:
+    order = {"id": "call-7", "type": "function", "function": {"name": "order", "arguments": '{"n": 2}'}}
+    client = ListedClient(order, FINISH)
+    assert run(tmp_path, client, send_tools=True).scores == {"completed": 1.0}
+    assert client.asked[1]["messages"][1:] == [
+        {"role": "assistant", "content": "", "tool_calls": [order]},
+        {"role": "tool", "tool_call_id": "call-7", "content": '{"left":3}'},
+    ]
+    assert [t["function"]["name"] for t in client.asked[0]["tools"]] == ["order", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (EngineError("no answer"), "infrastructure: no answer"),
+        (RequestError("HTTP 400"), "infrastructure: HTTP 400"),
+        (ValueError("surprise"), "evaluator: ValueError: surprise"),
+    ],
+)
+def test_a_lost_request_is_no_answer_and_its_session_ends(tmp_path: Path, error: Exception, failure: str) -> None:
+    client = ListedClient(ORDER, error)
+    record = run(tmp_path, client)
+    assert record.failure == failure and record.scores == {}
+    assert client.ended == ["w1"], "a session that is never ended keeps weighing on its server"
+
+
+def test_the_state_of_a_case_is_never_shared(tmp_path: Path) -> None:
+    run(tmp_path, ListedClient(ORDER, FINISH))
+    assert CASE.state == {"stock": 5, "orders": [], "finished": False}
+
+
+def test_a_check_on_a_missing_field_fails() -> None:
+    assert is_completed(CASE, {"orders": [2], "finished": True})
+    assert not is_completed(CASE, {"orders": [2]})
+    assert not is_completed(CASE, {"orders": [2], "finished": 1}), "1 is not true"
