@@ -1,6 +1,6 @@
 """What likelihood evals cost through the endpoint, against lm-eval's own `hf` model.
 
-    python benchmarks/likelihood_cost.py <candidate>
+    python -m benchmarks.likelihood_cost <candidate>
 
 Runs the perplexity and harness evals of params.yaml on one candidate twice, each side in processes
 of its own: as the evaluate stage does, and with lm-eval's HFLM at batch size 16 on the same folder,
@@ -22,12 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 BATCH_SIZE = 16
 
 
 def main(argv: list[str]) -> int:
     """Run both sides and print the comparison."""
+    if not argv:
+        sys.exit("usage: python -m benchmarks.likelihood_cost <candidate>")
     if argv[1:2] == ["--side"]:
         {"endpoint": run_endpoint, "hf": run_hf}[argv[2]](*_load(argv[0], with_evals=argv[3:] != ["--idle"]))
         return 0
@@ -54,7 +55,7 @@ def run_side(candidate: str, side: str, *options: str) -> dict[str, Any]:
     """Run one side in its own process; return what it printed last, with its cost."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, candidate, "--side", side, *options]
+    command = [sys.executable, "-m", "benchmarks.likelihood_cost", candidate, "--side", side, *options]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -119,5 +120,4 @@ def _load(name: str, *, with_evals: bool) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from models.train_agent import IGNORED, _loss, draw_document, encode, heat_channels, pack_rows
 from tests.structure.import_closure import ROOT
 
+MAX_OPEN_ROWS = 32  # of pack_rows; what is in them at the end is dropped
+
 
 @pytest.fixture(scope="module")
 def fast() -> Any:
@@ -79,8 +81,8 @@ def test_rows_hold_whole_documents_one_after_the_other(fast: Any) -> None:
             part = number == k
             assert ids[part].tobytes() + labels[part].tobytes() in known
             assert position[part].tolist() == list(range(part.sum()))
-    num_packed = sum(int(number.max()) + 1 for _, _, number, _ in rows)
-    assert len(given) - 32 * 256 // 32 < num_packed <= len(given)
+    num_left_out = sum(len(ids) for ids, _ in given) - sum(int((number >= 0).sum()) for _, _, number, _ in rows)
+    assert 0 <= num_left_out <= MAX_OPEN_ROWS * length
 
 
 def test_a_document_longer_than_a_row_is_left_out(fast: Any) -> None:

@@ -1,0 +1,305 @@
+"""What a user sees when a stage is given something it can't use: one line, exit 1, and finished work kept.
+
+Each case runs a stage as `python -m stages.<stage>` would, in this process, and looks at the whole of
+stderr. Values that a module refuses by itself are in its own tests; here are the stage, the endpoint
+that answers nonsense, lm-eval, and the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+import stages.env
+import stages.evaluate
+from pipeline.records import Candidate, Checkpoint, ServingConfig, write_record
+from pipeline.serving import client as client_module
+from stages.cli import run_stage
+from tests.tiny_llama import write_documents
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "m"
+Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]  # (path, body) -> status and JSON
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with the shipped checkpoint and settings, and small evalsets; the current folder."""
+    shutil.copytree(ROOT / "models/agent", tmp_path / "models/agent")
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    for name in ("workflows", "tool_calls", "choices", "calibration"):
+        shutil.copytree(ROOT / "evalsets" / name, tmp_path / "evalsets" / name)
+    write_documents(tmp_path / "evalsets/prose", {"prose": [f"A text about crate {i}." for i in range(12)]})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
+    return tmp_path
+
+
+def run(stage: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """Run a stage's main as its file would; return the exit code and what quantgate said on stderr."""
+    name = stage.__name__.removeprefix("stages.")
+    monkeypatch.setattr(sys, "argv", [name, *argv])
+    with pytest.raises(SystemExit) as exited:
+        run_stage(name, stage.main)
+    lines = capsys.readouterr().err.splitlines()
+    return int(exited.value.code or 0), "\n".join(line for line in lines if line.startswith(f"quantgate {name}: "))
+
+
+def edit(path: str, old: str, new: str) -> None:
+    """Replace a pattern that occurs in a text file."""
+    text = Path(path).read_text(encoding="utf-8")
+    changed = re.sub(old, new, text, count=1)
+    assert changed != text
+    Path(path).write_text(changed, encoding="utf-8")
+
+
+def leave_pickle_only() -> None:
+    Path("models/agent/model.safetensors").rename("models/agent/pytorch_model.bin")
+
+
+def cut_weights() -> None:
+    path = Path("models/agent/model.safetensors")
+    path.write_bytes(path.read_bytes()[:100_000])
+
+
+def overwrite(path: str, content: bytes) -> None:
+    Path(path).write_bytes(content)
+
+
+BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
+    "no-settings": (lambda: Path("params.yaml").unlink(), "params.yaml: expected the settings file, found none"),
+    "settings-not-yaml": (
+        lambda: edit("params.yaml", r"release: \[awq-long\]", "release: [awq-long"),
+        "params.yaml: not valid YAML: line 10: expected ',' or ']'",
+    ),
+    "same-candidate-twice": (
+        lambda: edit("params.yaml", r"\n  gptq-short:", "\n  reference: {}\n  gptq-short:"),
+        'not valid YAML: line 19: found duplicate key "reference"',
+    ),
+    "unknown-key": (
+        lambda: edit("params.yaml", r"\n  dtype:", "\n  dtpye:"),
+        "params.yaml: serving.dtpye: unknown key; remove it or correct its spelling",
+    ),
+    "missing-key": (
+        lambda: edit("params.yaml", r"\n  dtype: \w+", "\n"),
+        "params.yaml: serving.dtype: expected this key, found none",
+    ),
+    "wrong-type": (
+        lambda: edit("params.yaml", "concurrency: 64", "concurrency: many"),
+        "serving.concurrency: Input should be a valid integer, got 'many'",
+    ),
+    "released-twice": (
+        lambda: edit("params.yaml", r"\[awq-long\]", "[awq-long, awq-long]"),
+        "release.1: 'awq-long' is listed twice",
+    ),
+    "impossible-port": (
+        lambda: edit("params.yaml", r"    steps: \[\]", "    endpoint: {base_url: 'http://localhost:99999', model: m}"),
+        "endpoint.base_url: expected http://host:port, got 'http://localhost:99999'",
+    ),
+    "no-host": (
+        lambda: edit("params.yaml", r"    steps: \[\]", "    endpoint: {base_url: 'http://', model: m}"),
+        "endpoint.base_url: expected http://host:port, got 'http://'",
+    ),
+    "no-checkpoint": (lambda: shutil.rmtree("models/agent"), "candidates.reference.checkpoint: expected a checkpoint"),
+    "pickle-weights": (leave_pickle_only, "found pickle weights 'pytorch_model.bin', which run code when opened"),
+    "truncated-weights": (cut_weights, "model.safetensors: its header promises"),
+    "card-not-utf8": (
+        lambda: overwrite("evalsets/prose/card.yaml", b"name: \xff"),
+        "evalsets/prose/card.yaml: not valid YAML: 'utf-8' codec can't decode byte 0xff",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), BAD_PROJECTS.values(), ids=BAD_PROJECTS.keys())
+def test_env_refuses_in_one_line_before_any_work(
+    project: Path, damage: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    damage()
+    code, line = run(stages.env, monkeypatch, capsys)
+    assert (code, line.count("\n")) == (1, 0)
+    assert said in line
+    assert not Path("build").exists()
+
+
+def test_what_the_system_refuses_is_one_line_too(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overwrite("build", b"a file where a folder must be")
+    code, line = run(stages.env, monkeypatch, capsys)
+    assert code == 1
+    assert "build" in line and "finished work is kept, run `dvc repro` to go on" in line
+
+
+# An endpoint of vLLM's kind, and the ways in which one goes wrong.
+
+
+def score(body: dict[str, Any]) -> dict[str, Any]:
+    """Answer a score request: all tokens are equally likely."""
+    rows = [{f"token_id:{t}": -1.0 - t for t in range(body["logprobs"])}]
+    return {"choices": [
+        {"index": i, "logprobs": {"token_logprobs": [None] + [-1.0] * (len(ids) - 1),
+                                  "top_logprobs": [None] + rows * (len(ids) - 1)}}
+        for i, ids in enumerate(body["prompt"])
+    ]}  # fmt: skip
+
+
+def answer_well(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    if path == "/v1/models":
+        return 200, {"data": [{"id": MODEL}]}
+    if path == "/tokenize":
+        return 200, {"tokens": [[0] if text.startswith("<|") else [5, 6, 7, 8] for text in body["prompt"]]}
+    return 200, score(body)
+
+
+def instead(path: str, status: int, value: Any) -> Answer:
+    """Answer well but for one path."""
+    return lambda asked, body: (status, value) if asked == path else answer_well(asked, body)
+
+
+def spoil(change: Callable[[dict[str, Any]], None]) -> Answer:
+    """Answer well, with every sequence's logprobs changed."""
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        status, value = answer_well(path, body)
+        for choice in value.get("choices", ()):
+            change(choice["logprobs"])
+        return status, value
+
+    return answer
+
+
+def refuse_after_the_probe(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    if path == "/v1/completions" and body["prompt"] != [[0, 1, 2]]:
+        return 400, {"error": {"message": "not today"}}
+    return answer_well(path, body)
+
+
+def to_nulls(logprobs: dict[str, Any]) -> None:
+    logprobs["token_logprobs"] = [None for _ in logprobs["token_logprobs"]]
+
+
+def to_lists(logprobs: dict[str, Any]) -> None:
+    logprobs["top_logprobs"] = [row and list(row) for row in logprobs["top_logprobs"]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], str]]:
+    """Start HTTP servers that answer as told; return the URL of each."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Answer) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                length = int(self.headers.get("content-length") or 0)
+                status, value = answer(self.path, json.loads(self.rfile.read(length) or b"{}"))
+                content = value if isinstance(value, bytes) else json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                with contextlib.suppress(BrokenPipeError):  # the stage has ended with other requests in flight
+                    self.wfile.write(content)
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def attach(url: str, evals: dict[str, Any]) -> None:
+    """Write settings and a record for one candidate that is served at `url`."""
+    yaml = YAML(typ="safe")
+    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
+    params |= {"reference": "there", "release": ["there"], "evals": evals,
+               "candidates": {"there": {"checkpoint": "models/agent", "endpoint": {"base_url": url, "model": MODEL}}},
+               "gate": params["gate"] | {"tolerances": {"e/perplexity_per_token": {"overall": 0.1}}, "tripwires": {}}}
+    if evals["e"]["kind"] == "harness":
+        params["gate"]["tolerances"] = {"e/accuracy": {"overall": 0.1}}
+    Path("params.yaml").write_text(json.dumps(params), encoding="utf-8")  # JSON is YAML
+    checkpoint = Checkpoint(path="models/agent", kind="llama", format="dense", dtype="bfloat16", num_parameters=1,
+                            num_bytes=1, digest="d")  # fmt: skip
+    serving = ServingConfig(engine="attached", base_url=url, model=MODEL)
+    write_record(Path("build/candidates/there/candidate.json"),
+                 Candidate(name="there", checkpoint=checkpoint, serving=serving))  # fmt: skip
+
+
+PERPLEXITY = {"e": {"kind": "perplexity", "evalset": "evalsets/prose"}}
+BAD_ENDPOINTS: dict[str, tuple[Answer, str]] = {
+    "a-web-page": (instead("/v1/models", 200, b"<html>"), "/v1/models: the answer is not JSON: .* .tried 5 times"),
+    "no-list-of-models": (instead("/v1/models", 200, ["m"]), r"/v1/models: expected a list of models, got \['m'\]"),
+    "another-model": (
+        instead("/v1/models", 200, {"data": [{"id": "other"}]}),
+        r"expected 'm' among the served models, got \['other'\]",
+    ),
+    "no-scores": (instead("/v1/completions", 200, {"hello": 1}), "expected echoed logprobs, got KeyError.'choices'"),
+    "scores-null": (spoil(to_nulls), "expected echoed logprobs, got .*log-probabilities that are not numbers"),
+    "top-scores-a-list": (spoil(to_lists), "expected echoed logprobs, got AttributeError"),
+    "no-tokens": (instead("/tokenize", 200, {"ids": [1]}), "/tokenize: expected the token ids of each text, got Key"),
+    "too-few-tokens": (instead("/tokenize", 200, {"tokens": [[1]]}), "/tokenize: expected .* for 12 texts"),
+    "refuses-everything": (instead("/v1/models", 400, {"error": "no"}), "/v1/models: HTTP 400: no"),
+    "refuses-every-case": (refuse_after_the_probe, "e: 8 cases in a row failed, last: .*HTTP 400: not today"),
+}
+
+
+@pytest.mark.parametrize(("answer", "said"), BAD_ENDPOINTS.values(), ids=BAD_ENDPOINTS.keys())
+def test_an_endpoint_that_answers_nonsense_ends_the_stage_in_one_line(
+    project: Path, serve: Callable[[Answer], str], answer: Answer, said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    attach(serve(answer), PERPLEXITY)
+    code, line = run(stages.evaluate, monkeypatch, capsys, "there")
+    assert (code, line.count("\n")) == (1, 0)
+    assert re.search(said, line)
+    assert not Path("build/evaluations/there").exists()
+
+
+def test_an_endpoint_that_is_not_there_is_one_line(
+    project: Path, serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attach("http://127.0.0.1:9", PERPLEXITY)
+    code, line = run(stages.evaluate, monkeypatch, capsys, "there")
+    assert code == 1
+    assert "http://127.0.0.1:9/v1/models: ConnectError" in line
+
+
+BAD_TASKS: dict[str, tuple[str, str, str]] = {
+    "unknown": ("task: choices", "task: chioces", "lm-eval knows no task 'choices' .evalsets/choices: chioces"),
+    "not-yaml": ("task: choices", "task: [choices", "knows no task 'choices' .*: no file there is the valid YAML"),
+    "unknown-field": ("{{question}}", "{{no.such}}", "lm-eval can't run 'choices': UndefinedError: 'no' is undefined"),
+    "no-data": ("cases.jsonl", "gone.jsonl", "lm-eval can't run 'choices': FileNotFoundError: "),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "said"), BAD_TASKS.values(), ids=BAD_TASKS.keys())
+def test_a_task_that_lm_eval_can_not_run_is_one_line(
+    project: Path, serve: Callable[[Answer], str], old: str, new: str, said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    attach(serve(answer_well), {"e": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"}})
+    edit("evalsets/choices/choices.yaml", re.escape(old), new)
+    code, line = run(stages.evaluate, monkeypatch, capsys, "there")
+    assert (code, line.count("\n")) == (1, 0)
+    assert re.search(f"evals.e.task: .*{said}", line)
