@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipeline.errors import EvidenceError
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
-from pipeline.gate.measure import describe_metrics, list_buckets, measure_metric
+from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
 from pipeline.gate.verdicts import REFUSED, GatedTolerance, Judgement
@@ -132,8 +132,10 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
             asked[name] = tolerance.buckets.get(name)
         for bucket, allowed in asked.items():
             try:
-                measured.measurements.append(measure_metric(pairs, definition, bucket, eval_name=eval_name,
-                                                            tolerance=allowed, alpha=alpha))
+                measurement = measure_metric(pairs, definition, bucket, eval_name=eval_name, tolerance=allowed,
+                                             alpha=alpha)
+                check_loss_can_show(measurement, definition)
+                measured.measurements.append(measurement)
             except EvidenceError as error:
                 # a bucket that nothing gates may be too small to compare; the overall metric may not
                 (measured.notes if bucket and allowed is None else measured.refusals).append(str(error))

@@ -146,6 +146,21 @@ def measure_metric(
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
 
 
+def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) -> None:
+    """Refuse a gated rate on which even a candidate that is always wrong would pass.
+
+    A broken evalset that nobody can solve would otherwise let everything through.
+
+    Raises:
+        EvidenceError: the reference's rate is not above the tolerance.
+    """
+    m = measurement
+    if m.tolerance is not None and definition.estimator == "proportion" and m.reference <= m.tolerance:
+        name = m.metric + (f" [{m.bucket}]" if m.bucket else "")
+        raise EvidenceError(f"{name}: the reference is right in {round(m.reference * m.n)} of {m.n} cases, so a loss "
+                            f"above the tolerance of {m.tolerance:g} can't show; look at the evalset")
+
+
 def _compare_scores(
     reference: Scores, candidate: Scores, bucket: str | None, name: str, tolerance: float | None, alpha: float
 ) -> Measurement:

@@ -251,6 +251,17 @@ def test_different_evalsets_are_refused(tmp_path):
     assert "different evalsets" in verdict.reasons[0]
 
 
+def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
+    for name in ("reference", "a"):
+        rewrite_records(build, name, "choices", lambda records: [
+            r.model_copy(update={"scores": {"accuracy": float(i < 12)}}) for i, r in enumerate(records)])
+    verdict = judge_tree(build, ["a"])["a"]
+    assert verdict.outcome == "refused"
+    assert verdict.reasons[0] == ("refused: choices/accuracy: the reference is right in 12 of 400 cases, so a loss "
+                                  "above the tolerance of 0.03 can't show; look at the evalset")
+
+
 def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path):
     build = tree(tmp_path, {"a": Behaviour()})
     (build / "evaluations" / "a" / "prose.npz").write_bytes(b"not an archive")
