@@ -75,12 +75,17 @@ def check_fingerprints(judgement: Judgement, build: Path) -> None:
     has its own fingerprint, which candidate.json can't know.
 
     Raises:
-        EvidenceError: a candidate was rebuilt or its serving changed after it was judged.
+        EvidenceError: a candidate was rebuilt, its serving changed, or it is gone since it was judged.
     """
+    if not (build / "candidates").is_dir():
+        return
     for verdict in released_verdicts(judgement):
         path = build / "candidates" / verdict.candidate / "candidate.json"
-        if verdict.outcome == "refused" or not path.is_file():
+        if verdict.outcome == "refused":
             continue
+        if not path.is_file():
+            raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
+                                "none: making it again has failed; run `dvc repro`")
         candidate = read_record(path, Candidate)
         if candidate.serving.engine != "attached" and candidate.fingerprint != verdict.fingerprint:
             raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "

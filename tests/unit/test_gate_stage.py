@@ -72,6 +72,14 @@ def test_gate_refuses_a_candidate_rebuilt_after_it_was_judged(project, tmp_path)
         run_gate()
 
 
+def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
+    """DVC takes a candidate away when making it again failed: the old verdict must not let it ship."""
+    project("good")
+    shutil.rmtree(tmp_path / "build/candidates/good")
+    with pytest.raises(EvidenceError, match="expected the candidate that was judged.*found none"):
+        run_gate()
+
+
 def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(project, tmp_path):
     project("bad")
     shutil.rmtree(tmp_path / "build")
