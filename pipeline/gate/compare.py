@@ -56,6 +56,8 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
     """
     kinds = _eval_kinds(params)
     reference = _load(build, params.reference, kinds)
+    if reference.evidence and reference.evidence.candidate.steps:
+        reference.refusals.append("has steps: a reference is its checkpoint as it is; name a candidate without steps")
     _describe(reference, kinds)
     measured = {name: _measure_candidate(_load(build, name, kinds), reference, params)
                 for name in params.candidates if name != params.reference}

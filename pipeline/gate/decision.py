@@ -95,7 +95,7 @@ def _decide(
     if m.harm > m.tolerance and p_holm <= alpha:
         flips = f" (b {m.b} against c {m.c})" if m.b is not None else ""
         return "fail", (f"beyond tolerance: lost {format_harm(m.metric, m.harm)}{flips}, tolerated {allowed}, "
-                        f"and chance does not explain it (p {format_p(p_holm)} after Holm)")
+                        f"and that there is a loss at all is not chance (p {format_p(p_holm)} after Holm)")
     if m.harm > m.tolerance:
         return "inconclusive", (f"beyond tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
                                 f"could be noise (p {format_p(p_holm)} after Holm)")

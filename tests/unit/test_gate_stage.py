@@ -80,6 +80,16 @@ def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
         run_gate()
 
 
+def test_a_reference_with_steps_is_refused_for_everybody(project, tmp_path):
+    """Naming the damaged candidate as its own reference must not let it pass."""
+    path = tmp_path / "build/candidates/reference/candidate.json"
+    candidate = read_record(path, Candidate)
+    write_record(path, candidate.model_copy(update={"steps": ({"kind": "gptq"},)}))
+    judgement = project("reference", "good")
+    assert {v.outcome for v in judgement.verdicts if v.is_release} == {"refused"}
+    assert run_gate()[0] == 1
+
+
 def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(project, tmp_path):
     project("bad")
     shutil.rmtree(tmp_path / "build")
