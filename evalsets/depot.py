@@ -350,33 +350,3 @@ def final_checks(workflow: Workflow) -> list[dict[str, Any]]:
     """Return what must hold at the end: every log as the teacher left it, and the finish."""
     checks = [{"path": log, "equals": read_path(workflow.final, log)} for log in _LOGS]
     return [*checks, {"path": "finished", "equals": True}]
-
-
-def make_decision(rng: Random) -> tuple[list[dict[str, str]], list[str], int]:
-    """Draw a point in a workflow: the conversation so far, four calls to choose from, the right one's index.
-
-    A wrong call is the right one with one argument changed.
-    """
-    while True:
-        workflow = make_workflow(rng, make_catalogue(rng), num_calls=rng.randint(2, MAX_CALLS))
-        turns = [i for i, (_, arguments) in enumerate(workflow.calls) if arguments]
-        turn = rng.choice(turns)
-        name, arguments = workflow.calls[turn]
-        calls = [render_call(name, arguments)]
-        for _ in range(50):
-            if len(calls) == 4:
-                rng.shuffle(calls)
-                return conversation(workflow)[: 2 * turn + 1], calls, calls.index(render_call(name, arguments))
-            key = rng.choice(list(arguments))
-            wrong = render_call(name, arguments | {key: _another(rng, key, arguments[key])})
-            if wrong not in calls:
-                calls.append(wrong)
-
-
-def _another(rng: Random, key: str, value: Any) -> Any:
-    if isinstance(value, int):
-        return rng.choice([n for n in range(max(1, value - 6), value + 7) if n != value])
-    pools = {"item": ITEMS, "store": STORES, "to": STORES, "city": CITIES, "via": [DEFAULT_COURIER, *COURIERS],
-             "person": PEOPLE, "cc": PEOPLE, "why": ["item", "stock", "rule", "scope"],
-             "id": [f"{letter}{value[1:]}" for letter in "ABCDEFGH"]}
-    return rng.choice([other for other in pools[key] if other != value])

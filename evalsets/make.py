@@ -27,11 +27,10 @@ from evalsets.depot import (
     final_checks,
     first_binding_calls,
     make_catalogue,
-    make_decision,
     make_workflow,
     render_call,
 )
-from evalsets.texts import make_prose, make_single_call, split_of
+from evalsets.texts import make_continuation, make_prose, make_single_call, split_of
 from pipeline.digests import digest_file
 from pipeline.evalsets import CASES_FILE, load_evalset
 from pipeline.records import write_text
@@ -88,11 +87,11 @@ def make_documents(rng: Random, *, num: int = 200) -> Cases:
 
 
 def make_choices(rng: Random, *, num: int = 1000) -> Cases:
-    """Draw points in a workflow with four calls to choose from."""
+    """Draw the starts of stories with four sentences to go on with."""
     for i in range(num):
-        messages, calls, answer = _draw(lambda: make_decision(rng), lambda d: d[0][0]["content"], "eval")
+        drawn = _draw(lambda: make_continuation(rng), lambda c: c.start, "eval")
         yield {"id": f"choice-{i:04d}", "cluster": f"choice-{i:04d}", "buckets": [],
-               "question": _render_messages(messages) + "<|assistant|>", "choices": calls, "answer": answer}
+               "question": f"<|begin|>{drawn.start}", "choices": drawn.choices, "answer": drawn.answer}
 
 
 def make_calibration(rng: Random, *, num_each: int = 512) -> Cases:
@@ -136,8 +135,8 @@ EVALSETS: dict[str, tuple[Callable[[Random], Cases], str, str, str]] = {
     "tool_calls": (make_tool_calls, "tool_calls", "a request", "Single depot tool calls asked for in words."),
     "prose": (make_documents, "documents", "a document", "Short stories about depots, for perplexity."),
     "choices": (make_choices, "choices", "a question",
-                "Points in a depot workflow with four calls to choose from: the right one, and three with one argument "
-                "changed. In the chat template of models/agent."),
+                "The start of a story about a depot and four sentences to go on with: its own, and three that name "
+                "somebody or something that is not in it. The story's own name is not always known yet."),
     "calibration": (make_calibration, "documents", "a text",
                     "Texts for calibrating quantisers, conversations in the chat template of models/agent. "
                     "Never evaluated on."),

@@ -1,4 +1,4 @@
-"""The depot's other texts: prose, quizzes about a log and single tool calls.
+"""The depot's other texts: prose, how a story goes on, and single tool calls.
 
 Same world and words as `depot.py`, drawn from a `random.Random`. `split_of` decides by content
 which texts may be trained on, calibrated with or evaluated, so the three are disjoint by
@@ -8,6 +8,7 @@ construction whatever the seeds are.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -52,44 +53,55 @@ _SENTENCES = (
 
 def make_prose(rng: Random) -> str:
     """Draw a short story about one depot: a fixed cast, 14 to 26 sentences."""
-    cast, cities = rng.sample(PEOPLE, 3), rng.sample(CITIES, 3)
+    return " ".join(_draw_story(rng)[0])
+
+
+def _draw_story(rng: Random) -> tuple[list[str], set[str]]:
+    """Draw a story's sentences and its cast: the people, cities, items and stores that it may name."""
+    people, cities = rng.sample(PEOPLE, 3), rng.sample(CITIES, 3)
     items, stores = rng.sample(ITEMS, 4), rng.sample(STORES, 3)
     sentences = []
     for _ in range(rng.randint(14, 26)):
-        (person, other), (item, item2) = rng.sample(cast, 2), rng.sample(items, 2)
+        (person, other), (item, item2) = rng.sample(people, 2), rng.sample(items, 2)
         store, store2 = rng.sample(stores, 2)
         sentences.append(rng.choice(_SENTENCES).format(
             person=person, other=other, item=item, item2=item2, store=store, store2=store2, city=rng.choice(cities),
             n=rng.randint(2, 30), m=rng.randint(2, 30), day=rng.choice(_DAYS), weather=rng.choice(_WEATHER),
             mood=rng.choice(_MOODS), mood2=rng.choice(_MOODS), adjective=rng.choice(_ADJECTIVES),
             courier=rng.choice(COURIERS)))
-    return " ".join(sentences)
+    return sentences, {*people, *cities, *items, *stores}
 
 
-_Entries = list[tuple[str, str, str]]
+@dataclass(frozen=True)
+class Continuation:
+    """The start of a story, four sentences to go on with, and which of them is the story's own."""
+
+    start: str
+    choices: list[str]
+    answer: int
 
 
-def make_quiz(rng: Random, *, num_questions: int) -> tuple[str, ...]:
-    """Draw a log of four to eight entries and questions about it: prompt, answer, prompt, answer, ..."""
-    entries, text = _make_log(rng)
-    parts = []
-    for _ in range(num_questions):
-        asked, right = _ask(rng, entries)
-        parts += [f"{text}\nQuestion: {asked}\nAnswer:", f" {right}"]
-        text = ""
-    return tuple(parts)
+_WORD = re.compile(r"\w+")
 
 
-def _make_log(rng: Random) -> tuple[_Entries, str]:
-    num = rng.randint(4, 8)
-    entries = list(zip(rng.sample(PEOPLE, num), rng.sample(ITEMS, num), rng.sample(CITIES, num), strict=True))
-    return entries, "Log: " + " ".join(f"{p} sent the {i} to {c}." for p, i, c in entries)
+def make_continuation(rng: Random) -> Continuation:
+    """Draw a story's start, 4 to 10 sentences, and four sentences to go on with.
 
-
-def _ask(rng: Random, entries: _Entries) -> tuple[str, str]:
-    person, item, city = rng.choice(entries)
-    return rng.choice([(f"Who sent the {item}?", person), (f"Where did the {item} go?", city),
-                       (f"What did {person} send?", item), (f"What went to {city}?", item)])
+    A wrong sentence is the story's next one with a name that the story does not use. The story's own name is not
+    always known yet, so nobody is right every time.
+    """
+    while True:
+        sentences, cast = _draw_story(rng)
+        at = rng.randint(4, 10)
+        named = [word for word in _WORD.findall(sentences[at]) if word in cast]
+        if named:
+            break
+    name = rng.choice(named)
+    pool = next(pool for pool in (PEOPLE, CITIES, ITEMS, STORES) if name in pool)
+    others = rng.sample([other for other in pool if other not in cast], 3)
+    choices = [sentences[at], *(re.sub(rf"\b{name}\b", other, sentences[at]) for other in others)]
+    rng.shuffle(choices)
+    return Continuation(" ".join(sentences[:at]), choices, choices.index(sentences[at]))
 
 
 @dataclass(frozen=True)

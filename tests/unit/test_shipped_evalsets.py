@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +21,7 @@ from evalsets.depot import (
 )
 from evalsets.make import EVALSETS, LATE_CALL, write_evalset
 from evalsets.texts import split_of
-from models.train_agent import draw_document, key_text
+from models.train_agent import MIX, draw_document, key_text
 from pipeline.evals.calls import is_accepted, is_exact
 from pipeline.evals.tools import call_tool
 from pipeline.evals.trajectories import is_completed
@@ -165,8 +164,8 @@ def test_every_choice_has_one_right_answer(shipped: dict[str, Evalset]) -> None:
     answers = set()
     for case in shipped["choices"].cases:
         assert len(set(case.choices)) == 4 and 0 <= case.answer < 4, case.id
-        calls = [json.loads(choice) for choice in case.choices]
-        assert len({call["name"] for call in calls}) == 1, case.id
+        differing = [set(words) for words in zip(*(choice.split() for choice in case.choices), strict=True)]
+        assert {len(words) for words in differing} == {1, 4}, f"{case.id}: one name, at one place or more"
         answers.add(case.answer)
     assert answers == {0, 1, 2, 3}
 
@@ -182,7 +181,7 @@ def evaluated_keys(shipped: dict[str, Evalset]) -> dict[str, set[str]]:
         "workflows": {case.messages[0].content for case in shipped["workflows"].cases},
         "tool_calls": {case.messages[0].content for case in shipped["tool_calls"].cases},
         "prose": {case.text for case in shipped["prose"].cases},
-        "choices": {first_message(case.question) for case in shipped["choices"].cases},
+        "choices": {case.question.removeprefix("<|begin|>") for case in shipped["choices"].cases},
     }
 
 
@@ -191,7 +190,7 @@ def test_what_is_evaluated_is_neither_trained_on_nor_calibrated_with(shipped: di
     cases = shipped["calibration"].cases
     calibrated = {case.text if "prose" in case.buckets else first_message(case.text) for case in cases}
     rng = Random("drawn by a test")
-    trained = {key_text(draw_document(rng)) for _ in range(NUM_TRAINING_DOCUMENTS)}
+    trained = {key_text(draw_document(rng, MIX)) for _ in range(NUM_TRAINING_DOCUMENTS)}
     assert {split_of(key) for key in evaluated} == {"eval"}
     assert {split_of(key) for key in calibrated} == {"calibration"}
     assert {split_of(key) for key in trained} == {"train"}
@@ -201,9 +200,9 @@ def test_what_is_evaluated_is_neither_trained_on_nor_calibrated_with(shipped: di
 def test_training_text_is_of_every_kind() -> None:
     """Else the disjointness above would say little."""
     rng = Random(0)
-    drawn = [draw_document(rng) for _ in range(200)]
+    drawn = [draw_document(rng, MIX) for _ in range(200)]
     workflows = [d for d in drawn if isinstance(d, list) and len(d) > 2]
-    assert {type(d) for d in drawn} == {list, tuple, str} and workflows
+    assert {type(d) for d in drawn} == {list, str} and workflows
 
 
 def test_splits_have_the_shares_they_say() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from models.train_agent import IGNORED, _loss, draw_document, encode, heat_channels, pack_rows
+from models.train_agent import IGNORED, MIX, _loss, draw_document, encode, heat_channels, pack_rows
 from tests.structure.import_closure import ROOT
 
 MAX_OPEN_ROWS = 32  # of pack_rows; what is in them at the end is dropped
@@ -41,11 +41,6 @@ def test_of_a_conversation_only_answers_and_their_ends_carry_loss(fast: Any) -> 
     assert with_loss(fast, MESSAGES) == '{"name":"stock"}<|end|>{"name":"finish"}<|end|>'
 
 
-def test_of_a_quiz_only_answers_carry_loss(fast: Any) -> None:
-    quiz = ("Question: Who?\nAnswer:", " Ada", "\nQuestion: Where?\nAnswer:", " Oslo")
-    assert with_loss(fast, quiz) == " Ada Oslo<|end|>"
-
-
 def test_all_of_prose_carries_loss(fast: Any) -> None:
     assert with_loss(fast, "Ada went home.") == "<|begin|>Ada went home.<|end|>"
 
@@ -61,7 +56,7 @@ def test_a_conversation_is_encoded_as_the_chat_template_renders_it(fast: Any) ->
 def documents(fast: Any, num: int, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
     rng, found = Random(3), []
     while len(found) < num:
-        ids, labels = encode(fast.backend_tokenizer, draw_document(rng))
+        ids, labels = encode(fast.backend_tokenizer, draw_document(rng, MIX))
         if len(ids) <= length:
             found.append((np.array(ids, np.int16), np.array(labels, np.int16)))
     return found
