@@ -26,8 +26,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_file
-from pipeline.evalsets import CASES_FILE, load_card, load_evalset
+from pipeline.evalsets import CASES_FILE, compute_seal, load_card, load_evalset
 from pipeline.params import Tolerance, ToolCallsEval, TrajectoriesEval, load_params
 from pipeline.records import Candidate, CaseRecord, read_cases, read_record
 
@@ -109,12 +108,7 @@ def cut_evalset(source: Path, target: Path, num_cases: int) -> None:
         sys.exit(f"{source}: expected {num_cases} cases that differ in their first message")
     target.mkdir(parents=True)
     (target / CASES_FILE).write_text("".join(case.model_dump_json() + "\n" for case in cases))
-    card = load_card(source).model_copy(update={
-        "num_cases": num_cases,
-        "sha256": digest_file(target / CASES_FILE),
-        "num_clusters": len({case.cluster for case in cases}),
-        "buckets": Counter(bucket for case in cases for bucket in case.buckets),
-    })  # fmt: skip
+    card = load_card(source).model_copy(update=compute_seal(target / CASES_FILE, cases).model_dump())
     (target / "card.yaml").write_text(card.model_dump_json())
 
 

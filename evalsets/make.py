@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
-
-from ruamel.yaml import YAML
 
 from evalsets.depot import (
     MAX_CALLS,
@@ -30,9 +27,9 @@ from evalsets.depot import (
     make_workflow,
     render_call,
 )
+from evalsets.seal import describe, render_card, seal
 from evalsets.texts import make_continuation, make_prose, make_single_call, split_of
-from pipeline.digests import digest_file
-from pipeline.evalsets import CASES_FILE, load_evalset
+from pipeline.evalsets import CARD_FILE, CASES_FILE, load_evalset
 from pipeline.records import write_text
 
 ROOT = Path(__file__).parent
@@ -146,23 +143,18 @@ EVALSETS: dict[str, tuple[Callable[[Random], Cases], str, str, str]] = {
 def write_evalset(name: str, folder: Path) -> None:
     """Write one evalset's cases and card, and read them back as a check."""
     make, kind, cluster, description = EVALSETS[name]
-    cases = list(make(Random(f"evalset/{name}")))
+    cases = make(Random(f"evalset/{name}"))
     write_text(folder / CASES_FILE, "".join(json.dumps(case, ensure_ascii=False) + "\n" for case in cases))
-    card = {
+    card: dict[str, Any] = {  # None: for the seal, which keeps the order of the keys
         "name": name, "version": "1.0", "licence": "Apache-2.0", "kind": kind, "description": description,
-        "made_by": f"python -m evalsets.make {name}", "num_cases": len(cases),
-        "sha256": digest_file(folder / CASES_FILE), "cluster": cluster,
-        "num_clusters": len({case["cluster"] for case in cases}),
-        "buckets": dict(sorted(Counter(b for case in cases for b in case["buckets"]).items())),
+        "made_by": f"python -m evalsets.make {name}", "num_cases": None, "sha256": None, "cluster": cluster,
+        "num_clusters": None, "buckets": None,
     }
     if kind == "trajectories":
         card["tools"] = {tool: declared.model_dump(mode="json") for tool, declared in TOOLS.items()}
-    yaml = YAML()
-    yaml.width = 120
-    with (folder / "card.yaml").open("w", encoding="utf-8") as file:
-        yaml.dump(card, file)
+    write_text(folder / CARD_FILE, render_card(card))
+    print(describe(seal(folder)))
     load_evalset(folder)
-    print(f"{name}: {len(cases)} cases, {card['buckets']}")
 
 
 if __name__ == "__main__":

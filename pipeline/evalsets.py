@@ -1,8 +1,9 @@
 """Load an evalset and check it against its card.
 
 An evalset is a folder with `card.yaml` (what it is, who made it, how, its digest, its buckets)
-and `cases.jsonl` (one case a line). A user's own set is the same two files. What a case carries
-depends on the card's `kind`:
+and `cases.jsonl` (one case a line). A user's own set is the same two files; what a person writes
+and what `python -m evalsets.seal` adds is in `evalsets/README.md`. What a case carries depends on
+the card's `kind`:
 
     documents     text
     choices       question, choices, answer (index); read by an lm-eval task YAML beside it
@@ -12,20 +13,24 @@ depends on the card's `kind`:
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jsonschema
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline.digests import digest_file, digest_json
+from pipeline.cases import Case, Kind, read_cases
+from pipeline.digests import canonical_json, digest_file, digest_json
 from pipeline.errors import EvalsetError
 from pipeline.params import describe_yaml_error
-from pipeline.records import Record, first_problem, read_lines
+from pipeline.records import Record
 
+CARD_FILE = "card.yaml"
 CASES_FILE = "cases.jsonl"
 
 
@@ -49,94 +54,51 @@ class Tool(Record):
     returns: Any = None
     is_final: bool = False  # the workflow ends after this call
 
-
-class Message(Record):
-    """One chat message."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-
-
-class Check(Record):
-    """One demand on the final state: the value at `path` equals `equals`."""
-
-    path: str
-    equals: Any
-
-
-class Case(Record):
-    """What every case has: an id, the cluster it belongs to, and its buckets."""
-
-    id: str = Field(min_length=1)
-    cluster: str
-    buckets: tuple[str, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """Sha256 of everything in the case: the key by which cases are paired."""
-        return digest_json(self.model_dump())
+    @field_validator("parameters")
+    @classmethod
+    def _is_a_schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a broken schema here: in the middle of an eval every call of the tool would crash on it."""
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            at = ".".join(str(part) for part in error.absolute_path) or "(whole)"
+            reason = " ".join(error.message.split())[:120]
+            raise PydanticCustomError("json_schema", "not a JSON Schema: {at}: {reason}",
+                                      {"at": at, "reason": reason}) from None  # fmt: skip
+        return schema
 
 
-class DocumentCase(Case):
-    """A text whose likelihood is measured."""
-
-    text: str = Field(min_length=1)
-
-
-class ChoiceCase(Case):
-    """A multiple-choice question."""
-
-    question: str
-    choices: tuple[str, ...] = Field(min_length=2)
-    answer: int
-
-
-class Call(Record):
-    """A tool call."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class ToolCallCase(Case):
-    """A prompt and the one call it should lead to."""
-
-    messages: tuple[Message, ...] = Field(min_length=1)
-    expected: Call
-    accepted: dict[str, tuple[Any, ...]] = {}
-
-
-class TrajectoryCase(Case):
-    """A task, the state it starts in, and what must hold at the end."""
-
-    messages: tuple[Message, ...] = Field(min_length=1)
-    state: dict[str, Any]
-    checks: tuple[Check, ...] = Field(min_length=1)
-
-
-_CASE_KINDS: dict[str, type[Case]] = {
-    "documents": DocumentCase,
-    "choices": ChoiceCase,
-    "tool_calls": ToolCallCase,
-    "trajectories": TrajectoryCase,
-}
-
-
-class Card(Record):
-    """What an evalset says about itself."""
+class CardText(Record):
+    """What a person writes about an evalset."""
 
     name: str
     version: str
     licence: str
-    kind: Literal["documents", "choices", "tool_calls", "trajectories"]
+    kind: Kind
     description: str
     made_by: str  # the command that wrote it
+    cluster: str  # what a cluster is, in words
+    tools: dict[str, Tool] = Field(default={}, validate_default=True)
+
+    @field_validator("tools")
+    @classmethod
+    def _are_there(cls, tools: dict[str, Tool], info: ValidationInfo) -> dict[str, Tool]:
+        if info.data.get("kind") == "trajectories" and not tools:
+            raise PydanticCustomError("missing", "Field required")
+        return tools
+
+
+class Seal(Record):
+    """What a card says about `cases.jsonl`: computed, never written by hand."""
+
     num_cases: int = Field(ge=1)
     sha256: str  # of cases.jsonl
-    cluster: str  # what a cluster is, in words
     num_clusters: int
     buckets: dict[str, int] = {}  # bucket -> number of cases
-    tools: dict[str, Tool] = {}
+
+
+class Card(Seal, CardText):
+    """What an evalset says about itself."""
 
 
 class Evalset(Record):
@@ -147,104 +109,118 @@ class Evalset(Record):
     digest: str
 
 
+C = TypeVar("C", bound=CardText)
+_WRITTEN = [name for name in CardText.model_fields if name != "tools"]
+
+
 def load_card(folder: Path) -> Card:
-    """Read and check `card.yaml`."""
-    path = folder / "card.yaml"
+    """Read and check `card.yaml`.
+
+    Raises:
+        EvalsetError: no file, no YAML, or keys that are missing, unknown or wrong: all in one line.
+    """
+    return parse_card(read_card(folder), folder, Card)
+
+
+def read_card(folder: Path) -> str:
+    """Return the text of `card.yaml`.
+
+    Raises:
+        EvalsetError: no file, or not UTF-8.
+    """
+    path = folder / CARD_FILE
     try:
-        data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-        card = Card.model_validate(data)
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise EvalsetError(f"{path}: expected an evalset card, found no file") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+        raise EvalsetError(f"{path}: expected an evalset card, found no file; write one with {', '.join(_WRITTEN)}, "
+                           f"and for trajectories tools, then run `python -m evalsets.seal {folder}`") from None
+    except UnicodeDecodeError as error:
+        raise EvalsetError(f"{path}: not valid YAML: {error}") from None
+
+
+def parse_card(text: str, folder: Path, kind: type[C]) -> C:
+    """Check the text of a card: as a `CardText`, what `evalsets.seal` computes may be missing or stale.
+
+    Raises:
+        EvalsetError: no YAML, or keys that are missing, unknown or wrong: all in one line.
+    """
+    path = folder / CARD_FILE
+    try:
+        data = YAML(typ="safe").load(text)
+        if isinstance(data, dict) and not issubclass(kind, Seal):
+            data = {key: value for key, value in data.items() if key not in Seal.model_fields}
+        card = kind.model_validate({} if data is None else data)
+        canonical_json(card.model_dump())
+    except YAMLError as error:
         raise EvalsetError(f"{path}: not valid YAML: {describe_yaml_error(error)}") from None
     except ValidationError as error:
-        raise EvalsetError(f"{path}: {first_problem(error)}") from None
-    for name, tool in card.tools.items():
-        _check_schema(f"{path}: tools.{name}.parameters", tool.parameters)
+        raise EvalsetError(f"{path}: {_name_problems(error.errors(include_url=False), folder)}") from None
+    except (TypeError, ValueError) as error:
+        raise EvalsetError(f"{path}: a value that JSON can't hold, perhaps a date without quotes: {error}") from None
     return card
 
 
-def _check_schema(where: str, schema: dict[str, Any]) -> None:
-    """Refuse a broken schema here: in the middle of an eval every call of the tool would crash on it."""
-    try:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        at = ".".join(str(part) for part in error.absolute_path) or "(whole)"
-        reason = " ".join(error.message.split())[:120]
-        raise EvalsetError(f"{where}: not a JSON Schema: {at}: {reason}") from None
+def _name_problems(problems: list[ErrorDetails], folder: Path) -> str:
+    keys = {kind: [_name_key(p) for p in problems if p["type"] == kind] for kind in ("missing", "extra_forbidden")}
+    missing, unknown = keys.values()
+    parts = [f"expected {', '.join(missing)}, found none"] if missing else []
+    if unknown:
+        parts.append(f"unknown {', '.join(unknown)}, remove or correct the spelling")
+    parts += [f"{_name_key(p)}: {p['msg']}, got {p['input']!r:.80}" for p in problems if p["type"] not in keys]
+    if computed := [key for key in missing if key in Seal.model_fields]:
+        parts.append(f"`python -m evalsets.seal {folder}` writes {', '.join(computed)}")
+    return "; ".join(parts)
 
 
-C = TypeVar("C", bound=Case)
+def _name_key(problem: ErrorDetails) -> str:
+    return ".".join(str(part) for part in problem["loc"]) or "(whole)"
 
 
 def load_evalset(folder: Path) -> Evalset:
     """Read an evalset and check it against its card.
 
     Raises:
-        EvalsetError: with file and line: malformed or duplicated case, wrong digest or count,
-            a bucket whose count differs, a check whose path the state can't hold.
+        EvalsetError: with file and line: what `load_card` and `read_cases` raise, wrong digest or
+            count, a bucket whose count differs.
     """
     card = load_card(folder)
     path = folder / CASES_FILE
+    cases = load_cases(folder, card)
+    _check_seal(path, card, compute_seal(path, cases.values()))
+    digest = digest_json([card.model_dump(), list(cases)])
+    return Evalset(card=card, cases=tuple(cases.values()), digest=digest)
+
+
+def load_cases(folder: Path, card: CardText) -> dict[str, Any]:
+    """Read the cases of a card's kind, by digest; raise EvalsetError with file and line."""
+    path = folder / CASES_FILE
     if not path.is_file():
         raise EvalsetError(f"{path}: expected the cases of evalset {card.name!r}, found no file")
-    cases = _read_cases(path, _CASE_KINDS[card.kind])
-    _check_against_card(path, card, cases)
-    _check_state_fields(path, cases)
-    return Evalset(card=card, cases=tuple(cases), digest=digest_json([card.model_dump(), [c.digest for c in cases]]))
+    return read_cases(path, card.kind)
 
 
-def _read_cases(path: Path, kind: type[C]) -> list[C]:
-    cases: list[C] = []
-    seen: dict[str, int] = {}
-    try:
-        lines = read_lines(path)
-    except UnicodeDecodeError as error:
-        number = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise EvalsetError(f"{path}:{number}: not UTF-8 ({error.reason}); save the cases as UTF-8") from None
-    for number, line in enumerate(lines, start=1):
-        case = _read_case(path, number, line, kind)
-        if case.id in seen:
-            raise EvalsetError(f"{path}:{number}: case id {case.id!r} was already used on line {seen[case.id]}")
-        seen[case.id] = number
-        cases.append(case)
-    if not cases:
-        raise EvalsetError(f"{path}: expected at least one case, found none")
-    return cases
+def compute_seal(path: Path, cases: Collection[Case]) -> Seal:
+    """Say what a card must say about the cases that a file holds."""
+    buckets = Counter(bucket for case in cases for bucket in set(case.buckets))
+    return Seal(num_cases=len(cases), sha256=digest_file(path), num_clusters=len({case.cluster for case in cases}),
+                buckets=dict(sorted(buckets.items())))  # fmt: skip
 
 
-def _read_case(path: Path, number: int, line: str, kind: type[C]) -> C:
-    try:
-        return kind.model_validate(json.loads(line))
-    except json.JSONDecodeError as error:
-        raise EvalsetError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno}): {line[:60]!r}") from None
-    except ValidationError as error:
-        raise EvalsetError(f"{path}:{number}: {first_problem(error)}") from None
+def _check_seal(path: Path, card: Card, found: Seal) -> None:
+    if problem := _find_difference(card, found):
+        raise EvalsetError(f"{path}: the card says {problem}; if the cases were meant to change, run "
+                           f"`python -m evalsets.seal {path.parent}`")  # fmt: skip
 
 
-def _check_state_fields(path: Path, cases: list[C]) -> None:
-    for number, case in enumerate(cases, start=1):
-        if not isinstance(case, TrajectoryCase):
-            return
-        for check in case.checks:
-            if (field := check.path.split(".")[0]) not in case.state:
-                raise EvalsetError(f"{path}:{number}: a check names {field!r}, which is no field of the state "
-                                   f"({', '.join(case.state)})")  # fmt: skip
-
-
-def _check_against_card(path: Path, card: Card, cases: list[C]) -> None:
-    if len(cases) != card.num_cases:
-        raise EvalsetError(f"{path}: the card says {card.num_cases} cases, found {len(cases)}")
-    if (found := digest_file(path)) != card.sha256:
-        raise EvalsetError(f"{path}: the card says sha256 {card.sha256[:12]}, found {found[:12]}; "
-                           "the cases were edited")  # fmt: skip
-    counts: dict[str, int] = {}
-    for case in cases:
-        for bucket in case.buckets:
-            counts[bucket] = counts.get(bucket, 0) + 1
-    if counts != card.buckets:
-        wrong = sorted(b for b in counts.keys() | card.buckets.keys() if counts.get(b) != card.buckets.get(b))[0]
-        raise EvalsetError(f"{path}: the card says {card.buckets.get(wrong, 0)} cases in bucket {wrong!r}, "
-                           f"found {counts.get(wrong, 0)}")
-    if (clusters := len({c.cluster for c in cases})) != card.num_clusters:
-        raise EvalsetError(f"{path}: the card says {card.num_clusters} clusters, found {clusters}")
+def _find_difference(card: Card, found: Seal) -> str | None:
+    if found.num_cases != card.num_cases:
+        return f"{card.num_cases} cases, found {found.num_cases}"
+    if found.sha256 != card.sha256:
+        return f"sha256 {card.sha256[:12]}, found {found.sha256[:12]}: the cases were edited"
+    for bucket in sorted(found.buckets.keys() | card.buckets.keys()):
+        says, has = card.buckets.get(bucket, 0), found.buckets.get(bucket, 0)
+        if says != has:
+            return f"{says} cases in bucket {bucket!r}, found {has}"
+    if found.num_clusters != card.num_clusters:
+        return f"{card.num_clusters} clusters, found {found.num_clusters}"
+    return None

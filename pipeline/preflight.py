@@ -1,17 +1,21 @@
 """Check params.yaml against the files it names, before any work: the second half of validation.
 
-`params.py` sees params.yaml alone; this sees the layers of each checkpoint, the buckets of each
-evalset and of the calibration texts. It reads headers and cards only, so it costs milliseconds.
+`params.py` sees params.yaml alone; this sees the layers of each checkpoint, every case of each evalset
+and of the calibration texts. Of weights it reads headers only, so it costs a fraction of a second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from pipeline.errors import QuantgateError, SettingsError
-from pipeline.evalsets import CASES_FILE, Card, load_card
+from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, load_evalset
 from pipeline.optimize.layers import plan_folder
 from pipeline.params import CandidateSettings, EvalSettings, HarnessEval, Params
+
+LoadCard = Callable[[Path], Card]
 
 _CARD_KINDS = {"perplexity": "documents", "tool_calls": "tool_calls", "trajectories": "trajectories"}
 
@@ -21,11 +25,13 @@ def check_project(params: Params, root: Path) -> None:
 
     Raises:
         SettingsError: with the path of the key, what it names, and what there is.
+        EvalsetError: with file and line, what `load_evalset` refuses.
     """
-    calibration = _read_card(root / params.calibration_texts, "calibration_texts", "documents")
+    load = cache(_load_whole)  # two evals may name one folder
+    calibration = _load_kind(load, root / params.calibration_texts, "calibration_texts", "documents")
     for name, candidate in params.candidates.items():
         _check_candidate(f"candidates.{name}", candidate, calibration, root)
-    cards = {name: _check_eval(f"evals.{name}", settings, root) for name, settings in params.evals.items()}
+    cards = {name: _check_eval(load, f"evals.{name}", settings, root) for name, settings in params.evals.items()}
     for metric, tolerance in params.gate.tolerances.items():
         card = cards[metric.split("/")[0]]
         for bucket in tolerance.buckets:
@@ -50,21 +56,26 @@ def _check_candidate(where: str, candidate: CandidateSettings, calibration: Card
             raise SettingsError(f"{at}: {error}") from None
 
 
-def _check_eval(where: str, settings: EvalSettings, root: Path) -> Card | None:
+def _check_eval(load: LoadCard, where: str, settings: EvalSettings, root: Path) -> Card | None:
     if not isinstance(settings, HarnessEval):
-        return _read_card(root / settings.evalset, f"{where}.evalset", _CARD_KINDS[settings.kind])
+        return _load_kind(load, root / settings.evalset, f"{where}.evalset", _CARD_KINDS[settings.kind])
     if settings.include_path is None:
         return None
     folder = root / settings.include_path
     if not folder.is_dir():
         raise SettingsError(f"{where}.include_path: expected a folder with task YAML, found none at {str(folder)!r}")
-    return load_card(folder) if (folder / "card.yaml").is_file() else None
+    return load(folder) if (folder / CARD_FILE).is_file() else None
 
 
-def _read_card(folder: Path, where: str, kind: str) -> Card:
+def _load_kind(load: LoadCard, folder: Path, where: str, kind: str) -> Card:
     if not (folder / CASES_FILE).is_file():
         raise SettingsError(f"{where}: expected an evalset folder with card.yaml and {CASES_FILE}, got {str(folder)!r}")
-    card = load_card(folder)
+    card = load(folder)
     if card.kind != kind:
         raise SettingsError(f"{where}: expected an evalset of kind {kind!r}, {card.name!r} is of kind {card.kind!r}")
     return card
+
+
+def _load_whole(folder: Path) -> Card:
+    """Check every case of an evalset, and keep its card."""
+    return load_evalset(folder).card

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.evalsets import Call, Tool
+from pipeline.cases import Call
+from pipeline.evalsets import Tool
 from pipeline.serving.client import Reply
 
 

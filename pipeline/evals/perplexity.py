@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.cases import DocumentCase
 from pipeline.errors import CheckpointError
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import run_cases
-from pipeline.evalsets import DocumentCase
 from pipeline.params import PerplexityEval
 from pipeline.records import CaseRecord
 from pipeline.serving.client import Client, TokenScores

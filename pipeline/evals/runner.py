@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from pipeline.cases import Case
 from pipeline.errors import EngineError, JournalError
 from pipeline.evals.context import EvalContext
-from pipeline.evalsets import Case
 from pipeline.records import CaseRecord
 
 PROGRESS_EVERY_S = 10.0

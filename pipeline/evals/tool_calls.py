@@ -6,10 +6,10 @@ Two scores a case: `exact` (the expected call as JSON values; sensitive to any c
 
 from __future__ import annotations
 
+from pipeline.cases import ToolCallCase
 from pipeline.evals.calls import describe_reply, is_accepted, is_exact, openai_tools, parse_call
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import run_cases
-from pipeline.evalsets import ToolCallCase
 from pipeline.params import ToolCallsEval
 from pipeline.records import CaseRecord
 

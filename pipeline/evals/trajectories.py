@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.cases import TrajectoryCase
 from pipeline.evals.calls import continue_conversation, describe_reply, openai_tools, parse_call, same_value
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import run_cases
 from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
-from pipeline.evalsets import TrajectoryCase
 from pipeline.params import TrajectoriesEval
 from pipeline.records import CaseRecord
 

@@ -16,7 +16,7 @@ from tests.structure.import_closure import ROOT, direct_imports
 LAYERS = (
     ("errors", "digests", "records", "params", "gate.metrics"),
     ("numerics", "environment"),
-    ("weight_files", "memory", "checkpoints", "evalsets"),
+    ("weight_files", "memory", "checkpoints", "cases", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
     ("preflight",),

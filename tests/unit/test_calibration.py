@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cases import DocumentCase
 from pipeline.errors import EvalsetError, QuantizationError
-from pipeline.evalsets import Card, DocumentCase, Evalset
+from pipeline.evalsets import Card, Evalset
 from pipeline.optimize.calibration import describe_samples, encode, select_samples
 from pipeline.params import Calibration
 from tests.tiny_llama import build_tokenizer

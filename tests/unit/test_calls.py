@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.cases import Call
 from pipeline.evals.calls import (
     continue_conversation,
     describe_reply,
@@ -16,7 +17,7 @@ from pipeline.evals.calls import (
     parse_call,
     same_value,
 )
-from pipeline.evalsets import Call, Tool
+from pipeline.evalsets import Tool
 from pipeline.serving.client import Reply
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.cases import Case, DocumentCase
 from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError
-from pipeline.evalsets import Case, DocumentCase, load_card, load_evalset
+from pipeline.evalsets import load_card, load_evalset
 from pipeline.records import CaseRecord, read_cases, write_cases
 from tests.structure.import_closure import ROOT
 
@@ -24,6 +25,7 @@ TOOL_CALLS = [{"id": "t1", "cluster": "c", "messages": [{"role": "user", "conten
 CHOICES = [{"id": "q1", "cluster": "c", "question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}]
 TRAJECTORIES = [{"id": "w1", "cluster": "c", "messages": [{"role": "user", "content": "Order 2."}],
                  "state": {"orders": [], "sent": 0}, "checks": [{"path": "sent", "equals": 2}]}]  # fmt: skip
+TOOLS = {"order": {"parameters": {"type": "object"}}}
 CASES = {"documents": DOCUMENTS, "tool_calls": TOOL_CALLS, "choices": CHOICES, "trajectories": TRAJECTORIES}
 
 
@@ -40,7 +42,7 @@ def write(folder: Path, kind: str = "documents", cases: list[dict[str, Any]] | s
         "made_by": "hand", "num_cases": max(1, len(parsed)), "sha256": digest_file(folder / "cases.jsonl"),
         "cluster": "a text", "num_clusters": len({c["cluster"] for c in parsed}),
         "buckets": {b: buckets.count(b) for b in set(buckets)},
-    }  # fmt: skip
+    } | ({"tools": TOOLS} if kind == "trajectories" else {})  # fmt: skip
     data = {k: v for k, v in (settings | card).items() if v is not ...}
     (folder / "card.yaml").write_text(json.dumps(data), encoding="utf-8")  # JSON is YAML
     return folder
@@ -104,6 +106,10 @@ def without(key: str, case: dict[str, Any]) -> dict[str, Any]:
         ("tool_calls", TOOL_CALLS[0] | {"messages": []}, "messages: Tuple should have at least 1 item"),
         ("tool_calls", TOOL_CALLS[0] | {"messages": [{"role": "boss", "content": ""}]}, "messages.0.role: "),
         ("choices", CHOICES[0] | {"choices": ["2"]}, "choices: Tuple should have at least 2 items"),
+        ("choices", CHOICES[0] | {"answer": 2}, "answer: expected the index of one of the 2 choices, counted "),
+        ("choices", CHOICES[0] | {"answer": -1}, "answer: Input should be greater than or equal to 0"),
+        ("trajectories", TRAJECTORIES[0] | {"state": {"sent": float("nan")}}, "a value that JSON in UTF-8 can't hold"),
+        ("trajectories", TRAJECTORIES[0] | {"state": {"sent": "\ud83d"}}, "a value that JSON in UTF-8 can't hold: "),
         ("trajectories", TRAJECTORIES[0] | {"checks": []}, "checks: Tuple should have at least 1 item"),
         ("trajectories", TRAJECTORIES[0] | {"checks": [{"path": "sent"}]}, "checks.0.equals: Field required"),
     ],
@@ -156,22 +162,47 @@ def test_an_edited_case_is_noticed(tmp_path: Path) -> None:
     folder = write(tmp_path / "e")
     path = folder / "cases.jsonl"
     path.write_text(path.read_text().replace("text 2", "text 9"))
-    assert refusal(folder).endswith("the cases were edited")
+    assert refusal(folder).endswith(
+        f"the cases were edited; if the cases were meant to change, run `python -m evalsets.seal {folder}`")
 
 
 @pytest.mark.parametrize(
     ("card", "said"),
     [
         ({"kind": "images"}, "kind: "),
-        ({"licence": ...}, "licence: Field required"),
+        ({"licence": ...}, "expected licence, found none"),
         ({"num_cases": 0}, "num_cases: "),
-        ({"colour": "red"}, "colour: Extra inputs are not permitted"),
-        ({"tools": {"order": {"description": "no parameters"}}}, "tools.order.parameters: Field required"),
+        ({"colour": "red"}, "unknown colour, remove or correct the spelling"),
+        ({"kind": "trajectories", "tools": ...}, "expected tools, found none"),
+        ({"tools": {"order": {"description": "no parameters"}}}, "expected tools.order.parameters, found none"),
         ({"tools": {"order": {"parameters": {}, "effects": [{"do": "drop", "path": "x"}]}}}, "tools.order.effects.0"),
     ],
 )
 def test_a_malformed_card_is_refused(tmp_path: Path, card: dict[str, Any], said: str) -> None:
     assert refusal(write(tmp_path / "e", **{"cases": DOCUMENTS} | card), load_card).startswith(f"card.yaml: {said}")
+
+
+def test_everything_that_is_wrong_with_a_card_is_said_at_once(tmp_path: Path) -> None:
+    tools = {"order": {"parameters": {"type": "objekt"}}, "finish": {"parameters": {"required": "n"}}}
+    folder = write(tmp_path / "e", licence=..., license="MIT", num_cases=..., sha256=..., version=1.0, tools=tools)
+    said = refusal(folder, load_card)
+    assert said.startswith("card.yaml: ") and set(said.removeprefix("card.yaml: ").split("; ")) == {
+        "expected licence, num_cases, sha256, found none",
+        "unknown license, remove or correct the spelling",
+        "version: Input should be a valid string, got 1.0",
+        "tools.order.parameters: not a JSON Schema: type: 'objekt' is not valid under any of the given schemas, "
+        "got {'type': 'objekt'}",
+        "tools.finish.parameters: not a JSON Schema: required: 'n' is not of type 'array', got {'required': 'n'}",
+        f"`python -m evalsets.seal {folder}` writes num_cases, sha256",
+    }
+
+
+def test_a_date_in_a_card_is_refused(tmp_path: Path) -> None:
+    """YAML reads it as a date, and the digest of the card would crash on it."""
+    folder = write(tmp_path / "e", "trajectories")
+    card = (folder / "card.yaml").read_text().replace('{"type": "object"}', "{enum: [2026-01-01]}")
+    (folder / "card.yaml").write_text(card)
+    assert refusal(folder).startswith("card.yaml: a value that JSON can't hold, perhaps a date without quotes: ")
 
 
 @pytest.mark.parametrize(
@@ -199,11 +230,12 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     (folder / "cases.jsonl").write_text("")
     assert refusal(folder) == "cases.jsonl: expected at least one case, found none"
     for content, said in ((b"name: [", "card.yaml: not valid YAML: "), (b"name: \xff", "card.yaml: not valid YAML: "),
-                          (b"", "card.yaml: (whole): ")):  # fmt: skip
+                          (b"", "card.yaml: expected name, version, "), (b"[name]", "card.yaml: (whole): "),
+                          (b"name: 2026-02-31", "card.yaml: a value that JSON can't hold")):  # fmt: skip
         (folder / "card.yaml").write_bytes(content)
         assert refusal(folder).startswith(said)
     (folder / "card.yaml").unlink()
-    assert refusal(folder) == "card.yaml: expected an evalset card, found no file"
+    assert refusal(folder).startswith("card.yaml: expected an evalset card, found no file; write one with name, ")
 
 
 def test_case_digests_cover_everything() -> None:

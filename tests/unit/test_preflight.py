@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+import pipeline.preflight
+from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError, SettingsError
+from pipeline.evalsets import Evalset, load_evalset
 from pipeline.params import load_params, parse_params
 from pipeline.preflight import check_project
 from tests.structure.import_closure import ROOT
@@ -41,12 +44,21 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_llama(root / "models/tiny")
     write_documents(root / "evalsets/calibration", {"prose": ["a", "b"], "long": ["c"]})
     write_documents(root / "evalsets/prose", {"short": ["a"], "long": ["b"]})
-    write_documents(root / "evalsets/choices", {"easy": ["a"]})
+    write_cases(root / "evalsets/choices", "easy", question="1 + 1 =", choices=["2", "3"], answer=0)
     write_card(root / "evalsets/choices", kind="choices")
-    write_documents(root / "evalsets/workflows", {"steps/2-4": ["a"]})
-    write_card(root / "evalsets/workflows", kind="trajectories")
+    write_cases(root / "evalsets/workflows", "steps/2-4", messages=[{"role": "user", "content": "Order 2."}],
+                state={"sent": 0}, checks=[{"path": "sent", "equals": 2}])
+    write_card(root / "evalsets/workflows", kind="trajectories", tools={"order": {"parameters": {}}})
     (root / "evalsets/cardless").mkdir()
     return root
+
+
+def write_cases(folder: Path, bucket: str, **case: Any) -> None:
+    """Write one case, and a card that fits it but for the kind."""
+    write_documents(folder, {bucket: ["a"]})
+    path = folder / "cases.jsonl"
+    path.write_text(json.dumps({"id": "1", "cluster": "1", "buckets": [bucket], **case}) + "\n")
+    write_card(folder, sha256=digest_file(path))
 
 
 def write_card(folder: Path, **changes: Any) -> None:
@@ -137,3 +149,26 @@ def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path
         check(project, "evals//workflows//evalset", str(folder))
     assert str(caught.value).startswith(f"{folder / 'card.yaml'}: tools.order.parameters: not a JSON Schema: type: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["calibration_texts", "evals//prose//evalset", "evals//choices//include_path"])
+def test_a_broken_case_is_refused_before_any_work(project: Path, tmp_path: Path, path: str) -> None:
+    """A card that is in order says nothing of the lines beside it."""
+    folder = write_documents(tmp_path / "broken", {"prose": ["a", "b"], "long": ["c"]})
+    cases = folder / "cases.jsonl"
+    cases.write_text(cases.read_text().replace('"text": "b"', '"txet": "b"'))
+    with pytest.raises(EvalsetError) as caught:
+        check(project, path, str(folder))
+    assert str(caught.value).startswith(f"{cases}:2: text: Field required") and "\n" not in str(caught.value)
+
+
+def test_a_folder_that_two_evals_name_is_read_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(folder: Path) -> Evalset:
+        loaded.append(folder.name)
+        return load_evalset(folder)
+
+    monkeypatch.setattr(pipeline.preflight, "load_evalset", load)
+    check(project, "evals//again", {"kind": "perplexity", "evalset": "evalsets/prose/"})
+    assert sorted(loaded) == ["calibration", "choices", "prose", "workflows"]

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.cases import DocumentCase
 from pipeline.errors import EngineError, JournalError, RequestError
 from pipeline.evals.journal import Journal
 from pipeline.evals.runner import MAX_FAILURES_IN_A_ROW, run_cases
-from pipeline.evalsets import DocumentCase
 from pipeline.records import CaseRecord
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.cases import TrajectoryCase
 from pipeline.errors import EngineError, RequestError
 from pipeline.evals.journal import Journal
 from pipeline.evals.trajectories import evaluate, is_completed
-from pipeline.evalsets import Card, Evalset, TrajectoryCase
+from pipeline.evalsets import Card, Evalset
 from pipeline.params import TrajectoriesEval
 from pipeline.records import CaseRecord
 from pipeline.serving.client import Reply

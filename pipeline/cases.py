@@ -1,0 +1,160 @@
+"""The cases of an evalset: what each kind carries, and reading `cases.jsonl` with every problem at its line.
+
+A line that the pipeline could not digest later (NaN, half of a surrogate pair) is refused here, so
+that what was read once can be evaluated. Whether the cases are those of their card is up to
+`evalsets.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from pipeline.digests import digest_json
+from pipeline.errors import EvalsetError
+from pipeline.records import Record, first_problem, read_lines
+
+Kind = Literal["documents", "choices", "tool_calls", "trajectories"]
+
+
+class Message(Record):
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Check(Record):
+    """One demand on the final state: the value at `path` equals `equals`."""
+
+    path: str
+    equals: Any
+
+
+class Case(Record):
+    """What every case has: an id, the cluster it belongs to, and its buckets."""
+
+    id: str = Field(min_length=1)
+    cluster: str
+    buckets: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Sha256 of everything in the case: the key by which cases are paired."""
+        return digest_json(self.model_dump())
+
+
+class DocumentCase(Case):
+    """A text whose likelihood is measured."""
+
+    text: str = Field(min_length=1)
+
+
+class ChoiceCase(Case):
+    """A multiple-choice question."""
+
+    question: str
+    choices: tuple[str, ...] = Field(min_length=2)
+    answer: int = Field(ge=0)
+
+    @field_validator("answer")
+    @classmethod
+    def _is_a_choice(cls, answer: int, info: ValidationInfo) -> int:
+        """Refuse what lm-eval would count as wrong, whatever the model answers."""
+        choices = info.data.get("choices")
+        if choices is not None and answer >= len(choices):
+            raise PydanticCustomError("answer", "expected the index of one of the {num} choices, counted from 0",
+                                      {"num": len(choices)})  # fmt: skip
+        return answer
+
+
+class Call(Record):
+    """A tool call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCallCase(Case):
+    """A prompt and the one call it should lead to."""
+
+    messages: tuple[Message, ...] = Field(min_length=1)
+    expected: Call
+    accepted: dict[str, tuple[Any, ...]] = {}
+
+
+class TrajectoryCase(Case):
+    """A task, the state it starts in, and what must hold at the end."""
+
+    messages: tuple[Message, ...] = Field(min_length=1)
+    state: dict[str, Any]
+    checks: tuple[Check, ...] = Field(min_length=1)
+
+
+_CASE_KINDS: dict[Kind, type[Case]] = {
+    "documents": DocumentCase,
+    "choices": ChoiceCase,
+    "tool_calls": ToolCallCase,
+    "trajectories": TrajectoryCase,
+}
+
+
+def read_cases(path: Path, kind: Kind) -> dict[str, Any]:
+    """Read the cases of an evalset.
+
+    Returns:
+        The cases by their digest, in the order of the file.
+
+    Raises:
+        EvalsetError: with file and line: a malformed or duplicated case, a check whose path the
+            state can't hold, a value that can't be digested.
+    """
+    cases: dict[str, Case] = {}
+    seen: dict[str, int] = {}
+    for number, line in enumerate(_read_lines(path), start=1):
+        where = f"{path}:{number}"
+        case = _read_case(where, line, _CASE_KINDS[kind])
+        if case.id in seen:
+            raise EvalsetError(f"{where}: case id {case.id!r} was already used on line {seen[case.id]}")
+        if isinstance(case, TrajectoryCase):
+            _check_state_fields(where, case)
+        seen[case.id] = number
+        cases[_digest_case(where, case)] = case
+    if not cases:
+        raise EvalsetError(f"{path}: expected at least one case, found none")
+    return cases
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return read_lines(path)
+    except UnicodeDecodeError as error:
+        number = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise EvalsetError(f"{path}:{number}: not UTF-8 ({error.reason}); save the cases as UTF-8") from None
+
+
+def _read_case(where: str, line: str, kind: type[Case]) -> Case:
+    try:
+        return kind.model_validate(json.loads(line))
+    except json.JSONDecodeError as error:
+        raise EvalsetError(f"{where}: not JSON ({error.msg} at column {error.colno}): {line[:60]!r}") from None
+    except ValidationError as error:
+        raise EvalsetError(f"{where}: {first_problem(error)}") from None
+
+
+def _check_state_fields(where: str, case: TrajectoryCase) -> None:
+    for check in case.checks:
+        if (field := check.path.split(".")[0]) not in case.state:
+            raise EvalsetError(f"{where}: a check names {field!r}, which is no field of the state "
+                               f"({', '.join(case.state)})")  # fmt: skip
+
+
+def _digest_case(where: str, case: Case) -> str:
+    try:
+        return case.digest
+    except ValueError as error:
+        raise EvalsetError(f"{where}: a value that JSON in UTF-8 can't hold: {error}") from None
