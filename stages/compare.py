@@ -34,4 +34,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_stage("compare", main)
+    run_stage("compare", main, is_short=True)

@@ -27,4 +27,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_stage("track", main)
+    run_stage("track", main, is_short=True)

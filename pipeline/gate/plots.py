@@ -24,6 +24,7 @@ _OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "
 _SIDES = ("#4D4D4D", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#F0E442")
 _MAX_SHOWN = 6.0  # tolerances; a harm beyond is drawn at the edge with an arrow
 _PANELS_A_ROW = 3
+_DPI = 130
 
 Row = tuple[str, str | None, float | None]  # metric, bucket, tolerance
 
@@ -36,7 +37,7 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     num_columns = min(max(len(panels), 1), _PANELS_A_ROW)
     num_lines = max(1, -(-len(panels) // num_columns))
     size = (3.2 + 2.7 * num_columns, 0.9 + num_lines * (0.8 + 0.3 * max(len(rows), 2)))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
     axes = figure.subplots(num_lines, num_columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axis in axes[len(panels):]:
         axis.set_visible(False)
@@ -107,7 +108,8 @@ def plot_completion(judgement: Judgement, path: Path) -> None:
               for side, metrics in sides.items()}
     buckets = sorted({bucket for found in series.values() for bucket in found},
                      key=lambda bucket: (not bucket.endswith("all"), natural_key(bucket)))
-    figure = Figure(figsize=(max(7.0, 1.2 + len(buckets) * (0.35 + 0.17 * len(series))), 4.2), layout="constrained")
+    figure = Figure(figsize=(max(7.0, 1.2 + len(buckets) * (0.35 + 0.17 * len(series))), 4.2), dpi=_DPI,
+                    layout="constrained")
     axis = figure.subplots()
     width = 0.8 / max(len(series), 1)
     for number, (side, found) in enumerate(series.items()):
@@ -141,9 +143,11 @@ def _style_completion(axis: Axes, num_sides: int) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Save as PNG under a temporary name first; without metadata the bytes follow from the numbers."""
+    """Save as PNG under a temporary name first; without metadata the bytes follow from the numbers.
+
+    The canvas writes it: `Figure.savefig` draws everything twice, the first time for the layout alone.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png", dpi=130, metadata={"Software": None})
+    FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})
     os.replace(temporary, path)

@@ -1,8 +1,10 @@
-"""Attention for continuous batching on CPU: one batched call for decoding rows, one per prefill.
+"""Attention for continuous batching on CPU: one call for a few decoding rows, one per prefill.
 
 The library's own paged attention packs every request in flight into a single attention with a
 block-diagonal mask, so each query is multiplied with the keys of all other requests as well. With
 32 requests of 300 tokens that is 32 times the work. Here each request attends to its own keys only.
+Decoding requests of similar length go together, so that little is padded and the keys that are gathered
+for them stay in the CPU's cache.
 Results are those of plain scaled-dot-product attention on the same keys.
 
 Covers models whose layers all attend to the full past. Sliding windows are not covered: `supports`
@@ -18,6 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "paged|per_request"
+DECODE_ROWS = 4  # requests per call: all of them in one would gather tens of MiB of keys for every layer
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,19 @@ class _Prefill:
 
 
 @dataclass(frozen=True)
+class _Decode:
+    """A few requests with one new token each."""
+
+    rows: torch.Tensor  # int64 [n]: position of each request's only query
+    pages: torch.Tensor  # int64 [n * longest]: cache pages of their keys, padded
+    mask: torch.Tensor  # [n, 1, 1, longest], added to the scores
+
+
+@dataclass(frozen=True)
 class _Plan:
     """What one forward pass attends to; shared by its layers."""
 
-    decode_rows: torch.Tensor  # int64 [n]: position of each decoding request's only query
-    decode_pages: torch.Tensor  # int64 [n * longest]: cache pages of their keys, padded
-    decode_mask: torch.Tensor | None  # [n, 1, 1, longest], added to the scores; None when n is 0
+    decodes: tuple[_Decode, ...]
     prefills: tuple[_Prefill, ...]
 
 
@@ -87,8 +97,8 @@ def attend(
         cache.attention_plan = _make_plan(kwargs, pages, padding=cache.read_trash_index, dtype=query.dtype)
     plan: _Plan = cache.attention_plan
     output = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
-    if plan.decode_mask is not None:
-        output.index_copy_(0, plan.decode_rows, _decode(query, keys, values, plan, scaling=scaling))
+    for few in plan.decodes:
+        output.index_copy_(0, few.rows, _decode(query, keys, values, few, scaling=scaling))
     for part in plan.prefills:
         part_keys, part_values = (
             (keys.index_select(0, pages[part.keys]), values.index_select(0, pages[part.keys]))
@@ -108,15 +118,20 @@ def _make_plan(kwargs: dict[str, Any], pages: torch.Tensor, *, padding: int, dty
             decode.append(i)
         else:
             prefills.append(_plan_prefill(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])))
-    if not decode:
-        empty = torch.empty(0, dtype=torch.int64)
-        return _Plan(empty, empty, None, tuple(prefills))
-    spans = [pages[k[i] : k[i + 1]] for i in decode]
+    decode.sort(key=lambda i: k[i + 1] - k[i])
+    groups = [decode[start : start + DECODE_ROWS] for start in range(0, len(decode), DECODE_ROWS)]
+    return _Plan(tuple(_plan_decode(group, q, k, pages, padding, dtype) for group in groups), tuple(prefills))
+
+
+def _plan_decode(
+    requests: list[int], q: list[int], k: list[int], pages: torch.Tensor, padding: int, dtype: torch.dtype
+) -> _Decode:
+    spans = [pages[k[i] : k[i + 1]] for i in requests]
     padded = torch.nn.utils.rnn.pad_sequence(spans, batch_first=True, padding_value=padding)
-    lengths = torch.tensor([k[i + 1] - k[i] for i in decode])
-    mask = torch.zeros(len(decode), 1, 1, padded.shape[1], dtype=dtype)
+    lengths = torch.tensor([k[i + 1] - k[i] for i in requests])
+    mask = torch.zeros(len(requests), 1, 1, padded.shape[1], dtype=dtype)
     mask.masked_fill_((torch.arange(padded.shape[1]) >= lengths[:, None])[:, None, None], float("-inf"))
-    return _Plan(torch.tensor([q[i] for i in decode]), padded.flatten(), mask, tuple(prefills))
+    return _Decode(torch.tensor([q[i] for i in requests]), padded.flatten(), mask)
 
 
 def _plan_prefill(queries: slice, keys: slice) -> _Prefill:
@@ -127,17 +142,17 @@ def _plan_prefill(queries: slice, keys: slice) -> _Prefill:
 
 
 def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: _Plan, *, scaling: float | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _Decode, *, scaling: float | None
 ) -> torch.Tensor:
-    num_rows, longest = plan.decode_rows.shape[0], plan.decode_pages.shape[0] // plan.decode_rows.shape[0]
+    num_rows, longest = part.rows.shape[0], part.pages.shape[0] // part.rows.shape[0]
     heads, key_heads, width = query.shape[1], keys.shape[1], keys.shape[2]
     # heads that share keys become extra queries, so that keys need not be repeated
-    rows = query[0].index_select(1, plan.decode_rows).transpose(0, 1)
+    rows = query[0].index_select(1, part.rows).transpose(0, 1)
     rows = rows.reshape(num_rows, key_heads, heads // key_heads, width)
     shape = (num_rows, longest, key_heads, width)
-    row_keys = keys.index_select(0, plan.decode_pages).view(shape).transpose(1, 2)
-    row_values = values.index_select(0, plan.decode_pages).view(shape).transpose(1, 2)
-    mixed = scaled_dot_product_attention(rows, row_keys, row_values, attn_mask=plan.decode_mask, scale=scaling)
+    row_keys = keys.index_select(0, part.pages).view(shape).transpose(1, 2)
+    row_values = values.index_select(0, part.pages).view(shape).transpose(1, 2)
+    mixed = scaled_dot_product_attention(rows, row_keys, row_values, attn_mask=part.mask, scale=scaling)
     return mixed.reshape(num_rows, heads, width)
 
 
