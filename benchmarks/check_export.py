@@ -23,6 +23,7 @@ from typing import Any
 from pipeline.evalsets import load_evalset
 from pipeline.params import ToolCallsEval, TrajectoriesEval, load_params
 from pipeline.records import Candidate, Evaluation, read_cases, read_record
+from pipeline.serving_config import read_candidate
 
 BUILD = Path("build")
 
@@ -58,7 +59,7 @@ def main() -> int:
 
 def compare(name: str, params: Any, num_cases: int) -> int:
     """Generate with plain transformers, print and return how many answers differ from the endpoint's."""
-    candidate = read_record(BUILD / "candidates" / name / "candidate.json", Candidate)
+    candidate = read_candidate(BUILD, name, params)
     folder = BUILD / "evaluations" / name
     if read_record(folder / "evaluation.json", Evaluation).fingerprint != candidate.fingerprint:
         sys.exit(f"{folder}: expected the evaluation of the candidate as it is now; run `dvc repro`")

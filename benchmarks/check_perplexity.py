@@ -21,6 +21,7 @@ from typing import Any
 
 from pipeline.params import HarnessEval, Params, PerplexityEval, load_params
 from pipeline.records import Candidate, CaseRecord, Evaluation, read_cases, read_record
+from pipeline.serving_config import read_candidate
 
 BUILD = Path("build")
 TASKS = Path("evalsets")  # lm-eval looks for task files in all folders below; it skips the cards
@@ -41,7 +42,7 @@ def main() -> int:
 
 def compare(name: str, params: Params) -> bool:
     """Run lm-eval on one candidate's folder and tell whether its numbers are ours."""
-    candidate = read_record(BUILD / "candidates" / name / "candidate.json", Candidate)
+    candidate = read_candidate(BUILD, name, params)
     folder = BUILD / "evaluations" / name
     if read_record(folder / "evaluation.json", Evaluation).fingerprint != candidate.fingerprint:
         sys.exit(f"{folder}: expected the evaluation of the candidate as it is now; run `dvc repro`")

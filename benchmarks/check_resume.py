@@ -28,7 +28,8 @@ from typing import Any
 
 from pipeline.evalsets import CASES_FILE, compute_seal, load_card, load_evalset
 from pipeline.params import Tolerance, ToolCallsEval, TrajectoriesEval, load_params
-from pipeline.records import Candidate, CaseRecord, read_cases, read_record
+from pipeline.records import CaseRecord, read_cases
+from pipeline.serving_config import read_candidate
 
 ROOT = Path(__file__).resolve().parents[1]
 # in this order: the first is complete when the second is killed
@@ -93,7 +94,7 @@ def make_project(folder: Path, num_cases: int) -> str:
     })  # fmt: skip
     params = params.model_copy(update={"evals": evals, "gate": gate})
     (folder / "params.yaml").write_text(params.model_dump_json(exclude_none=True))  # JSON is YAML
-    candidate = read_record(ROOT / "build/candidates" / name / "candidate.json", Candidate)
+    candidate = read_candidate(ROOT / "build", name, params)
     for path in (f"build/candidates/{name}", candidate.checkpoint.path):
         if not (folder / path).exists():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -111,11 +111,11 @@ def run_hf(candidate: Any, params: Any) -> None:
 def _load(name: str, *, with_evals: bool) -> tuple[Any, Any]:
     """Return the candidate, and the settings with likelihood evals only, or with none."""
     from pipeline.params import load_params
-    from pipeline.records import Candidate, read_record
+    from pipeline.serving_config import read_candidate
 
     params = load_params()
     evals = {n: s for n, s in params.evals.items() if with_evals and s.kind in ("perplexity", "harness")}
-    candidate = read_record(Path("build/candidates") / name / "candidate.json", Candidate)
+    candidate = read_candidate(Path("build"), name, params)
     return candidate, params.model_copy(update={"evals": evals})
 
 

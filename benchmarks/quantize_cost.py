@@ -89,11 +89,11 @@ def write_job(folder: Path, name: str | None) -> Path:
     chosen = name or next(iter(found))
     candidate = found[chosen]
     step = candidate.steps[0]
-    evalset = load_evalset(Path(params.calibration_texts))
+    evalset = load_evalset(Path(params.optimize.calibration_texts))
     samples = select_samples(evalset, load_tokenizer(Path(candidate.checkpoint)), step.calibration)
     print(f"{chosen}: {candidate.checkpoint}, {describe_samples(samples)}")
     settings = step.model_dump(mode="json")
-    job = settings | {"checkpoint": candidate.checkpoint, "calibration_texts": params.calibration_texts,
+    job = settings | {"checkpoint": candidate.checkpoint, "calibration_texts": params.optimize.calibration_texts,
                       "samples": samples, "step": settings}  # fmt: skip
     path = folder / "job.json"
     path.write_text(json.dumps(job))

@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--drill-steps", type=int, default=2_000)
     parser.add_argument("--drill-documents", type=int, default=200_000)
-    parser.add_argument("--steps", type=int, default=6_000, help="after the drill")
+    parser.add_argument("--steps", type=int, default=2_400, help="after the drill")
     parser.add_argument("--batch", type=int, default=128, help="rows of --length tokens")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--documents", type=int, default=500_000)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from pipeline.digests import digest_folder
+from pipeline.digests import digest_checkpoint
 from pipeline.environment import count_memory_mib
 from pipeline.errors import CheckpointError
 from pipeline.memory import read_available_mib
@@ -32,7 +32,6 @@ TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
-NOT_CONTENT = frozenset({"README", "README.md", "card.yaml", "card.md", "card.json", ".gitignore", ".gitattributes"})
 _FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PACKED = (".weight_packed", ".qweight")
@@ -81,7 +80,7 @@ def describe_checkpoint(folder: Path, *, root: Path, parent_digest: str | None =
         dtype=_main_dtype(tensors),
         num_parameters=_count_parameters(tensors, config),
         num_bytes=sum(t.num_bytes for t in tensors.values()),
-        digest=digest_folder(folder, ignore=NOT_CONTENT),
+        digest=digest_checkpoint(folder),
         parent_digest=parent_digest,
     )
 

@@ -38,6 +38,15 @@ def digest_file(path: Path) -> str:
     return sha.hexdigest()
 
 
+# what stands beside a checkpoint without being part of it
+NOT_CONTENT = frozenset({"README", "README.md", "card.yaml", "card.md", "card.json", ".gitignore", ".gitattributes"})
+
+
+def digest_checkpoint(folder: Path) -> str:
+    """Return the digest of a checkpoint folder: its files, less the notes about them."""
+    return digest_folder(folder, ignore=NOT_CONTENT)
+
+
 def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
     """Return one digest for a folder: names relative to it and the digest of each file.
 

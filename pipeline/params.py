@@ -79,6 +79,13 @@ class CandidateSettings(Settings):
     endpoint: Endpoint | None = None
 
 
+class OptimizeSettings(Settings):
+    """What all optimisation steps share."""
+
+    calibration_texts: str  # an evalset folder of kind `documents`
+    num_threads: int = Field(ge=1, le=256)  # torch threads
+
+
 class ServingSettings(Settings):
     """How the embedded engine serves, and how hard the client drives it."""
 
@@ -142,7 +149,7 @@ class Tolerance(Settings):
 class GateSettings(Settings):
     """The decision rule's settings; what they mean is in `pipeline/gate/compare.py`."""
 
-    alpha: float = Field(gt=0, lt=0.5)
+    alpha: float = Field(ge=0.001, le=0.2)  # outside, nothing fails or nothing passes
     on_inconclusive: Literal["block", "warn"]
     tolerances: dict[str, Tolerance] = Field(min_length=1)
     tripwires: dict[str, Annotated[float, Field(gt=0)]] = {}
@@ -153,7 +160,7 @@ class Params(Settings):
 
     reference: str
     release: list[str] = Field(min_length=1)
-    calibration_texts: str
+    optimize: OptimizeSettings
     candidates: dict[str, CandidateSettings] = Field(min_length=1)
     serving: ServingSettings
     evals: dict[str, EvalSettings] = Field(min_length=1)
@@ -201,11 +208,19 @@ def _contradictions(params: Params) -> list[str]:
     known = ", ".join(params.candidates)
     if params.reference not in params.candidates:
         problems.append(f"reference: expected one of the candidates ({known}), got {params.reference!r}")
+    if params.reference in params.candidates and params.candidates[params.reference].steps:
+        problems.append(f"candidates.{params.reference}.steps: expected none, as it is the reference: what the steps "
+                        "cost would not show; name a candidate without steps as the reference")
     for i, name in enumerate(params.release):
         if name not in params.candidates:
             problems.append(f"release.{i}: expected one of the candidates ({known}), got {name!r}")
+        if name == params.reference:
+            problems.append(f"release.{i}: {name!r} is the reference, and a comparison with itself proves nothing; "
+                            "name another candidate")
         if name in params.release[:i]:
             problems.append(f"release.{i}: {name!r} is listed twice; remove one")
+    problems += [f"candidates.{name}: expected steps or an endpoint, got both; what runs behind the endpoint is not "
+                 "what the steps make: remove one" for name, c in params.candidates.items() if c.endpoint and c.steps]
     problems += [f"candidates.{name}.endpoint.base_url: expected http://host:port, got {c.endpoint.base_url!r}"
                  for name, c in params.candidates.items() if c.endpoint and not _is_address(c.endpoint.base_url)]
     problems += _unknown_metrics(params)

@@ -28,7 +28,7 @@ def check_project(params: Params, root: Path) -> None:
         EvalsetError: with file and line, what `load_evalset` refuses.
     """
     load = cache(_load_whole)  # two evals may name one folder
-    calibration = _load_kind(load, root / params.calibration_texts, "calibration_texts", "documents")
+    calibration = _load_kind(load, root / params.optimize.calibration_texts, "optimize.calibration_texts", "documents")
     for name, candidate in params.candidates.items():
         _check_candidate(f"candidates.{name}", candidate, calibration, root)
     cards = {name: _check_eval(load, f"evals.{name}", settings, root) for name, settings in params.evals.items()}

@@ -79,16 +79,25 @@ class LayerCoverage(Record):
     loss: float | None = None  # the library's per-layer calibration loss, where it has one
 
 
-class Candidate(Record):
-    """A checkpoint plus a serving config: the thing that is evaluated and would ship."""
+class BuiltCandidate(Record):
+    """What the steps made of a checkpoint (`candidate.json`), whatever serves it.
+
+    How it is served is added by `serving_config.serve`: another number of servers must not make a
+    large checkpoint be quantised again.
+    """
 
     name: str
     checkpoint: Checkpoint
-    serving: ServingConfig
     steps: tuple[dict[str, Any], ...] = ()
     coverage: tuple[LayerCoverage, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
     libraries: dict[str, str] = {}
+
+
+class Candidate(BuiltCandidate):
+    """A checkpoint plus a serving config: the thing that is evaluated and would ship."""
+
+    serving: ServingConfig
 
     @property
     def fingerprint(self) -> str:
@@ -126,6 +135,7 @@ class EvalFile(Record):
     num_cases: int
     records: str  # file name inside the evaluation folder
     sha256: str
+    arrays_sha256: str | None = None  # of "<eval>.npz" beside the records, for an eval that keeps arrays
 
 
 class Evaluation(Record):
@@ -134,6 +144,7 @@ class Evaluation(Record):
     candidate: str
     fingerprint: str
     checkpoint_digest: str
+    serving: ServingConfig  # as it was evaluated
     evals: dict[str, EvalFile]
     served_by: dict[str, Any]  # what the endpoint said about itself
     seconds: float

@@ -18,7 +18,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import is_rate
 from pipeline.predictions import read_scored, select_predictions
-from pipeline.records import Candidate, Evaluation, Metric, R, Verdict, read_record
+from pipeline.records import BuiltCandidate, Evaluation, Metric, R, Verdict, read_record
 
 # Bars and dots: a reviewer tells the verdict by the colour.
 _COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c", "fail": "#cf222e",
@@ -49,32 +49,32 @@ def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
     was refused for it, and a refusal is worth seeing too.
     """
     verdicts = {v.candidate: v for v in judgement.verdicts}
-    names = [judgement.reference, *(name for name in verdicts if name != judgement.reference)]
+    names = [judgement.policy.reference, *(name for name in verdicts if name != judgement.policy.reference)]
     scored, problems = {}, dict.fromkeys(names, "")
     for name in names:
         try:
             scored[name] = read_scored(build, name)
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {error}"
-    tables = select_predictions(scored, judgement.reference)
+    tables = select_predictions(scored, judgement.policy.reference)
     return [_describe_run(judgement, build, name, tables[name], problems[name]) for name in names]
 
 
 def _describe_run(
     judgement: Judgement, build: Path, name: str, predictions: dict[str, list[str]], problem: str
 ) -> RunContents:
-    is_reference = name == judgement.reference
+    is_reference = name == judgement.policy.reference
     verdict = next((v for v in judgement.verdicts if v.candidate == name), None)
-    candidate = _read_optional(build / "candidates" / name / "candidate.json", Candidate)
+    candidate = _read_optional(build / "candidates" / name / "candidate.json", BuiltCandidate)
     evaluation = _read_optional(build / "evaluations" / name / "evaluation.json", Evaluation)
     says = [record.model_dump() if record else None for record in (verdict, candidate, evaluation)]
     metrics = judgement.reference_metrics if is_reference else (verdict.metrics if verdict else ())
-    headline = next(iter(judgement.tolerances), "")
+    headline = next(iter(judgement.policy.tolerances), "")
     return RunContents(
         candidate=name,
         key=digest_json([*says, is_reference, predictions["id"]]),
         metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline) | describe_gate(verdict),
-        params={"gate": describe_role(verdict, is_reference)} | (describe_candidate(candidate) if candidate else {}),
+        params={"gate": describe_role(verdict, is_reference)} | describe_candidate(candidate, evaluation),
         predictions=predictions,
         note=_write_note(verdict, is_reference) + problem,
         color=_COLORS["reference" if is_reference or verdict is None else verdict.outcome],
@@ -142,16 +142,22 @@ def describe_role(verdict: Verdict | None, is_reference: bool) -> str:
     return f"{word} (release)" if verdict and verdict.is_release else word
 
 
-def describe_candidate(candidate: Candidate) -> dict[str, str]:
-    """Summarise a candidate in a few short values."""
-    checkpoint, serving = candidate.checkpoint, candidate.serving
+def describe_candidate(candidate: BuiltCandidate | None, evaluation: Evaluation | None) -> dict[str, str]:
+    """Summarise a candidate in a few short values, as far as it was built and evaluated."""
+    described = {}
+    if evaluation is not None:
+        serving = evaluation.serving
+        described["fingerprint"] = evaluation.fingerprint[:12]
+        described["serving"] = (f"{serving.engine} {serving.dtype} {serving.attention}, "
+                                f"{serving.concurrency} in flight")
+    if candidate is None:
+        return described
+    checkpoint = candidate.checkpoint
     fallbacks = f", {len(candidate.fallbacks)} fallbacks" if candidate.fallbacks else ""
-    return {
+    return described | {
         "calibration": "; ".join(filter(None, map(_describe_calibration, candidate.steps))) or "none",
         "checkpoint": f"{checkpoint.path} ({checkpoint.kind}, {checkpoint.format})",
         "coverage": _describe_coverage(candidate) + fallbacks,
-        "fingerprint": candidate.fingerprint[:12],
-        "serving": f"{serving.engine} {serving.dtype} {serving.attention}, {serving.concurrency} in flight",
         "size_mib": f"{checkpoint.num_bytes / (1 << 20):.2f}",
         "steps": "; ".join(map(_describe_step, candidate.steps)) or "none",
     }
@@ -173,7 +179,7 @@ def _describe_calibration(step: dict[str, Any]) -> str:
             f"length^{calibration['length_exponent']:g}")  # fmt: skip
 
 
-def _describe_coverage(candidate: Candidate) -> str:
+def _describe_coverage(candidate: BuiltCandidate) -> str:
     if not candidate.coverage:
         return "as stored"
     counts: dict[str, int] = {}

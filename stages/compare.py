@@ -16,6 +16,8 @@ from pipeline.params import load_params
 from pipeline.records import write_record, write_text
 from stages.cli import run_stage
 
+METRICS = Path("metrics")
+
 
 def main(argv: list[str]) -> int:
     """Write the judgement, the report, the plots and one metrics file per candidate."""
@@ -26,8 +28,11 @@ def main(argv: list[str]) -> int:
     plot_harm(judgement, REPORT_PATH.with_name("harm.png"))
     plot_completion(judgement, REPORT_PATH.with_name("completion.png"))
     for name, measured in compared.measured.items():
-        tree = json.dumps(metrics_tree(measured.metrics), indent=2) + "\n"
-        write_text(Path("metrics") / f"{name}.json", tree)
+        tree = json.dumps(metrics_tree(measured.metrics, judgement.policy), indent=2) + "\n"
+        write_text(METRICS / f"{name}.json", tree)
+    for stale in METRICS.glob("*.json"):
+        if stale.stem not in compared.measured:
+            stale.unlink()
     for verdict in judgement.verdicts:
         print(f"{verdict.candidate}: {verdict.outcome}")
     return 0

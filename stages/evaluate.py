@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.errors import SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
 from pipeline.params import load_params
-from pipeline.records import Candidate, read_record
+from pipeline.serving_config import read_candidate
 from stages.cli import run_stage
 
 
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     params = load_params()
     if len(argv) != 1 or argv[0] not in params.candidates:
         raise SettingsError(f"expected one candidate of {', '.join(params.candidates)}, got {' '.join(argv)!r}")
-    candidate = read_record(Path("build/candidates") / argv[0] / "candidate.json", Candidate)
+    candidate = read_candidate(Path("build"), argv[0], params)
     asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=Path("build")))
     return 0
 

@@ -1,4 +1,4 @@
-"""Stage gate: let the release through or stop it. Reads the judgement, computes nothing.
+"""Stage gate: let the release through or stop it. Reads the judgement and checks that it is about what would ship.
 
 DVC does not record a stage that fails, so this one fires again on every run until the cause is
 gone. Its only output is the marker of a pass, removed before anything is judged.
@@ -11,12 +11,14 @@ from pathlib import Path
 from pipeline.gate.verdicts import (
     VERDICT_PATH,
     Judgement,
-    check_fingerprints,
+    check_candidates,
+    check_policy,
     is_blocking,
     released_verdicts,
     render_gate,
     write_marker,
 )
+from pipeline.params import load_params
 from pipeline.records import read_record
 from stages.cli import run_stage
 
@@ -26,10 +28,12 @@ MARKER = Path("build/gate.ok")
 def main(argv: list[str]) -> int:
     """Print the verdicts of the release; return 1 when one of them blocks."""
     MARKER.unlink(missing_ok=True)
+    params = load_params()
     judgement = read_record(VERDICT_PATH, Judgement)
-    check_fingerprints(judgement, Path("build"))
+    check_policy(judgement, params)
+    check_candidates(judgement, params, Path())
     print(render_gate(judgement))
-    if any(is_blocking(verdict, judgement) for verdict in released_verdicts(judgement)):
+    if any(is_blocking(verdict, judgement.policy) for verdict in released_verdicts(judgement)):
         return 1
     write_marker(MARKER, judgement, verdict_path=VERDICT_PATH)
     return 0

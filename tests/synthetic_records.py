@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.digests import digest_file, digest_text
 from pipeline.params import Params, parse_params
 from pipeline.records import (
+    BuiltCandidate,
     Candidate,
     CaseRecord,
     Checkpoint,
@@ -60,7 +61,8 @@ def make_params(candidates: Sequence[str], release: Sequence[str], **gate: Any) 
                     "choices/accuracy": {"overall": 0.03},
                     "prose/perplexity_per_token": {"overall": 0.02}}}
     return parse_params({
-        "reference": "reference", "release": list(release), "calibration_texts": "evalsets/calibration",
+        "reference": "reference", "release": list(release),
+        "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
         "candidates": {"reference": {"checkpoint": "models/agent"}} | {
             name: {"checkpoint": "models/agent", "steps": [{"kind": "gptq", "calibration": calibration}]}
             for name in candidates},
@@ -79,13 +81,19 @@ def write_tree(build: Path, behaviours: dict[str, Behaviour], *, num_cases: int 
     """Write `reference` and one candidate per behaviour under `build`."""
     for name, behaviour in {"reference": Behaviour(), **behaviours}.items():
         candidate = make_candidate(name)
-        write_record(build / "candidates" / name / "candidate.json", candidate)
+        write_candidate(build, candidate)
         folder = build / "evaluations" / name
         files = {eval_name: _write_eval(folder, eval_name, candidate, behaviour, num_cases, seed)
                  for eval_name in EVAL_KINDS}
         write_record(folder / "evaluation.json", Evaluation(
             candidate=name, fingerprint=candidate.fingerprint, checkpoint_digest=candidate.checkpoint.digest,
-            evals=files, served_by={"engine": "transformers"}, seconds=1.0))
+            serving=candidate.serving, evals=files, served_by={"engine": "transformers"}, seconds=1.0))
+
+
+def write_candidate(build: Path, candidate: Candidate) -> None:
+    """Write a candidate's record as the stage `optimize` does: without how it is served."""
+    write_record(build / "candidates" / candidate.name / "candidate.json",
+                 BuiltCandidate(**candidate.model_dump(exclude={"serving"})))
 
 
 def make_candidate(name: str) -> Candidate:

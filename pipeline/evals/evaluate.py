@@ -60,12 +60,16 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
                 context = _make_context(name, settings, evalset, candidate, engine, client, journal, root, folder)
                 records = await _run_eval(context)
             write_cases(folder / f"{name}.jsonl", records)
-            files[name] = EvalFile(kind=settings.kind, evalset_digest=digest, num_cases=len(records),
-                                   records=f"{name}.jsonl", sha256=digest_file(folder / f"{name}.jsonl"))  # fmt: skip
+            arrays = folder / f"{name}.npz"
+            files[name] = EvalFile(
+                kind=settings.kind, evalset_digest=digest, num_cases=len(records), records=f"{name}.jsonl",
+                sha256=digest_file(folder / f"{name}.jsonl"),
+                arrays_sha256=digest_file(arrays) if arrays.is_file() else None)  # fmt: skip
     evaluation = Evaluation(
         candidate=candidate.name,
         fingerprint=engine.fingerprint,
         checkpoint_digest=candidate.checkpoint.digest,
+        serving=candidate.serving,
         evals=files,
         served_by=engine.served_by,
         seconds=round(time.monotonic() - start, 3),

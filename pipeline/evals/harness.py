@@ -17,6 +17,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,9 @@ from pipeline.params import HarnessEval
 from pipeline.records import CaseRecord
 from pipeline.serving.client import TokenScores
 
-CHUNK_REQUESTS = 512  # a killed run repeats at most this many
+# requests asked together; a killed run repeats those of CHUNKS_AT_ONCE chunks at most
+CHUNK_REQUESTS = 64
+CHUNKS_AT_ONCE = 4
 ACCURACY_METRICS = ("acc", "exact_match")  # 0 or 1 per document
 T = TypeVar("T")
 
@@ -74,14 +77,20 @@ class EndpointLM(LM):
         return self._answer("generate_until", [r.args for r in requests], lambda args: self._wait(self._generate(args)))
 
     def _answer(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[T]]) -> list[T]:
-        """Ask for what the journal does not hold yet, a chunk at a time, and journal each chunk."""
+        """Ask for what the journal does not hold yet, a few chunks at once, and journal each chunk."""
         journal = self._context.journal
         keys = [digest_json([kind, *arguments]) for arguments in requests]
         missing = [i for i, key in enumerate(keys) if journal.find_text(key) is None]
-        for start in range(0, len(missing), CHUNK_REQUESTS):
-            chunk = missing[start : start + CHUNK_REQUESTS]
-            for i, answer in zip(chunk, ask([requests[i] for i in chunk]), strict=True):
-                journal.add_text(keys[i], json.dumps(answer))
+        chunks = [missing[start : start + CHUNK_REQUESTS] for start in range(0, len(missing), CHUNK_REQUESTS)]
+        with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
+            waiting = [pool.submit(ask, [requests[i] for i in chunk]) for chunk in chunks]
+            try:
+                for chunk, answers in zip(chunks, waiting, strict=True):
+                    for i, answer in zip(chunk, answers.result(), strict=True):
+                        journal.add_text(keys[i], json.dumps(answer))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         return [json.loads(journal.find_text(key) or "null") for key in keys]
 
     async def _generate(self, requests: list[tuple[str, dict[str, Any]]]) -> list[str]:

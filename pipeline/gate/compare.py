@@ -20,10 +20,11 @@ from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
-from pipeline.gate.verdicts import REFUSED, GatedTolerance, Judgement
+from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, describe_policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
 from pipeline.records import CaseRecord, Comparison, Metric, Verdict
+from pipeline.serving_config import read_candidate
 
 
 @dataclass
@@ -55,23 +56,19 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
         build: the folder that holds `candidates/` and `evaluations/`.
     """
     kinds = _eval_kinds(params)
-    reference = _load(build, params.reference, kinds)
-    if reference.evidence and reference.evidence.candidate.steps:
-        reference.refusals.append("has steps: a reference is its checkpoint as it is; name a candidate without steps")
+    reference = _load(build, params.reference, params)
     _describe(reference, kinds)
-    measured = {name: _measure_candidate(_load(build, name, kinds), reference, params)
+    measured = {name: _measure_candidate(_load(build, name, params), reference, params)
                 for name in params.candidates if name != params.reference}
     comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
                             alpha=params.gate.alpha)
     verdicts = [_conclude(name, measured[name], comparisons[name], params) for name in measured]
-    if params.reference in params.release:
-        verdicts.insert(0, _reference_verdict(reference, params))
+    policy = describe_policy(params)
+    blocking = [v for v in verdicts if v.is_release and is_blocking(v, policy)]
     judgement = Judgement(
-        reference=params.reference, reference_fingerprint=_fingerprint(reference),
-        reference_metrics=tuple(reference.metrics), release=tuple(params.release), alpha=params.gate.alpha,
-        on_inconclusive=params.gate.on_inconclusive,
-        tolerances={name: GatedTolerance(**t.model_dump()) for name, t in params.gate.tolerances.items()},
-        tripwires=params.gate.tripwires, eval_kinds=kinds, verdicts=tuple(verdicts),
+        outcome="blocked" if blocking else "pass", blocked_by=tuple(v.candidate for v in blocking), policy=policy,
+        reference_fingerprint=_fingerprint(reference), reference_metrics=tuple(reference.metrics),
+        verdicts=tuple(verdicts),
     )
     return ReleaseComparison(judgement, {params.reference: reference, **measured})
 
@@ -80,10 +77,10 @@ def _eval_kinds(params: Params) -> dict[str, str]:
     return {name: settings.kind for name, settings in params.evals.items()}
 
 
-def _load(build: Path, name: str, kinds: dict[str, str]) -> Measured:
+def _load(build: Path, name: str, params: Params) -> Measured:
     measured = Measured()
     try:
-        measured.evidence = load_evidence(build, name, kinds)
+        measured.evidence = load_evidence(build, read_candidate(build, name, params), _eval_kinds(params))
         measured.refusals += measured.evidence.problems.values()
     except EvidenceError as error:
         measured.refusals.append(str(error))
@@ -167,6 +164,9 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
     reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
     reasons += [f"note: {note}" for note in measured.notes]
+    if measured.evidence and measured.evidence.candidate.serving.engine == "attached":
+        reasons.append(f"{DECLARED} by params.yaml, not proved: what runs behind "
+                       f"{measured.evidence.candidate.serving.base_url} is its operator's word")
     if outcome == "refused" and not measured.refusals:
         reasons.append(f"{REFUSED}nothing is gated, and no evidence is not a pass")
     return Verdict(candidate=name, fingerprint=_fingerprint(measured), outcome=outcome,
@@ -190,13 +190,6 @@ def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params
     return (f"perplexity flat, task down: {name} moves {likelihood.metric} by {moved} (tolerated {allowed}), "
             f"but {name_comparison(task)} falls from {format_value(task.metric, task.reference)} "
             f"to {format_value(task.metric, task.candidate)}")
-
-
-def _reference_verdict(reference: Measured, params: Params) -> Verdict:
-    reasons = [f"{REFUSED}{problem}" for problem in reference.refusals] or ["is the reference: compared with itself"]
-    return Verdict(candidate=params.reference, fingerprint=_fingerprint(reference), is_release=True, comparisons=(),
-                   outcome="refused" if reference.refusals else "pass", reasons=tuple(reasons),
-                   metrics=tuple(reference.metrics))
 
 
 def _fingerprint(measured: Measured) -> str:

@@ -28,7 +28,7 @@ from pipeline.gate.statistics import (
     ratio_interval,
     sign_flip_p,
 )
-from pipeline.gate.wording import natural_key
+from pipeline.gate.wording import name_metric, natural_key
 from pipeline.records import CaseRecord, Metric
 
 Floats = NDArray[np.float64]
@@ -130,7 +130,7 @@ def measure_metric(
         EvidenceError: no case in the bucket, a score is absent, the two sides did unequal work, or
             there are too few clusters for an interval.
     """
-    name = f"{eval_name}/{definition.name}" + (f" [{bucket}]" if bucket else "")
+    name = name_metric(f"{eval_name}/{definition.name}", bucket)
     positions = select_bucket(pairs.reference, bucket)
     if len(positions) == 0:
         raise EvidenceError(f"{name}: the bucket is empty; no case carries it")
@@ -156,9 +156,9 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) 
     """
     m = measurement
     if m.tolerance is not None and definition.estimator == "proportion" and m.reference <= m.tolerance:
-        name = m.metric + (f" [{m.bucket}]" if m.bucket else "")
-        raise EvidenceError(f"{name}: the reference is right in {round(m.reference * m.n)} of {m.n} cases, so a loss "
-                            f"above the tolerance of {m.tolerance:g} can't show; look at the evalset")
+        raise EvidenceError(f"{name_metric(m.metric, m.bucket)}: the reference is right in "
+                            f"{round(m.reference * m.n)} of {m.n} cases, so a loss above the tolerance of "
+                            f"{m.tolerance:g} can't show; look at the evalset")
 
 
 def _compare_scores(

@@ -56,21 +56,21 @@ class PairedCases:
     clusters: NDArray[np.int64]
 
 
-def load_evidence(build: Path, name: str, eval_kinds: Mapping[str, str]) -> Evidence:
+def load_evidence(build: Path, candidate: Candidate, eval_kinds: Mapping[str, str]) -> Evidence:
     """Load and check the records of one candidate.
 
     Args:
-        build: the folder that holds `candidates/` and `evaluations/`.
-        name: the candidate.
+        build: the folder that holds `evaluations/`.
+        candidate: what would ship.
         eval_kinds: the evals that the settings ask for, and the kind of each.
 
     Raises:
         EvidenceError: nothing about this candidate can be judged.
     """
-    candidate = read_record(build / "candidates" / name / "candidate.json", Candidate)
+    name = candidate.name
     folder = build / "evaluations" / name
     evaluation = read_record(folder / "evaluation.json", Evaluation)
-    _check_identity(name, candidate, evaluation, folder / "evaluation.json")
+    _check_identity(candidate, evaluation, folder / "evaluation.json")
     records: dict[str, list[CaseRecord]] = {}
     problems: dict[str, str] = {}
     for eval_name, kind in eval_kinds.items():
@@ -81,15 +81,20 @@ def load_evidence(build: Path, name: str, eval_kinds: Mapping[str, str]) -> Evid
     return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems)
 
 
-def _check_identity(name: str, candidate: Candidate, evaluation: Evaluation, path: Path) -> None:
-    if candidate.name != name or evaluation.candidate != name:
-        raise EvidenceError(f"{path}: expected the evaluation of {name!r}, found candidate {candidate.name!r} "
-                            f"and evaluation of {evaluation.candidate!r}")
-    if candidate.serving.engine == "attached":
-        return  # what runs behind someone else's endpoint is known by its own fingerprint only
-    if evaluation.fingerprint != candidate.fingerprint or evaluation.checkpoint_digest != candidate.checkpoint.digest:
-        raise EvidenceError(f"{path}: what was evaluated (fingerprint {evaluation.fingerprint[:12]}) is not what "
-                            f"would ship ({candidate.fingerprint[:12]}); run `dvc repro` to evaluate it again")
+def _check_identity(candidate: Candidate, evaluation: Evaluation, path: Path) -> None:
+    if evaluation.candidate != candidate.name:
+        raise EvidenceError(f"{path}: expected the evaluation of {candidate.name!r}, found that of "
+                            f"{evaluation.candidate!r}")
+    expected = {"checkpoint digest": candidate.checkpoint.digest[:12]}
+    found = {"checkpoint digest": evaluation.checkpoint_digest[:12]}
+    for side, serving in ((expected, candidate.serving), (found, evaluation.serving)):
+        side |= {f"serving.{key}": value for key, value in serving.model_dump(exclude={"base_url"}).items()}
+    if candidate.serving.engine != "attached":  # behind someone else's endpoint the fingerprint is its own
+        expected["fingerprint"], found["fingerprint"] = candidate.fingerprint[:12], evaluation.fingerprint[:12]
+    for key, value in expected.items():
+        if found[key] != value:
+            raise EvidenceError(f"{path}: what was evaluated is not what would ship: {key}: expected {value!r}, got "
+                                f"{found[key]!r}; run `dvc repro` to evaluate it again")
 
 
 def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, kind: str) -> list[CaseRecord]:
@@ -104,6 +109,10 @@ def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, kind: str) 
     if (found := digest_file(path)) != file.sha256:
         raise EvidenceError(f"{path}: expected sha256 {file.sha256[:12]}, got {found[:12]}; "
                             "the records were edited or cut after they were written")
+    arrays = path.with_suffix(".npz")
+    if file.arrays_sha256 is not None and arrays.is_file() and digest_file(arrays) != file.arrays_sha256:
+        raise EvidenceError(f"{arrays}: expected sha256 {file.arrays_sha256[:12]}, got {digest_file(arrays)[:12]}; "
+                            "the arrays were edited or cut after they were written")
     records = read_cases(path)
     _check_records(path, records, file, evaluation.fingerprint)
     return records

@@ -32,7 +32,7 @@ Row = tuple[str, str | None, float | None]  # metric, bucket, tolerance
 def plot_harm(judgement: Judgement, path: Path) -> None:
     """Draw each gated comparison's harm and bounds in units of its tolerance, one panel a candidate."""
     panels = {v: {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES}
-              for v in judgement.verdicts if v.candidate != judgement.reference}
+              for v in judgement.verdicts if v.candidate != judgement.policy.reference}
     rows = list(dict.fromkeys(row for found in panels.values() for row in found))
     num_columns = min(max(len(panels), 1), _PANELS_A_ROW)
     num_lines = max(1, -(-len(panels) // num_columns))
@@ -48,7 +48,7 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
     axes[0].set_xlim(*_reach([c for found in panels.values() for c in found.values()]))
     figure.supxlabel("harm in units of the tolerance, right is worse (dashed line: the tolerance; "
-                     f"bar: one-sided {1 - judgement.alpha:.0%} bounds)", fontsize=9)
+                     f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds)", fontsize=9)
     _add_outcome_legend(figure)
     _save(figure, path)
 
@@ -101,9 +101,10 @@ def _add_outcome_legend(figure: Figure) -> None:
 
 def plot_completion(judgement: Judgement, path: Path) -> None:
     """Draw task completion by bucket for the reference and every candidate, with 95 % intervals."""
-    evals = [name for name, kind in judgement.eval_kinds.items() if kind == "trajectories"]
+    evals = [name for name, kind in judgement.policy.eval_kinds.items() if kind == "trajectories"]
     names = {f"{name}/task_completion_rate": f"{name}\n" if len(evals) > 1 else "" for name in evals}
-    sides = {judgement.reference: judgement.reference_metrics} | {v.candidate: v.metrics for v in judgement.verdicts}
+    sides = {judgement.policy.reference: judgement.reference_metrics}
+    sides |= {v.candidate: v.metrics for v in judgement.verdicts}
     series = {side: {names[m.name] + (m.bucket or "all"): m for m in metrics if m.name in names}
               for side, metrics in sides.items()}
     buckets = sorted({bucket for found in series.values() for bucket in found},

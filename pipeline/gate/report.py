@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_documents, worst_flips
-from pipeline.gate.verdicts import Judgement, is_blocking, released_verdicts
+from pipeline.gate.verdicts import Judgement, Policy, is_blocking, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
     format_harm,
@@ -50,34 +50,39 @@ def render_report(compared: ReleaseComparison) -> str:
     judgement = compared.judgement
     parts = [_headline(judgement), _candidate_table(judgement)]
     parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
-    if "trajectories" in judgement.eval_kinds.values():
+    if "trajectories" in judgement.policy.eval_kinds.values():
         parts.append("![Task completion by bucket](completion.png)\n")
     parts += [_candidate_section(verdict, compared.measured[verdict.candidate]) for verdict in judgement.verdicts]
     parts.append(_LEGEND.format(
-        confidence=1 - judgement.alpha, alpha=judgement.alpha,
+        confidence=1 - judgement.policy.alpha, alpha=judgement.policy.alpha,
         family="all gated comparisons of the release (of the candidate alone where it is not released)",
-        inconclusive="blocks" if judgement.on_inconclusive == "block" else "is a warning and does not block"))
+        inconclusive="blocks" if judgement.policy.on_inconclusive == "block" else "is a warning and does not block"))
     return "\n".join(parts)
 
 
-def metrics_tree(metrics: Sequence[Metric]) -> dict[str, Any]:
-    """Nest metrics as {eval: {metric: value, n, buckets: {bucket: {metric: value, n}}}} for `dvc metrics`."""
+def metrics_tree(metrics: Sequence[Metric], policy: Policy) -> dict[str, Any]:
+    """Nest metrics for `dvc metrics`: {eval: {n, metric: value, metric by bucket: {gated bucket: value}}}.
+
+    Every metric overall, and the buckets that have a tolerance; all buckets are in verdict.json. Six significant
+    digits: what moves beyond them moves with the composition of a batch.
+    """
     tree: dict[str, Any] = {}
     for metric in metrics:
         eval_name, _, name = metric.name.partition("/")
+        value = float(f"{metric.value:.6g}")
         place = tree.setdefault(eval_name, {})
-        if metric.bucket is not None:
-            place = place.setdefault("buckets", {}).setdefault(metric.bucket, {})
-        place[name] = metric.value
-        place["n"] = metric.n
+        if metric.bucket is None:
+            place |= {"n": metric.n, name: value}
+        elif metric.name in policy.tolerances and metric.bucket in policy.tolerances[metric.name].buckets:
+            place.setdefault(f"{name} by bucket", {})[metric.bucket] = value
     return tree
 
 
 def _headline(judgement: Judgement) -> str:
     released = released_verdicts(judgement)
-    blocking = [v for v in released if is_blocking(v, judgement)]
+    blocking = [v for v in released if is_blocking(v, judgement.policy)]
     names = ", ".join(f"`{v.candidate}`" for v in released)
-    lines = ["# Gate report", "", f"Release: {names}. Reference: `{judgement.reference}`. "
+    lines = ["# Gate report", "", f"Release: {names}. Reference: `{judgement.policy.reference}`. "
              + (f"**Blocked** by {', '.join(f'`{v.candidate}` ({v.outcome})' for v in blocking)}." if blocking
                 else "**Nothing blocks it.**"), ""]
     notable = [f"- {reason[0].upper()}{reason[1:]}." for v in judgement.verdicts for reason in v.reasons
@@ -89,11 +94,11 @@ def _candidate_table(judgement: Judgement) -> str:
     columns = _columns(judgement)
     values = {(m.name, m.bucket): m for m in judgement.reference_metrics}
     header = ["candidate", "release", "verdict"] + [_column_title(*column) for column in columns]
-    reference = [f"`{judgement.reference}`", "", "reference"]
+    reference = [f"`{judgement.policy.reference}`", "", "reference"]
     reference += [_cell(values[column]) if column in values else "–" for column in columns]
     rows = [header, ["---"] * 3 + ["---:"] * len(columns), reference]
     for verdict in judgement.verdicts:
-        if verdict.candidate != judgement.reference:
+        if verdict.candidate != judgement.policy.reference:
             found = {(c.metric, c.bucket): c for c in verdict.comparisons}
             rows.append([f"`{verdict.candidate}`", "yes" if verdict.is_release else "",
                          f"{_MARKS[verdict.outcome]} {verdict.outcome}"]
@@ -107,12 +112,12 @@ def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
     Buckets whose name holds a number form a scale; they are in the plot and the long tables.
     """
     columns: list[tuple[str, str | None]] = []
-    kinds = judgement.eval_kinds
-    gated = sorted(judgement.tolerances, key=lambda metric: _KIND_ORDER.index(kinds[metric.partition("/")[0]]))
+    kinds, tolerances = judgement.policy.eval_kinds, judgement.policy.tolerances
+    gated = sorted(tolerances, key=lambda metric: _KIND_ORDER.index(kinds[metric.partition("/")[0]]))
     for metric in gated:
         columns.append((metric, None))
         if kinds[metric.partition("/")[0]] == "trajectories":
-            columns += [(metric, b) for b in judgement.tolerances[metric].buckets if not any(ch.isdigit() for ch in b)]
+            columns += [(metric, b) for b in tolerances[metric].buckets if not any(ch.isdigit() for ch in b)]
     columns += [(f"{name}/kl_nats_per_token", None) for name, kind in kinds.items() if kind == "perplexity"]
     return columns
 

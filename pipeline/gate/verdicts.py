@@ -10,14 +10,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pipeline.digests import canonical_json, digest_file
+from pipeline.digests import canonical_json, digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.wording import format_harm, format_p, format_range, format_tolerance, format_value, name_comparison
-from pipeline.records import Candidate, Comparison, Metric, Record, Verdict, read_record, write_text
+from pipeline.params import Params
+from pipeline.records import Comparison, Metric, Record, Verdict, write_text
+from pipeline.serving_config import read_candidate
 
 VERDICT_PATH = Path("reports/verdict.json")
 REPORT_PATH = Path("reports/report.md")
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
+DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
 
 class GatedTolerance(Record):
@@ -27,19 +30,57 @@ class GatedTolerance(Record):
     buckets: dict[str, float]
 
 
-class Judgement(Record):
-    """All verdicts of one comparison and the settings they rest on (`reports/verdict.json`)."""
+class Policy(Record):
+    """What was asked of the gate: the part of params.yaml that a judgement rests on."""
 
     reference: str
-    reference_fingerprint: str
-    reference_metrics: tuple[Metric, ...]
     release: tuple[str, ...]
     alpha: float
     on_inconclusive: Literal["block", "warn"]
     tolerances: dict[str, GatedTolerance]
     tripwires: dict[str, float]
     eval_kinds: dict[str, str]
+
+
+class Judgement(Record):
+    """All verdicts of one comparison and the policy they rest on (`reports/verdict.json`).
+
+    A comparison's `low` and `high` are one-sided bounds at 1 - alpha; a metric's are a two-sided
+    interval at `interval_confidence`.
+    """
+
+    schema_version: Literal[1] = 1
+    outcome: Literal["pass", "blocked"]
+    blocked_by: tuple[str, ...]
+    policy: Policy
+    interval_confidence: float = 0.95
+    reference_fingerprint: str
+    reference_metrics: tuple[Metric, ...]
     verdicts: tuple[Verdict, ...]
+
+
+def describe_policy(params: Params) -> Policy:
+    """Return what params.yaml asks of the gate."""
+    gate = params.gate
+    return Policy(
+        reference=params.reference, release=tuple(params.release), alpha=gate.alpha,
+        on_inconclusive=gate.on_inconclusive, tripwires=gate.tripwires,
+        tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
+        eval_kinds={name: settings.kind for name, settings in params.evals.items()},
+    )
+
+
+def check_policy(judgement: Judgement, params: Params) -> None:
+    """Check that the judgement rests on the present params.yaml.
+
+    Raises:
+        EvidenceError: with the first setting that differs.
+    """
+    asked, judged = describe_policy(params).model_dump(mode="json"), judgement.policy.model_dump(mode="json")
+    for key, value in asked.items():
+        if judged[key] != value:
+            raise EvidenceError(f"{VERDICT_PATH}: judged with {key} {judged[key]!r}, params.yaml says {value!r}; "
+                                "run `dvc repro` to judge again")
 
 
 def released_verdicts(judgement: Judgement) -> list[Verdict]:
@@ -49,11 +90,11 @@ def released_verdicts(judgement: Judgement) -> list[Verdict]:
         EvidenceError: a released candidate has no verdict.
     """
     by_name = {verdict.candidate: verdict for verdict in judgement.verdicts}
-    for name in judgement.release:
+    for name in judgement.policy.release:
         if name not in by_name:
             raise EvidenceError(f"{VERDICT_PATH}: release names {name!r}, but there is no verdict on it; "
                                 "run `dvc repro compare`")
-    return [by_name[name] for name in judgement.release]
+    return [by_name[name] for name in judgement.policy.release]
 
 
 def list_refusals(verdict: Verdict) -> list[str]:
@@ -61,22 +102,30 @@ def list_refusals(verdict: Verdict) -> list[str]:
     return [reason.removeprefix(REFUSED) for reason in verdict.reasons if reason.startswith(REFUSED)]
 
 
-def is_blocking(verdict: Verdict, judgement: Judgement) -> bool:
-    """Say whether a verdict keeps the release from going out."""
+def is_blocking(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether a verdict keeps the release from going out.
+
+    `on_inconclusive: warn` lets through what is within its tolerance as seen and not proven to be; a loss seen
+    beyond the tolerance blocks, proven or not.
+    """
     if verdict.outcome == "inconclusive":
-        return judgement.on_inconclusive == "block"
+        return policy.on_inconclusive == "block" or any(
+            c.outcome == "inconclusive" and c.tolerance is not None and c.harm > c.tolerance
+            for c in verdict.comparisons)
     return verdict.outcome != "pass"
 
 
-def check_fingerprints(judgement: Judgement, build: Path) -> None:
+def check_candidates(judgement: Judgement, params: Params, root: Path) -> None:
     """Check that what was judged is what would ship, where the candidates are present.
 
-    A fresh clone without build/ has nothing to compare with and passes; an attached endpoint
-    has its own fingerprint, which candidate.json can't know.
+    The weights are read and hashed again: a record that says the right thing about another file proves nothing. A
+    fresh clone without build/ has nothing to compare with and passes; an attached endpoint has its own fingerprint,
+    which no file here can tell.
 
     Raises:
-        EvidenceError: a candidate was rebuilt, its serving changed, or it is gone since it was judged.
+        EvidenceError: a candidate was rebuilt, its serving or its weights changed, or it is gone since it was judged.
     """
+    build = root / "build"
     if not (build / "candidates").is_dir():
         return
     for verdict in released_verdicts(judgement):
@@ -86,16 +135,24 @@ def check_fingerprints(judgement: Judgement, build: Path) -> None:
         if not path.is_file():
             raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
                                 "none: making it again has failed; run `dvc repro`")
-        candidate = read_record(path, Candidate)
-        if candidate.serving.engine != "attached" and candidate.fingerprint != verdict.fingerprint:
+        candidate = read_candidate(build, verdict.candidate, params)
+        if candidate.serving.engine == "attached":
+            continue
+        if candidate.fingerprint != verdict.fingerprint:
             raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
                                 f"{candidate.fingerprint[:12]}; run `dvc repro` so that it is evaluated again")
+        folder = root / candidate.checkpoint.path
+        if (found := digest_checkpoint(folder)) != candidate.checkpoint.digest:
+            raise EvidenceError(f"{folder}: expected the checkpoint that was judged "
+                                f"({candidate.checkpoint.digest[:12]}), found other files ({found[:12]}); run "
+                                "`dvc repro` so that it is built and evaluated again")
 
 
 def write_marker(path: Path, judgement: Judgement, *, verdict_path: Path) -> None:
-    """Write the proof of a pass: the digest of the judgement and the fingerprints it covers."""
-    fingerprints = {verdict.candidate: verdict.fingerprint for verdict in released_verdicts(judgement)}
-    write_text(path, canonical_json({"verdict_sha256": digest_file(verdict_path), "release": fingerprints}) + "\n")
+    """Write the proof of a pass: the digest of the judgement, and of each candidate its outcome and fingerprint."""
+    release = {verdict.candidate: {"outcome": verdict.outcome, "fingerprint": verdict.fingerprint}
+               for verdict in released_verdicts(judgement)}
+    write_text(path, canonical_json({"verdict_sha256": digest_file(verdict_path), "release": release}) + "\n")
 
 
 def render_gate(judgement: Judgement) -> str:
@@ -106,12 +163,23 @@ def render_gate(judgement: Judgement) -> str:
     lines += [_row(verdict, width) for verdict in verdicts]
     for verdict in verdicts:
         if verdict.outcome != "pass":
-            lines += _why(verdict, is_blocking(verdict, judgement))
-    if any(is_blocking(verdict, judgement) for verdict in verdicts):
+            lines += _why(verdict, is_blocking(verdict, judgement.policy))
+    lines += _describe_limits(judgement, verdicts)
+    if judgement.blocked_by:
         lines += ["", "look closer:", f"  {REPORT_PATH}      every comparison, the plots and the worst flips",
                   "  dvc metrics diff        numbers against the last commit",
                   "  make ui                 MLflow: predictions side by side"]
     return "\n".join(lines)
+
+
+def _describe_limits(judgement: Judgement, verdicts: list[Verdict]) -> list[str]:
+    """Say what the verdicts do not cover: evals without a tolerance, endpoints that nobody could look into."""
+    gated = {metric.partition("/")[0] for metric in judgement.policy.tolerances}
+    ungated = [name for name in judgement.policy.eval_kinds if name not in gated]
+    lines = [f"not gated, as no tolerance is set: {', '.join(ungated)}"] if ungated else []
+    lines += [f"{verdict.candidate}: {note}" for verdict in verdicts for note in verdict.reasons
+              if note.startswith(DECLARED)]
+    return ["", *lines] if lines else []
 
 
 def _row(verdict: Verdict, width: int) -> str:

@@ -79,9 +79,14 @@ def format_count(count: int) -> str:
     return f"about {round(count / scale) * scale:,}"
 
 
+def name_metric(metric: str, bucket: str | None) -> str:
+    """Name a metric with its bucket: "workflows/task_completion_rate [steps/5-8]"."""
+    return metric + (f" [{bucket}]" if bucket else "")
+
+
 def name_comparison(comparison: Comparison) -> str:
-    """Name a metric with its bucket: "workflows/task_completion_rate [steps_6_8]"."""
-    return comparison.metric + (f" [{comparison.bucket}]" if comparison.bucket else "")
+    """Name what a comparison compares."""
+    return name_metric(comparison.metric, comparison.bucket)
 
 
 def natural_key(text: str) -> list[tuple[int, str]]:

@@ -17,7 +17,7 @@ from pipeline.evalsets import Evalset, load_evalset
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
 from pipeline.params import CandidateSettings, Params
-from pipeline.records import Candidate, ServingConfig, write_record
+from pipeline.records import BuiltCandidate, write_record
 from pipeline.weight_files import check_finite, iterate_weights
 
 CANDIDATES = Path("build/candidates")
@@ -25,7 +25,7 @@ CANDIDATES = Path("build/candidates")
 LIBRARIES = ("torch", "transformers", "compressed-tensors", "llmcompressor", "tokenizers", "safetensors")
 
 
-def build_candidate(name: str, params: Params, *, root: Path) -> Candidate:
+def build_candidate(name: str, params: Params, *, root: Path) -> BuiltCandidate:
     """Build one candidate and write `build/candidates/<name>/` under `root`.
 
     Raises:
@@ -57,23 +57,13 @@ def read_library_versions() -> dict[str, str]:
     return {library: importlib.metadata.version(library) for library in LIBRARIES}
 
 
-def serving_config(params: Params, settings: CandidateSettings) -> ServingConfig:
-    """Derive how a candidate is served: by the embedded engine, or by the server it is attached to."""
-    shared = params.serving.model_dump(include=set(ServingConfig.model_fields))
-    if settings.endpoint is None:
-        return ServingConfig(**shared)
-    return ServingConfig(
-        **shared, engine="attached", base_url=settings.endpoint.base_url, model=settings.endpoint.model
-    )
-
-
-def _build(name: str, params: Params, working: Path, *, root: Path) -> Candidate:
+def _build(name: str, params: Params, working: Path, *, root: Path) -> BuiltCandidate:
     settings = params.candidates[name]
     source = root / settings.checkpoint
     checkpoint = describe_checkpoint(source, root=root)
     if settings.steps:
-        calibration_set = load_evalset(root / params.calibration_texts)
-        _pin_threads(params.serving.num_threads)
+        calibration_set = load_evalset(root / params.optimize.calibration_texts)
+        _pin_threads(params.optimize.num_threads)
         results = _apply_steps(settings, source, working=working, calibration_set=calibration_set)
         made = describe_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
         checkpoint = made.model_copy(update={"path": (CANDIDATES / name / "checkpoint").as_posix()})
@@ -82,10 +72,9 @@ def _build(name: str, params: Params, working: Path, *, root: Path) -> Candidate
             check_kernels(source)
         check_finite(iterate_weights(source), where=source)
         results = []
-    return Candidate(
+    return BuiltCandidate(
         name=name,
         checkpoint=checkpoint,
-        serving=serving_config(params, settings),
         steps=tuple(result.record for result in results),
         coverage=results[-1].coverage if results else (),
         fallbacks=tuple(fallback for result in results for fallback in result.fallbacks),

@@ -23,7 +23,7 @@ from ruamel.yaml import YAML
 
 import stages.env
 import stages.evaluate
-from pipeline.records import Candidate, Checkpoint, ServingConfig, write_record
+from pipeline.records import BuiltCandidate, Checkpoint, write_record
 from pipeline.serving import client as client_module
 from stages.cli import run_stage
 from tests.tiny_llama import write_documents
@@ -233,17 +233,16 @@ def attach(url: str, evals: dict[str, Any]) -> None:
     """Write settings and a record for one candidate that is served at `url`."""
     yaml = YAML(typ="safe")
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
-    params |= {"reference": "there", "release": ["there"], "evals": evals,
-               "candidates": {"there": {"checkpoint": "models/agent", "endpoint": {"base_url": url, "model": MODEL}}},
+    params |= {"reference": "reference", "release": ["there"], "evals": evals, "candidates": {
+                   "reference": {"checkpoint": "models/agent"},
+                   "there": {"checkpoint": "models/agent", "endpoint": {"base_url": url, "model": MODEL}}},
                "gate": params["gate"] | {"tolerances": {"e/perplexity_per_token": {"overall": 0.1}}, "tripwires": {}}}
     if evals["e"]["kind"] == "harness":
         params["gate"]["tolerances"] = {"e/accuracy": {"overall": 0.1}}
     Path("params.yaml").write_text(json.dumps(params), encoding="utf-8")  # JSON is YAML
     checkpoint = Checkpoint(path="models/agent", kind="llama", format="dense", dtype="bfloat16", num_parameters=1,
                             num_bytes=1, digest="d")  # fmt: skip
-    serving = ServingConfig(engine="attached", base_url=url, model=MODEL)
-    write_record(Path("build/candidates/there/candidate.json"),
-                 Candidate(name="there", checkpoint=checkpoint, serving=serving))  # fmt: skip
+    write_record(Path("build/candidates/there/candidate.json"), BuiltCandidate(name="there", checkpoint=checkpoint))
 
 
 PERPLEXITY = {"e": {"kind": "perplexity", "evalset": "evalsets/prose"}}

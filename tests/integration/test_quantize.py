@@ -23,7 +23,7 @@ from pipeline.optimize.progress import StepLog
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
 from pipeline.params import AwqStep, Calibration, GptqStep, Params, parse_params
-from pipeline.records import Candidate, read_record
+from pipeline.records import BuiltCandidate, read_record
 from pipeline.weight_files import read_tensors
 from tests.tiny_llama import write_documents, write_tiny_llama
 
@@ -246,7 +246,7 @@ def make_params(**candidates: object) -> Params:
     return parse_params({
         "reference": "reference",
         "release": ["reference"],
-        "calibration_texts": "evalsets/calibration",
+        "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
         "candidates": {"reference": {"checkpoint": "models/tiny"}} | candidates,
         "serving": {
             "dtype": "float32", "continuous_batching": True, "concurrency": 4, "num_servers": 1, "num_threads": 1,
@@ -268,10 +268,8 @@ def test_reference_points_at_its_checkpoint_and_copies_nothing(project: Path) ->
     made = build_candidate("reference", make_params(), root=project)
     folder = project / "build/candidates/reference"
     assert os.listdir(folder) == ["candidate.json"]
-    assert read_record(folder / "candidate.json", Candidate) == made
+    assert read_record(folder / "candidate.json", BuiltCandidate) == made
     assert made.checkpoint.path == "models/tiny"
-    assert made.serving.engine == "transformers"
-    assert (made.serving.concurrency, made.serving.context_length) == (4, 256)
     assert set(made.libraries) >= {"torch", "transformers", "compressed-tensors"}
 
 
@@ -290,14 +288,7 @@ def test_candidate_is_written_whole_and_replaces_the_old_one(project: Path) -> N
     assert not [n for n in os.listdir(target.parent) if n.startswith(".")]
     import torch
 
-    assert torch.get_num_threads() == params.serving.num_threads  # another number writes other bytes
-
-
-def test_endpoint_makes_the_candidate_attached(project: Path) -> None:
-    endpoint = {"base_url": "http://127.0.0.1:8000/v1", "model": "tiny"}
-    params = make_params(remote={"checkpoint": "models/tiny", "endpoint": endpoint})
-    serving = build_candidate("remote", params, root=project).serving
-    assert (serving.engine, serving.base_url, serving.model) == ("attached", "http://127.0.0.1:8000/v1", "tiny")
+    assert torch.get_num_threads() == params.optimize.num_threads  # another number writes other bytes
 
 
 def test_failed_step_leaves_the_old_candidate_alone(project: Path) -> None:
@@ -306,7 +297,7 @@ def test_failed_step_leaves_the_old_candidate_alone(project: Path) -> None:
     with pytest.raises(QuantizationError, match="matches no linear layer"):
         build_candidate("kept", make_params(kept=int4_settings(exclude=["typo"])), root=project)
     folder = project / "build/candidates/kept"
-    assert read_record(folder / "candidate.json", Candidate) == before
+    assert read_record(folder / "candidate.json", BuiltCandidate) == before
     assert read_tensors(folder / "checkpoint")
 
 

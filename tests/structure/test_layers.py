@@ -14,7 +14,7 @@ from tests.structure.import_closure import ROOT, direct_imports
 
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
-    ("errors", "digests", "records", "params", "gate.metrics"),
+    ("errors", "digests", "records", "params", "serving_config", "gate.metrics"),
     ("numerics", "environment"),
     ("weight_files", "memory", "checkpoints", "cases", "evalsets"),
     ("optimize", "serving"),

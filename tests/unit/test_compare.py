@@ -18,8 +18,18 @@ from pipeline.gate.pairing import align
 from pipeline.gate.plots import plot_completion, plot_harm
 from pipeline.gate.report import render_report
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p
-from pipeline.records import Candidate, read_record, write_record
-from tests.synthetic_records import Behaviour, make_flips, make_params, rewrite_records, write_tree
+from pipeline.gate.verdicts import render_gate
+from pipeline.params import CandidateSettings, Endpoint
+from pipeline.records import Evaluation, read_record, write_record
+from tests.synthetic_records import (
+    Behaviour,
+    make_candidate,
+    make_flips,
+    make_params,
+    rewrite_records,
+    write_candidate,
+    write_tree,
+)
 
 COMPLETION = METRICS_BY_NAME["task_completion_rate"]
 
@@ -218,21 +228,45 @@ def test_nan_is_refused_even_when_it_was_sealed(tmp_path):
 
 def test_what_was_evaluated_must_be_what_would_ship(tmp_path):
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=300)
-    path = build / "candidates" / "a" / "candidate.json"
-    candidate = read_record(path, Candidate)
-    write_record(path, candidate.model_copy(update={"libraries": {"torch": "2.99"}}))
+    write_candidate(build, make_candidate("a").model_copy(update={"libraries": {"torch": "2.99"}}))
     verdicts = judge_tree(build, ["a", "b"])
-    assert "is not what would ship" in verdicts["a"].reasons[0]
+    assert "is not what would ship: fingerprint: expected" in verdicts["a"].reasons[0]
     assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
 
 
-def test_an_attached_endpoint_is_known_by_its_own_fingerprint(tmp_path):
+def test_a_serving_setting_changed_after_the_evaluation_is_named(tmp_path):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
-    path = build / "candidates" / "a" / "candidate.json"
-    candidate = read_record(path, Candidate)
-    serving = candidate.serving.model_copy(update={"engine": "attached", "base_url": "http://127.0.0.1:1"})
-    write_record(path, candidate.model_copy(update={"serving": serving}))
+    params = make_params(["a"], ["a"])
+    params = params.model_copy(update={"serving": params.serving.model_copy(update={"concurrency": 1})})
+    reasons = compare_release(params, build).judgement.verdicts[0].reasons
+    assert "not what would ship: serving.concurrency: expected 1, got 32" in reasons[0]
+
+
+@pytest.mark.parametrize(("url", "outcome"), [("http://127.0.0.1:1", "pass"), ("http://127.0.0.1:2", "pass")])
+def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(tmp_path, url, outcome):
+    """Which port it listens on is no part of what it is."""
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    path = build / "evaluations/a/evaluation.json"
+    evaluation = read_record(path, Evaluation)
+    attached = {"engine": "attached", "model": "m", "base_url": "http://127.0.0.1:1"}
+    write_record(path, evaluation.model_copy(update={"serving": evaluation.serving.model_copy(update=attached)}))
+    params = make_params(["a"], ["a"])
+    endpoint = CandidateSettings(checkpoint="models/agent", endpoint=Endpoint(base_url=url, model="m"))
+    params = params.model_copy(update={"candidates": params.candidates | {"a": endpoint}})
+    judgement = compare_release(params, build).judgement
+    assert judgement.verdicts[0].outcome == outcome
+    assert "fingerprint is declared by params.yaml, not proved" in render_gate(judgement)
+
+
+def test_arrays_that_were_touched_are_refused(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    arrays, index = build / "evaluations/a/prose.npz", build / "evaluations/a/evaluation.json"
+    evaluation = read_record(index, Evaluation)
+    sealed = evaluation.evals["prose"].model_copy(update={"arrays_sha256": digest_file(arrays)})
+    write_record(index, evaluation.model_copy(update={"evals": evaluation.evals | {"prose": sealed}}))
     assert judge_tree(build, ["a"])["a"].outcome == "pass"
+    arrays.write_bytes(arrays.read_bytes() + b"x")
+    assert any("prose.npz: expected sha256" in reason for reason in judge_tree(build, ["a"])["a"].reasons)
 
 
 def test_a_broken_reference_refuses_everyone(tmp_path):
@@ -307,7 +341,6 @@ def test_first_difference_counts_turns_and_characters(a, b, place):
 
 
 @pytest.mark.parametrize(("release", "tolerances", "outcome"), [
-    pytest.param(["reference"], {"prose/perplexity_per_token": {"overall": 0.02}}, "pass", id="reference-released"),
     pytest.param(["a"], {"prose/bits_per_byte": {"overall": 0.02}}, "pass", id="only-likelihood"),
     pytest.param(["ghost"], {"calls/tool_call_exact_match": {"overall": 0.02}}, "refused", id="never-evaluated"),
 ])

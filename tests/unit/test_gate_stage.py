@@ -11,12 +11,37 @@ import pytest
 
 import stages.compare
 import stages.gate
-from pipeline.digests import digest_file
+from pipeline.digests import digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import VERDICT_PATH, Judgement
-from pipeline.records import Candidate, read_record, write_record
-from tests.synthetic_records import Behaviour, make_params, write_tree
+from pipeline.records import BuiltCandidate, read_record, write_record
+from tests.synthetic_records import (
+    EVAL_KINDS,
+    Behaviour,
+    make_candidate,
+    make_params,
+    rewrite_records,
+    write_candidate,
+    write_tree,
+)
+
+
+def write_checkpoint(build, name):
+    """Give a candidate a checkpoint folder and the digest of it."""
+    candidate = make_candidate(name)
+    folder = build / "candidates" / name / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(name)
+    checkpoint = candidate.checkpoint.model_copy(update={"digest": digest_checkpoint(folder)})
+    sealed = candidate.model_copy(update={"checkpoint": checkpoint})
+    write_candidate(build, sealed)
+    index = build / "evaluations" / name / "evaluation.json"
+    index.write_text(index.read_text().replace(candidate.fingerprint, sealed.fingerprint)
+                     .replace(candidate.checkpoint.digest, checkpoint.digest))
+    for eval_name in EVAL_KINDS:
+        rewrite_records(build, name, eval_name, lambda records: [
+            r.model_copy(update={"fingerprint": sealed.fingerprint}) for r in records])
 
 
 @pytest.fixture
@@ -24,9 +49,13 @@ def project(tmp_path, monkeypatch):
     """A folder with a judged release: one candidate that passes, one that fails."""
     monkeypatch.chdir(tmp_path)
     write_tree(tmp_path / "build", {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2})})
+    for name in ("good", "bad"):
+        write_checkpoint(tmp_path / "build", name)
 
     def judge(*release, **gate):
-        compared = compare_release(make_params(["good", "bad"], release, **gate), tmp_path / "build")
+        params = make_params(["good", "bad"], release, **gate)
+        monkeypatch.setattr(stages.gate, "load_params", lambda: params)
+        compared = compare_release(params, tmp_path / "build")
         write_record(VERDICT_PATH, compared.judgement)
         return compared.judgement
 
@@ -41,7 +70,9 @@ def test_gate_passes_and_writes_its_marker(project, capsys):
     project("good")
     code, marker = run_gate()
     assert code == 0
-    assert json.loads(marker.read_text())["verdict_sha256"] == digest_file(VERDICT_PATH)
+    written = json.loads(marker.read_text())
+    assert written["verdict_sha256"] == digest_file(VERDICT_PATH)
+    assert written["release"]["good"]["outcome"] == "pass"
     assert "PASS" in capsys.readouterr().out
 
 
@@ -60,14 +91,53 @@ def test_policy_decides_what_inconclusive_does(project, policy, code):
     tight = {"workflows/task_completion_rate": {"overall": 0.0001}}
     judgement = project("good", on_inconclusive=policy, tolerances=tight)
     assert judgement.verdicts[0].outcome == "inconclusive"
-    assert run_gate()[0] == code
+    code_seen, marker = run_gate()
+    assert code_seen == code
+    assert code or json.loads(marker.read_text())["release"]["good"]["outcome"] == "inconclusive"
+
+
+def test_warn_lets_no_loss_through_that_was_seen_beyond_its_tolerance(project, tmp_path):
+    """Else a tiny alpha with `warn` lets anything pass, as nothing is ever proven."""
+    write_tree(tmp_path / "other", {"bad": Behaviour({"workflows": 0.08})}, num_cases=100)
+    judgement = compare_release(make_params(["bad"], ["bad"], on_inconclusive="warn", alpha=0.001),
+                                tmp_path / "other").judgement
+    assert judgement.verdicts[0].outcome == "inconclusive"
+    assert judgement.verdicts[0].comparisons[0].harm > 0.02
+    assert judgement.blocked_by == ("bad",)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"release": ["bad"]}, "release"), ({"gate": {"alpha": 0.1}}, "alpha"),
+    ({"gate": {"tolerances": {"calls/tool_call_exact_match": {"overall": 0.3}}}}, "tolerances"),
+    ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive"),
+])
+def test_gate_refuses_a_judgement_under_other_settings(project, monkeypatch, change, named):
+    """A verdict.json from a laxer params.yaml must not let a release through."""
+    project("good")
+    asked = make_params(["good", "bad"], change.get("release", ["good"]), **change.get("gate", {}))
+    monkeypatch.setattr(stages.gate, "load_params", lambda: asked)
+    with pytest.raises(EvidenceError, match=f"judged with {named} .*params.yaml says"):
+        run_gate()
+
+
+def test_gate_refuses_weights_that_were_swapped_under_their_record(project, tmp_path):
+    project("good")
+    (tmp_path / "build/candidates/good/checkpoint/model.safetensors").write_text("other weights")
+    with pytest.raises(EvidenceError, match="expected the checkpoint that was judged.*found other files"):
+        run_gate()
+
+
+def test_gate_says_which_evals_nothing_gates(project, capsys):
+    project("good", tolerances={"calls/tool_call_exact_match": {"overall": 0.02}}, tripwires={})
+    run_gate()
+    assert "not gated, as no tolerance is set: workflows, choices, prose" in capsys.readouterr().out
 
 
 def test_gate_refuses_a_candidate_rebuilt_after_it_was_judged(project, tmp_path):
     project("good")
     path = tmp_path / "build/candidates/good/candidate.json"
-    candidate = read_record(path, Candidate)
-    write_record(path, candidate.model_copy(update={"libraries": {"torch": "3"}}))
+    built = read_record(path, BuiltCandidate)
+    write_record(path, built.model_copy(update={"libraries": {"torch": "3"}}))
     with pytest.raises(EvidenceError, match="expected the candidate that was judged"):
         run_gate()
 
@@ -80,16 +150,6 @@ def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
         run_gate()
 
 
-def test_a_reference_with_steps_is_refused_for_everybody(project, tmp_path):
-    """Naming the damaged candidate as its own reference must not let it pass."""
-    path = tmp_path / "build/candidates/reference/candidate.json"
-    candidate = read_record(path, Candidate)
-    write_record(path, candidate.model_copy(update={"steps": ({"kind": "gptq"},)}))
-    judgement = project("reference", "good")
-    assert {v.outcome for v in judgement.verdicts if v.is_release} == {"refused"}
-    assert run_gate()[0] == 1
-
-
 def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(project, tmp_path):
     project("bad")
     shutil.rmtree(tmp_path / "build")
@@ -100,8 +160,8 @@ def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(proje
 
 
 def test_a_released_name_without_verdict_is_refused(project):
-    judgement = project("good")
-    write_record(VERDICT_PATH, judgement.model_copy(update={"release": ("good", "ghost")}))
+    judgement = project("good", "bad")
+    write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": judgement.verdicts[:1]}))
     with pytest.raises(EvidenceError, match="no verdict"):
         run_gate()
 
@@ -115,13 +175,16 @@ def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
     write_tree(tmp_path / "build", {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2, "prose": 0.0})})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stages.compare, "load_params", lambda: make_params(["good", "bad"], ["good"]))
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/gone.json").write_text("{}")  # of a candidate that is no more
     assert stages.compare.main([]) == 0
     names = ["reports/verdict.json", "reports/report.md", "reports/harm.png", "reports/completion.png",
              "metrics/reference.json", "metrics/good.json", "metrics/bad.json"]
+    assert sorted(p.name for p in (tmp_path / "metrics").iterdir()) == ["bad.json", "good.json", "reference.json"]
     first = {name: digest_file(tmp_path / name) for name in names}
     stages.compare.main([])
     assert first == {name: digest_file(tmp_path / name) for name in names}
     tree = json.loads((tmp_path / "metrics/good.json").read_text())
-    assert tree["workflows"]["buckets"]["constraint_retention"]["task_completion_rate"] > 0.5
+    assert tree["workflows"]["task_completion_rate by bucket"]["constraint_retention"] > 0.5
     assert "null" not in (tmp_path / "metrics/good.json").read_text()
     assert read_record(VERDICT_PATH, Judgement).verdicts[1].outcome == "fail"

@@ -18,7 +18,7 @@ CALIBRATION = {"sources": ["prose"], "num_samples": 8, "max_tokens": 64, "length
 VALID: dict[str, Any] = {
     "reference": "reference",
     "release": ["int4"],
-    "calibration_texts": "evalsets/calibration",
+    "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
     "candidates": {
         "reference": {"checkpoint": "models/agent"},
         "int4": {"checkpoint": "models/agent", "steps": [
@@ -95,6 +95,12 @@ STEP = "candidates//int4//steps//0"
         ("gate//beta", 0.1, f"gate.beta: {UNKNOWN}"),
         ("gate//tolerances//prose/perplexity_per_token//total", 0.1,
          f"gate.tolerances.prose/perplexity_per_token.total: {UNKNOWN}"),
+        # what would let anything through
+        ("gate//alpha", 1e-12, "gate.alpha: Input should be greater than or equal to 0.001, got 1e-12"),
+        ("release//0", "reference", "release.0: 'reference' is the reference, and a comparison with itself proves"),
+        ("reference", "int4", "candidates.int4.steps: expected none, as it is the reference: what the steps cost"),
+        ("candidates//int4//endpoint", {"base_url": "http://h:1", "model": "m"},
+         "candidates.int4: expected steps or an endpoint, got both"),
         # missing keys
         ("reference", REMOVE, "reference: expected this key, found none"),
         ("candidates//int4//checkpoint", REMOVE, "candidates.int4.checkpoint: expected this key, found none"),

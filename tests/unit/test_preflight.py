@@ -20,7 +20,8 @@ from tests.tiny_llama import write_documents, write_tiny_llama
 
 CALIBRATION = {"sources": ["prose", "long"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
 SETTINGS: dict[str, Any] = {
-    "reference": "reference", "release": ["int4"], "calibration_texts": "evalsets/calibration",
+    "reference": "reference", "release": ["int4"],
+    "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
     "candidates": {
         "reference": {"checkpoint": "models/tiny"},
         "int4": {"checkpoint": "models/tiny",
@@ -109,9 +110,10 @@ STEP = "candidates//int4//steps//0"
          "candidates.int4.steps.0: exclude: 'model.layers.0.mlp.dwon_proj' matches no linear layer; the nearest are "
          "model.layers.0.mlp.down_proj"),
         (f"{STEP}//exclude", ["re:("], "candidates.int4.steps.0: exclude: 're:(' is not a regular expression"),
-        ("calibration_texts", "evalsets/none", "calibration_texts: expected an evalset folder with card.yaml and "),
-        ("calibration_texts", "evalsets/workflows",
-         "calibration_texts: expected an evalset of kind 'documents', 'workflows' is of kind 'trajectories'"),
+        ("optimize//calibration_texts", "evalsets/none",
+         "optimize.calibration_texts: expected an evalset folder with card.yaml and "),
+        ("optimize//calibration_texts", "evalsets/workflows",
+         "optimize.calibration_texts: expected an evalset of kind 'documents', 'workflows' is of kind 'trajectories'"),
         ("evals//prose//evalset", "evalsets/none", "evals.prose.evalset: expected an evalset folder with card.yaml"),
         ("evals//prose//evalset", "evalsets/choices",
          "evals.prose.evalset: expected an evalset of kind 'documents', 'choices' is of kind 'choices'"),
@@ -151,7 +153,8 @@ def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["calibration_texts", "evals//prose//evalset", "evals//choices//include_path"])
+@pytest.mark.parametrize("path", [
+    "optimize//calibration_texts", "evals//prose//evalset", "evals//choices//include_path"])
 def test_a_broken_case_is_refused_before_any_work(project: Path, tmp_path: Path, path: str) -> None:
     """A card that is in order says nothing of the lines beside it."""
     folder = write_documents(tmp_path / "broken", {"prose": ["a", "b"], "long": ["c"]})

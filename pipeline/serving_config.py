@@ -1,0 +1,34 @@
+"""How a candidate is served, derived from params.yaml: one place for whoever serves it and whoever judges it.
+
+Free of torch: the gate asks here what would ship.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import EvidenceError
+from pipeline.params import Params
+from pipeline.records import BuiltCandidate, Candidate, ServingConfig, read_record
+
+
+def serve(built: BuiltCandidate, params: Params) -> Candidate:
+    """Add the serving config: the embedded engine's, or that of the server the candidate is attached to."""
+    shared = params.serving.model_dump(include=set(ServingConfig.model_fields))
+    endpoint = params.candidates[built.name].endpoint
+    if endpoint is not None:
+        shared |= {"engine": "attached", "base_url": endpoint.base_url, "model": endpoint.model}
+    return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
+
+
+def read_candidate(build: Path, name: str, params: Params) -> Candidate:
+    """Read what was built of a candidate and add how it is served.
+
+    Raises:
+        EvidenceError: it was not built, or its record is another candidate's.
+    """
+    path = build / "candidates" / name / "candidate.json"
+    built = read_record(path, BuiltCandidate)
+    if built.name != name:
+        raise EvidenceError(f"{path}: expected candidate {name!r}, found {built.name!r}; run `dvc repro`")
+    return serve(built, params)
