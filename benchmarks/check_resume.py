@@ -38,16 +38,16 @@ SERVERS_END_WITHIN_S = 10.0
 
 # The stage as DVC starts it, with every chat request written to a file before it is sent.
 STAGE = """
-import asyncio, httpx, json, os, sys
+import aiohttp, json, os, sys
 from stages import evaluate
 log = os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-send = httpx.AsyncClient.send
-async def send_and_count(self, request, **options):
-    if request.url.path.endswith("/chat/completions"):
-        messages = json.loads(request.content)["messages"]
+send = aiohttp.ClientSession.request
+def send_and_count(self, method, url, **options):
+    if url.endswith("/chat/completions"):
+        messages = json.loads(options["data"])["messages"]
         os.write(log, (json.dumps([messages[0]["content"], len(messages)]) + "\\n").encode())
-    return await send(self, request, **options)
-httpx.AsyncClient.send = send_and_count
+    return send(self, method, url, **options)
+aiohttp.ClientSession.request = send_and_count
 sys.exit(evaluate.main(sys.argv[1:2]))
 """
 

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 import orjson
 
@@ -59,10 +59,8 @@ class TokenScores:
 @dataclass
 class _Server:
     url: str
-    # one connection per request in flight, each its own httpx client: a shared pool looks at all of its
-    # connections at every request, which with 128 of them costs ten times the request itself
-    connections: asyncio.LifoQueue[httpx.AsyncClient]
-    num_waiting: int = 0  # requests running or waiting for a connection
+    places: asyncio.Semaphore  # one per request in flight
+    num_waiting: int = 0  # requests running or waiting for a place
     num_sessions: int = 0
 
 
@@ -103,23 +101,20 @@ class Client:
         self._sessions: dict[str, _Server] = {}
         self._scores: asyncio.Queue[_ScoreCall] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0), pool=None)
-        ssl = httpx.create_ssl_context(trust_env=False)
-        self._connections = [httpx.AsyncClient(timeout=timeout, verify=ssl, trust_env=False)
-                             for _ in range(concurrency * len(base_urls))]  # fmt: skip
-        self._servers = [_Server(url.rstrip("/"), asyncio.LifoQueue()) for url in base_urls]
-        for number, connection in enumerate(self._connections):
-            self._servers[number % len(self._servers)].connections.put_nowait(connection)
+        self._servers = [_Server(url.rstrip("/"), asyncio.Semaphore(concurrency)) for url in base_urls]
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Client:
+        # `total` also ends an answer that never ends; places limit the connections
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(self._timeout_s, 10.0))
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
-        await asyncio.gather(*(connection.aclose() for connection in self._connections))
+        await self._http.close()
 
     async def chat(
         self,
@@ -272,35 +267,31 @@ class Client:
         """Send a request until it succeeds, is refused, or the tries are used up."""
         server.num_waiting += 1
         try:
-            connection = await server.connections.get()
-            try:
-                return await self._try_repeatedly(connection, server.url + path, method, content)
-            finally:
-                server.connections.put_nowait(connection)
+            async with server.places:
+                return await self._try_repeatedly(server.url + path, method, content)
         finally:
             server.num_waiting -= 1
 
-    async def _try_repeatedly(
-        self, connection: httpx.AsyncClient, url: str, method: str, content: bytes | None
-    ) -> tuple[Any, float]:
+    async def _try_repeatedly(self, url: str, method: str, content: bytes | None) -> tuple[Any, float]:
         problem, num_timeouts = "", 0
         for attempt in range(MAX_TRIES):
             wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * random.uniform(0.5, 1.0)
             start = time.perf_counter()
             try:
-                response = await connection.request(
-                    method, url, content=content, headers={"content-type": "application/json"}
-                )
-                if response.status_code == 200:
-                    return orjson.loads(response.content), time.perf_counter() - start
-                problem = f"HTTP {response.status_code}: {_message(response)}"
-                if response.status_code not in _REPEATABLE:
+                async with self._http.request(
+                    method, url, data=content, headers={"content-type": "application/json"}, allow_redirects=False
+                ) as response:
+                    body = await response.read()
+                if response.status == 200:
+                    return orjson.loads(body), time.perf_counter() - start
+                problem = f"HTTP {response.status}: {_message(body)}"
+                if response.status not in _REPEATABLE:
                     raise RequestError(f"{url}: {problem}")
-                wait = _retry_after_s(response) or wait
-            except httpx.TimeoutException:
+                wait = _retry_after_s(response.headers.get("retry-after", "")) or wait
+            except TimeoutError:
                 num_timeouts += 1
                 problem = f"no answer within {self._timeout_s:g} s"
-            except httpx.TransportError as error:
+            except aiohttp.ClientError as error:
                 problem = f"{type(error).__name__}: {error}"
             except orjson.JSONDecodeError as error:
                 problem = f"the answer is not JSON: {error}"
@@ -317,19 +308,18 @@ def _settle(calls: list[_ScoreCall], error: EngineError) -> None:
             call.done.set_exception(error)
 
 
-def _message(response: httpx.Response) -> str:
+def _message(body: bytes) -> str:
     try:
-        data = response.json()
+        data = orjson.loads(body)
         detail = data.get("error", data.get("detail", data)) if isinstance(data, dict) else data
         text = detail.get("message", detail) if isinstance(detail, dict) else detail
     except ValueError:
-        text = response.text
+        text = body.decode(errors="replace")
     return " ".join(str(text).split())[:300]
 
 
-def _retry_after_s(response: httpx.Response) -> float | None:
+def _retry_after_s(value: str) -> float | None:
     """Read Retry-After, in seconds or as a date; None when absent or unreadable."""
-    value = response.headers.get("retry-after", "").strip()
     if not value:
         return None
     try:

@@ -81,12 +81,12 @@ def overwrite(path: str, content: bytes) -> None:
 BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
     "no-settings": (lambda: Path("params.yaml").unlink(), "params.yaml: expected the settings file, found none"),
     "settings-not-yaml": (
-        lambda: edit("params.yaml", r"release: \[awq-long\]", "release: [awq-long"),
-        "params.yaml: not valid YAML: line 10: expected ',' or ']'",
+        lambda: edit("params.yaml", r"release: \[awq-long-g32\]", "release: [awq-long"),
+        "params.yaml: not valid YAML: line 9: expected ',' or ']'",
     ),
     "same-candidate-twice": (
         lambda: edit("params.yaml", r"\n  gptq-short:", "\n  reference: {}\n  gptq-short:"),
-        'not valid YAML: line 19: found duplicate key "reference"',
+        'not valid YAML: line 21: found duplicate key "reference"',
     ),
     "unknown-key": (
         lambda: edit("params.yaml", r"\n  dtype:", "\n  dtpye:"),
@@ -101,7 +101,7 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
         "serving.concurrency: Input should be a valid integer, got 'many'",
     ),
     "released-twice": (
-        lambda: edit("params.yaml", r"\[awq-long\]", "[awq-long, awq-long]"),
+        lambda: edit("params.yaml", r"\[awq-long-g32\]", "[awq-long, awq-long]"),
         "release.1: 'awq-long' is listed twice",
     ),
     "impossible-port": (
@@ -281,7 +281,7 @@ def test_an_endpoint_that_is_not_there_is_one_line(
     attach("http://127.0.0.1:9", PERPLEXITY)
     code, line = run(stages.evaluate, monkeypatch, capsys, "there")
     assert code == 1
-    assert "http://127.0.0.1:9/v1/models: ConnectError" in line
+    assert "http://127.0.0.1:9/v1/models: ClientConnectorError" in line
 
 
 BAD_TASKS: dict[str, tuple[str, str, str]] = {
