@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from pipeline.drafts import check_draft
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, load_evalset
 from pipeline.optimize.layers import plan_folder
-from pipeline.params import CandidateSettings, EvalSettings, HarnessEval, Params
+from pipeline.params import CandidateSettings, EvalSettings, HarnessEval, Params, SpeculativeStep, Step
 
 LoadCard = Callable[[Path], Card]
 
@@ -45,15 +46,22 @@ def _check_candidate(where: str, candidate: CandidateSettings, calibration: Card
     if not folder.is_dir():
         raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
     for i, step in enumerate(candidate.steps):
-        at = f"{where}.steps.{i}"
-        for source in step.calibration.sources:
-            if source not in calibration.buckets:
-                raise SettingsError(f"{at}.calibration.sources: {source!r} is no bucket of the calibration texts; "
-                                    f"they have {', '.join(calibration.buckets) or 'none'}")  # fmt: skip
         try:
-            plan_folder(folder, step)
+            _check_step(step, folder, calibration, root)
         except QuantgateError as error:
-            raise SettingsError(f"{at}: {error}") from None
+            raise SettingsError(f"{where}.steps.{i}{'' if isinstance(error, SettingsError) else ': '}{error}") from None
+
+
+def _check_step(step: Step, folder: Path, calibration: Card, root: Path) -> None:
+    if isinstance(step, SpeculativeStep):
+        if step.draft is not None:
+            check_draft(root / step.draft, target=folder)
+        return
+    for source in step.calibration.sources:
+        if source not in calibration.buckets:
+            raise SettingsError(f".calibration.sources: {source!r} is no bucket of the calibration texts; "
+                                f"they have {', '.join(calibration.buckets) or 'none'}")  # fmt: skip
+    plan_folder(folder, step)
 
 
 def _check_eval(load: LoadCard, where: str, settings: EvalSettings, root: Path) -> Card | None:
