@@ -14,7 +14,7 @@ from pipeline.drafts import check_draft
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, load_evalset
 from pipeline.optimize.layers import plan_folder
-from pipeline.params import CandidateSettings, EvalSettings, HarnessEval, Params, SpeculativeStep, Step
+from pipeline.params import Calibration, CandidateSettings, EvalSettings, HarnessEval, Params, SpeculativeStep, Step
 
 LoadCard = Callable[[Path], Card]
 
@@ -46,22 +46,27 @@ def _check_candidate(where: str, candidate: CandidateSettings, calibration: Card
     if not folder.is_dir():
         raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
     for i, step in enumerate(candidate.steps):
+        at = f"{where}.steps.{i}"
+        if not isinstance(step, SpeculativeStep):
+            _check_sources(f"{at}.calibration.sources", step.calibration, calibration)
         try:
-            _check_step(step, folder, calibration, root)
+            _check_folders(step, folder, root)
         except QuantgateError as error:
-            raise SettingsError(f"{where}.steps.{i}{'' if isinstance(error, SettingsError) else ': '}{error}") from None
+            raise SettingsError(f"{at}: {error}") from None
 
 
-def _check_step(step: Step, folder: Path, calibration: Card, root: Path) -> None:
-    if isinstance(step, SpeculativeStep):
-        if step.draft is not None:
-            check_draft(root / step.draft, target=folder)
-        return
-    for source in step.calibration.sources:
+def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
+    for source in asked.sources:
         if source not in calibration.buckets:
-            raise SettingsError(f".calibration.sources: {source!r} is no bucket of the calibration texts; "
+            raise SettingsError(f"{where}: {source!r} is no bucket of the calibration texts; "
                                 f"they have {', '.join(calibration.buckets) or 'none'}")  # fmt: skip
-    plan_folder(folder, step)
+
+
+def _check_folders(step: Step, folder: Path, root: Path) -> None:
+    if not isinstance(step, SpeculativeStep):
+        plan_folder(folder, step)
+    elif step.draft is not None:
+        check_draft(root / step.draft, target=folder)
 
 
 def _check_eval(load: LoadCard, where: str, settings: EvalSettings, root: Path) -> Card | None:

@@ -35,5 +35,5 @@ def describe_speculation(counts: SpeculationCounts) -> str:
     positions = ", ".join(f"{kept / counts.num_target_forwards:.1%}" for kept in counts.accepted_by_position)
     return (f"Speculation ({counts.method}, {counts.num_tokens} tokens): {counts.acceptance_rate:.1%} of "
             f"{counts.num_drafted:,} drafted tokens accepted, {counts.acceptance_length:.2f} per target forward pass; "
-            f"passes that accepted 1, 2, ... tokens or more: {positions}. {counts.forwards_per_token:.3f} target "
-            "forward passes per token.")
+            f"passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): {positions}. "
+            f"{counts.forwards_per_token:.3f} target forward passes per token.")

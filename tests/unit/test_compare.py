@@ -275,7 +275,8 @@ def test_speculation_that_ran_passes_and_is_reported(tmp_path):
     verdict, report = judge_speculation(build, min_acceptance=0.65)
     assert verdict.outcome == "pass", verdict.reasons
     assert ("Speculation (draft_model, 2 tokens): 65.0% of 200 drafted tokens accepted, 1.30 per target forward pass; "
-            "passes that accepted 1, 2, ... tokens or more: 80.0%, 50.0%. 0.435 target forward passes per token."
+            "passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): 80.0%, 50.0%. "
+            "0.435 target forward passes per token."
             ) in report
 
 

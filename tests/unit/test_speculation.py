@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from ruamel.yaml import YAML
 from pipeline.digests import digest_checkpoint
 from pipeline.drafts import digest_drafts
 from pipeline.errors import CheckpointError, EngineError
+from pipeline.memory import estimate_needs, measure_weights
 from pipeline.optimize.candidate import build_candidate
 from pipeline.params import Params, SpeculativeStep, load_params, parse_params
 from pipeline.preflight import check_project
 from pipeline.records import Candidate, SpeculationCounts, SpeculativeConfig, sum_speculation
 from pipeline.serving.speculation import count_speculation
 from pipeline.serving_config import read_candidate, serve
+from pipeline.weight_files import read_tensors
 from tests.structure.import_closure import ROOT
 from tests.tiny_llama import write_tiny_llama
 
@@ -124,6 +127,14 @@ def test_dvc_sees_the_draft_of_each_candidate_and_of_no_other(project: Path) -> 
     digests = digest_drafts(make_params("draft"), project)
     assert digests.pop("fast") == digest_checkpoint(project / "draft")
     assert digests and set(digests.values()) == {""}
+
+
+def test_memory_counts_the_draft_and_no_quantising(project: Path) -> None:
+    params = make_params("draft")
+    needs = estimate_needs(params.model_copy(update={"candidates": {"fast": params.candidates["fast"]}}), project)
+    assert [need.activity for need in needs] == ["serving"]
+    num_weights = 2 * measure_weights(read_tensors(project / "tiny")).num_weights
+    assert needs[0].weights_mib == math.ceil(num_weights * 4 / 2**20 * params.serving.num_servers)
 
 
 def test_a_candidate_without_the_step_is_served_as_before(project: Path) -> None:
