@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
-from pipeline.params import Calibration, Params
+from pipeline.params import Calibration, Params, SpeculativeStep
 from pipeline.weight_files import TensorInfo, read_tensors
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,8 +54,12 @@ def estimate_needs(params: Params, root: Path) -> list[MemoryNeed]:
     for name, candidate in params.candidates.items():
         if candidate.endpoint is None:
             sizes = measure_weights(read_tensors(root / candidate.checkpoint))
-            needs.append(_serving_need(name, candidate.checkpoint, sizes, params))
-            needs += [_quantising_need(name, candidate.checkpoint, sizes, step.calibration) for step in candidate.steps]
+            step = candidate.speculative
+            draft = measure_weights(read_tensors(root / step.draft)).num_weights if step and step.draft else 0
+            served = WeightSizes(sizes.num_weights + draft, sizes.max_in_features)
+            needs.append(_serving_need(name, candidate.checkpoint, served, params))
+            needs += [_quantising_need(name, candidate.checkpoint, sizes, step.calibration)
+                      for step in candidate.steps if not isinstance(step, SpeculativeStep)]  # fmt: skip
     return needs
 
 

@@ -61,7 +61,17 @@ class AwqStep(_Int4Step):
     num_grid_points: int = Field(default=20, ge=3)  # the grid steps by 1 / (points - 2)
 
 
-Step = Annotated[GptqStep | AwqStep, Field(discriminator="kind")]
+class SpeculativeStep(Settings):
+    """Speculative decoding (Leviathan et al. 2022): tokens are drafted cheaply, the target checks them in one pass."""
+
+    kind: Literal["speculative"]
+    method: Literal["draft_model", "prompt_lookup"]
+    draft: str | None = None  # checkpoint folder of the draft model
+    num_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
+    min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it is refused
+
+
+Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]
 
 
 class Endpoint(Settings):
@@ -77,6 +87,11 @@ class CandidateSettings(Settings):
     checkpoint: str
     steps: list[Step] = []
     endpoint: Endpoint | None = None
+
+    @property
+    def speculative(self) -> SpeculativeStep | None:
+        """The step that changes how the candidate is served, or None."""
+        return next((step for step in self.steps if isinstance(step, SpeculativeStep)), None)
 
 
 class OptimizeSettings(Settings):
@@ -223,7 +238,24 @@ def _contradictions(params: Params) -> list[str]:
                  "what the steps make: remove one" for name, c in params.candidates.items() if c.endpoint and c.steps]
     problems += [f"candidates.{name}.endpoint.base_url: expected http://host:port, got {c.endpoint.base_url!r}"
                  for name, c in params.candidates.items() if c.endpoint and not _is_address(c.endpoint.base_url)]
+    problems += [f"candidates.{name}.steps.{i}{problem}" for name, c in params.candidates.items()
+                 for i, step in enumerate(c.steps) if isinstance(step, SpeculativeStep)
+                 for problem in _speculative_problems(step, c.steps[i + 1:])]
     problems += _unknown_metrics(params)
+    return problems
+
+
+def _speculative_problems(step: SpeculativeStep, later: list[Step]) -> list[str]:
+    problems = []
+    if step.method == "draft_model" and step.draft is None:
+        problems.append(".draft: expected the draft model's checkpoint folder for method draft_model, found none")
+    if step.method == "prompt_lookup" and step.draft is not None:
+        problems.append(f".draft: expected none for method prompt_lookup, got {step.draft!r}; remove it")
+    if later and later[0].kind == "speculative":
+        problems.append(": expected one speculative step at most, found another after it; remove one")
+    elif later:
+        problems.append(f": expected speculative to be the last step, found {later[0].kind} after it: it changes how "
+                        "the weights are served, so they must be final; move it to the end")
     return problems
 
 
@@ -253,7 +285,7 @@ def _one_line(error: ValidationError) -> str:
     problems = error.errors(include_url=False)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    tags = {"gptq", "awq", "perplexity", "harness", "tool_calls", "trajectories"}
+    tags = {"gptq", "awq", "speculative", "perplexity", "harness", "tool_calls", "trajectories"}
     loc = [str(p) for p in problem["loc"]]
     # pydantic puts the union's tag into the path; the file has no such level
     where = ".".join(p for i, p in enumerate(loc) if not (p in tags and i and loc[i - 1].isdigit())

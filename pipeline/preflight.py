@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from pipeline.drafts import check_draft
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, load_evalset
 from pipeline.optimize.layers import plan_folder
-from pipeline.params import CandidateSettings, EvalSettings, HarnessEval, Params
+from pipeline.params import Calibration, CandidateSettings, EvalSettings, HarnessEval, Params, SpeculativeStep, Step
 
 LoadCard = Callable[[Path], Card]
 
@@ -46,14 +47,26 @@ def _check_candidate(where: str, candidate: CandidateSettings, calibration: Card
         raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
     for i, step in enumerate(candidate.steps):
         at = f"{where}.steps.{i}"
-        for source in step.calibration.sources:
-            if source not in calibration.buckets:
-                raise SettingsError(f"{at}.calibration.sources: {source!r} is no bucket of the calibration texts; "
-                                    f"they have {', '.join(calibration.buckets) or 'none'}")  # fmt: skip
+        if not isinstance(step, SpeculativeStep):
+            _check_sources(f"{at}.calibration.sources", step.calibration, calibration)
         try:
-            plan_folder(folder, step)
+            _check_folders(step, folder, root)
         except QuantgateError as error:
             raise SettingsError(f"{at}: {error}") from None
+
+
+def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
+    for source in asked.sources:
+        if source not in calibration.buckets:
+            raise SettingsError(f"{where}: {source!r} is no bucket of the calibration texts; "
+                                f"they have {', '.join(calibration.buckets) or 'none'}")  # fmt: skip
+
+
+def _check_folders(step: Step, folder: Path, root: Path) -> None:
+    if not isinstance(step, SpeculativeStep):
+        plan_folder(folder, step)
+    elif step.draft is not None:
+        check_draft(root / step.draft, target=folder)
 
 
 def _check_eval(load: LoadCard, where: str, settings: EvalSettings, root: Path) -> Card | None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.digests import canonical_json, digest_json
 from pipeline.errors import EvidenceError
@@ -42,6 +44,15 @@ class Checkpoint(Record):
     parent_digest: str | None = None
 
 
+class SpeculativeConfig(Record):
+    """How a server drafts tokens for the target to check. Where the draft model lies is not part of what it is."""
+
+    method: Literal["draft_model", "prompt_lookup"]
+    num_tokens: int  # drafted per target forward pass, at most
+    draft_digest: str | None = None
+    draft_path: str | None = None  # relative to the project root
+
+
 class ServingConfig(Record):
     """How a checkpoint is served; everything here can change an answer or its speed.
 
@@ -60,6 +71,13 @@ class ServingConfig(Record):
     max_tokens: int = 128  # completion tokens a request
     base_url: str | None = None
     model: str | None = None
+    speculative: SpeculativeConfig | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return every setting that makes one way of serving another, by name: no address, no path."""
+        plain = self.model_dump(exclude={"base_url", "speculative"})
+        parts = ("method", "num_tokens", "draft_digest")
+        return plain | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts}
 
 
 class Fallback(Record):
@@ -91,6 +109,7 @@ class BuiltCandidate(Record):
     steps: tuple[dict[str, Any], ...] = ()
     coverage: tuple[LayerCoverage, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
+    speculative: SpeculativeConfig | None = None
     libraries: dict[str, str] = {}
 
 
@@ -102,8 +121,67 @@ class Candidate(BuiltCandidate):
     @property
     def fingerprint(self) -> str:
         """Sha256 over content, serving config and library versions; no path, port or time."""
-        serving = self.serving.model_dump(exclude={"base_url"})
+        serving = self.serving.identity()
         return digest_json({"checkpoint": self.checkpoint.digest, "serving": serving, "libraries": self.libraries})
+
+
+class SpeculationCounts(Record):
+    """What speculation did over one or more requests, counted where the target model runs.
+
+    `accepted_by_position[i]` counts the target forward passes that kept at least i + 1 of their drafted tokens. A
+    pass yields its accepted tokens and one more of its own, unless an accepted token ended the answer.
+    """
+
+    method: Literal["draft_model", "prompt_lookup"]
+    num_tokens: int
+    num_target_forwards: int
+    num_completion_tokens: int
+    num_drafted: int
+    accepted_by_position: tuple[int, ...]
+
+    @model_validator(mode="after")
+    def _check_sums(self) -> Self:
+        if len(self.accepted_by_position) != self.num_tokens:
+            raise ValueError(f"expected {self.num_tokens} positions, got {len(self.accepted_by_position)}")
+        if not self.num_accepted <= self.num_drafted <= self.num_tokens * self.num_target_forwards:
+            raise ValueError(f"{self.num_accepted} accepted of {self.num_drafted} drafted tokens in "
+                             f"{self.num_target_forwards} target forwards don't add up")
+        return self
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that the target kept."""
+        return sum(self.accepted_by_position)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per drafted token; 0 when nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Accepted tokens per target forward pass, on average."""
+        return self.num_accepted / self.num_target_forwards if self.num_target_forwards else 0.0
+
+    @property
+    def forwards_per_token(self) -> float:
+        """Target forward passes per completion token; 1 is decoding without speculation."""
+        return self.num_target_forwards / self.num_completion_tokens if self.num_completion_tokens else 0.0
+
+    def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
+        positions = zip(self.accepted_by_position, other.accepted_by_position, strict=True)
+        return self.model_copy(update={
+            "num_target_forwards": self.num_target_forwards + other.num_target_forwards,
+            "num_completion_tokens": self.num_completion_tokens + other.num_completion_tokens,
+            "num_drafted": self.num_drafted + other.num_drafted,
+            "accepted_by_position": tuple(a + b for a, b in positions),
+        })
+
+
+def sum_speculation(counts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:
+    """Add up the counts of requests that one server config answered; None when there are none."""
+    found = [c for c in counts if c is not None]
+    return reduce(add, found) if found else None
 
 
 class CaseRecord(Record):
@@ -124,6 +202,7 @@ class CaseRecord(Record):
     failure: str | None = None
     latency_s: float = 0.0
     num_completion_tokens: int = 0
+    speculation: SpeculationCounts | None = None
     fingerprint: str
 
 
@@ -147,6 +226,7 @@ class Evaluation(Record):
     serving: ServingConfig  # as it was evaluated
     evals: dict[str, EvalFile]
     served_by: dict[str, Any]  # what the endpoint said about itself
+    speculation: SpeculationCounts | None = None  # over all chat requests of its cases
     seconds: float
 
 

@@ -167,6 +167,8 @@ def _describe_step(step: dict[str, Any]) -> str:
     words = [str(step["kind"])]
     if "bits" in step:
         words += [f"int{step['bits']}", f"g{step.get('group_size')}", "sym" if step.get("symmetric") else "asym"]
+    if step["kind"] == "speculative":
+        words += [step["method"], f"k{step['num_tokens']}"]
     return " ".join(words)
 
 

@@ -18,6 +18,9 @@ def serve(built: BuiltCandidate, params: Params) -> Candidate:
     endpoint = params.candidates[built.name].endpoint
     if endpoint is not None:
         shared |= {"engine": "attached", "base_url": endpoint.base_url, "model": endpoint.model}
+    if built.speculative is not None:
+        # transformers' continuous batching drops speculation without a word
+        shared |= {"speculative": built.speculative, "continuous_batching": False}
     return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
 
 

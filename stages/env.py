@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pipeline.drafts import digest_drafts
 from pipeline.environment import describe_problems, read_libraries, read_machine, write_if_changed
 from pipeline.memory import check_needs, estimate_needs, read_available_mib
 from pipeline.params import load_params
@@ -15,7 +16,7 @@ OUTPUT = Path("build/env")
 
 
 def main(argv: list[str]) -> int:
-    """Write build/env/libraries.json and machine.json; print what the user should know on stderr."""
+    """Write libraries.json, machine.json and drafts.json to build/env; print what the user should know on stderr."""
     params = load_params()
     check_project(params, Path())
     machine = read_machine()
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
         print(f"quantgate env: warning: {line}", file=sys.stderr)
     write_if_changed(OUTPUT / "libraries.json", read_libraries())
     write_if_changed(OUTPUT / "machine.json", machine.model_dump())
+    write_if_changed(OUTPUT / "drafts.json", digest_drafts(params, Path()))
     return 0
 
 

@@ -22,7 +22,16 @@ from pipeline.evals.registry import EVALS
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.params import EvalSettings, HarnessEval, Params
-from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, write_cases, write_record
+from pipeline.records import (
+    Candidate,
+    CaseRecord,
+    EvalFile,
+    Evaluation,
+    SpeculationCounts,
+    sum_speculation,
+    write_cases,
+    write_record,
+)
 from pipeline.serving.client import Client
 from pipeline.serving.engines import Engine, start_engine
 
@@ -46,6 +55,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
     folder.mkdir(parents=True)
     logs = build / "logs" / candidate.name
     files: dict[str, EvalFile] = {}
+    counts: list[SpeculationCounts | None] = []
     async with start_engine(candidate, params.serving, root=root, logs=logs) as (engine, client):
         print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
@@ -60,6 +70,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
                 context = _make_context(name, settings, evalset, candidate, engine, client, journal, root, folder)
                 records = await _run_eval(context)
             write_cases(folder / f"{name}.jsonl", records)
+            counts += [record.speculation for record in records]
             arrays = folder / f"{name}.npz"
             files[name] = EvalFile(
                 kind=settings.kind, evalset_digest=digest, num_cases=len(records), records=f"{name}.jsonl",
@@ -72,6 +83,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
         serving=candidate.serving,
         evals=files,
         served_by=engine.served_by,
+        speculation=sum_speculation(counts),
         seconds=round(time.monotonic() - start, 3),
     )
     write_record(folder / "evaluation.json", evaluation)

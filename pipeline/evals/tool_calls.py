@@ -37,6 +37,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             },
             latency_s=reply.latency_s,
             num_completion_tokens=reply.num_completion_tokens,
+            speculation=reply.speculation,
             fingerprint=context.fingerprint,
         )
 

@@ -15,7 +15,7 @@ from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import run_cases
 from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
 from pipeline.params import TrajectoriesEval
-from pipeline.records import CaseRecord
+from pipeline.records import CaseRecord, sum_speculation
 
 
 async def evaluate(context: EvalContext) -> list[CaseRecord]:
@@ -33,12 +33,13 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
 
     async def run(case: TrajectoryCase) -> CaseRecord:
         messages: list[dict[str, Any]] = [m.model_dump() for m in case.messages]
-        state, turns, latency_s, num_tokens = case.state, [], 0.0, 0
+        state, turns, latency_s, num_tokens, counts = case.state, [], 0.0, 0, []
         for _ in range(settings.max_turns):
             reply = await context.client.chat(messages, max_tokens=context.max_tokens, tools=tools, session=case.id)
             turns.append(describe_reply(reply))
             latency_s += reply.latency_s
             num_tokens += reply.num_completion_tokens
+            counts.append(reply.speculation)
             if (call := parse_call(reply)) is None:
                 break
             state, result = call_tool(declared, state, call.name, call.arguments)
@@ -55,6 +56,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             scores={"completed": float(is_completed(case, state))},
             latency_s=latency_s,
             num_completion_tokens=num_tokens,
+            speculation=sum_speculation(counts),
             fingerprint=context.fingerprint,
         )
 

@@ -20,6 +20,7 @@ from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
+from pipeline.gate.speculation import check_speculation
 from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, describe_policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
@@ -82,6 +83,7 @@ def _load(build: Path, name: str, params: Params) -> Measured:
     try:
         measured.evidence = load_evidence(build, read_candidate(build, name, params), _eval_kinds(params))
         measured.refusals += measured.evidence.problems.values()
+        measured.refusals += check_speculation(measured.evidence, describe_policy(params).min_acceptance.get(name))
     except EvidenceError as error:
         measured.refusals.append(str(error))
     return measured

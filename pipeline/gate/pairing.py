@@ -88,7 +88,7 @@ def _check_identity(candidate: Candidate, evaluation: Evaluation, path: Path) ->
     expected = {"checkpoint digest": candidate.checkpoint.digest[:12]}
     found = {"checkpoint digest": evaluation.checkpoint_digest[:12]}
     for side, serving in ((expected, candidate.serving), (found, evaluation.serving)):
-        side |= {f"serving.{key}": value for key, value in serving.model_dump(exclude={"base_url"}).items()}
+        side |= {f"serving.{key}": value for key, value in serving.identity().items()}
     if candidate.serving.engine != "attached":  # behind someone else's endpoint the fingerprint is its own
         expected["fingerprint"], found["fingerprint"] = candidate.fingerprint[:12], evaluation.fingerprint[:12]
     for key, value in expected.items():

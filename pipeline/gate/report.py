@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_documents, worst_flips
+from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
@@ -148,6 +149,8 @@ def _candidate_section(verdict: Verdict, measured: Measured) -> str:
     lines += [f"- {reason}" for reason in verdict.reasons]
     if measured.evidence is not None:
         lines += ["", _describe_candidate(measured.evidence.candidate)]
+        if measured.evidence.evaluation.speculation is not None:
+            lines += ["", describe_speculation(measured.evidence.evaluation.speculation)]
     gated = [c for c in verdict.comparisons if c.outcome != "reported"]
     reported = [c for c in verdict.comparisons if c.outcome == "reported"]
     if gated:

@@ -40,6 +40,7 @@ class Policy(Record):
     tolerances: dict[str, GatedTolerance]
     tripwires: dict[str, float]
     eval_kinds: dict[str, str]
+    min_acceptance: dict[str, float] = {}  # of drafted tokens, by candidate
 
 
 class Judgement(Record):
@@ -67,6 +68,8 @@ def describe_policy(params: Params) -> Policy:
         on_inconclusive=gate.on_inconclusive, tripwires=gate.tripwires,
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
         eval_kinds={name: settings.kind for name, settings in params.evals.items()},
+        min_acceptance={name: c.speculative.min_acceptance for name, c in params.candidates.items()
+                        if c.speculative and c.speculative.min_acceptance is not None},
     )
 
 
@@ -141,11 +144,16 @@ def check_candidates(judgement: Judgement, params: Params, root: Path) -> None:
         if candidate.fingerprint != verdict.fingerprint:
             raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
                                 f"{candidate.fingerprint[:12]}; run `dvc repro` so that it is evaluated again")
-        folder = root / candidate.checkpoint.path
-        if (found := digest_checkpoint(folder)) != candidate.checkpoint.digest:
-            raise EvidenceError(f"{folder}: expected the checkpoint that was judged "
-                                f"({candidate.checkpoint.digest[:12]}), found other files ({found[:12]}); run "
-                                "`dvc repro` so that it is built and evaluated again")
+        _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest)
+        speculative = candidate.serving.speculative
+        if speculative and speculative.draft_path and speculative.draft_digest:
+            _check_files(root / speculative.draft_path, speculative.draft_digest)
+
+
+def _check_files(folder: Path, digest: str) -> None:
+    if (found := digest_checkpoint(folder)) != digest:
+        raise EvidenceError(f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
+                            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again")
 
 
 def write_marker(path: Path, judgement: Judgement, *, verdict_path: Path) -> None:

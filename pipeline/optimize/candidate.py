@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.checkpoints import check_kernels, describe_checkpoint
@@ -16,7 +17,7 @@ from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
-from pipeline.params import CandidateSettings, Params
+from pipeline.params import Params, SpeculativeStep, Step
 from pipeline.records import BuiltCandidate, write_record
 from pipeline.weight_files import check_finite, iterate_weights
 
@@ -61,10 +62,11 @@ def _build(name: str, params: Params, working: Path, *, root: Path) -> BuiltCand
     settings = params.candidates[name]
     source = root / settings.checkpoint
     checkpoint = describe_checkpoint(source, root=root)
-    if settings.steps:
+    weight_steps = [step for step in settings.steps if not isinstance(step, SpeculativeStep)]
+    if weight_steps:
         calibration_set = load_evalset(root / params.optimize.calibration_texts)
         _pin_threads(params.optimize.num_threads)
-        results = _apply_steps(settings, source, working=working, calibration_set=calibration_set)
+        results = _apply_steps(weight_steps, source, working=working, calibration_set=calibration_set)
         made = describe_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
         checkpoint = made.model_copy(update={"path": (CANDIDATES / name / "checkpoint").as_posix()})
     else:
@@ -72,22 +74,26 @@ def _build(name: str, params: Params, working: Path, *, root: Path) -> BuiltCand
             check_kernels(source)
         check_finite(iterate_weights(source), where=source)
         results = []
+    coverage = results[-1].coverage if results else ()
+    if settings.speculative is not None:
+        results.append(STEPS[settings.speculative.kind](source, step=settings.speculative, root=root))
     return BuiltCandidate(
         name=name,
         checkpoint=checkpoint,
         steps=tuple(result.record for result in results),
-        coverage=results[-1].coverage if results else (),
+        coverage=coverage,
         fallbacks=tuple(fallback for result in results for fallback in result.fallbacks),
+        speculative=results[-1].speculative if results else None,
         libraries=read_library_versions(),
     )
 
 
 def _apply_steps(
-    settings: CandidateSettings, source: Path, *, working: Path, calibration_set: Evalset
+    steps: Sequence[Step], source: Path, *, working: Path, calibration_set: Evalset
 ) -> list[StepResult]:
     results = []
     current = source
-    for number, step in enumerate(settings.steps, start=1):
+    for number, step in enumerate(steps, start=1):
         destination = working / f"step-{number}"
         results.append(STEPS[step.kind](current, destination, step=step, calibration_set=calibration_set))
         if current != source:

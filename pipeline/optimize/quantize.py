@@ -27,7 +27,7 @@ from pipeline.optimize.calibration import describe_samples, select_samples
 from pipeline.optimize.coverage import check_coverage
 from pipeline.optimize.layers import Int4Step, LayerPlan, check_dense, plan_layers
 from pipeline.optimize.progress import StepLog
-from pipeline.records import Fallback, LayerCoverage
+from pipeline.records import Fallback, LayerCoverage, SpeculativeConfig
 from pipeline.weight_files import check_finite, iterate_weights
 
 RecipeBuilder = Callable[[Any, LayerPlan, StepLog], list[Any]]
@@ -42,6 +42,7 @@ class StepResult:
     coverage: tuple[LayerCoverage, ...]
     fallbacks: tuple[Fallback, ...]
     record: dict[str, Any]
+    speculative: SpeculativeConfig | None = None
 
 
 def quantize(

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pipeline.optimize.awq import run_awq
 from pipeline.optimize.gptq import run_gptq
 from pipeline.optimize.quantize import StepResult
+from pipeline.optimize.speculative import run_speculative
 
 STEPS: dict[str, Callable[..., StepResult]] = {
     "gptq": run_gptq,
     "awq": run_awq,
+    "speculative": run_speculative,
 }

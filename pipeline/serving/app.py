@@ -4,7 +4,9 @@ Chat goes through the request handler and the continuous batching of `transforme
 only: what that app would ignore without a word (other temperatures, stop strings, logprobs, n) is a
 400 here. Beside it: scoring of given tokens in vLLM's format, tokenisation, and the fingerprint.
 
-Not covered: streaming, other modalities, speculative decoding.
+A candidate with speculative decoding takes the serial path: continuous batching would drop the drafts.
+
+Not covered: streaming, other modalities.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pipeline.errors import EngineError
 from pipeline.serving import paged_attention
 from pipeline.serving.loading import LoadedModel
 from pipeline.serving.scoring import SequenceScores, score_sequences
+from pipeline.serving.speculation import SpeculativeManager
 
 CHAT_FIELDS = frozenset({"model", "messages", "max_tokens", "temperature", "tools"})
 MAX_TOP_LOGPROBS = 100
@@ -46,7 +49,9 @@ class Server:
         self.loaded = loaded
         self._request_numbers = itertools.count()
         self._scoring = ThreadPoolExecutor(1, "scoring")
-        batching = loaded.serving.continuous_batching
+        batching, speculative = loaded.serving.continuous_batching, loaded.serving.speculative
+        if batching and speculative:
+            raise EngineError(f"{loaded.name}: continuous batching drops speculation; serve it on the serial path")
         blocks_per_request = -(-loaded.serving.context_length // CACHE_BLOCK_TOKENS) + 1
         self._state = GenerationState(
             continuous_batching=batching,
@@ -58,10 +63,11 @@ class Server:
                 use_cuda_graph=False,
             ),
         )  # fmt: skip
-        self._manager = self._state.get_manager(loaded.name, use_cb=batching)
+        self._manager = (SpeculativeManager(loaded, speculative) if speculative
+                         else self._state.get_manager(loaded.name, use_cb=batching))  # fmt: skip
         if batching:
             self._start_batching()
-        self._chat = _make_chat_handler(loaded, ModelManager(), self._state)
+        self._chat = _make_chat_handler(loaded, ModelManager(), self._state, self._manager)
 
     def _start_batching(self) -> None:
         model = self.loaded.model
@@ -76,14 +82,19 @@ class Server:
         """Prove that the served path is greedy: equal to itself and, in float32, to plain `generate`.
 
         Raises:
-            EngineError: the answers differ.
+            EngineError: the answers differ, or no token was drafted though speculation was asked for.
         """
         loaded = self.loaded
-        prompt = [(7 * i) % loaded.model.config.get_text_config().vocab_size for i in range(1, 25)]
+        # it repeats itself, so that prompt lookup finds something to draft
+        prompt = [(7 * (i % 12 + 1)) % loaded.model.config.get_text_config().vocab_size for i in range(24)]
         answers = [await self._generate(prompt, f"probe-{i}") for i in range(2)]
         if answers[0] != answers[1]:
             raise EngineError(f"{loaded.name}: the same prompt gave {answers[0]!r}, then {answers[1]!r}; "
                               "the server is not greedy")  # fmt: skip
+        if isinstance(self._manager, SpeculativeManager):
+            counts = [self._manager.take_counts(f"probe-{i}") for i in range(2)]
+            if not counts[0].num_drafted:
+                raise EngineError(f"{loaded.name}: asked for speculation by {counts[0].method}, drafted no token")
         if loaded.serving.dtype != "float32":
             return
         inputs = torch.tensor([prompt], device=loaded.scorer.device)
@@ -192,7 +203,7 @@ class Server:
         return Starlette(routes=routes, exception_handlers={HTTPException: _render_error})
 
 
-def _make_chat_handler(loaded: LoadedModel, manager: Any, state: Any) -> Any:
+def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: Any) -> Any:
     class ChatHandler(ChatCompletionHandler):
         """The library's handler, bound to one model, with a length check and our fingerprint."""
 
@@ -206,12 +217,15 @@ def _make_chat_handler(loaded: LoadedModel, manager: Any, state: Any) -> Any:
             if total > loaded.serving.context_length:
                 raise HTTPException(400, f"prompt plus max_tokens: expected at most {loaded.serving.context_length} "
                                          f"tokens, got {total}")  # fmt: skip
-            return await super()._non_streaming(request_id, model, processor, model_id, inputs, gen_config, gen_manager)
+            return await super()._non_streaming(request_id, model, processor, model_id, inputs, gen_config, manager)
 
-        def _build_completion(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            return {**super()._build_completion(*args, **kwargs), "system_fingerprint": loaded.fingerprint}
+        def _build_completion(self, request_id: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            completion = super()._build_completion(request_id, *args, **kwargs)
+            if isinstance(manager, SpeculativeManager):
+                completion["usage"]["speculation"] = manager.take_counts(request_id).model_dump()
+            return {**completion, "system_fingerprint": loaded.fingerprint}
 
-    return ChatHandler(model_manager=manager, generation_state=state)
+    return ChatHandler(model_manager=models, generation_state=state)
 
 
 def _render(scores: SequenceScores) -> dict[str, Any]:

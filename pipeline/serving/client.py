@@ -23,6 +23,7 @@ import numpy as np
 import orjson
 
 from pipeline.errors import EngineError, RequestError
+from pipeline.records import SpeculationCounts
 
 MAX_TRIES = 5
 MAX_TIMEOUTS = 2  # a request that ran into the timeout twice will do so again
@@ -45,6 +46,7 @@ class Reply:
     num_completion_tokens: int
     latency_s: float  # of the request that succeeded, waiting for a free place not included
     fingerprint: str  # what the server said answered; empty when it said nothing
+    speculation: SpeculationCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,9 @@ class Client:
                 num_completion_tokens=usage["completion_tokens"],
                 latency_s=latency,
                 fingerprint=answer.get("system_fingerprint") or "",
+                speculation=SpeculationCounts(**usage["speculation"]) if usage.get("speculation") else None,
             )
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"expected a chat completion, got {answer!r:.200} ({error!r})") from None
 
     async def score(self, batch: Sequence[list[int]], *, top_logprobs: int) -> list[TokenScores]:

@@ -114,7 +114,7 @@ async def _attach(candidate: Candidate, settings: ServingSettings) -> AsyncItera
             raise EngineError(f"{url}/v1/models: expected {serving.model!r} among the served models, got {listed!r}")
         declared = {
             "model": serving.model,
-            "serving": serving.model_dump(exclude={"base_url"}),
+            "serving": serving.identity(),
             "checkpoint": candidate.checkpoint.digest,
         }
         served_by = {"proof": "declared by the settings, not proved by the server", **declared}
@@ -144,8 +144,13 @@ async def _probe(url: str, engine: Engine, settings: ServingSettings) -> None:
 
 def _spawn(candidate: Candidate, *, root: Path, log: Path) -> _Process:
     log.parent.mkdir(parents=True, exist_ok=True)
-    folder = (root / candidate.checkpoint.path).resolve()
-    config = json.dumps({"checkpoint_folder": str(folder), "candidate": candidate.model_dump(mode="json")})
+    speculative = candidate.serving.speculative
+    config = json.dumps({
+        "checkpoint_folder": str((root / candidate.checkpoint.path).resolve()),
+        "draft_folder": str((root / speculative.draft_path).resolve())
+        if speculative and speculative.draft_path else None,
+        "candidate": candidate.model_dump(mode="json"),
+    })  # fmt: skip
     threads = str(candidate.serving.num_threads)
     environment = os.environ | {
         "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false",
@@ -186,7 +191,7 @@ def _check_fingerprint(candidate: Candidate, process: _Process, report: dict[str
     if report["fingerprint"] == candidate.fingerprint:
         return
     facts = report["facts"]
-    serving = candidate.serving.model_dump(exclude={"base_url"})
+    serving = candidate.serving.identity()
     pairs = [("checkpoint digest", candidate.checkpoint.digest, facts["checkpoint"]["digest"])]
     pairs += [(f"serving.{key}", value, facts["serving"][key]) for key, value in serving.items()]
     pairs += [(f"library {key}", value, facts["libraries"][key]) for key, value in candidate.libraries.items()]

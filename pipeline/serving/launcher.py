@@ -31,7 +31,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
-async def _serve(candidate: Candidate, folder: Path, listener: socket.socket) -> None:
+async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listener: socket.socket) -> None:
     # transformers imports them where it can, for adaptive draft lengths and the losses of object detectors,
     # which this server does not offer: a second of CPU time for each server
     for package in ("sklearn", "scipy"):
@@ -42,7 +42,7 @@ async def _serve(candidate: Candidate, folder: Path, listener: socket.socket) ->
     from pipeline.serving.app import Server
     from pipeline.serving.loading import load_candidate
 
-    loaded = load_candidate(candidate, folder)
+    loaded = load_candidate(candidate, folder, draft_folder=draft)
     server = Server(loaded)
     await server.probe()
     gc.freeze()  # what is there now stays: no later collection need look at it
@@ -57,8 +57,8 @@ def main(argv: list[str]) -> int:
     """Load, probe, announce and serve until the parent goes away.
 
     Args:
-        argv: one JSON object: `checkpoint_folder`, and `candidate` as a record. The candidate's name is
-            the model name that clients must send.
+        argv: one JSON object: `checkpoint_folder`, `draft_folder` or null, and `candidate` as a record. The
+            candidate's name is the model name that clients must send.
     """
     asked = json.loads(argv[0])
     _end_with_parent()
@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
     listener.listen(512)
     try:
         candidate = Candidate.model_validate(asked["candidate"])
-        asyncio.run(_serve(candidate, Path(asked["checkpoint_folder"]), listener))
+        draft = Path(asked["draft_folder"]) if asked["draft_folder"] else None
+        asyncio.run(_serve(candidate, Path(asked["checkpoint_folder"]), draft, listener))
     except QuantgateError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # the generation thread is not a daemon and would keep the process alive

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.digests import digest_checkpoint
 from pipeline.errors import EngineError
-from pipeline.records import Candidate, ServingConfig
+from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,19 @@ class LoadedModel:
     serving: ServingConfig
     fingerprint: str
     facts: dict[str, Any]
+    draft: Any | None = None  # the draft model of speculative decoding
 
 
-def load_candidate(candidate: Candidate, folder: Path) -> LoadedModel:
+def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | None = None) -> LoadedModel:
     """Load a candidate's checkpoint in this process.
 
     Args:
         candidate: what to serve; its serving config says how.
         folder: where the checkpoint is.
+        draft_folder: where its draft model is, when it is served with one.
 
     Raises:
-        CheckpointError: the checkpoint can't be loaded.
+        CheckpointError: the checkpoint or the draft can't be loaded.
         EngineError: its own generation settings change greedy answers.
     """
     import torch
@@ -63,11 +66,13 @@ def load_candidate(candidate: Candidate, folder: Path) -> LoadedModel:
         model(torch.tensor([[0]], device=model.device), use_cache=False)
     scorer = share_weights(model)
     num_packed = pack_linear_layers([model, scorer])
+    draft = _load_draft(draft_folder, asked, tokenizer).to(model.device) if draft_folder else None
     serving = asked.model_copy(update={
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": scorer.config._attn_implementation,
         "num_threads": torch.get_num_threads(),
         "temperature": 0.0,
+        "speculative": _set_speculation(asked.speculative, model, draft, draft_folder),
     })  # fmt: skip
     loaded = candidate.model_copy(update={
         "checkpoint": checkpoint,
@@ -75,7 +80,37 @@ def load_candidate(candidate: Candidate, folder: Path) -> LoadedModel:
         "libraries": {name: _version(name) for name in candidate.libraries},
     })  # fmt: skip
     facts = _describe(loaded, model) | {"num_packed_layers": num_packed}
-    return LoadedModel(candidate.name, model, scorer, tokenizer, serving, loaded.fingerprint, facts)
+    return LoadedModel(candidate.name, model, scorer, tokenizer, serving, loaded.fingerprint, facts, draft)
+
+
+def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any) -> Any:
+    from pipeline.serving.packed_linear import pack_linear_layers
+
+    draft = load_model(folder, dtype=asked.dtype)
+    draft.set_attn_implementation(asked.attention)
+    draft.generation_config = greedy_config(draft, tokenizer)
+    pack_linear_layers([draft])
+    return draft
+
+
+def _set_speculation(
+    asked: SpeculativeConfig | None, model: Any, draft: Any | None, folder: Path | None
+) -> SpeculativeConfig | None:
+    """Set the number of drafted tokens, and return the config with the digest of the draft that was loaded."""
+    if asked is None:
+        return None
+    if draft is None:
+        model.generation_config.prompt_lookup_num_tokens = asked.num_tokens
+    else:
+        # constant: the library's own schedule and confidence threshold change the number from request to request
+        draft.generation_config.num_assistant_tokens = asked.num_tokens
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+    return SpeculativeConfig(
+        method="prompt_lookup" if draft is None else "draft_model",
+        num_tokens=asked.num_tokens,
+        draft_digest=digest_checkpoint(folder) if folder else None,
+    )
 
 
 def greedy_config(model: Any, tokenizer: Any) -> Any:
@@ -123,7 +158,7 @@ def _describe(loaded: Candidate, model: Any) -> dict[str, Any]:
     return {
         "proof": "computed by the server from the files and objects it loaded",
         "checkpoint": loaded.checkpoint.model_dump(exclude={"path"}),
-        "serving": loaded.serving.model_dump(exclude={"base_url"}),
+        "serving": loaded.serving.identity(),
         "libraries": loaded.libraries,
         "device": str(model.device),
         "generation_config": json.loads(model.generation_config.to_json_string()),

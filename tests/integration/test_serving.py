@@ -21,7 +21,7 @@ import torch
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.errors import EngineError
 from pipeline.params import ServingSettings
-from pipeline.records import Candidate, ServingConfig
+from pipeline.records import Candidate, ServingConfig, SpeculativeConfig, sum_speculation
 from pipeline.serving import engines
 from pipeline.serving.client import Client
 from pipeline.serving.scoring import score_sequences
@@ -197,6 +197,78 @@ def test_the_serial_path_answers_the_probe_as_plain_generation_does(running: Run
 
     loaded = load_candidate(make_candidate(running.folder, continuous_batching=False), running.folder)
     running.runner.run(Server(loaded).probe())
+
+
+def speculative_candidate(folder: Path, draft: Path | None, num_tokens: int) -> Candidate:
+    config = SpeculativeConfig(method="prompt_lookup", num_tokens=num_tokens)
+    if draft is not None:
+        digest, path = describe_checkpoint(draft, root=draft.parent).digest, draft.name
+        config = SpeculativeConfig(method="draft_model", num_tokens=num_tokens, draft_digest=digest, draft_path=path)
+    return make_candidate(folder, continuous_batching=False, speculative=config)
+
+
+@pytest.mark.parametrize(("draft_seed", "num_tokens"), [(0, 4), (1, 3), (None, 3)], ids=["twin", "stranger", "lookup"])
+def test_speculation_gives_the_targets_own_answers_and_its_counts_add_up(
+    running: Running, draft_seed: int | None, num_tokens: int
+) -> None:
+    """A twin of the target is always right, a stranger hardly ever: the answers are the same."""
+    root = running.folder.parent
+    draft = None if draft_seed is None else write_tiny_llama(root / f"draft-{draft_seed}", seed=draft_seed)
+    candidate = speculative_candidate(running.folder, draft, num_tokens)
+    conversations = [[{"role": "user", "content": text}] for text in make_texts(8)]
+
+    async def ask_all() -> list[Any]:
+        async with engines.start_engine(candidate, SETTINGS, root=root, logs=root / "logs") as (engine, client):
+            assert engine.served_by["serving"]["speculative.num_tokens"] == num_tokens
+            return await asyncio.gather(*(client.chat(m, max_tokens=12) for m in conversations))
+
+    replies = running.runner.run(ask_all())
+    assert [r.text for r in replies] == [plain_answer(running, m, 12) for m in conversations]
+    assert {r.fingerprint for r in replies} == {candidate.fingerprint} != {running.engine.fingerprint}
+    for reply in replies:
+        counts = reply.speculation
+        assert counts.num_completion_tokens == reply.num_completion_tokens
+        missing = counts.num_target_forwards + counts.num_accepted - counts.num_completion_tokens
+        assert missing in (0, 1)  # an accepted token may end the answer
+    total = sum_speculation(r.speculation for r in replies)
+    assert total.num_drafted > 0
+    if draft_seed == 0:
+        assert total.acceptance_rate == 1 and total.num_target_forwards < total.num_completion_tokens / 2
+
+
+def test_another_draft_than_the_candidates_is_named(running: Running, tmp_path: Path) -> None:
+    draft = write_tiny_llama(tmp_path / "draft", seed=2)
+    candidate = speculative_candidate(running.folder, draft, 2)
+    write_tiny_llama(draft, seed=3)
+
+    async def start() -> None:
+        async with engines.start_engine(candidate, SETTINGS, root=tmp_path, logs=tmp_path / "logs"):
+            raise AssertionError("must not come up")
+
+    (tmp_path / "tiny").symlink_to(running.folder)
+    with pytest.raises(EngineError, match="serving.speculative.draft_digest: the candidate says"):
+        running.runner.run(start())
+
+
+def test_speculation_under_continuous_batching_is_refused(running: Running) -> None:
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    candidate = speculative_candidate(running.folder, None, 2)
+    serving = candidate.serving.model_copy(update={"continuous_batching": True})
+    loaded = load_candidate(candidate.model_copy(update={"serving": serving}), running.folder)
+    with pytest.raises(EngineError, match="continuous batching drops speculation"):
+        Server(loaded)
+
+
+def test_a_server_that_drafts_nothing_does_not_come_up(running: Running) -> None:
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    loaded = load_candidate(speculative_candidate(running.folder, None, 2), running.folder)
+    loaded.model.generation_config.prompt_lookup_num_tokens = None
+    with pytest.raises(EngineError, match="asked for speculation by prompt_lookup, drafted no token"):
+        running.runner.run(Server(loaded).probe())
 
 
 def test_a_checkpoint_that_changes_greedy_answers_is_refused(tmp_path: Path, running: Running) -> None:

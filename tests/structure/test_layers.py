@@ -16,7 +16,7 @@ from tests.structure.import_closure import ROOT, direct_imports
 LAYERS = (
     ("errors", "digests", "records", "params", "serving_config", "gate.metrics"),
     ("numerics", "environment"),
-    ("weight_files", "memory", "checkpoints", "cases", "evalsets"),
+    ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
     ("preflight",),

@@ -19,8 +19,8 @@ from pipeline.gate.plots import plot_completion, plot_harm
 from pipeline.gate.report import render_report
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p
 from pipeline.gate.verdicts import render_gate
-from pipeline.params import CandidateSettings, Endpoint
-from pipeline.records import Evaluation, read_record, write_record
+from pipeline.params import CandidateSettings, Endpoint, SpeculativeStep
+from pipeline.records import Evaluation, SpeculationCounts, SpeculativeConfig, read_record, write_record
 from tests.synthetic_records import (
     Behaviour,
     make_candidate,
@@ -240,6 +240,71 @@ def test_a_serving_setting_changed_after_the_evaluation_is_named(tmp_path):
     params = params.model_copy(update={"serving": params.serving.model_copy(update={"concurrency": 1})})
     reasons = compare_release(params, build).judgement.verdicts[0].reasons
     assert "not what would ship: serving.concurrency: expected 1, got 32" in reasons[0]
+
+
+SPECULATIVE = SpeculativeConfig(method="draft_model", num_tokens=2, draft_digest="d" * 64, draft_path="models/draft")
+COUNTS = SpeculationCounts(method="draft_model", num_tokens=2, num_target_forwards=100, num_completion_tokens=230,
+                           num_drafted=200, accepted_by_position=(80, 50))
+
+
+def speculate(build, counts, *, evaluated=SPECULATIVE):
+    """Turn candidate `a` of a tree into one that is served with drafts, and set what its evaluation counted."""
+    write_candidate(build, make_candidate("a").model_copy(update={"speculative": SPECULATIVE}))
+    path = build / "evaluations/a/evaluation.json"
+    old = read_record(path, Evaluation)
+    serving = old.serving.model_copy(update={"speculative": evaluated, "continuous_batching": False})
+    fingerprint = make_candidate("a").model_copy(update={"serving": serving}).fingerprint
+    write_record(path, old.model_copy(update={"serving": serving, "fingerprint": fingerprint, "speculation": counts}))
+    for name in old.evals:
+        rewrite_records(build, "a", name, lambda records: [
+            r.model_copy(update={"fingerprint": fingerprint}) for r in records])
+
+
+def judge_speculation(build, min_acceptance=None):
+    params = make_params(["a"], ["a"])
+    step = SpeculativeStep(kind="speculative", method="draft_model", draft="models/draft", num_tokens=2,
+                           min_acceptance=min_acceptance)
+    settings = CandidateSettings(checkpoint="models/agent", steps=[step])
+    compared = compare_release(params.model_copy(update={"candidates": params.candidates | {"a": settings}}), build)
+    return compared.judgement.verdicts[0], render_report(compared)
+
+
+def test_speculation_that_ran_passes_and_is_reported(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()})
+    speculate(build, COUNTS)
+    verdict, report = judge_speculation(build, min_acceptance=0.65)
+    assert verdict.outcome == "pass", verdict.reasons
+    assert ("Speculation (draft_model, 2 tokens): 65.0% of 200 drafted tokens accepted, 1.30 per target forward pass; "
+            "passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): 80.0%, 50.0%. "
+            "0.435 target forward passes per token."
+            ) in report
+
+
+@pytest.mark.parametrize(("counts", "min_acceptance", "said"), [
+    (None, None, "draft_model was asked for, and the evaluation shows no drafted token"),
+    (COUNTS.model_copy(update={"num_drafted": 0, "accepted_by_position": (0, 0)}), None, "shows no drafted token"),
+    (COUNTS.model_copy(update={"method": "prompt_lookup"}), None,
+     "expected draft_model with 2 tokens, the evaluation counted prompt_lookup with 2"),
+    (COUNTS, 0.66, "130 of 200 drafted tokens were accepted (65.00%), expected at least 66.00% (min_acceptance)"),
+], ids=["not-counted", "nothing-drafted", "another-method", "too-few-accepted"])
+def test_speculation_that_was_not_what_was_asked_for_is_refused(tmp_path, counts, min_acceptance, said):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    speculate(build, counts)
+    verdict, _ = judge_speculation(build, min_acceptance)
+    assert verdict.outcome == "refused"
+    assert verdict.reasons[0].startswith("refused: speculation of a: ") and said in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"num_tokens": 3}, "serving.speculative.num_tokens: expected 2, got 3"),
+    ({"method": "prompt_lookup"}, "serving.speculative.method: expected 'draft_model', got 'prompt_lookup'"),
+    ({"draft_digest": "e" * 64}, f"serving.speculative.draft_digest: expected '{'d' * 64}', got '{'e' * 64}'"),
+])
+def test_another_speculation_than_the_candidates_is_named(tmp_path, change, said):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
+    speculate(build, COUNTS, evaluated=SPECULATIVE.model_copy(update=change))
+    verdict, _ = judge_speculation(build)
+    assert verdict.outcome == "refused" and said in verdict.reasons[0]
 
 
 @pytest.mark.parametrize(("url", "outcome"), [("http://127.0.0.1:1", "pass"), ("http://127.0.0.1:2", "pass")])

@@ -15,7 +15,9 @@ from pipeline.digests import digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import VERDICT_PATH, Judgement
-from pipeline.records import BuiltCandidate, read_record, write_record
+from pipeline.params import SpeculativeStep
+from pipeline.records import BuiltCandidate, SpeculativeConfig, read_record, write_record, write_text
+from pipeline.serving_config import read_candidate
 from tests.synthetic_records import (
     EVAL_KINDS,
     Behaviour,
@@ -124,6 +126,33 @@ def test_gate_refuses_weights_that_were_swapped_under_their_record(project, tmp_
     project("good")
     (tmp_path / "build/candidates/good/checkpoint/model.safetensors").write_text("other weights")
     with pytest.raises(EvidenceError, match="expected the checkpoint that was judged.*found other files"):
+        run_gate()
+
+
+def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(project, tmp_path):
+    before = project("good").verdicts[0].fingerprint
+    draft = tmp_path / "draft/model.safetensors"
+    write_text(draft, "draft")
+    path = tmp_path / "build/candidates/good/candidate.json"
+    speculative = SpeculativeConfig(method="draft_model", num_tokens=2, draft_path="draft",
+                                    draft_digest=digest_checkpoint(draft.parent))
+    write_record(path, read_record(path, BuiltCandidate).model_copy(update={"speculative": speculative}))
+    after = read_candidate(tmp_path / "build", "good", stages.gate.load_params()).fingerprint
+    VERDICT_PATH.write_text(VERDICT_PATH.read_text().replace(before, after))
+    assert run_gate()[0] == 0
+    draft.write_text("another draft")
+    with pytest.raises(EvidenceError, match="draft: expected the checkpoint that was judged.*found other files"):
+        run_gate()
+
+
+def test_gate_refuses_a_judgement_under_another_min_acceptance(project, monkeypatch):
+    project("good")
+    asked = stages.gate.load_params()
+    step = SpeculativeStep(kind="speculative", method="prompt_lookup", num_tokens=2, min_acceptance=0.5)
+    good = asked.candidates["good"].model_copy(update={"steps": [step]})
+    asked = asked.model_copy(update={"candidates": asked.candidates | {"good": good}})
+    monkeypatch.setattr(stages.gate, "load_params", lambda: asked)
+    with pytest.raises(EvidenceError, match="judged with min_acceptance {}, params.yaml says {'good': 0.5}"):
         run_gate()
 
 

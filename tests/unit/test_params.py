@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
-from pipeline.params import AwqStep, GptqStep, load_params, parse_params
+from pipeline.params import AwqStep, GptqStep, SpeculativeStep, load_params, parse_params
 from tests.structure.import_closure import ROOT
 
 CALIBRATION = {"sources": ["prose"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
@@ -172,6 +172,43 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
 )  # fmt: skip
 def test_a_contradiction_is_named_by_its_path(path: str, value: Any, said: str) -> None:
     assert refusal(edited(path, value)).startswith(said)
+
+
+DRAFT = {"kind": "speculative", "method": "draft_model", "draft": "models/draft", "num_tokens": 5}
+LOOKUP = {"kind": "speculative", "method": "prompt_lookup", "num_tokens": 5, "min_acceptance": 0.4}
+GPTQ = {"kind": "gptq", "calibration": CALIBRATION}
+
+
+@pytest.mark.parametrize("steps", [[DRAFT], [LOOKUP], [GPTQ, DRAFT]], ids=["draft", "lookup", "after-gptq"])
+def test_a_candidate_may_end_with_a_speculative_step(steps: list[Any]) -> None:
+    candidate = parse_params(edited("candidates//int4//steps", steps)).candidates["int4"]
+    assert isinstance(candidate.speculative, SpeculativeStep) and candidate.speculative is candidate.steps[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([DRAFT | {"draft": None}],
+         "0.draft: expected the draft model's checkpoint folder for method draft_model, found none"),
+        ([LOOKUP | {"draft": "models/draft"}],
+         "0.draft: expected none for method prompt_lookup, got 'models/draft'; remove it"),
+        ([DRAFT, LOOKUP], "0: expected one speculative step at most, found another after it; remove one"),
+        ([DRAFT, GPTQ], "0: expected speculative to be the last step, found gptq after it: "),
+        ([DRAFT | {"num_tokens": 0}], "0.num_tokens: Input should be greater than or equal to 1, got 0"),
+        ([DRAFT | {"num_tokens": 17}], "0.num_tokens: Input should be less than or equal to 16, got 17"),
+        ([DRAFT | {"min_acceptance": 1.5}], "0.min_acceptance: Input should be less than or equal to 1, got 1.5"),
+        ([DRAFT | {"method": "eagle"}], "0.method: Input should be 'draft_model' or 'prompt_lookup', got 'eagle'"),
+        ([DRAFT | {"drafts": "x"}], f"0.drafts: {UNKNOWN}"),
+    ],
+)  # fmt: skip
+def test_a_speculative_step_that_contradicts_itself_is_refused(steps: list[Any], said: str) -> None:
+    assert refusal(edited("candidates//int4//steps", steps)).startswith(f"candidates.int4.steps.{said}")
+
+
+def test_speculation_behind_somebody_elses_endpoint_is_refused() -> None:
+    data = edited("candidates//int4//steps", [DRAFT])
+    data["candidates"]["int4"]["endpoint"] = {"base_url": "http://h:1", "model": "m"}
+    assert refusal(data).startswith("candidates.int4: expected steps or an endpoint, got both")
 
 
 @pytest.mark.parametrize("data", [None, [], "text", 3])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,33 @@ def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_pat
     (packed / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     said = refusal(project, "candidates//int4//checkpoint", str(packed))
     assert said.startswith("candidates.int4.steps.0: ") and "already quantised as 'gptq'" in said
+
+
+def speculative(draft: Path) -> list[dict[str, Any]]:
+    return [{"kind": "speculative", "method": "draft_model", "draft": str(draft), "num_tokens": 3}]
+
+
+def test_a_draft_of_the_targets_tokenizer_passes(project: Path, tmp_path: Path) -> None:
+    draft = write_tiny_llama(tmp_path / "draft", seed=1, num_hidden_layers=1)
+    check(project, "candidates//int4//steps", speculative(draft))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    pytest.param(lambda draft: shutil.rmtree(draft), "expected the draft's checkpoint folder, found none", id="absent"),
+    pytest.param(lambda draft: (draft / "tokenizer.json").unlink(), "expected a file that draft and target share",
+                 id="no-tokenizer"),
+    pytest.param(lambda draft: (draft / "tokenizer.json").write_text("{}"), "expected the same bytes as",
+                 id="another-tokenizer"),
+    pytest.param(lambda draft: write_tiny_llama(draft, vocab_size=512), "expected an embedding of ",
+                 id="another-vocabulary"),
+])  # fmt: skip
+def test_a_draft_that_speaks_other_tokens_is_refused(
+    project: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
+) -> None:
+    draft = write_tiny_llama(tmp_path / "draft", seed=1)
+    change(draft)
+    message = refusal(project, "candidates//int4//steps", speculative(draft))
+    assert message.startswith(f"candidates.int4.steps.0: {draft}") and said in message
 
 
 def test_a_task_folder_without_a_card_has_no_buckets_to_check(project: Path) -> None:

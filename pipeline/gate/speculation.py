@@ -1,0 +1,39 @@
+"""Did speculation run, and was it worth asking for? Counts only; what it changed is for the paired cases to show."""
+
+from __future__ import annotations
+
+from pipeline.gate.pairing import Evidence
+from pipeline.records import SpeculationCounts
+
+
+def check_speculation(evidence: Evidence, min_acceptance: float | None) -> list[str]:
+    """Return why a candidate's speculation is not what was asked for, one sentence each.
+
+    Args:
+        evidence: of the candidate.
+        min_acceptance: the smallest acceptance rate of drafted tokens that will do; None: any.
+    """
+    asked, counts = evidence.candidate.serving.speculative, evidence.evaluation.speculation
+    if asked is None:
+        return []
+    where = f"speculation of {evidence.candidate.name}"
+    if counts is None or not counts.num_drafted:
+        return [f"{where}: {asked.method} was asked for, and the evaluation shows no drafted token; gate an eval that "
+                "generates text, or remove the speculative step"]
+    if (counts.method, counts.num_tokens) != (asked.method, asked.num_tokens):
+        return [f"{where}: expected {asked.method} with {asked.num_tokens} tokens, the evaluation counted "
+                f"{counts.method} with {counts.num_tokens}; run `dvc repro` to evaluate it again"]
+    if min_acceptance is not None and counts.acceptance_rate < min_acceptance:
+        return [f"{where}: {counts.num_accepted:,} of {counts.num_drafted:,} drafted tokens were accepted "
+                f"({counts.acceptance_rate:.2%}), expected at least {min_acceptance:.2%} (min_acceptance); use a "
+                "better draft or fewer tokens"]
+    return []
+
+
+def describe_speculation(counts: SpeculationCounts) -> str:
+    """Say in a sentence or two what speculation did."""
+    positions = ", ".join(f"{kept / counts.num_target_forwards:.1%}" for kept in counts.accepted_by_position)
+    return (f"Speculation ({counts.method}, {counts.num_tokens} tokens): {counts.acceptance_rate:.1%} of "
+            f"{counts.num_drafted:,} drafted tokens accepted, {counts.acceptance_length:.2f} per target forward pass; "
+            f"passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): {positions}. "
+            f"{counts.forwards_per_token:.3f} target forward passes per token.")
