@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.digests import digest_file, digest_text
+from pipeline.digests import digest_file, digest_json, digest_text
 from pipeline.params import Params, parse_params
 from pipeline.records import (
     BuiltCandidate,
@@ -30,10 +30,12 @@ from pipeline.records import (
     read_record,
     write_cases,
     write_record,
+    write_text,
 )
 
 EVAL_KINDS = {"workflows": "trajectories", "calls": "tool_calls", "choices": "harness", "prose": "perplexity"}
 _TOP_K = 8
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,10 @@ def write_tree(build: Path, behaviours: dict[str, Behaviour], *, num_cases: int 
 
 
 def write_candidate(build: Path, candidate: Candidate) -> None:
-    """Write a candidate's record as the stage `optimize` does: without how it is served."""
-    write_record(build / "candidates" / candidate.name / "candidate.json",
-                 BuiltCandidate(**candidate.model_dump(exclude={"serving"})))
+    """Write a candidate's record as the stage `optimize` does, without how it is served, and its one weight file."""
+    folder = build / "candidates" / candidate.name
+    write_record(folder / "candidate.json", BuiltCandidate(**candidate.model_dump(exclude={"serving"})))
+    write_text(folder / "checkpoint" / WEIGHTS, candidate.name)
 
 
 def make_candidate(name: str) -> Candidate:
@@ -109,7 +112,8 @@ def make_candidate(name: str) -> Candidate:
         fallbacks=(Fallback(layer="lm_head", reason="excluded by the step"),) if quantised else (),
         checkpoint=Checkpoint(path=f"build/candidates/{name}/checkpoint", kind="llama", num_parameters=2_000_000,
                               format="compressed-tensors" if quantised else "dense", dtype="float32",
-                              num_bytes=2_000_000 if quantised else 8_300_000, digest=digest_text(name)))
+                              num_bytes=2_000_000 if quantised else 8_300_000,
+                              digest=digest_json({WEIGHTS: digest_text(name)})))
 
 
 def rewrite_records(

@@ -19,31 +19,11 @@ from pipeline.params import SpeculativeStep
 from pipeline.records import BuiltCandidate, SpeculativeConfig, read_record, write_record, write_text
 from pipeline.serving_config import read_candidate
 from tests.synthetic_records import (
-    EVAL_KINDS,
+    WEIGHTS,
     Behaviour,
-    make_candidate,
     make_params,
-    rewrite_records,
-    write_candidate,
     write_tree,
 )
-
-
-def write_checkpoint(build, name):
-    """Give a candidate a checkpoint folder and the digest of it."""
-    candidate = make_candidate(name)
-    folder = build / "candidates" / name / "checkpoint"
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_text(name)
-    checkpoint = candidate.checkpoint.model_copy(update={"digest": digest_checkpoint(folder)})
-    sealed = candidate.model_copy(update={"checkpoint": checkpoint})
-    write_candidate(build, sealed)
-    index = build / "evaluations" / name / "evaluation.json"
-    index.write_text(index.read_text().replace(candidate.fingerprint, sealed.fingerprint)
-                     .replace(candidate.checkpoint.digest, checkpoint.digest))
-    for eval_name in EVAL_KINDS:
-        rewrite_records(build, name, eval_name, lambda records: [
-            r.model_copy(update={"fingerprint": sealed.fingerprint}) for r in records])
 
 
 @pytest.fixture
@@ -51,8 +31,6 @@ def project(tmp_path, monkeypatch):
     """A folder with a judged release: one candidate that passes, one that fails."""
     monkeypatch.chdir(tmp_path)
     write_tree(tmp_path / "build", {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2})})
-    for name in ("good", "bad"):
-        write_checkpoint(tmp_path / "build", name)
 
     def judge(*release, **gate):
         params = make_params(["good", "bad"], release, **gate)
@@ -124,7 +102,7 @@ def test_gate_refuses_a_judgement_under_other_settings(project, monkeypatch, cha
 
 def test_gate_refuses_weights_that_were_swapped_under_their_record(project, tmp_path):
     project("good")
-    (tmp_path / "build/candidates/good/checkpoint/model.safetensors").write_text("other weights")
+    (tmp_path / "build/candidates/good/checkpoint" / WEIGHTS).write_text("other weights")
     with pytest.raises(EvidenceError, match="expected the checkpoint that was judged.*found other files"):
         run_gate()
 
