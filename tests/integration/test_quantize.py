@@ -245,9 +245,9 @@ class TestCoverage:
 def make_params(**candidates: object) -> Params:
     return parse_params({
         "reference": "reference",
-        "release": ["reference"],
+        "release": ["released"],
         "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
-        "candidates": {"reference": {"checkpoint": "models/tiny"}} | candidates,
+        "candidates": {name: {"checkpoint": "models/tiny"} for name in ("reference", "released")} | candidates,
         "serving": {
             "dtype": "float32", "continuous_batching": True, "concurrency": 4, "num_servers": 1, "num_threads": 1,
             "context_length": 256, "max_tokens": 16, "request_timeout_s": 60.0, "start_timeout_s": 60.0,
@@ -327,7 +327,7 @@ def test_broken_checkpoints_are_refused_without_steps_as_well(project: Path, sou
 
 
 def test_unknown_candidate_names_the_known(project: Path) -> None:
-    with pytest.raises(SettingsError, match="expected one of reference, got 'refrence'"):
+    with pytest.raises(SettingsError, match="expected one of reference, released, got 'refrence'"):
         build_candidate("refrence", make_params(), root=project)
 
 
