@@ -12,6 +12,7 @@ from pipeline.gate.verdicts import (
     VERDICT_PATH,
     Judgement,
     check_candidates,
+    check_outcomes,
     check_policy,
     is_blocking,
     released_verdicts,
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> int:
     params = load_params()
     judgement = read_record(VERDICT_PATH, Judgement)
     check_policy(judgement, params)
+    check_outcomes(judgement)
     check_candidates(judgement, params, Path())
     print(render_gate(judgement))
     if any(is_blocking(verdict, judgement.policy) for verdict in released_verdicts(judgement)):

@@ -118,6 +118,22 @@ def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     return verdict.outcome != "pass"
 
 
+def check_outcomes(judgement: Judgement) -> None:
+    """Check that each released outcome follows from the comparisons that stand beside it.
+
+    Raises:
+        EvidenceError: a pass that its own numbers contradict: the file was edited.
+    """
+    for verdict in released_verdicts(judgement):
+        gated = [c for c in verdict.comparisons if c.tolerance is not None]
+        wrong = [c for c in gated if (c.outcome == "pass") != (c.high <= (c.tolerance or 0.0))]
+        is_pass = bool(gated) and all(c.outcome == "pass" for c in gated) and not list_refusals(verdict)
+        if wrong or is_pass != (verdict.outcome == "pass"):
+            what = name_comparison(wrong[0]) if wrong else "the verdict"
+            raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: the outcome of {what} contradicts the numbers "
+                                "beside it; the file was edited: run `dvc repro -f -s compare`")
+
+
 def check_candidates(judgement: Judgement, params: Params, root: Path) -> None:
     """Check that what was judged is what would ship, where the candidates are present.
 
@@ -144,6 +160,11 @@ def check_candidates(judgement: Judgement, params: Params, root: Path) -> None:
         if candidate.fingerprint != verdict.fingerprint:
             raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
                                 f"{candidate.fingerprint[:12]}; run `dvc repro` so that it is evaluated again")
+        own = path.with_name("checkpoint").relative_to(root).as_posix()
+        expected = own if (root / own).is_dir() else params.candidates[candidate.name].checkpoint
+        if Path(candidate.checkpoint.path) != Path(expected):
+            raise EvidenceError(f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
+                                "`dvc repro` so that it is built again")
         _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest)
         speculative = candidate.serving.speculative
         if speculative and speculative.draft_path and speculative.draft_digest:

@@ -134,6 +134,27 @@ def test_gate_refuses_a_judgement_under_another_min_acceptance(project, monkeypa
         run_gate()
 
 
+def test_gate_refuses_a_pass_that_its_own_numbers_contradict(project):
+    judgement = project("bad")
+    bad = next(v for v in judgement.verdicts if v.candidate == "bad")
+    edited = tuple(bad.model_copy(update={"outcome": "pass"}) if v is bad else v for v in judgement.verdicts)
+    write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": edited, "outcome": "pass", "blocked_by": ()}))
+    with pytest.raises(EvidenceError, match="bad: the outcome of the verdict contradicts the numbers beside it"):
+        run_gate()
+
+
+def test_gate_refuses_a_record_that_points_at_other_weights(project, tmp_path):
+    project("good")
+    path = tmp_path / "build/candidates/good/candidate.json"
+    shutil.copytree(path.with_name("checkpoint"), tmp_path / "elsewhere")
+    path.with_name("checkpoint").joinpath(WEIGHTS).write_text("bad weights")
+    built = read_record(path, BuiltCandidate)
+    checkpoint = built.checkpoint.model_copy(update={"path": "elsewhere"})
+    write_record(path, built.model_copy(update={"checkpoint": checkpoint}))
+    with pytest.raises(EvidenceError, match="expected the checkpoint 'build/candidates/good/checkpoint'"):
+        run_gate()
+
+
 def test_gate_says_which_evals_nothing_gates(project, capsys):
     project("good", tolerances={"calls/tool_call_exact_match": {"overall": 0.02}}, tripwires={})
     run_gate()
