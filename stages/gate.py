@@ -11,11 +11,10 @@ from pathlib import Path
 from pipeline.gate.verdicts import (
     VERDICT_PATH,
     Judgement,
+    blocking_verdicts,
     check_candidates,
     check_outcomes,
     check_policy,
-    is_blocking,
-    released_verdicts,
     render_gate,
     write_marker,
 )
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> int:
     check_outcomes(judgement)
     check_candidates(judgement, params, Path())
     print(render_gate(judgement))
-    if any(is_blocking(verdict, judgement.policy) for verdict in released_verdicts(judgement)):
+    if blocking_verdicts(judgement):
         return 1
     write_marker(MARKER, judgement, verdict_path=VERDICT_PATH)
     return 0

@@ -56,15 +56,15 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
         params: settings; `gate` holds tolerances, alpha and tripwires.
         build: the folder that holds `candidates/` and `evaluations/`.
     """
-    kinds = _eval_kinds(params)
-    reference = _load(build, params.reference, params)
+    policy = describe_policy(params)
+    kinds = policy.eval_kinds
+    reference = _load(build, params.reference, params, kinds)
     _describe(reference, kinds)
-    measured = {name: _measure_candidate(_load(build, name, params), reference, params)
+    measured = {name: _measure_candidate(_load(build, name, params, kinds), reference, params, kinds)
                 for name in params.candidates if name != params.reference}
     comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
                             alpha=params.gate.alpha)
     verdicts = [_conclude(name, measured[name], comparisons[name], params) for name in measured]
-    policy = describe_policy(params)
     blocking = [v for v in verdicts if v.is_release and is_blocking(v, policy)]
     judgement = Judgement(
         outcome="blocked" if blocking else "pass", blocked_by=tuple(v.candidate for v in blocking), policy=policy,
@@ -74,16 +74,13 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
     return ReleaseComparison(judgement, {params.reference: reference, **measured})
 
 
-def _eval_kinds(params: Params) -> dict[str, str]:
-    return {name: settings.kind for name, settings in params.evals.items()}
-
-
-def _load(build: Path, name: str, params: Params) -> Measured:
+def _load(build: Path, name: str, params: Params, kinds: dict[str, str]) -> Measured:
     measured = Measured()
+    step = params.candidates[name].speculative
     try:
-        measured.evidence = load_evidence(build, read_candidate(build, name, params), _eval_kinds(params))
+        measured.evidence = load_evidence(build, read_candidate(build, name, params), kinds)
         measured.refusals += measured.evidence.problems.values()
-        measured.refusals += check_speculation(measured.evidence, describe_policy(params).min_acceptance.get(name))
+        measured.refusals += check_speculation(measured.evidence, step.min_acceptance if step else None)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     return measured
@@ -105,8 +102,7 @@ def _number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     return np.unique([record.cluster for record in records], return_inverse=True)[1].astype(np.int64)
 
 
-def _measure_candidate(measured: Measured, reference: Measured, params: Params) -> Measured:
-    kinds = _eval_kinds(params)
+def _measure_candidate(measured: Measured, reference: Measured, params: Params, kinds: dict[str, str]) -> Measured:
     measured.refusals += [f"reference {params.reference}: {problem}" for problem in reference.refusals]
     _describe(measured, kinds)
     if measured.evidence is None or reference.evidence is None:

@@ -106,16 +106,19 @@ def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, kind: str) 
         raise EvidenceError(f"{path}: expected records of kind {kind!r}, got {file.kind!r}")
     if not path.is_file():
         raise EvidenceError(f"{path}: expected case records, found no file; run `dvc repro`")
-    if (found := digest_file(path)) != file.sha256:
-        raise EvidenceError(f"{path}: expected sha256 {file.sha256[:12]}, got {found[:12]}; "
-                            "the records were edited or cut after they were written")
+    _check_sealed(path, file.sha256, "records")
     arrays = path.with_suffix(".npz")
-    if file.arrays_sha256 is not None and arrays.is_file() and digest_file(arrays) != file.arrays_sha256:
-        raise EvidenceError(f"{arrays}: expected sha256 {file.arrays_sha256[:12]}, got {digest_file(arrays)[:12]}; "
-                            "the arrays were edited or cut after they were written")
+    if file.arrays_sha256 is not None and arrays.is_file():
+        _check_sealed(arrays, file.arrays_sha256, "arrays")
     records = read_cases(path)
     _check_records(path, records, file, evaluation.fingerprint)
     return records
+
+
+def _check_sealed(path: Path, sha256: str, what: str) -> None:
+    if (found := digest_file(path)) != sha256:
+        raise EvidenceError(f"{path}: expected sha256 {sha256[:12]}, got {found[:12]}; "
+                            f"the {what} were edited or cut after they were written")
 
 
 def _check_records(path: Path, records: list[CaseRecord], file: EvalFile, fingerprint: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_documents, worst_flips
 from pipeline.gate.speculation import describe_speculation
-from pipeline.gate.verdicts import Judgement, Policy, is_blocking, released_verdicts
+from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
     format_harm,
@@ -81,7 +81,7 @@ def metrics_tree(metrics: Sequence[Metric], policy: Policy) -> dict[str, Any]:
 
 def _headline(judgement: Judgement) -> str:
     released = released_verdicts(judgement)
-    blocking = [v for v in released if is_blocking(v, judgement.policy)]
+    blocking = blocking_verdicts(judgement)
     names = ", ".join(f"`{v.candidate}`" for v in released)
     lines = ["# Gate report", "", f"Release: {names}. Reference: `{judgement.policy.reference}`. "
              + (f"**Blocked** by {', '.join(f'`{v.candidate}` ({v.outcome})' for v in blocking)}." if blocking

@@ -118,6 +118,11 @@ def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     return verdict.outcome != "pass"
 
 
+def blocking_verdicts(judgement: Judgement) -> list[Verdict]:
+    """Return the released verdicts that keep the release from going out."""
+    return [verdict for verdict in released_verdicts(judgement) if is_blocking(verdict, judgement.policy)]
+
+
 def check_outcomes(judgement: Judgement) -> None:
     """Check that each released outcome follows from the comparisons that stand beside it.
 
@@ -194,7 +199,7 @@ def render_gate(judgement: Judgement) -> str:
         if verdict.outcome != "pass":
             lines += _why(verdict, is_blocking(verdict, judgement.policy))
     lines += _describe_limits(judgement, verdicts)
-    if judgement.blocked_by:
+    if blocking_verdicts(judgement):
         lines += ["", "look closer:", f"  {REPORT_PATH}      every comparison, the plots and the worst flips",
                   "  dvc metrics diff        numbers against the last commit",
                   "  make ui                 MLflow: predictions side by side"]
