@@ -113,7 +113,7 @@ def collect_prompts(num_calls: int, num_workflows: int, folder: Path) -> list[di
         (tool_calls, ToolCallsEval(kind="tool_calls", evalset=str(calls)), num_calls),
         (trajectories, TrajectoriesEval(kind="trajectories", evalset=str(workflows), max_turns=16), num_workflows),
     ):
-        with Journal(folder / f"{settings.kind}.jsonl", fingerprint="", settings_digest="") as journal:
+        with Journal(folder / f"{settings.kind}.jsonl", fingerprint="", key="") as journal:
             asyncio.run(module.evaluate(EvalContext(
                 name=settings.kind, settings=settings, evalset=_thin_out(load_evalset(Path(settings.evalset)), count),
                 client=client, journal=journal, checkpoint=TARGET, folder=folder, concurrency=1,  # type: ignore[arg-type]

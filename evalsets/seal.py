@@ -43,7 +43,7 @@ def seal(folder: Path) -> Card:
     text = read_card(folder)
     cases = load_cases(folder, parse_card(text, folder, CardText))
     card = _make_yaml().load(text)
-    _set_seal(card, compute_seal(folder / CASES_FILE, cases.values()))
+    _set_seal(card, compute_seal(folder / CASES_FILE, cases))
     sealed = render_card(card)
     checked = parse_card(sealed, folder, Card)
     write_text(folder / CARD_FILE, sealed)

@@ -7,7 +7,9 @@ that what was read once can be evaluated. Whether the cases are those of their c
 
 from __future__ import annotations
 
+import codecs
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,8 +46,11 @@ class Case(Record):
 
     @property
     def digest(self) -> str:
-        """Sha256 of everything in the case: the key by which cases are paired."""
-        return digest_json(self.model_dump())
+        """Sha256 of what the case asks and expects: the key by which cases are paired.
+
+        Its id, cluster and buckets are no part of it: the same question under another id is no second case.
+        """
+        return digest_json(self.model_dump(exclude={"id", "cluster", "buckets"}))
 
 
 class DocumentCase(Case):
@@ -103,17 +108,14 @@ _CASE_KINDS: dict[Kind, type[Case]] = {
 }
 
 
-def read_cases(path: Path, kind: Kind) -> dict[str, Any]:
-    """Read the cases of an evalset.
-
-    Returns:
-        The cases by their digest, in the order of the file.
+def read_cases(path: Path, kind: Kind) -> list[Any]:
+    """Read the cases of an evalset, in the order of the file.
 
     Raises:
         EvalsetError: with file and line: a malformed or duplicated case, a check whose path the
             state can't hold, a value that can't be digested.
     """
-    cases: dict[str, Case] = {}
+    cases: list[Case] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(_read_lines(path), start=1):
         where = f"{path}:{number}"
@@ -122,14 +124,29 @@ def read_cases(path: Path, kind: Kind) -> dict[str, Any]:
             raise EvalsetError(f"{where}: case id {case.id!r} was already used on line {seen[case.id]}")
         if isinstance(case, TrajectoryCase):
             _check_state_fields(where, case)
+        _check_digest(where, case)
         seen[case.id] = number
-        cases[_digest_case(where, case)] = case
+        cases.append(case)
     if not cases:
         raise EvalsetError(f"{path}: expected at least one case, found none")
     return cases
 
 
+def check_distinct(path: Path, cases: Iterable[Case]) -> None:
+    """Refuse a case that asks the same as another: counted twice, it would prove more than it does.
+
+    Calibration texts may repeat; nothing is proved with them.
+    """
+    seen: dict[str, int] = {}
+    for number, case in enumerate(cases, start=1):
+        if (first := seen.setdefault(case.digest, number)) != number:
+            raise EvalsetError(f"{path}:{number}: case {case.id!r} asks and expects the same as the case on line "
+                               f"{first}; every case may count once: remove one")  # fmt: skip
+
+
 def _read_lines(path: Path) -> list[str]:
+    if path.read_bytes()[:3] == codecs.BOM_UTF8:
+        raise EvalsetError(f"{path}:1: expected UTF-8 without a byte-order mark, found one; save the cases without it")
     try:
         return read_lines(path)
     except UnicodeDecodeError as error:
@@ -138,6 +155,8 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_case(where: str, line: str, kind: type[Case]) -> Case:
+    if not line.strip():
+        raise EvalsetError(f"{where}: expected a case, found an empty line; remove it")
     try:
         return kind.model_validate(json.loads(line))
     except json.JSONDecodeError as error:
@@ -153,8 +172,8 @@ def _check_state_fields(where: str, case: TrajectoryCase) -> None:
                                f"({', '.join(case.state)})")  # fmt: skip
 
 
-def _digest_case(where: str, case: Case) -> str:
+def _check_digest(where: str, case: Case) -> None:
     try:
-        return case.digest
+        _ = case.digest
     except ValueError as error:
         raise EvalsetError(f"{where}: a value that JSON in UTF-8 can't hold: {error}") from None

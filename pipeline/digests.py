@@ -54,5 +54,6 @@ def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
         folder: the folder to read, recursively; symbolic links are followed.
         ignore: file names (not paths) that do not count, for example a README.
     """
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in ignore)
+    files = sorted(p for p in folder.rglob("*")
+                   if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts)  # fmt: skip
     return digest_json({p.relative_to(folder).as_posix(): digest_file(p) for p in files})

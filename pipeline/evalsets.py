@@ -25,13 +25,14 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.cases import Case, Kind, read_cases
-from pipeline.digests import canonical_json, digest_file, digest_json
+from pipeline.digests import canonical_json, digest_file, digest_folder, digest_json
 from pipeline.errors import EvalsetError
-from pipeline.params import describe_yaml_error
+from pipeline.params import HarnessEval, Params, describe_yaml_error
 from pipeline.records import Record
 
 CARD_FILE = "card.yaml"
 CASES_FILE = "cases.jsonl"
+_NOTES = frozenset({"README.md"})  # prose beside the cases: editing it changes no result
 
 
 class Effect(Record):
@@ -186,13 +187,19 @@ def load_evalset(folder: Path) -> Evalset:
     card = load_card(folder)
     path = folder / CASES_FILE
     cases = load_cases(folder, card)
-    _check_seal(path, card, compute_seal(path, cases.values()))
-    digest = digest_json([card.model_dump(), list(cases)])
-    return Evalset(card=card, cases=tuple(cases.values()), digest=digest)
+    _check_seal(path, card, compute_seal(path, cases))
+    digest = digest_json([card.model_dump(), [case.digest for case in cases]])
+    return Evalset(card=card, cases=tuple(cases), digest=digest)
 
 
-def load_cases(folder: Path, card: CardText) -> dict[str, Any]:
-    """Read the cases of a card's kind, by digest; raise EvalsetError with file and line."""
+def digest_evalsets(params: Params, root: Path) -> dict[str, str]:
+    """Return the digest of the folder that each eval reads, empty for a built-in task: DVC watches these."""
+    folders = {name: e.include_path if isinstance(e, HarnessEval) else e.evalset for name, e in params.evals.items()}
+    return {name: digest_folder(root / folder, ignore=_NOTES) if folder else "" for name, folder in folders.items()}
+
+
+def load_cases(folder: Path, card: CardText) -> list[Any]:
+    """Read the cases of a card's kind; raise EvalsetError with file and line."""
     path = folder / CASES_FILE
     if not path.is_file():
         raise EvalsetError(f"{path}: expected the cases of evalset {card.name!r}, found no file")

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from pipeline.cases import check_distinct
 from pipeline.drafts import check_draft
 from pipeline.errors import QuantgateError, SettingsError
-from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, load_evalset
+from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
 from pipeline.optimize.layers import plan_folder
 from pipeline.params import Calibration, CandidateSettings, EvalSettings, HarnessEval, Params, SpeculativeStep, Step
 
-LoadCard = Callable[[Path], Card]
+Load = Callable[[Path], Evalset]
 
 _CARD_KINDS = {"perplexity": "documents", "tool_calls": "tool_calls", "trajectories": "trajectories"}
 
@@ -28,17 +29,17 @@ def check_project(params: Params, root: Path) -> None:
         SettingsError: with the path of the key, what it names, and what there is.
         EvalsetError: with file and line, what `load_evalset` refuses.
     """
-    load = cache(_load_whole)  # two evals may name one folder
-    calibration = _load_kind(load, root / params.optimize.calibration_texts, "optimize.calibration_texts", "documents")
+    load = cache(load_evalset)  # two evals may name one folder
+    texts = _load_kind(load, root / params.optimize.calibration_texts, "optimize.calibration_texts", "documents")
     for name, candidate in params.candidates.items():
-        _check_candidate(f"candidates.{name}", candidate, calibration, root)
-    cards = {name: _check_eval(load, f"evals.{name}", settings, root) for name, settings in params.evals.items()}
+        _check_candidate(f"candidates.{name}", candidate, texts.card, root)
+    evalsets = {name: _check_eval(load, f"evals.{name}", settings, root) for name, settings in params.evals.items()}
     for metric, tolerance in params.gate.tolerances.items():
-        card = cards[metric.split("/")[0]]
+        evalset = evalsets[metric.split("/")[0]]
         for bucket in tolerance.buckets:
-            if card is not None and bucket not in card.buckets:
-                raise SettingsError(f"gate.tolerances.{metric}.buckets.{bucket}: evalset {card.name!r} has no such "
-                                    f"bucket; it has {', '.join(card.buckets) or 'none'}")  # fmt: skip
+            if evalset is not None and bucket not in evalset.card.buckets:
+                raise SettingsError(f"gate.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has no "
+                                    f"such bucket; it has {', '.join(evalset.card.buckets) or 'none'}")  # fmt: skip
 
 
 def _check_candidate(where: str, candidate: CandidateSettings, calibration: Card, root: Path) -> None:
@@ -69,7 +70,15 @@ def _check_folders(step: Step, folder: Path, root: Path) -> None:
         check_draft(root / step.draft, target=folder)
 
 
-def _check_eval(load: LoadCard, where: str, settings: EvalSettings, root: Path) -> Card | None:
+def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:
+    evalset = _load_eval(load, where, settings, root)
+    if evalset is not None:
+        folder = settings.include_path if isinstance(settings, HarnessEval) else settings.evalset
+        check_distinct(root / str(folder) / CASES_FILE, evalset.cases)
+    return evalset
+
+
+def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:
     if not isinstance(settings, HarnessEval):
         return _load_kind(load, root / settings.evalset, f"{where}.evalset", _CARD_KINDS[settings.kind])
     if settings.include_path is None:
@@ -80,15 +89,11 @@ def _check_eval(load: LoadCard, where: str, settings: EvalSettings, root: Path) 
     return load(folder) if (folder / CARD_FILE).is_file() else None
 
 
-def _load_kind(load: LoadCard, folder: Path, where: str, kind: str) -> Card:
+def _load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:
     if not (folder / CASES_FILE).is_file():
         raise SettingsError(f"{where}: expected an evalset folder with card.yaml and {CASES_FILE}, got {str(folder)!r}")
-    card = load(folder)
+    evalset = load(folder)
+    card = evalset.card
     if card.kind != kind:
         raise SettingsError(f"{where}: expected an evalset of kind {kind!r}, {card.name!r} is of kind {card.kind!r}")
-    return card
-
-
-def _load_whole(folder: Path) -> Card:
-    """Check every case of an evalset, and keep its card."""
-    return load_evalset(folder).card
+    return evalset

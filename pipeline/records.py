@@ -9,7 +9,8 @@ name and moved into place: a killed stage leaves no half file behind.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -206,10 +207,26 @@ class CaseRecord(Record):
     fingerprint: str
 
 
+def describe_failures(records: Sequence[CaseRecord]) -> str | None:
+    """Say how many cases have no judgement, of which class, and why the first has none; None when all are judged."""
+    failed = [(r.case_id, " ".join(r.failure.split())) for r in records if r.failure is not None]
+    if not failed:
+        return None
+    classes = Counter(failure.partition(":")[0] for _, failure in failed)
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(classes.items()))
+    case_id, failure = failed[0]
+    return f"{len(failed)} of {len(records)} cases have no judgement ({counts}), first {case_id!r}: {failure[:300]}"
+
+
 class EvalFile(Record):
-    """One eval's records on disk."""
+    """One eval's records on disk.
+
+    `key` is the digest of everything but the endpoint that they came from: the eval's settings, its
+    evalset, and the code that asked and scored.
+    """
 
     kind: str
+    key: str
     evalset_digest: str
     num_cases: int
     records: str  # file name inside the evaluation folder

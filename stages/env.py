@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.drafts import digest_drafts
 from pipeline.environment import describe_problems, read_libraries, read_machine, write_if_changed
+from pipeline.evalsets import digest_evalsets
 from pipeline.memory import check_needs, estimate_needs, read_available_mib
 from pipeline.params import load_params
 from pipeline.preflight import check_project
@@ -16,7 +17,7 @@ OUTPUT = Path("build/env")
 
 
 def main(argv: list[str]) -> int:
-    """Write libraries.json, machine.json and drafts.json to build/env; print what the user should know on stderr."""
+    """Write what was found to build/env, one JSON file each; print what the user should know on stderr."""
     params = load_params()
     check_project(params, Path())
     machine = read_machine()
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     write_if_changed(OUTPUT / "libraries.json", read_libraries())
     write_if_changed(OUTPUT / "machine.json", machine.model_dump())
     write_if_changed(OUTPUT / "drafts.json", digest_drafts(params, Path()))
+    write_if_changed(OUTPUT / "evalsets.json", digest_evalsets(params, Path()))
     return 0
 
 

@@ -135,13 +135,13 @@ def _write_eval(
 ) -> EvalFile:
     kind = EVAL_KINDS[eval_name]
     if kind == "perplexity":
-        records = _documents(folder / f"{eval_name}.npz", candidate, behaviour, max(num_cases // 10, 20), seed)
+        records = _documents(folder / f"{eval_name}.npz", candidate, behaviour, max(num_cases // 10, 40), seed)
     else:
         records = [_case(eval_name, kind, i, candidate, behaviour, seed) for i in range(num_cases)]
     path = folder / f"{eval_name}.jsonl"
     write_cases(path, records)
-    return EvalFile(kind=kind, evalset_digest=digest_text(eval_name), num_cases=len(records), records=path.name,
-                    sha256=digest_file(path))
+    return EvalFile(kind=kind, key=digest_text(kind), evalset_digest=digest_text(eval_name), num_cases=len(records),
+                    records=path.name, sha256=digest_file(path))
 
 
 def _case(eval_name: str, kind: str, i: int, candidate: Candidate, behaviour: Behaviour, seed: int) -> CaseRecord:

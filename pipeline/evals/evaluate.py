@@ -1,8 +1,9 @@
 """Run every eval of one candidate through its endpoint and write the evaluation folder.
 
 Evals run one after another in the order of params.yaml, each keeping all servers busy. Records are
-written to a temporary folder that takes the place of the old one when all evals are done; until
-then finished cases live in the journal, which is deleted at the end.
+written to a temporary folder that takes the place of the old one when every case of every eval has
+been judged; until then finished cases live in the journal, which is deleted at the end. An eval that
+the old folder holds just so (same endpoint, settings, cases and code) is taken over, not repeated.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import math
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.digests import digest_file, digest_json
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, EvidenceError
 from pipeline.evals.context import EvalContext
 from pipeline.evals.harness import task_digest
 from pipeline.evals.journal import Journal
@@ -27,13 +29,39 @@ from pipeline.records import (
     CaseRecord,
     EvalFile,
     Evaluation,
-    SpeculationCounts,
+    describe_failures,
+    read_cases,
+    read_record,
     sum_speculation,
     write_cases,
     write_record,
 )
 from pipeline.serving.client import Client
 from pipeline.serving.engines import Engine, start_engine
+
+# what asks, answers and scores
+_CODE = ("evals/*.py", "serving/*.py", "cases.py", "checkpoints.py", "digests.py", "evalsets.py", "records.py")
+
+
+@dataclass(frozen=True)
+class _Eval:
+    """One eval to run: its cases, and the digests that say whether records of it can be used again."""
+
+    name: str
+    settings: EvalSettings
+    evalset: Evalset | None
+    evalset_digest: str
+    key: str
+
+
+class _Paths:
+    """Where one candidate's evaluation, the one in the making, its journals and its server logs lie."""
+
+    def __init__(self, build: Path, name: str) -> None:
+        self.target = build / "evaluations" / name
+        self.folder = self.target.with_name(f".{name}.tmp")
+        self.journals = build / "journal" / name
+        self.logs = build / "logs" / name
 
 
 async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path, build: Path) -> Evaluation:
@@ -47,59 +75,103 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
 
     Raises:
         EngineError: the endpoint did not come up or died; what was finished is journaled.
+        EvidenceError: cases could not be judged; those that could are journaled.
     """
     start = time.monotonic()
-    evalsets = {name: _load_evalset(settings, root) for name, settings in params.evals.items()}
-    folder = build / "evaluations" / f".{candidate.name}.tmp"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    logs = build / "logs" / candidate.name
-    files: dict[str, EvalFile] = {}
-    counts: list[SpeculationCounts | None] = []
-    async with start_engine(candidate, params.serving, root=root, logs=logs) as (engine, client):
+    code = _digest_code()
+    evals = [_load_eval(name, settings, candidate, root, code) for name, settings in params.evals.items()]
+    paths = _Paths(build, candidate.name)
+    shutil.rmtree(paths.folder, ignore_errors=True)
+    paths.folder.mkdir(parents=True)
+    async with start_engine(candidate, params.serving, root=root, logs=paths.logs) as (engine, client):
         print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
-        for name, settings in params.evals.items():
-            evalset = evalsets[name]
-            digest = evalset.digest if evalset else task_digest(settings) if isinstance(settings, HarnessEval) else ""
-            path = build / "journal" / candidate.name / f"{name}.jsonl"
-            key = digest_json([settings.model_dump(), candidate.serving.max_tokens, digest])
-            with Journal(path, fingerprint=engine.fingerprint, settings_digest=key) as journal:
-                if journal.num_torn_bytes:
-                    print(f"  {name}: dropped an unfinished last line of {path}", file=sys.stderr)
-                context = _make_context(name, settings, evalset, candidate, engine, client, journal, root, folder)
-                records = await _run_eval(context)
-            write_cases(folder / f"{name}.jsonl", records)
-            counts += [record.speculation for record in records]
-            arrays = folder / f"{name}.npz"
-            files[name] = EvalFile(
-                kind=settings.kind, evalset_digest=digest, num_cases=len(records), records=f"{name}.jsonl",
-                sha256=digest_file(folder / f"{name}.jsonl"),
-                arrays_sha256=digest_file(arrays) if arrays.is_file() else None)  # fmt: skip
+        kept = _read_kept(paths.target, candidate, engine)
+        records = {job.name: _take_over(paths, job, kept[job.name])
+                   if job.name in kept and kept[job.name].key == job.key
+                   else await _run_eval(job, candidate, engine, client, paths, root)
+                   for job in evals}  # fmt: skip
+    _check_judged(candidate.name, records)
     evaluation = Evaluation(
         candidate=candidate.name,
         fingerprint=engine.fingerprint,
         checkpoint_digest=candidate.checkpoint.digest,
         serving=candidate.serving,
-        evals=files,
+        evals={job.name: _describe_file(job, paths.folder, len(records[job.name])) for job in evals},
         served_by=engine.served_by,
-        speculation=sum_speculation(counts),
+        speculation=sum_speculation(r.speculation for found in records.values() for r in found),
         seconds=round(time.monotonic() - start, 3),
     )
-    write_record(folder / "evaluation.json", evaluation)
-    _put_in_place(folder, build / "evaluations" / candidate.name)
-    shutil.rmtree(build / "journal" / candidate.name, ignore_errors=True)
+    write_record(paths.folder / "evaluation.json", evaluation)
+    _put_in_place(paths.folder, paths.target)
+    shutil.rmtree(paths.journals, ignore_errors=True)
     return evaluation
 
 
+def _digest_code() -> str:
+    """Return the digest of the code that makes records: what another version scored is not mixed in."""
+    package = Path(__file__).parents[1]
+    files = sorted(path for pattern in _CODE for path in package.glob(pattern))
+    return digest_json({path.relative_to(package).as_posix(): digest_file(path) for path in files})
+
+
+def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Path, code: str) -> _Eval:
+    evalset = None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
+    digest = evalset.digest if evalset else task_digest(settings) if isinstance(settings, HarnessEval) else ""
+    key = digest_json([settings.model_dump(), candidate.serving.max_tokens, digest, code])
+    return _Eval(name, settings, evalset, digest, key)
+
+
+def _read_kept(target: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
+    """Return the evals of the last evaluation that came from the same endpoint and are as they were written."""
+    if candidate.serving.engine == "attached":
+        return {}  # what runs behind it now may be another model than then
+    try:
+        last = read_record(target / "evaluation.json", Evaluation)
+    except EvidenceError:
+        return {}
+    return {name: file for name, file in last.evals.items()
+            if last.fingerprint == engine.fingerprint and _is_intact(target, name, file)}  # fmt: skip
+
+
+def _is_intact(target: Path, name: str, file: EvalFile) -> bool:
+    seals = {f"{name}.jsonl": file.sha256} | ({f"{name}.npz": file.arrays_sha256} if file.arrays_sha256 else {})
+    return all((target / path).is_file() and digest_file(target / path) == sha256 for path, sha256 in seals.items())
+
+
+def _take_over(paths: _Paths, job: _Eval, file: EvalFile) -> list[CaseRecord]:
+    for suffix in (".jsonl", ".npz") if file.arrays_sha256 else (".jsonl",):
+        shutil.copyfile(paths.target / f"{job.name}{suffix}", paths.folder / f"{job.name}{suffix}")
+    print(f"  {job.name}: n={file.num_cases}, unchanged, taken from the last evaluation", file=sys.stderr, flush=True)
+    return read_cases(paths.folder / f"{job.name}.jsonl")
+
+
+async def _run_eval(
+    job: _Eval, candidate: Candidate, engine: Engine, client: Client, paths: _Paths, root: Path
+) -> list[CaseRecord]:
+    start = time.monotonic()
+    path = paths.journals / f"{job.name}.jsonl"
+    with Journal(path, fingerprint=engine.fingerprint, key=job.key) as journal:
+        if journal.num_torn_bytes:
+            print(f"  {job.name}: dropped an unfinished last line of {path}", file=sys.stderr)
+        context = _make_context(job, candidate, engine, client, journal, root, paths.folder)
+        records = await EVALS[job.settings.kind](context)
+    if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):
+        raise EngineError(f"{job.name}: case {foreign.case_id!r} was answered by fingerprint "
+                          f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}")  # fmt: skip
+    write_cases(paths.folder / f"{job.name}.jsonl", records)
+    print(f"  {job.name}: n={len(records)}, {_headline(job.settings.kind, records)}, "
+          f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)  # fmt: skip
+    return records
+
+
 def _make_context(
-    name: str, settings: EvalSettings, evalset: Evalset | None, candidate: Candidate, engine: Engine,
-    client: Client, journal: Journal, root: Path, folder: Path,
-) -> EvalContext:  # fmt: skip
+    job: _Eval, candidate: Candidate, engine: Engine, client: Client, journal: Journal, root: Path, folder: Path
+) -> EvalContext:
     return EvalContext(
-        name=name,
-        settings=settings,
-        evalset=evalset,
+        name=job.name,
+        settings=job.settings,
+        evalset=job.evalset,
         client=client,
         journal=journal,
         checkpoint=root / candidate.checkpoint.path,
@@ -109,19 +181,6 @@ def _make_context(
         context_length=candidate.serving.context_length,
         fingerprint=engine.fingerprint,
     )
-
-
-async def _run_eval(context: EvalContext) -> list[CaseRecord]:
-    start = time.monotonic()
-    records = await EVALS[context.settings.kind](context)
-    if foreign := next((r for r in records if r.fingerprint != context.fingerprint), None):
-        raise EngineError(f"{context.name}: case {foreign.case_id!r} was answered by fingerprint "
-                          f"{foreign.fingerprint[:12]!r}, expected {context.fingerprint[:12]!r}")  # fmt: skip
-    num_failed = sum(r.failure is not None for r in records)
-    failed = f", {num_failed} failed: {next(r.failure for r in records if r.failure)}" if num_failed else ""
-    print(f"  {context.name}: n={len(records)}, {_headline(context.settings.kind, records)}, "
-          f"{time.monotonic() - start:.1f} s{failed}", file=sys.stderr, flush=True)  # fmt: skip
-    return records
 
 
 def _headline(kind: str, records: list[CaseRecord]) -> str:
@@ -137,8 +196,19 @@ def _headline(kind: str, records: list[CaseRecord]) -> str:
     return f"{metric.name} {math.exp(ratio) if metric.harm == 'relative' else ratio:.4f}"
 
 
-def _load_evalset(settings: EvalSettings, root: Path) -> Evalset | None:
-    return None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
+def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
+    problems = [f"{eval_name}: {problem}" for eval_name, found in records.items()
+                if (problem := describe_failures(found))]  # fmt: skip
+    if problems:
+        raise EvidenceError(f"{name}: {'; '.join(problems)}; the judged cases are kept, remove the cause and run "
+                            "`dvc repro` to try the others again")  # fmt: skip
+
+
+def _describe_file(job: _Eval, folder: Path, num_cases: int) -> EvalFile:
+    records, arrays = folder / f"{job.name}.jsonl", folder / f"{job.name}.npz"
+    return EvalFile(kind=job.settings.kind, key=job.key, evalset_digest=job.evalset_digest, num_cases=num_cases,
+                    records=records.name, sha256=digest_file(records),
+                    arrays_sha256=digest_file(arrays) if arrays.is_file() else None)  # fmt: skip
 
 
 def _put_in_place(folder: Path, target: Path) -> None:

@@ -2,8 +2,8 @@
 
 One JSON line per finished case, appended and handed to the operating system at once, so a SIGKILL
 loses nothing that was finished; synced to disk in batches, so a power cut loses little. An entry
-is found again only under the same case, the same fingerprint of what answered and the same eval
-settings: entries of an older candidate are never reused, they are just not found.
+is found again only under the same case, the same fingerprint of what answered and the same key (eval
+settings, cases, code): entries of an older candidate are never reused, they are just not found.
 
 Failures are not journaled: a case without a judgement is tried again by the next run.
 """
@@ -28,20 +28,20 @@ SYNC_EVERY = 64  # cases between syncs to disk
 class Journal:
     """Finished cases of one eval of one candidate. Use as a context manager."""
 
-    def __init__(self, path: Path, *, fingerprint: str, settings_digest: str) -> None:
+    def __init__(self, path: Path, *, fingerprint: str, key: str) -> None:
         """Open a journal and read what is in it.
 
         Args:
             path: the file; created when missing, with its folder.
             fingerprint: of the endpoint that answers now.
-            settings_digest: of the eval's settings.
+            key: digest of the rest that a judgement comes from: settings, cases, code.
 
         Raises:
             JournalError: the file can't be opened, or a line other than the last is damaged.
         """
         self.path = path
         self.num_torn_bytes = 0  # size of the unfinished last line that was dropped
-        self._key = (fingerprint, settings_digest)
+        self._key = (fingerprint, key)
         self._entries: dict[str, tuple[CaseRecord, str | None]] = {}
         self._texts: dict[str, str] = {}
         self._unsynced = 0

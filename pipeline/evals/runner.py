@@ -13,12 +13,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from pipeline.cases import Case
-from pipeline.errors import EngineError, JournalError
+from pipeline.cases import Case, ToolCallCase, TrajectoryCase
+from pipeline.errors import EngineError, JournalError, RequestError, SettingsError
 from pipeline.evals.context import EvalContext
 from pipeline.records import CaseRecord
 
 PROGRESS_EVERY_S = 10.0
+NUM_LENGTHS_CHECKED = 32
 MAX_FAILURES_IN_A_ROW = 8  # infrastructure failures without a success between them: the endpoint is gone
 
 C = TypeVar("C", bound=Case)
@@ -40,6 +41,27 @@ class _Progress:
             self._last = now
             rate = (self.num_done - self._num_resumed) / (now - self._start)
             print(f"  {self.name}: {self.num_done}/{self.total} cases, {rate:.1f} cases/s", file=sys.stderr, flush=True)
+
+
+async def check_prompts_fit(context: EvalContext, cases: Sequence[ToolCallCase | TrajectoryCase]) -> None:
+    """Refuse an evalset of which a case can't fit, before the first one is asked.
+
+    Only the longest are looked at, and without their chat template; a server that can't tokenise is not asked.
+
+    Raises:
+        SettingsError: names the case, its tokens and the limits.
+    """
+    texts = {case.id: "\n".join(message.content for message in case.messages) for case in cases}
+    longest = sorted(texts, key=lambda name: len(texts[name]), reverse=True)[:NUM_LENGTHS_CHECKED]
+    try:
+        tokens = await context.client.tokenize([texts[name] for name in longest], add_special_tokens=False)
+    except RequestError:
+        return
+    for name, ids in zip(longest, tokens, strict=True):
+        if len(ids) + context.max_tokens > context.context_length:
+            raise SettingsError(f"evals.{context.name}: case {name!r} has {len(ids)} tokens; with serving.max_tokens "
+                                f"{context.max_tokens} that is above serving.context_length {context.context_length}; "
+                                "raise the length, or shorten the case")  # fmt: skip
 
 
 async def run_cases(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipeline.cases import ToolCallCase
 from pipeline.evals.calls import describe_reply, is_accepted, is_exact, openai_tools, parse_call
 from pipeline.evals.context import EvalContext
-from pipeline.evals.runner import run_cases
+from pipeline.evals.runner import check_prompts_fit, run_cases
 from pipeline.params import ToolCallsEval
 from pipeline.records import CaseRecord
 
@@ -41,4 +41,5 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             fingerprint=context.fingerprint,
         )
 
+    await check_prompts_fit(context, context.evalset.cases)
     return await run_cases(context, context.evalset.cases, judge)

@@ -1,7 +1,8 @@
 """Multi-step workflows: the model calls simulated tools until it ends, and the final state is judged.
 
 Each turn is one request through the endpoint with the whole conversation so far. Text that is no
-call ends the workflow, as does a final tool or the turn limit. The score is 1 when every check of
+call ends the workflow, as does a final tool, the turn limit, or a conversation that outgrows the
+context: a model that rambles until then has not completed its task. The score is 1 when every check of
 the case holds in the final state: how the model got there does not matter, where it got to does.
 """
 
@@ -10,12 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.cases import TrajectoryCase
+from pipeline.errors import RequestError
 from pipeline.evals.calls import continue_conversation, describe_reply, openai_tools, parse_call, same_value
 from pipeline.evals.context import EvalContext
-from pipeline.evals.runner import run_cases
+from pipeline.evals.runner import check_prompts_fit, run_cases
 from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
 from pipeline.params import TrajectoriesEval
 from pipeline.records import CaseRecord, sum_speculation
+
+OUTGROWN = "(not asked: the conversation outgrew serving.context_length)"
+TEMPLATE_TOKENS = 64  # what a chat template may add to a turn
 
 
 async def evaluate(context: EvalContext) -> list[CaseRecord]:
@@ -34,8 +39,15 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     async def run(case: TrajectoryCase) -> CaseRecord:
         messages: list[dict[str, Any]] = [m.model_dump() for m in case.messages]
         state, turns, latency_s, num_tokens, counts = case.state, [], 0.0, 0, []
+        longest = 0  # tokens that the conversation has at most; unknown before the first reply
         for _ in range(settings.max_turns):
-            reply = await context.client.chat(messages, max_tokens=context.max_tokens, tools=tools, session=case.id)
+            try:
+                reply = await context.client.chat(messages, max_tokens=context.max_tokens, tools=tools, session=case.id)
+            except RequestError:
+                if longest + context.max_tokens <= context.context_length:
+                    raise
+                turns.append(OUTGROWN)
+                break
             turns.append(describe_reply(reply))
             latency_s += reply.latency_s
             num_tokens += reply.num_completion_tokens
@@ -45,7 +57,9 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             state, result = call_tool(declared, state, call.name, call.arguments)
             if call.name in declared and declared[call.name].is_final:
                 break
-            messages += continue_conversation(reply, render_result(result))
+            rendered = render_result(result)
+            messages += continue_conversation(reply, rendered)
+            longest = reply.num_prompt_tokens + reply.num_completion_tokens + len(rendered.encode()) + TEMPLATE_TOKENS
         return CaseRecord(
             case_id=case.id,
             input_digest=case.digest,
@@ -60,6 +74,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             fingerprint=context.fingerprint,
         )
 
+    await check_prompts_fit(context, context.evalset.cases)
     return await run_cases(context, context.evalset.cases, judge)
 
 

@@ -3,7 +3,7 @@
 With harm D (positive = the candidate is worse), one-sided bounds L and U at confidence 1 - alpha,
 and tolerance delta:
 
-    pass          U <= delta: the loss is proven to be no larger than tolerated
+    pass          U <= delta on at least 30 clusters: the loss is proven to be no larger than tolerated
     fail          D > delta, and the sign-flip test rejects "no difference" after Holm: p <= alpha
     inconclusive  anything else; the sentence says on which side of the tolerance it was seen
     refused       the evidence is not fit to be judged: decided in `pairing.py`, before any number
@@ -25,6 +25,7 @@ from pipeline.gate.wording import format_count, format_harm, format_p, format_to
 from pipeline.records import Comparison
 
 Outcome = Literal["pass", "fail", "inconclusive", "refused"]
+MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _decide(
     if m.tolerance is None or p_holm is None:
         return "reported", "not gated: no tolerance is set"
     allowed = format_tolerance(m.metric, m.tolerance)
-    if m.high <= m.tolerance:
+    if m.high <= m.tolerance and m.num_clusters >= MIN_CLUSTERS:
         return "pass", _passing_sentence(m, allowed, alpha)
     if m.harm > m.tolerance and p_holm <= alpha:
         flips = f" (b {m.b} against c {m.c})" if m.b is not None else ""
@@ -99,6 +100,10 @@ def _decide(
     if m.harm > m.tolerance:
         return "inconclusive", (f"beyond tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
                                 f"could be noise (p {format_p(p_holm)} after Holm)")
+    if m.num_clusters < MIN_CLUSTERS:
+        return "inconclusive", (f"within tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
+                                f"not proven: {m.num_clusters} clusters are too few to bound a loss, "
+                                f"at least {MIN_CLUSTERS} are needed")
     more = f"{format_count(m.more_cases)} more cases" if m.more_cases is not None else "no affordable number of cases"
     return "inconclusive", (f"within tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
                             f"not proven (the loss may be {format_harm(m.metric, m.high)}): {more} "

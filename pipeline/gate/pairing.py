@@ -8,7 +8,6 @@ aligned lists. No statistics here; a regression is not a problem of evidence.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,15 @@ from numpy.typing import NDArray
 
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, read_cases, read_record
+from pipeline.records import (
+    Candidate,
+    CaseRecord,
+    EvalFile,
+    Evaluation,
+    describe_failures,
+    read_cases,
+    read_record,
+)
 
 
 @dataclass(frozen=True)
@@ -137,16 +144,8 @@ def _check_records(path: Path, records: list[CaseRecord], file: EvalFile, finger
         raise EvidenceError(f"{path}: {len(strangers)} of {len(records)} cases were answered by another endpoint, "
                             f"first {strangers[0].case_id!r}: expected fingerprint {fingerprint[:12]!r}, "
                             f"got {strangers[0].fingerprint[:12]!r}")
-    _check_failures(path, records)
-
-
-def _check_failures(path: Path, records: list[CaseRecord]) -> None:
-    failed = [r for r in records if r.failure is not None]
-    if failed:
-        classes = Counter(str(r.failure).partition(":")[0] for r in failed)
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(classes.items()))
-        raise EvidenceError(f"{path}: {len(failed)} of {len(records)} cases have no judgement ({counts}), first "
-                            f"{failed[0].case_id!r}: {' '.join(str(failed[0].failure).split())[:120]}")
+    if problem := describe_failures(records):
+        raise EvidenceError(f"{path}: {problem}")
 
 
 def pair_cases(reference: Evidence, candidate: Evidence, eval_name: str) -> PairedCases:

@@ -21,6 +21,7 @@ Ints = NDArray[np.int64]
 
 _MAX_ENUMERATED = 14  # 2 ** 14 sign patterns are enumerated; more clusters are sampled
 _MAX_LATTICE = 200_000  # longest exact distribution of an integer sum that is worth building
+_PRIOR_CLUSTERS = 0.5  # of half a cluster; with none, 86 % of losses at a tolerance of 3 % pass on 5 clusters of 30
 _NUM_DRAWS = 19_999  # the smallest p that sampling can give is 1 / 20,000
 
 
@@ -84,22 +85,20 @@ def _score_excess(delta: float, b: float, c: float, n: float, z: float) -> float
 def design_effect(d: Floats, clusters: Ints) -> float:
     """Return how much wider the mean of `d` is than it would be without clusters, never below 1.
 
-    The ratio of the cluster-robust variance of the mean to the variance of independent cases; a
-    value of 2 means that n cases say as much as n / 2. It is estimated from the data, so it is 1
-    where nothing varies (no flip at all): there, nothing can be learned about the clustering.
-    One cluster of several cases counts as one case.
+    The ratio of the cluster-robust variance of the mean to the variance of independent cases, with half
+    a cluster of average size added that flips as one. Where hardly anything flips, the data can't say
+    whether cases of a cluster flip together, and the prior half says that they do: without a single
+    flip n cases count as their clusters, and with many flips the half is outweighed.
     """
     n, num_clusters = len(d), int(clusters.max()) + 1
     if num_clusters == n:
         return 1.0
     if num_clusters == 1:
         return float(n)
-    residuals = d - d.mean()
-    independent = float(residuals @ residuals) / (n - 1) / n
-    if independent == 0:
-        return 1.0
+    residuals, size = d - d.mean(), n / num_clusters
     sums = np.bincount(clusters, weights=residuals)
-    clustered = float(sums @ sums) * num_clusters / (num_clusters - 1) / n**2
+    clustered = float(sums @ sums) * num_clusters / (num_clusters - 1) + _PRIOR_CLUSTERS * size**2
+    independent = float(residuals @ residuals) * n / (n - 1) + _PRIOR_CLUSTERS * size
     return min(max(1.0, clustered / independent), float(n))
 
 
@@ -129,13 +128,17 @@ def _for_few_clusters(confidence: float, n: int, clusters: Ints) -> float:
 def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: float) -> Bounds:
     """Return sum(d) / sum(weights) with bounds from the linearised cluster-robust standard error.
 
-    With one case per cluster and weights of 1 these are the bounds of the paired t test. For
-    perplexity `d` is the difference of a document's negative log-likelihoods and `weights` its tokens.
+    With one case per cluster and weights of 1 these are the bounds of the paired t test, each moved
+    outwards where the clusters' harm has its long tail on that side: a few documents that lose much
+    are easily missed by a small sample. For perplexity `d` is the difference of a document's negative
+    log-likelihoods and `weights` its tokens.
 
     Raises:
         ValueError: fewer than two clusters, or weights that sum to nothing.
 
-    Reference: W. G. Cochran, Sampling Techniques (1977), section 6.3 (ratio estimator).
+    Reference: W. G. Cochran, Sampling Techniques (1977), section 6.3 (ratio estimator); N. J. Johnson,
+    Journal of the American Statistical Association 73:536-544 (1978), for the skewness term, which we
+    use on the side of the tail only.
     """
     num_clusters = int(clusters.max()) + 1
     total = float(weights.sum())
@@ -143,9 +146,14 @@ def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: floa
         raise ValueError(f"expected two clusters or more and a positive weight, got {num_clusters} and {total!r}")
     ratio = float(d.sum()) / total
     residuals = np.bincount(clusters, weights=d - ratio * weights)
-    error = math.sqrt(num_clusters / (num_clusters - 1) * float(residuals @ residuals)) / total
-    reach = float(stdtrit(num_clusters - 1, confidence)) * error
-    return Bounds(ratio, ratio - reach, ratio + reach)
+    squares = float(residuals @ residuals)
+    error = math.sqrt(num_clusters / (num_clusters - 1) * squares) / total
+    t = float(stdtrit(num_clusters - 1, confidence))
+    # skewness / sqrt(clusters)
+    tail = float((residuals**3).sum()) / squares**1.5 if squares > 0 else 0.0
+    further = (1 + 2 * t * t) / 6
+    below, above = (error * (t + further * max(side, 0.0)) for side in (-tail, tail))
+    return Bounds(ratio, ratio - below, ratio + above)
 
 
 def sign_flip_p(d: Floats, clusters: Ints, *, seed: int = 0) -> float:

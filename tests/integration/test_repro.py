@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.digests import digest_file
-from pipeline.evalsets import CASES_FILE, load_evalset
+from evalsets.seal import seal
+from pipeline.evalsets import CASES_FILE
 from scripts.repro_rejected import copy_project
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_CASES = {"workflows": 45, "tool_calls": 40, "choices": 40, "prose": 40}
+NUM_CASES = {"workflows": 90, "tool_calls": 40, "choices": 40, "prose": 40}
 NUM_CALIBRATION = 24  # texts of each source
 # so few cases prove little: wide enough for INT4, far too narrow for a model that answers noise
 TOLERANCES = {
@@ -96,25 +96,20 @@ class Project:
 
 
 def cut_evalset(folder: Path, num_cases: int) -> None:
-    """Keep an evalset's first cases, of each bucket for calibration texts, and make its card say so."""
+    """Keep an evalset's first cases of distinct clusters, of each bucket for calibration texts, and seal it."""
     lines = (folder / CASES_FILE).read_text(encoding="utf-8").split("\n")[:-1]
     kept: list[dict[str, Any]] = []
     seen: Counter[str] = Counter()
+    clusters: set[str] = set()
     for case in map(json.loads, lines):
         source = case["buckets"][0] if folder.name == "calibration" else ""
-        seen[source] += 1
-        if seen[source] <= num_cases:
+        if seen[source] < num_cases and case["cluster"] not in clusters:
             kept.append(case)
+            seen[source] += 1
+            clusters.add(case["cluster"])
     text = "".join(json.dumps(case, ensure_ascii=False) + "\n" for case in kept)
     (folder / CASES_FILE).write_text(text, encoding="utf-8")
-    card = YAML(typ="safe").load((folder / "card.yaml").read_text(encoding="utf-8"))
-    card |= {
-        "num_cases": len(kept), "sha256": digest_file(folder / CASES_FILE),
-        "num_clusters": len({case["cluster"] for case in kept}),
-        "buckets": dict(Counter(bucket for case in kept for bucket in case["buckets"])),
-    }  # fmt: skip
-    (folder / "card.yaml").write_text(json.dumps(card), encoding="utf-8")
-    load_evalset(folder)
+    seal(folder)
 
 
 def write_noisy_copy(source: Path, target: Path) -> None:

@@ -113,15 +113,32 @@ def test_design_effect_is_never_below_one_and_one_cluster_is_one_case():
     assert design_effect(np.ones(10), np.zeros(10, dtype=np.int64)) == 10.0
 
 
-@pytest.mark.parametrize("intraclass", [0.0, 0.5])
-def test_wrong_passes_stay_rare_when_losses_come_in_clusters(intraclass):
+@pytest.mark.parametrize(("num_clusters", "size", "intraclass", "tolerance"), [
+    # without a prior on the design effect 86, 55, 15 and 8 % of these pass
+    (5, 30, 1.0, 0.03), (20, 20, 1.0, 0.03), (40, 10, 0.5, 0.03), (100, 4, 0.5, 0.03),
+    (150, 4, 0.0, 0.06), (150, 4, 0.5, 0.06), (400, 3, 1.0, 0.03),
+])
+def test_wrong_passes_stay_rare_when_losses_come_in_clusters(num_clusters, size, intraclass, tolerance):
     rng = np.random.default_rng(2)
-    clusters, passes, runs = np.repeat(number_each(150), 4), 0, 400
+    clusters, passes, runs = np.repeat(number_each(num_clusters), size), 0, 400
     for _ in range(runs):
-        shared = rng.random(150) < 0.06
-        d = np.where(rng.random(600) < intraclass, shared[clusters], rng.random(600) < 0.06).astype(float)
-        passes += proportion_bounds(d, clusters, confidence=0.95).high <= 0.06
-    assert passes / runs <= 0.075  # 5 % and two standard errors of 400 runs
+        shared = rng.random(num_clusters) < tolerance
+        own = rng.random(len(clusters)) < tolerance
+        d = np.where(rng.random(len(clusters)) < intraclass, shared[clusters], own).astype(float)
+        passes += proportion_bounds(d, clusters, confidence=0.95).high <= tolerance
+    assert passes / runs <= 0.072  # 5 % and two standard errors of 400 runs
+
+
+def test_without_a_flip_cases_count_as_their_clusters():
+    """Nothing flipped says nothing about whether cases of a cluster would flip together."""
+    bounds = proportion_bounds(np.zeros(1200), np.repeat(number_each(40), 30), confidence=0.95)
+    assert bounds.design_effect == pytest.approx(30)
+    assert bounds.high > tango_bounds(0, 0, 40, confidence=0.95)[1]
+
+
+def test_many_flips_outweigh_the_prior():
+    d = np.random.default_rng(8).choice([0.0, 1.0], 9000, p=[0.9, 0.1])
+    assert design_effect(d, np.repeat(number_each(3000), 3)) == pytest.approx(1, abs=0.06)
 
 
 @pytest.mark.parametrize(("b", "c"), [(1, 0), (5, 0), (9, 3), (60, 40), (3, 9)])
@@ -171,8 +188,8 @@ def test_holm_matches_statsmodels():
 
 
 def test_ratio_bounds_with_unit_weights_are_the_paired_t_bounds():
-    rng = np.random.default_rng(6)
-    reference, candidate = rng.normal(0, 1, 40), rng.normal(0.2, 1, 40)
+    half = np.random.default_rng(6).normal(0, 1, 20)
+    reference, candidate = np.zeros(40), np.concatenate([half, -half]) + 0.2  # symmetric: no tail on either side
     oracle = stats.ttest_rel(candidate, reference).confidence_interval(0.9)
     bounds = ratio_bounds(candidate - reference, np.ones(40), number_each(40), confidence=0.95)
     assert (bounds.low, bounds.high) == pytest.approx((oracle.low, oracle.high), rel=1e-9)
@@ -186,6 +203,33 @@ def test_ratio_standard_error_agrees_with_the_jackknife_over_documents():
     jackknife = math.sqrt(79 / 80 * ((leave_one_out - leave_one_out.mean()) ** 2).sum())
     bounds = ratio_bounds(d, weights, number_each(80), confidence=0.95)
     assert (bounds.high - bounds.harm) / stats.t.ppf(0.95, 79) == pytest.approx(jackknife, rel=0.03)
+
+
+def test_a_tail_moves_the_bound_on_its_own_side_alone():
+    rng = np.random.default_rng(9)
+    d = np.where(rng.random(60) < 0.1, 8.0, 0.0) + rng.normal(0, 0.3, 60)
+    oracle = stats.ttest_1samp(d, 0).confidence_interval(0.9)
+    bounds = ratio_bounds(d, np.ones(60), number_each(60), confidence=0.95)
+    assert bounds.low == pytest.approx(oracle.low, rel=1e-9) and bounds.high > oracle.high * 1.05
+    mirrored = ratio_bounds(-d, np.ones(60), number_each(60), confidence=0.95)
+    assert (mirrored.low, mirrored.high) == pytest.approx((-bounds.high, -bounds.low), rel=1e-12)
+
+
+def test_the_tail_term_is_johnsons():
+    d = np.random.default_rng(10).exponential(1, 50)
+    t, error = stats.t.ppf(0.95, 49), d.std(ddof=1) / math.sqrt(50)
+    skewness = stats.skew(d)
+    johnson = d.mean() + error * (t + skewness * (1 + 2 * t * t) / (6 * math.sqrt(50)))
+    assert ratio_bounds(d, np.ones(50), number_each(50), confidence=0.95).high == pytest.approx(johnson, rel=1e-9)
+
+
+@pytest.mark.parametrize(("num_documents", "most"), [(30, 0.08), (200, 0.06)])
+def test_wrong_passes_stay_rare_when_few_documents_lose_most(num_documents, most):
+    """A candidate that sits on its tolerance, with an exponential harm per document: the t bound passes 10 % of 30."""
+    rng = np.random.default_rng(11)
+    passes = sum(ratio_bounds(rng.exponential(1, num_documents), np.ones(num_documents), number_each(num_documents),
+                              confidence=0.95).high <= 1 for _ in range(2000))
+    assert passes / 2000 <= most + 0.01  # one standard error of 2,000 runs is half a percent
 
 
 def test_ratio_bounds_need_two_clusters():

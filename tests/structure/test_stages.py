@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from pipeline.params import ServingSettings
+from pipeline.records import ServingConfig
 from tests.structure.import_closure import NOT_A_STAGE, ROOT, import_closure, list_stages
 
 MAX_STAGE_LINES = 60
@@ -43,6 +45,13 @@ def test_code_dependencies_are_the_import_closure(stage: str) -> None:
     add, remove = sorted(needed - listed), sorted(listed - needed)
     assert listed == needed, (f"deps of {stage} in dvc.yaml: add {add}, remove {remove}; "
                               f"`python tests/structure/import_closure.py {stage}` prints them")  # fmt: skip
+
+
+def test_evaluate_watches_what_can_change_an_answer_and_nothing_else_of_serving() -> None:
+    """Too few: answers of another setting are judged. Too many: a longer timeout costs every evaluation."""
+    names = [name for name in _names(read_dvc_stages()["evaluate"]["params"]) if name.startswith("serving")]
+    shared = ServingSettings.model_fields.keys() & ServingConfig.model_fields.keys()
+    assert sorted(names) == sorted(f"serving.{name}" for name in shared)
 
 
 def test_bytecode_is_no_dependency() -> None:

@@ -60,6 +60,15 @@ def test_a_bucket_without_flips_needs_133_cases_for_two_points(n, outcome):
     assert judge_flips(0, 0, n, right=n).outcome == outcome
 
 
+def test_few_clusters_prove_nothing_but_can_fail():
+    """29 cases without a flip have an upper bound of 8.5 points: below the tolerance, and still a guess."""
+    unproven = judge_flips(0, 0, 29, right=29, tolerance=0.2)
+    assert unproven.high <= 0.2 and unproven.outcome == "inconclusive"
+    assert unproven.sentence.endswith("29 clusters are too few to bound a loss, at least 30 are needed")
+    assert judge_flips(0, 0, 30, right=30, tolerance=0.2).outcome == "pass"
+    assert judge_flips(12, 0, 29, right=29, tolerance=0.2).outcome == "fail"
+
+
 def test_beyond_tolerance_but_possibly_noise_is_inconclusive():
     comparison = judge_flips(6, 3, 100, right=80)
     assert comparison.outcome == "inconclusive"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cases import Case, DocumentCase
+from pipeline.cases import DocumentCase, check_distinct
 from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets import load_card, load_evalset
@@ -55,6 +55,27 @@ def refusal(folder: Path, load: Callable[[Path], Any] = load_evalset) -> str:
     message = str(caught.value)
     assert "\n" not in message and message.startswith(str(folder))
     return message.removeprefix(f"{folder}/")
+
+
+def test_a_case_is_what_it_asks_whatever_it_is_called() -> None:
+    case = DocumentCase(id="a", cluster="c", buckets=("x",), text="one")
+    assert case.digest == DocumentCase(id="b", cluster="d", text="one").digest
+    assert case.digest != DocumentCase(id="a", cluster="c", buckets=("x",), text="two").digest
+
+
+def test_the_same_case_under_another_id_is_refused_where_cases_are_counted(tmp_path: Path) -> None:
+    twice = [*DOCUMENTS, DOCUMENTS[1] | {"id": "again", "cluster": "elsewhere", "buckets": []}]
+    evalset = load_evalset(write(tmp_path, cases=twice))  # calibration texts may repeat
+    with pytest.raises(EvalsetError, match=r":5: case 'again' asks and expects the same as the case on line 2; "):
+        check_distinct(tmp_path / "cases.jsonl", evalset.cases)
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("\ufeff" + json.dumps(DOCUMENTS[0]) + "\n", "cases.jsonl:1: expected UTF-8 without a byte-order mark"),
+    (json.dumps(DOCUMENTS[0]) + "\n\n", "cases.jsonl:2: expected a case, found an empty line"),
+])
+def test_what_editors_leave_behind_is_named(tmp_path: Path, text: str, line: str) -> None:
+    assert refusal(write(tmp_path, cases=text)).startswith(line)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -119,7 +140,7 @@ def test_a_malformed_case_is_named_by_its_line(tmp_path: Path, kind: str, case: 
     assert refusal(write(tmp_path / "e", kind, text)).startswith(f"cases.jsonl:2: {said}")
 
 
-@pytest.mark.parametrize("line", ["{'id': 1}", '{"id": "d1"', "", "text"])
+@pytest.mark.parametrize("line", ["{'id': 1}", '{"id": "d1"', "text"])
 def test_a_line_that_is_no_json_is_named(tmp_path: Path, line: str) -> None:
     folder = write(tmp_path / "e", cases=json.dumps(DOCUMENTS[0]) + "\n" + line + "\n")
     assert refusal(folder).startswith("cases.jsonl:2: not JSON (")
@@ -238,7 +259,3 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     assert refusal(folder).startswith("card.yaml: expected an evalset card, found no file; write one with name, ")
 
 
-def test_case_digests_cover_everything() -> None:
-    case = Case(id="a", cluster="c", buckets=("x",))
-    assert len({case.digest, *(case.model_copy(update=u).digest for u in (
-        {"id": "b"}, {"cluster": "d"}, {"buckets": ("y",)}))}) == 4  # fmt: skip

@@ -18,7 +18,7 @@ def record(case_id: str, **changes: object) -> CaseRecord:
 
 
 def open_journal(path: Path, fingerprint: str = "f", settings: str = "s") -> Journal:
-    return Journal(path, fingerprint=fingerprint, settings_digest=settings)
+    return Journal(path, fingerprint=fingerprint, key=settings)
 
 
 @pytest.fixture

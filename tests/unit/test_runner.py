@@ -36,7 +36,7 @@ def make_context(journal: Any, concurrency: int = 4, check_alive: Any = lambda: 
 
 
 def open_journal(folder: Path) -> Journal:
-    return Journal(folder / "e.jsonl", fingerprint="f", settings_digest="s")
+    return Journal(folder / "e.jsonl", fingerprint="f", key="s")
 
 
 def run(folder: Path, judge: Any, cases: list[DocumentCase] = CASES, **options: Any) -> list[CaseRecord]:

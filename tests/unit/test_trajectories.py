@@ -57,6 +57,9 @@ class ListedClient:
         return Reply(text=text, tool_calls=calls, finish_reason="stop", num_prompt_tokens=9,
                      num_completion_tokens=3, latency_s=0.5, fingerprint="f")  # fmt: skip
 
+    async def tokenize(self, texts: list[str], **_: Any) -> list[list[int]]:
+        return [[0] for _ in texts]
+
     def end_session(self, session: str) -> None:
         self.ended.append(session)
 
@@ -64,13 +67,13 @@ class ListedClient:
         """The endpoint of this test never dies."""
 
 
-def run(folder: Path, client: ListedClient, **settings: Any) -> CaseRecord:
+def run(folder: Path, client: ListedClient, context_length: int = 1024, **settings: Any) -> CaseRecord:
     """Run CASE with a client and return its record."""
     options = TrajectoriesEval(kind="trajectories", evalset="w", **{"max_turns": 4} | settings)
-    with Journal(folder / "w.jsonl", fingerprint="f", settings_digest="s") as journal:
+    with Journal(folder / "w.jsonl", fingerprint="f", key="s") as journal:
         context: Any = SimpleNamespace(
             name="w", settings=options, evalset=Evalset(card=CARD, cases=(CASE,), digest="d"), client=client,
-            journal=journal, concurrency=1, max_tokens=64, fingerprint="f",
+            journal=journal, concurrency=1, max_tokens=64, context_length=context_length, fingerprint="f",
         )  # fmt: skip
         (record,) = asyncio.run(evaluate(context))
     return record
@@ -157,6 +160,14 @@ def test_a_lost_request_is_no_answer_and_its_session_ends(tmp_path: Path, error:
     record = run(tmp_path, client)
     assert record.failure == failure and record.scores == {}
     assert client.ended == ["w1"], "a session that is never ended keeps weighing on its server"
+
+
+def test_a_conversation_that_outgrows_the_context_is_a_wrong_answer(tmp_path: Path) -> None:
+    """A candidate that rambles on would otherwise end as an error without a verdict."""
+    client = ListedClient(ORDER, RequestError("HTTP 400: too many tokens"))
+    record = run(tmp_path, client, context_length=140)
+    assert record.failure is None and record.scores == {"completed": 0.0}
+    assert "outgrew" in record.output.splitlines()[-1] and client.ended == ["w1"]
 
 
 def test_the_state_of_a_case_is_never_shared(tmp_path: Path) -> None:

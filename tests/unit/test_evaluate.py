@@ -1,0 +1,172 @@
+"""An evaluation as a whole: what is asked again, what is taken over, and what becomes of a case that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeline.evals.evaluate as evaluate_module
+from pipeline.errors import EngineError, EvidenceError, SettingsError
+from pipeline.evals.evaluate import evaluate_candidate
+from pipeline.evals.harness import task_digest
+from pipeline.params import HarnessEval, Params
+from pipeline.records import Candidate, Evaluation, ServingConfig
+from pipeline.serving.client import Reply
+from pipeline.serving.engines import Engine
+from tests.synthetic_records import make_candidate, make_params
+from tests.unit.test_evalsets import write
+
+CALL = '{"name": "order", "arguments": {"n": 2}}'
+
+
+class FakeEndpoint:
+    """Answers every chat alike, fails where told to, counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.broken: set[str] = set()
+        self.fingerprint = "f1"
+
+    async def chat(self, messages: list[dict[str, Any]], **_: Any) -> Reply:
+        question = messages[-1]["content"]
+        self.asked.append(question)
+        if question in self.broken:
+            raise EngineError("connection reset")
+        return Reply(text=CALL, tool_calls=(), finish_reason="stop", num_prompt_tokens=9, num_completion_tokens=3,
+                     latency_s=0.1, fingerprint=self.fingerprint)  # fmt: skip
+
+    async def tokenize(self, texts: list[str], **_: Any) -> list[list[int]]:
+        return [[0] * len(text.split()) for text in texts]
+
+    def check_alive(self) -> None:
+        """This endpoint never dies."""
+
+    @contextlib.asynccontextmanager
+    async def start(self, *_: Any, **__: Any) -> AsyncIterator[tuple[Engine, FakeEndpoint]]:
+        yield Engine(("http://fake",), "fake", self.fingerprint, {}), self
+
+
+def write_questions(folder: Path, *questions: str) -> None:
+    write(folder, "tool_calls", [{"id": f"t{i}", "cluster": f"t{i}", "messages": [{"role": "user", "content": text}],
+                                  "expected": json.loads(CALL)} for i, text in enumerate(questions)])  # fmt: skip
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEndpoint:
+    fake = FakeEndpoint()
+    monkeypatch.setattr(evaluate_module, "start_engine", fake.start)
+    write_questions(tmp_path / "first", "a", "b")
+    write_questions(tmp_path / "second", "c")
+    return fake
+
+
+def run(root: Path, candidate: Candidate | None = None, **settings: Any) -> Evaluation:
+    evals = {name: {"kind": "tool_calls", "evalset": name} | settings.get(name, {}) for name in ("first", "second")}
+    params = make_params(["a"], ["a"])
+    params = Params.model_validate(params.model_dump() | {"evals": evals})
+    return asyncio.run(evaluate_candidate(candidate or make_candidate("a"), params, root=root, build=root / "build"))
+
+
+def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    before = run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "b", "c"]
+    endpoint.asked.clear()
+    after = run(tmp_path, second={"send_tools": True})
+    assert endpoint.asked == ["c"], "the edited eval alone"
+    assert after.evals["first"] == before.evals["first"]
+    assert after.evals["second"].key != before.evals["second"].key
+    assert (tmp_path / "build/evaluations/a/first.jsonl").is_file()
+
+
+def test_an_edited_case_is_asked_again_with_the_rest_of_its_eval(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    run(tmp_path)
+    endpoint.asked.clear()
+    write_questions(tmp_path / "first", "a", "d")
+    run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "d"]
+
+
+def change_code(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_module, "_digest_code", lambda: "edited")
+
+
+def change_endpoint(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint.fingerprint = "f2"
+
+
+def edit_records(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (root / "build/evaluations/a").glob("*.jsonl"):
+        path.write_text(path.read_text().replace('"exact":1.0', '"exact":0.0'))
+
+
+def damage_index(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "build/evaluations/a/evaluation.json").write_text("{")
+
+
+@pytest.mark.parametrize("change", [change_code, change_endpoint, edit_records, damage_index])
+def test_records_of_anything_else_are_never_taken_over(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    run(tmp_path)
+    endpoint.asked.clear()
+    change(tmp_path, endpoint, monkeypatch)
+    run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "b", "c"]
+
+
+def test_an_attached_endpoint_is_asked_again_as_it_may_serve_another_model_now(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    serving = ServingConfig(engine="attached", base_url="http://fake", model="m")
+    candidate = make_candidate("a").model_copy(update={"serving": serving})
+    run(tmp_path, candidate)
+    run(tmp_path, candidate)
+    assert sorted(endpoint.asked) == sorted("abc" * 2)
+
+
+def test_a_failed_case_fails_the_run_and_is_all_that_is_asked_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    endpoint.broken = {"b"}
+    with pytest.raises(EvidenceError) as caught:
+        run(tmp_path)
+    message = str(caught.value)
+    assert message.startswith("a: first: 1 of 2 cases have no judgement (1 infrastructure), first 't1': ")
+    assert "connection reset" in message and "`dvc repro`" in message and "\n" not in message
+    assert not (tmp_path / "build/evaluations/a").exists(), "a half evaluation must not be recorded"
+    endpoint.asked.clear()
+    endpoint.broken = set()
+    assert run(tmp_path).evals["first"].num_cases == 2
+    assert endpoint.asked == ["b"]
+
+
+def test_what_other_code_judged_is_not_mixed_in_after_a_kill(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.broken = {"b"}
+    with pytest.raises(EvidenceError):
+        run(tmp_path)
+    endpoint.asked.clear()
+    endpoint.broken = set()
+    change_code(tmp_path, endpoint, monkeypatch)
+    run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "b", "c"]
+
+
+def test_a_case_that_can_not_fit_is_told_before_any_is_asked(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    write_questions(tmp_path / "first", "a", "many words " * 600)
+    with pytest.raises(SettingsError, match=r"^evals\.first: case 't1' has 1200 tokens; with serving\.max_tokens 128 "):
+        run(tmp_path)
+    assert endpoint.asked == []
+
+
+def test_the_digest_of_a_task_follows_its_files(tmp_path: Path) -> None:
+    settings = HarnessEval(kind="harness", task="t", include_path=str(tmp_path))
+    (tmp_path / "t.yaml").write_text("task: t")
+    before = task_digest(settings)
+    (tmp_path / "t.yaml").write_text("task: t\nnum_fewshot: 1")
+    assert task_digest(settings) != before
