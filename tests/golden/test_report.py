@@ -18,7 +18,7 @@ from tests.synthetic_records import Behaviour, make_params, rewrite_records, wri
 FOLDER = Path(__file__).parent
 BEHAVIOURS = {
     "gptq-short": Behaviour({"workflows/constraint_retention": 0.3, "calls": 0.01}, nll_shift=0.006),
-    "awq-long": Behaviour({"calls": 0.01}, {"workflows": 0.02}, nll_shift=0.002),
+    "awq-long": Behaviour({"calls": 0.003}, {"workflows": 0.02}, nll_shift=0.002),
     "half-done": Behaviour(),
 }
 
@@ -26,7 +26,7 @@ BEHAVIOURS = {
 def render(folder: Path) -> dict[str, str]:
     """Judge a synthetic release under `folder`, with relative paths, and return the golden texts."""
     os.chdir(folder)
-    write_tree(Path("build"), BEHAVIOURS, num_cases=900)
+    write_tree(Path("build"), BEHAVIOURS, num_cases=400)
     rewrite_records(Path("build"), "half-done", "choices", lambda records: [
         records[0].model_copy(update={"failure": "infrastructure: connection reset", "scores": {}}), *records[1:]])
     params = make_params(list(BEHAVIOURS), ["awq-long", "gptq-short"])
