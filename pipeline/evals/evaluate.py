@@ -2,8 +2,9 @@
 
 Evals run one after another in the order of params.yaml, each keeping all servers busy. Records are
 written to a temporary folder that takes the place of the old one when every case of every eval has
-been judged; until then finished cases live in the journal, which is deleted at the end. An eval that
-the old folder holds just so (same endpoint, settings, cases and code) is taken over, not repeated.
+been judged; until then finished cases live in the journal. Then a copy of the folder takes the place of
+the journal: an eval that it holds just so (same endpoint, settings, cases and code) is taken over by the
+next run, not repeated. DVC removes the folder itself before each run.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ class _Eval:
 
 
 class _Paths:
-    """Where one candidate's evaluation, the one in the making, its journals and its server logs lie."""
+    """Where one candidate's evaluation lies, the one in the making, its journals, the last copy, the server logs."""
 
     def __init__(self, build: Path, name: str) -> None:
         self.target = build / "evaluations" / name
         self.folder = self.target.with_name(f".{name}.tmp")
         self.journals = build / "journal" / name
+        self.last = self.journals / "finished"
         self.logs = build / "logs" / name
 
 
@@ -86,7 +88,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
     async with start_engine(candidate, params.serving, root=root, logs=paths.logs) as (engine, client):
         print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
-        kept = _read_kept(paths.target, candidate, engine)
+        kept = _read_kept(paths.last, candidate, engine)
         records = {job.name: _take_over(paths, job, kept[job.name])
                    if job.name in kept and kept[job.name].key == job.key
                    else await _run_eval(job, candidate, engine, client, paths, root)
@@ -105,6 +107,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
     write_record(paths.folder / "evaluation.json", evaluation)
     _put_in_place(paths.folder, paths.target)
     shutil.rmtree(paths.journals, ignore_errors=True)
+    shutil.copytree(paths.target, paths.last)
     return evaluation
 
 
@@ -122,26 +125,26 @@ def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Pa
     return _Eval(name, settings, evalset, digest, key)
 
 
-def _read_kept(target: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
+def _read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
     """Return the evals of the last evaluation that came from the same endpoint and are as they were written."""
     if candidate.serving.engine == "attached":
         return {}  # what runs behind it now may be another model than then
     try:
-        last = read_record(target / "evaluation.json", Evaluation)
+        last = read_record(folder / "evaluation.json", Evaluation)
     except EvidenceError:
         return {}
     return {name: file for name, file in last.evals.items()
-            if last.fingerprint == engine.fingerprint and _is_intact(target, name, file)}  # fmt: skip
+            if last.fingerprint == engine.fingerprint and _is_intact(folder, name, file)}  # fmt: skip
 
 
-def _is_intact(target: Path, name: str, file: EvalFile) -> bool:
+def _is_intact(folder: Path, name: str, file: EvalFile) -> bool:
     seals = {f"{name}.jsonl": file.sha256} | ({f"{name}.npz": file.arrays_sha256} if file.arrays_sha256 else {})
-    return all((target / path).is_file() and digest_file(target / path) == sha256 for path, sha256 in seals.items())
+    return all((folder / path).is_file() and digest_file(folder / path) == sha256 for path, sha256 in seals.items())
 
 
 def _take_over(paths: _Paths, job: _Eval, file: EvalFile) -> list[CaseRecord]:
     for suffix in (".jsonl", ".npz") if file.arrays_sha256 else (".jsonl",):
-        shutil.copyfile(paths.target / f"{job.name}{suffix}", paths.folder / f"{job.name}{suffix}")
+        shutil.copyfile(paths.last / f"{job.name}{suffix}", paths.folder / f"{job.name}{suffix}")
     print(f"  {job.name}: n={file.num_cases}, unchanged, taken from the last evaluation", file=sys.stderr, flush=True)
     return read_cases(paths.folder / f"{job.name}.jsonl")
 

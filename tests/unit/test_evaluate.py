@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, end
     before = run(tmp_path)
     assert sorted(endpoint.asked) == ["a", "b", "c"]
     endpoint.asked.clear()
+    shutil.rmtree(tmp_path / "build/evaluations")  # as DVC does before it runs a stage
     after = run(tmp_path, second={"send_tools": True})
     assert endpoint.asked == ["c"], "the edited eval alone"
     assert after.evals["first"] == before.evals["first"]
@@ -101,12 +103,12 @@ def change_endpoint(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.Monk
 
 
 def edit_records(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (root / "build/evaluations/a").glob("*.jsonl"):
+    for path in (root / "build/journal/a/finished").glob("*.jsonl"):
         path.write_text(path.read_text().replace('"exact":1.0', '"exact":0.0'))
 
 
 def damage_index(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    (root / "build/evaluations/a/evaluation.json").write_text("{")
+    (root / "build/journal/a/finished/evaluation.json").write_text("{")
 
 
 @pytest.mark.parametrize("change", [change_code, change_endpoint, edit_records, damage_index])
