@@ -56,7 +56,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
     logs = build / "logs" / candidate.name
     files: dict[str, EvalFile] = {}
     counts: list[SpeculationCounts | None] = []
-    async with start_engine(candidate, params.serving, root=root, logs=logs) as (engine, client):
+    async with start_engine(candidate, params.serving, evals=params.evals, root=root, logs=logs) as (engine, client):
         print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
         for name, settings in params.evals.items():

@@ -192,12 +192,13 @@ class Client:
             raise EngineError(f"{server.url}/tokenize: expected the token ids of each text, got {error!r}") from None
         return tokens
 
-    async def list_models(self) -> list[str]:
-        """Return the names of the models that the first server serves."""
+    async def list_models(self) -> dict[str, int | None]:
+        """Return the models that the first server serves, with the longest context of each where it says so."""
         answer = await self.get("/v1/models")
         try:
-            return [entry["id"] for entry in answer["data"]]
-        except (KeyError, TypeError):
+            lengths = {entry["id"]: entry.get("max_model_len") for entry in answer["data"]}
+            return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
+        except (KeyError, TypeError, AttributeError):
             url = self._servers[0].url
             raise EngineError(f"{url}/v1/models: expected a list of models, got {answer!r:.80}") from None
 

@@ -20,7 +20,7 @@ import torch
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.errors import EngineError
-from pipeline.params import ServingSettings
+from pipeline.params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
 from pipeline.records import Candidate, ServingConfig, SpeculativeConfig, sum_speculation
 from pipeline.serving import engines
 from pipeline.serving.client import Client
@@ -34,6 +34,10 @@ SETTINGS = ServingSettings(
     dtype="float32", continuous_batching=True, concurrency=16, num_servers=1, num_threads=1, context_length=CONTEXT,
     max_tokens=32, request_timeout_s=60, start_timeout_s=180,
 )  # fmt: skip
+EVALS: dict[str, EvalSettings] = {
+    "prose": PerplexityEval(kind="perplexity", evalset="e"),
+    "calls": ToolCallsEval(kind="tool_calls", evalset="e"),
+}
 WORDS = ["the", "courier", "takes", "12", "parcels", "to", "gate", "before", "noon", "result", "of", "apples"]
 
 
@@ -72,7 +76,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
     with asyncio.Runner() as runner:
         root = folder.parent
-        context = engines.start_engine(make_candidate(folder), SETTINGS, root=root, logs=root / "logs")
+        context = engines.start_engine(make_candidate(folder), SETTINGS, evals=EVALS, root=root, logs=root / "logs")
         engine, client = runner.run(context.__aenter__())
         try:
             yield Running(runner, engine, client, folder, model, tokenizer)
@@ -218,7 +222,8 @@ def test_speculation_gives_the_targets_own_answers_and_its_counts_add_up(
     conversations = [[{"role": "user", "content": text}] for text in make_texts(8)]
 
     async def ask_all() -> list[Any]:
-        async with engines.start_engine(candidate, SETTINGS, root=root, logs=root / "logs") as (engine, client):
+        context = engines.start_engine(candidate, SETTINGS, evals=EVALS, root=root, logs=root / "logs")
+        async with context as (engine, client):
             assert engine.served_by["serving"]["speculative.num_tokens"] == num_tokens
             return await asyncio.gather(*(client.chat(m, max_tokens=12) for m in conversations))
 
@@ -242,7 +247,7 @@ def test_another_draft_than_the_candidates_is_named(running: Running, tmp_path: 
     write_tiny_llama(draft, seed=3)
 
     async def start() -> None:
-        async with engines.start_engine(candidate, SETTINGS, root=tmp_path, logs=tmp_path / "logs"):
+        async with engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
             raise AssertionError("must not come up")
 
     (tmp_path / "tiny").symlink_to(running.folder)
@@ -301,7 +306,7 @@ def test_attaching_to_a_running_server_declares_its_fingerprint(running: Running
 
     async def attach(model: str) -> engines.Engine:
         asked = candidate.model_copy(update={"serving": candidate.serving.model_copy(update={"model": model})})
-        async with engines.start_engine(asked, SETTINGS, root=ROOT, logs=ROOT) as (engine, _):
+        async with engines.start_engine(asked, SETTINGS, evals=EVALS, root=ROOT, logs=ROOT) as (engine, _):
             return engine
 
     engine = running.runner.run(attach("tiny"))
@@ -316,7 +321,7 @@ def test_a_server_that_does_not_start_is_one_line_with_its_log(tmp_path: Path) -
     (folder / "model.safetensors").write_bytes(b"broken")
 
     async def start() -> None:
-        async with engines.start_engine(candidate, SETTINGS, root=tmp_path, logs=tmp_path / "logs"):
+        async with engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
             raise AssertionError("must not come up")
 
     with pytest.raises(EngineError, match=r"server server-0: exited with code 1: .*model\.safetensors") as caught:
