@@ -31,6 +31,7 @@ from pipeline.serving.client import Client
 from pipeline.serving.readiness import check_context, probe
 
 STOP_TIMEOUT_S = 5.0
+MAX_REFUSALS = 2  # connections refused before an attached server counts as not started
 _NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}|Loading weights|\d%\|")
 
 
@@ -112,22 +113,35 @@ async def _attach(
         raise EngineError(f"{candidate.name}: an attached engine needs base_url and model, "
                           f"got {serving.base_url!r} and {serving.model!r}")  # fmt: skip
     url = serving.base_url.rstrip("/").removesuffix("/v1")
-    draft = Engine((url,), serving.model, "", {})
-    async with _connect(draft, candidate, settings) as client:
-        listed = await client.list_models()
-        if serving.model not in listed:
-            raise EngineError(f"{url}/v1/models: expected {serving.model!r} among the served models, "
-                              f"got {list(listed)!r}")  # fmt: skip
-        check_context(serving.context_length, listed[serving.model], evals, where=f"{serving.model!r} at {url}")
-        declared = {
-            "model": serving.model,
-            "serving": serving.identity(),
-            "checkpoint": candidate.checkpoint.digest,
-        }
-        served_by = {"proof": "declared by the settings, not proved by the server", **declared}
-        engine = Engine((url,), serving.model, digest_json(declared), served_by)
+    await _check_listing(url, candidate, settings, evals)
+    declared = {
+        "model": serving.model,
+        "serving": serving.identity(),
+        "checkpoint": candidate.checkpoint.digest,
+    }
+    served_by = {"proof": "declared by the settings, not proved by the server", **declared}
+    engine = Engine((url,), serving.model, digest_json(declared), served_by)
+    async with _connect(engine, candidate, settings) as client:
         await probe(client, evals, attached_as=candidate.name)
         yield engine, client
+
+
+async def _check_listing(
+    url: str, candidate: Candidate, settings: ServingSettings, evals: Mapping[str, EvalSettings]
+) -> None:
+    """Check that a server is there, that it serves the model, and that its context is long enough."""
+    model, where = str(candidate.serving.model), f"candidates.{candidate.name}.endpoint"
+    async with Client([url], model, concurrency=1, timeout_s=settings.request_timeout_s,
+                      max_refusals=MAX_REFUSALS) as client:  # fmt: skip
+        try:
+            listed = await client.list_models()
+        except EngineError as error:
+            raise EngineError(f"{error}; expected a running server of the OpenAI API: start it, or correct "
+                              f"{where}.base_url") from None  # fmt: skip
+    if model not in listed:
+        raise EngineError(f"{url}/v1/models: expected {model!r} among the served models, got {list(listed)!r}; "
+                          f"correct {where}.model")  # fmt: skip
+    check_context(candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")
 
 
 @contextlib.asynccontextmanager

@@ -43,7 +43,7 @@ _SCORES = _Need(
 _CHAT = _Need("chat answers (/v1/chat/completions)", "a chat template", lambda c: c.chat(_GREETING, max_tokens=1))
 _TOOLS = _Need(
     "chat answers to requests with tools, as its send_tools is set (/v1/chat/completions)",
-    "automatic tool choice", lambda c: c.chat(_GREETING, max_tokens=1, tools=[_TOOL]),
+    "automatic tool choice, set send_tools to false", lambda c: c.chat(_GREETING, max_tokens=1, tools=[_TOOL]),
 )  # fmt: skip
 
 
@@ -66,8 +66,8 @@ async def probe(client: Client, evals: Mapping[str, EvalSettings], *, attached_a
             await need.ask(client)
         except EngineError as error:
             client.check_alive()  # a server that has died lacks nothing in particular
-            remedy = (f"; serve candidates.{attached_as}.endpoint with {need.remedy}, or remove the eval"
-                      if attached_as else "")  # fmt: skip
+            remedy = (f"; if the server can't give that, serve candidates.{attached_as}.endpoint with {need.remedy}, "
+                      "or remove the eval" if attached_as else "")  # fmt: skip
             raise EngineError(f"evals.{name}: {evals[name].kind} needs {need.what}, got: {error}{remedy}") from error
 
 

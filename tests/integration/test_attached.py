@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from pipeline.errors import EngineError
 from pipeline.params import EvalSettings, HarnessEval, PerplexityEval, ServingSettings, ToolCallsEval, TrajectoriesEval
 from pipeline.records import Candidate, Checkpoint, ServingConfig
+from pipeline.serving import client as client_module
 from pipeline.serving.engines import start_engine
 
 CONTEXT = 256
@@ -138,8 +141,8 @@ def test_an_endpoint_without_scores_serves_evals_that_chat(endpoint: Endpoint) -
     said = attach(endpoint.url, {"calls": CALLS, "prose": PROSE})
     assert re.fullmatch(
         r"evals\.prose: perplexity needs the log-probabilities of given tokens \(/tokenize, and /v1/completions with "
-        r"echo and logprobs\), got: http://.*/v1/completions: HTTP 400: echo is not supported; serve "
-        r"candidates\.there\.endpoint with vLLM, or remove the eval", said)  # fmt: skip
+        r"echo and logprobs\), got: http://.*/v1/completions: HTTP 400: echo is not supported; if the server "
+        r"can't give that, serve candidates\.there\.endpoint with vLLM, or remove the eval", said)  # fmt: skip
 
 
 def test_an_endpoint_without_tokenize_is_told_before_any_case(endpoint: Endpoint) -> None:
@@ -152,8 +155,8 @@ def test_an_endpoint_that_can_not_chat_names_the_eval(endpoint: Endpoint) -> Non
     assert attach(endpoint.url, {"prose": PROSE}) == ""
     said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
     assert "evals.calls: tool_calls needs chat answers (/v1/chat/completions), got: " in said
-    assert said.endswith("HTTP 400: the model has no chat template; serve candidates.there.endpoint with a chat "
-                         "template, or remove the eval")  # fmt: skip
+    assert said.endswith("HTTP 400: the model has no chat template; if the server can't give that, serve "
+                         "candidates.there.endpoint with a chat template, or remove the eval")  # fmt: skip
 
 
 def test_tools_are_asked_for_when_an_eval_sends_them(endpoint: Endpoint) -> None:
@@ -161,7 +164,8 @@ def test_tools_are_asked_for_when_an_eval_sends_them(endpoint: Endpoint) -> None
     assert ["tools" in body for path, body in endpoint.asked if path == "/v1/chat/completions"] == [False, True]
     endpoint.answers["/v1/chat/completions"] = 400, {"message": '"auto" tool choice requires --enable-auto-tool-choice'}
     said = attach(endpoint.url, {"flows": TOOLS})
-    assert "evals.flows: trajectories needs chat answers" in said
+    assert "evals.flows: trajectories needs chat answers to requests with tools" in said
+    assert said.endswith("with automatic tool choice, set send_tools to false, or remove the eval")
 
 
 @pytest.mark.parametrize(("longest", "evals", "is_ready"), [
@@ -183,3 +187,92 @@ def test_a_context_longer_than_the_servers_is_refused_before_any_case(
         assert f"serving.context_length: expected at most {most}" in said
         assert f"max_model_len {longest}" in said and f"got {CONTEXT}" in said
         assert f"set it to {most}, or start the server with --max-model-len {CONTEXT + longest - most}" in said
+
+
+def test_nothing_at_the_port_is_told_within_seconds_with_what_to_do() -> None:
+    with socket.socket() as bound:  # bound, and listens to nobody
+        bound.bind(("127.0.0.1", 0))
+        start = time.monotonic()
+        said = attach(f"http://127.0.0.1:{bound.getsockname()[1]}/v1", {"calls": CALLS})
+    assert time.monotonic() - start < 2
+    assert re.search(r"/v1/models: no connection: .*Connect call failed.*tried 2 times.; expected a running server of "
+                     r"the OpenAI API: start it, or correct candidates\.there\.endpoint\.base_url$", said)  # fmt: skip
+
+
+def test_a_server_that_never_answers_is_told_after_two_timeouts(endpoint: Endpoint) -> None:
+    endpoint.hangs = True
+    start = time.monotonic()
+    said = attach(endpoint.url, {"calls": CALLS}, timeout_s=0.5)
+    assert time.monotonic() - start < 1.3
+    assert "/v1/models: no answer within 0.5 s, which is serving.request_timeout_s (tried 2 times); " in said
+
+
+def test_another_models_name_says_what_to_correct(endpoint: Endpoint) -> None:
+    endpoint.model["id"] = "other"
+    said = attach(endpoint.url, {"calls": CALLS})
+    assert said.endswith("expected 'm' among the served models, got ['other']; correct candidates.there.endpoint.model")
+
+
+def test_a_host_that_drops_connections_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "CONNECT_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        for _ in range(4):  # nobody accepts them, and then the system drops what else comes
+            connection = waiting.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(full.getsockname())
+        said = attach(f"http://127.0.0.1:{full.getsockname()[1]}", {"calls": CALLS})
+    assert "/v1/models: no connection within 0.1 s (tried 2 times)" in said
+
+
+PAGE = b"<html>\n  <body>" + b"not here " * 50
+NONSENSE = {
+    "models-a-page": ("/v1/models", PAGE, "/v1/models: expected JSON, got '<html> <body>not here"),
+    "models-a-list": ("/v1/models", ["m"], """/v1/models: expected a list of models, got '["m"]'"""),
+    "chat-a-page": ("/v1/chat/completions", PAGE, "/v1/chat/completions: expected JSON, got '<html> <body>not"),
+    "chat-empty": ("/v1/chat/completions", b"", "/v1/chat/completions: expected JSON, got nothing"),
+    "chat-another-api": ("/v1/chat/completions", {"hello": 1},
+                         """expected a chat completion with its usage, got '{"hello":1}'"""),
+    "chat-no-usage": ("/v1/chat/completions", {"choices": CHAT["choices"]},
+                      """with its usage, got '{"choices":[{"message":"""),
+    "scores-another-api": ("/v1/completions", {"hello": 1},
+                           """/v1/completions: expected echoed logprobs, got '{"hello":1}'"""),
+    "scores-of-none": ("/v1/completions", {"choices": []}, "expected echoed logprobs of each sequence (1 sent), got 0"),
+    "scores-not-given": ("/v1/completions", {"choices": [{"index": 0, "text": "x", "logprobs": None}]},
+                         "expected echoed logprobs of 3 tokens, got 'null'"),
+    "scores-not-echoed": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
+                              "token_logprobs": [-1.0], "top_logprobs": [{"token_id:1": -1.0}]}}]},
+                          "expected echoed logprobs of 3 tokens, got those of 1"),
+    "scores-by-text": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
+                           "token_logprobs": [None, -1.0, -1.0], "top_logprobs": [None, {"a": 1}, {"b": 1}]}}]},
+                       """expected echoed logprobs of 3 tokens, got '{"token_logprobs":[null,-1.0,-1.0]"""),
+    "tokens-another-api": ("/tokenize", [[1]], "/tokenize: expected token ids for each text (1 sent), got '[[1]]'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "content", "said"), NONSENSE.values(), ids=NONSENSE.keys())
+def test_nonsense_is_shown_as_it_came(
+    endpoint: Endpoint, path: str, content: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
+    endpoint.answers[path] = 200, content
+    line = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
+    assert said in line
+    assert not re.search(r"Error|Exception|Traceback|not here " + "not here " * 12, line)
+
+
+def test_a_port_that_speaks_another_language_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as connection:
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                        connection.recv(4096)
+
+        threading.Thread(target=greet, daemon=True).start()
+        said = attach(f"http://127.0.0.1:{server.getsockname()[1]}", {"calls": CALLS})
+        server.shutdown(socket.SHUT_RDWR)
+    assert "expected HTTP, got Bad status line: " in said and "b'SSH-2.0-OpenSSH_9.6'" in said
+    assert "correct candidates.there.endpoint.base_url" in said
