@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, RequestError
 from pipeline.params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
 from pipeline.records import Candidate, ServingConfig, SpeculativeConfig, sum_speculation
 from pipeline.serving import engines
@@ -274,6 +274,106 @@ def test_a_server_that_drafts_nothing_does_not_come_up(running: Running) -> None
     loaded.model.generation_config.prompt_lookup_num_tokens = None
     with pytest.raises(EngineError, match="asked for speculation by prompt_lookup, drafted no token"):
         running.runner.run(Server(loaded).probe())
+
+
+ALTERNATING = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+)
+
+
+def with_template(folder: Path, template: str | None) -> Path:
+    write_tiny_llama(folder)
+    file = folder / "chat_template.jinja"
+    assert file.is_file()
+    if template is None:
+        file.unlink()
+    else:
+        file.write_text(template, encoding="utf-8")
+    return folder
+
+
+def test_messages_that_the_template_refuses_are_a_400_with_its_words(tmp_path: Path, running: Running) -> None:
+    candidate = make_candidate(with_template(tmp_path / "tiny", ALTERNATING))
+    user = {"role": "user", "content": "x"}
+    broken = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+
+    async def ask(messages: list[dict[str, Any]]) -> str:
+        with pytest.raises(RequestError) as caught:
+            await client.chat(messages, max_tokens=2)
+        return str(caught.value)
+
+    context = engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs")
+    _, client = running.runner.run(context.__aenter__())
+    try:
+        assert running.runner.run(client.chat([user], max_tokens=2)).num_completion_tokens
+        refused = running.runner.run(ask([user, user]))
+        assert refused.endswith("HTTP 400: messages: the checkpoint's chat template fails: roles must alternate")
+        assert "HTTP 400: messages: " in running.runner.run(ask([user, broken]))
+        assert running.runner.run(ask([{"content": "x"}])).endswith("chat template fails: no 'role'")
+    finally:
+        running.runner.run(context.__aexit__(None, None, None))
+
+
+BAD_TEMPLATES = {
+    "refuses": ("{{ raise_exception('not a chat model') }}", "not a chat model"),
+    "syntax": ("{% for m in messages %}", "Unexpected end of template"),
+    "raises": ("{{ messages + 1 }}", "can only concatenate list"),
+}
+
+
+@pytest.mark.parametrize(("template", "words"), BAD_TEMPLATES.values(), ids=BAD_TEMPLATES.keys())
+def test_a_template_that_renders_no_chat_stops_the_start(
+    tmp_path: Path, running: Running, template: str, words: str
+) -> None:
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    folder = with_template(tmp_path / "tiny", template)
+    server = Server(load_candidate(make_candidate(folder, continuous_batching=False), folder))
+    with pytest.raises(EngineError) as caught:
+        running.runner.run(server.probe())
+    said = f"{folder}/chat_template.jinja: the checkpoint's chat template fails: {words}"
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_a_template_serves_evals_that_do_not_chat(tmp_path: Path, running: Running) -> None:
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    folder = with_template(tmp_path / "tiny", None)
+    serial = make_candidate(folder, continuous_batching=False)
+    running.runner.run(Server(load_candidate(serial, folder)).probe())
+
+    async def start() -> None:
+        async with engines.start_engine(serial, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
+            raise AssertionError("must not come up")
+
+    with pytest.raises(EngineError, match="evals.calls: tool_calls needs chat answers .*HTTP 400: messages: the "
+                                          "checkpoint has no chat template; add chat_template.jinja"):  # fmt: skip
+        running.runner.run(start())
+
+
+def test_a_context_that_the_model_does_not_have_is_refused(running: Running) -> None:
+    from pipeline.serving.loading import load_candidate
+
+    with pytest.raises(EngineError, match="serving.context_length: expected at most 1024, .*got 1025; lower it"):
+        load_candidate(make_candidate(running.folder, context_length=1025), running.folder)
+
+
+def test_a_cache_that_memory_can_not_hold_names_the_settings(tmp_path: Path, running: Running) -> None:
+    candidate = make_candidate(
+        write_tiny_llama(tmp_path / "tiny", max_position_embeddings=2**22), context_length=2**22, concurrency=512
+    )
+
+    async def start() -> None:
+        async with engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
+            raise AssertionError("must not come up")
+
+    with pytest.raises(EngineError, match="tiny: generation ended on its first request: .*Memory footprint .* lower "
+                                          r"serving.context_length .4194304. or serving.concurrency"):  # fmt: skip
+        running.runner.run(start())
 
 
 def test_a_checkpoint_that_changes_greedy_answers_is_refused(tmp_path: Path, running: Running) -> None:
