@@ -23,7 +23,7 @@ from pipeline.records import SpeculationCounts
 MAX_RETRY_AFTER_S = 120.0
 EXCERPT_CHARS = 100
 _TOKEN_ID = len("token_id:")
-_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class NonsenseError(Exception):

@@ -39,12 +39,12 @@ class Endpoint:
         self.model: dict[str, Any] = {"id": "m"}
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.released = threading.Event()
-        self.hangs = False
+        self.hangs_at: str | None = None
         self.url = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.asked.append((path, body))
-        if self.hangs:
+        if self.hangs_at == path:
             self.released.wait(30)
         if path in self.answers:
             return self.answers[path]
@@ -199,12 +199,13 @@ def test_nothing_at_the_port_is_told_within_seconds_with_what_to_do() -> None:
                      r"the OpenAI API: start it, or correct candidates\.there\.endpoint\.base_url$", said)  # fmt: skip
 
 
-def test_a_server_that_never_answers_is_told_after_two_timeouts(endpoint: Endpoint) -> None:
-    endpoint.hangs = True
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/v1/completions", "/v1/chat/completions"])
+def test_a_server_that_never_answers_is_told_after_two_timeouts(endpoint: Endpoint, path: str) -> None:
+    endpoint.hangs_at = path
     start = time.monotonic()
-    said = attach(endpoint.url, {"calls": CALLS}, timeout_s=0.5)
-    assert time.monotonic() - start < 1.3
-    assert "/v1/models: no answer within 0.5 s, which is serving.request_timeout_s (tried 2 times); " in said
+    said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS}, timeout_s=0.3)
+    assert time.monotonic() - start < 2 * 0.3 + 0.3
+    assert f"{path}: no answer within 0.3 s, which is serving.request_timeout_s (tried 2 times); " in said
 
 
 def test_another_models_name_says_what_to_correct(endpoint: Endpoint) -> None:
@@ -245,6 +246,10 @@ NONSENSE = {
     "scores-by-text": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
                            "token_logprobs": [None, -1.0, -1.0], "top_logprobs": [None, {"a": 1}, {"b": 1}]}}]},
                        """expected echoed logprobs of 3 tokens, got '{"token_logprobs":[null,-1.0,-1.0]"""),
+    "scores-of-no-token": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
+                               "token_logprobs": [None, -1.0, -1.0],
+                               "top_logprobs": [None, {"token_id:99999999999": -1.0}, {"token_id:1": -1.0}]}}]},
+                           "expected echoed logprobs of 3 tokens, got "),
     "tokens-another-api": ("/tokenize", [[1]], "/tokenize: expected token ids for each text (1 sent), got '[[1]]'"),
 }  # fmt: skip
 
