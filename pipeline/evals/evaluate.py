@@ -85,7 +85,8 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
     paths = _Paths(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
-    async with start_engine(candidate, params.serving, root=root, logs=paths.logs) as (engine, client):
+    starting = start_engine(candidate, params.serving, evals=params.evals, root=root, logs=paths.logs)
+    async with starting as (engine, client):
         print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
         kept = _read_kept(paths.last, candidate, engine)

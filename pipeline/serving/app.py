@@ -31,6 +31,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState
 
 from pipeline.errors import EngineError
 from pipeline.serving import paged_attention
+from pipeline.serving.chat_template import check_template, find_problem
 from pipeline.serving.loading import LoadedModel
 from pipeline.serving.scoring import SequenceScores, score_sequences
 from pipeline.serving.speculation import SpeculativeManager
@@ -79,15 +80,22 @@ class Server:
         self._manager.init_cb(model, self._generation_config(use_cache=False))
 
     async def probe(self) -> None:
-        """Prove that the served path is greedy: equal to itself and, in float32, to plain `generate`.
+        """Prove that chats render, and that answers are greedy: equal to each other and, in float32, to `generate`.
 
         Raises:
-            EngineError: the answers differ, or no token was drafted though speculation was asked for.
+            EngineError: the chat template fails, nothing can be generated, the answers differ, or no token
+                was drafted though speculation was asked for.
         """
         loaded = self.loaded
+        check_template(loaded.tokenizer)
         # it repeats itself, so that prompt lookup finds something to draft
         prompt = [(7 * (i % 12 + 1)) % loaded.model.config.get_text_config().vocab_size for i in range(24)]
-        answers = [await self._generate(prompt, f"probe-{i}") for i in range(2)]
+        try:
+            answers = [await self._generate(prompt, f"probe-{i}") for i in range(2)]
+        except CBWorkerDeadError as error:  # most often the cache, which is made now, does not fit
+            raise EngineError(f"{loaded.name}: generation ended on its first request: {error}; when memory is short, "
+                              f"lower serving.context_length ({loaded.serving.context_length}) or "
+                              f"serving.concurrency ({loaded.serving.concurrency})") from None  # fmt: skip
         if answers[0] != answers[1]:
             raise EngineError(f"{loaded.name}: the same prompt gave {answers[0]!r}, then {answers[1]!r}; "
                               "the server is not greedy")  # fmt: skip
@@ -129,6 +137,8 @@ class Server:
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise HTTPException(400, "messages: expected at least one message")
         self._check_model(body)
+        if problem := find_problem(self.loaded.tokenizer, body["messages"], body.get("tools")):
+            raise HTTPException(400, f"messages: {problem}")
         try:
             return await self._chat.handle_request(body, f"chat-{next(self._request_numbers)}")
         except CBWorkerDeadError as error:

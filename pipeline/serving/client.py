@@ -11,51 +11,38 @@ Not covered: streaming and sampling.
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
-import numpy as np
 import orjson
 
 from pipeline.errors import EngineError, RequestError
-from pipeline.records import SpeculationCounts
+from pipeline.serving.answers import (
+    NonsenseError,
+    Reply,
+    TokenScores,
+    read_json,
+    read_models,
+    read_refusal,
+    read_reply,
+    read_retry_after,
+    read_scores,
+    read_tokens,
+)
 
 MAX_TRIES = 5
 MAX_TIMEOUTS = 2  # a request that ran into the timeout twice will do so again
 BASE_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 20.0
-MAX_RETRY_AFTER_S = 120.0
+CONNECT_TIMEOUT_S = 10.0
 MAX_SCORE_TOKENS = 8192  # tokens in one score request
-_TOKEN_ID = len("token_id:")
 _REPEATABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
-
-@dataclass(frozen=True)
-class Reply:
-    """One chat answer."""
-
-    text: str
-    tool_calls: tuple[dict[str, Any], ...]
-    finish_reason: str
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    latency_s: float  # of the request that succeeded, waiting for a free place not included
-    fingerprint: str  # what the server said answered; empty when it said nothing
-    speculation: SpeculationCounts | None = None
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Scores of one sequence of n tokens; row i is about token i + 1 given the tokens before it."""
-
-    token_logprobs: np.ndarray  # float32 [n - 1], nats
-    top_ids: np.ndarray  # int32 [n - 1, k]
-    top_logprobs: np.ndarray  # float32 [n - 1, k], descending
+T = TypeVar("T")
 
 
 @dataclass
@@ -64,6 +51,7 @@ class _Server:
     places: asyncio.Semaphore  # one per request in flight
     num_waiting: int = 0  # requests running or waiting for a place
     num_sessions: int = 0
+    takes_lists: bool = True  # of texts in /tokenize: our extension, unknown until a server refuses it
 
 
 @dataclass
@@ -83,6 +71,7 @@ class Client:
         *,
         concurrency: int,
         timeout_s: float,
+        max_refusals: int = MAX_TRIES,
         check_alive: Callable[[], None] = lambda: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -93,6 +82,7 @@ class Client:
             model: the model name to send.
             concurrency: requests in flight per server.
             timeout_s: of one request.
+            max_refusals: tries of a request when nothing listens there.
             check_alive: raises EngineError when a server is known to be dead; asked after each
                 failed attempt.
             sleep: how to wait between attempts.
@@ -105,10 +95,11 @@ class Client:
         self._workers: list[asyncio.Task[None]] = []
         self._servers = [_Server(url.rstrip("/"), asyncio.Semaphore(concurrency)) for url in base_urls]
         self._timeout_s = timeout_s
+        self._max_refusals = max_refusals
 
     async def __aenter__(self) -> Client:
         # `total` also ends an answer that never ends; places limit the connections
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(self._timeout_s, 10.0))
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(self._timeout_s, CONNECT_TIMEOUT_S))
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         return self
 
@@ -143,21 +134,7 @@ class Client:
         }  # fmt: skip
         if tools:
             body["tools"] = list(tools)
-        answer, latency = await self._post(self._pick(session), "/v1/chat/completions", body)
-        try:
-            choice, usage = answer["choices"][0], answer["usage"]
-            return Reply(
-                text=choice["message"].get("content") or "",
-                tool_calls=tuple(choice["message"].get("tool_calls") or ()),
-                finish_reason=choice["finish_reason"],
-                num_prompt_tokens=usage["prompt_tokens"],
-                num_completion_tokens=usage["completion_tokens"],
-                latency_s=latency,
-                fingerprint=answer.get("system_fingerprint") or "",
-                speculation=SpeculationCounts(**usage["speculation"]) if usage.get("speculation") else None,
-            )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"expected a chat completion, got {answer!r:.200} ({error!r})") from None
+        return await self._post(self._pick(session), "/v1/chat/completions", body, read_reply)
 
     async def score(self, batch: Sequence[list[int]], *, top_logprobs: int) -> list[TokenScores]:
         """Return log-likelihoods of given tokens, one result per sequence.
@@ -184,38 +161,28 @@ class Client:
         """Return the token ids that the server's own tokenizer gives for each text."""
         server = self._pick(None)
         body = {"model": self.model, "add_special_tokens": add_special_tokens}
-        try:
-            tokens = await self._tokenize(server, texts, body)
-            if [type(ids) for ids in tokens] != [list] * len(texts):
-                raise ValueError(f"{tokens!r:.80} for {len(texts)} texts")
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{server.url}/tokenize: expected the token ids of each text, got {error!r}") from None
-        return tokens
+        if server.takes_lists:
+            try:
+                return await self._post(server, "/tokenize", {**body, "prompt": list(texts)},
+                                        lambda answer, _: read_tokens(answer, len(texts)))  # fmt: skip
+            except RequestError:
+                server.takes_lists = False
+        tasks = [self._post(server, "/tokenize", {**body, "prompt": text}, lambda answer, _: read_tokens(answer))
+                 for text in texts]  # fmt: skip
+        return [ids for (ids,) in await asyncio.gather(*tasks)]
 
-    async def list_models(self) -> list[str]:
-        """Return the names of the models that the first server serves."""
-        answer = await self.get("/v1/models")
-        try:
-            return [entry["id"] for entry in answer["data"]]
-        except (KeyError, TypeError):
-            url = self._servers[0].url
-            raise EngineError(f"{url}/v1/models: expected a list of models, got {answer!r:.80}") from None
+    async def list_models(self) -> dict[str, int | None]:
+        """Return the models that the first server serves, with the longest context of each where it tells."""
+        return await self._request(self._servers[0], "GET", "/v1/models", None, lambda answer, _: read_models(answer))
 
     async def get(self, path: str) -> Any:
         """Return the JSON of one GET request to the first server."""
-        return (await self._request(self._servers[0], "GET", path, None))[0]
+        return await self._request(self._servers[0], "GET", path, None, lambda answer, _: answer)
 
     def end_session(self, session: str) -> None:
         """Forget which server a conversation was on; call when it is over."""
         if server := self._sessions.pop(session, None):
             server.num_sessions -= 1
-
-    async def _tokenize(self, server: _Server, texts: Sequence[str], body: dict[str, Any]) -> list[list[int]]:
-        try:
-            return (await self._post(server, "/tokenize", {**body, "prompt": list(texts)}))[0]["tokens"]
-        except RequestError:  # a list of texts is our extension; other servers take one at a time
-            tasks = [self._post(server, "/tokenize", {**body, "prompt": text}) for text in texts]
-            return [answer["tokens"] for answer, _ in await asyncio.gather(*tasks)]
 
     def _pick(self, session: str | None) -> _Server:
         if session is not None and session in self._sessions:
@@ -243,11 +210,10 @@ class Client:
             "model": self.model, "prompt": [c.tokens for c in calls], "echo": True, "max_tokens": 1,
             "temperature": 0, "logprobs": num_top, "return_tokens_as_token_ids": True,
         }  # fmt: skip
+        sizes = [len(call.tokens) for call in calls]
         try:
-            answer, _ = await self._post(server, "/v1/completions", body)
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            results = [_read_scores(c["logprobs"], len(call.tokens), num_top)
-                       for c, call in zip(choices, calls, strict=True)]  # fmt: skip
+            results = await self._post(server, "/v1/completions", body,
+                                       lambda answer, _: read_scores(answer, sizes, num_top))  # fmt: skip
         except RequestError as error:
             if len(calls) == 1:
                 return _settle(calls, error)
@@ -256,27 +222,30 @@ class Client:
                 await self._score_together(server, [call], num_top)
         except EngineError as error:
             _settle(calls, error)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            _settle(calls, EngineError(f"{server.url}/v1/completions: expected echoed logprobs, got {error!r}"))
         else:
             for call, result in zip(calls, results, strict=True):
                 if not call.done.done():
                     call.done.set_result(result)
 
-    async def _post(self, server: _Server, path: str, body: dict[str, Any]) -> tuple[Any, float]:
-        return await self._request(server, "POST", path, orjson.dumps(body))
+    async def _post(self, server: _Server, path: str, body: dict[str, Any], read: Callable[[Any, float], T]) -> T:
+        return await self._request(server, "POST", path, orjson.dumps(body), read)
 
-    async def _request(self, server: _Server, method: str, path: str, content: bytes | None) -> tuple[Any, float]:
-        """Send a request until it succeeds, is refused, or the tries are used up."""
+    async def _request(
+        self, server: _Server, method: str, path: str, content: bytes | None, read: Callable[[Any, float], T]
+    ) -> T:
+        """Send a request until it succeeds, is refused, or the tries are used up; read (answer, seconds)."""
         server.num_waiting += 1
         try:
             async with server.places:
-                return await self._try_repeatedly(server.url + path, method, content)
+                answer, latency = await self._try_repeatedly(server.url + path, method, content)
+            return read(answer, latency)
+        except NonsenseError as error:
+            raise EngineError(f"{server.url}{path}: {error}") from None
         finally:
             server.num_waiting -= 1
 
     async def _try_repeatedly(self, url: str, method: str, content: bytes | None) -> tuple[Any, float]:
-        problem, num_timeouts = "", 0
+        problem, num_timeouts, num_refusals = "", 0, 0
         for attempt in range(MAX_TRIES):
             wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * random.uniform(0.5, 1.0)
             start = time.perf_counter()
@@ -286,20 +255,28 @@ class Client:
                 ) as response:
                     body = await response.read()
                 if response.status == 200:
-                    return orjson.loads(body), time.perf_counter() - start
-                problem = f"HTTP {response.status}: {_message(body)}"
+                    return read_json(body), time.perf_counter() - start
+                problem = f"HTTP {response.status}: {read_refusal(body)}"
                 if response.status not in _REPEATABLE:
                     raise RequestError(f"{url}: {problem}")
-                wait = _retry_after_s(response.headers.get("retry-after", "")) or wait
+                wait = read_retry_after(response.headers.get("retry-after", "")) or wait
+            except aiohttp.ConnectionTimeoutError:
+                num_timeouts, wait = num_timeouts + 1, 0.0
+                problem = f"no connection within {min(self._timeout_s, CONNECT_TIMEOUT_S):g} s"
             except TimeoutError:
-                num_timeouts += 1
-                problem = f"no answer within {self._timeout_s:g} s"
+                num_timeouts, wait = num_timeouts + 1, 0.0  # it has had its time
+                problem = f"no answer within {self._timeout_s:g} s, which is serving.request_timeout_s"
+            except aiohttp.ClientConnectorError as error:
+                num_refusals += 1
+                problem = f"no connection: {error.os_error}"
+            except aiohttp.ClientResponseError as error:
+                problem = f"expected HTTP, got {' '.join(error.message.split())[:200]}"
             except aiohttp.ClientError as error:
-                problem = f"{type(error).__name__}: {error}"
-            except orjson.JSONDecodeError as error:
-                problem = f"the answer is not JSON: {error}"
+                problem = f"expected an answer, got {' '.join(str(error).split())[:200]}"
+            except NonsenseError as error:
+                problem = str(error)
             self.check_alive()
-            if num_timeouts >= MAX_TIMEOUTS or attempt == MAX_TRIES - 1:
+            if num_timeouts >= MAX_TIMEOUTS or num_refusals >= self._max_refusals or attempt == MAX_TRIES - 1:
                 break
             await self._sleep(wait)
         raise EngineError(f"{url}: {problem} (tried {attempt + 1} times)")
@@ -309,43 +286,3 @@ def _settle(calls: list[_ScoreCall], error: EngineError) -> None:
     for call in calls:
         if not call.done.done():
             call.done.set_exception(error)
-
-
-def _message(body: bytes) -> str:
-    try:
-        data = orjson.loads(body)
-        detail = data.get("error", data.get("detail", data)) if isinstance(data, dict) else data
-        text = detail.get("message", detail) if isinstance(detail, dict) else detail
-    except ValueError:
-        text = body.decode(errors="replace")
-    return " ".join(str(text).split())[:300]
-
-
-def _retry_after_s(value: str) -> float | None:
-    """Read Retry-After, in seconds or as a date; None when absent or unreadable."""
-    if not value:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return None
-    return min(MAX_RETRY_AFTER_S, max(0.0, seconds))
-
-
-def _read_scores(logprobs: dict[str, Any], num_tokens: int, num_top: int) -> TokenScores:
-    """Read one choice's echoed logprobs; entries past the prompt (a generated token) are dropped."""
-    tops = logprobs["top_logprobs"][1:num_tokens]
-    token_logprobs = np.array(logprobs["token_logprobs"][1:num_tokens], dtype=np.float32)
-    if len(tops) != num_tokens - 1 or token_logprobs.shape != (num_tokens - 1,):
-        raise ValueError(f"{len(tops)} entries for {num_tokens} tokens")
-    if not np.isfinite(token_logprobs).all():
-        raise ValueError("log-probabilities that are not numbers")
-    # servers may add the given token to the top list, in front of it: sort, then cut
-    rows = [row if len(row) == num_top else dict(sorted(row.items(), key=lambda kv: -kv[1])[:num_top]) for row in tops]
-    ids = np.array([[int(name[_TOKEN_ID:]) for name in row] for row in rows], dtype=np.int32)
-    values = np.array([list(row.values()) for row in rows], dtype=np.float32)
-    order = np.argsort(-values, axis=1, kind="stable")
-    return TokenScores(token_logprobs, np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1))

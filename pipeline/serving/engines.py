@@ -17,19 +17,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digest_json
 from pipeline.errors import EngineError
-from pipeline.params import ServingSettings
+from pipeline.params import EvalSettings, ServingSettings
 from pipeline.records import Candidate
 from pipeline.serving import launcher
 from pipeline.serving.client import Client
+from pipeline.serving.readiness import check_context, probe
 
 STOP_TIMEOUT_S = 5.0
+MAX_REFUSALS = 2  # connections refused before an attached server counts as not started
 _NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}|Loading weights|\d%\|")
 
 
@@ -67,21 +69,23 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def start_engine(
-    candidate: Candidate, settings: ServingSettings, *, root: Path, logs: Path
+    candidate: Candidate, settings: ServingSettings, *, evals: Mapping[str, EvalSettings], root: Path, logs: Path
 ) -> AsyncIterator[tuple[Engine, Client]]:
     """Start or attach to the endpoint of a candidate; on leaving, nothing we started is left.
 
     Args:
         candidate: what to serve.
         settings: number of servers and time limits.
+        evals: what the endpoint will be asked for, by name; anything else it may lack.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs.
 
     Raises:
-        EngineError: a server did not come up, does not answer, or is not what was asked for.
+        EngineError: a server did not come up, does not answer, is not what was asked for, or does not
+            give what an eval needs.
     """
     if candidate.serving.engine == "attached":
-        async with _attach(candidate, settings) as pair:
+        async with _attach(candidate, settings, evals) as pair:
             yield pair
         return
     processes: list[_Process] = []
@@ -94,33 +98,50 @@ async def start_engine(
         urls = tuple(f"http://127.0.0.1:{report['port']}" for report in reports)
         engine = Engine(urls, candidate.name, candidate.fingerprint, reports[0]["facts"], tuple(processes))
         async with _connect(engine, candidate, settings) as client:
-            await asyncio.gather(*(_probe(url, engine, settings) for url in urls))
+            await asyncio.gather(*(_probe(url, engine, settings, evals) for url in urls))
             yield engine, client
     finally:
         _stop(processes)
 
 
 @contextlib.asynccontextmanager
-async def _attach(candidate: Candidate, settings: ServingSettings) -> AsyncIterator[tuple[Engine, Client]]:
+async def _attach(
+    candidate: Candidate, settings: ServingSettings, evals: Mapping[str, EvalSettings]
+) -> AsyncIterator[tuple[Engine, Client]]:
     serving = candidate.serving
     if not serving.base_url or not serving.model:
         raise EngineError(f"{candidate.name}: an attached engine needs base_url and model, "
                           f"got {serving.base_url!r} and {serving.model!r}")  # fmt: skip
     url = serving.base_url.rstrip("/").removesuffix("/v1")
-    draft = Engine((url,), serving.model, "", {})
-    async with _connect(draft, candidate, settings) as client:
-        listed = await client.list_models()
-        if serving.model not in listed:
-            raise EngineError(f"{url}/v1/models: expected {serving.model!r} among the served models, got {listed!r}")
-        declared = {
-            "model": serving.model,
-            "serving": serving.identity(),
-            "checkpoint": candidate.checkpoint.digest,
-        }
-        served_by = {"proof": "declared by the settings, not proved by the server", **declared}
-        engine = Engine((url,), serving.model, digest_json(declared), served_by)
-        await _probe(url, engine, settings)
+    await _check_listing(url, candidate, settings, evals)
+    declared = {
+        "model": serving.model,
+        "serving": serving.identity(),
+        "checkpoint": candidate.checkpoint.digest,
+    }
+    served_by = {"proof": "declared by the settings, not proved by the server", **declared}
+    engine = Engine((url,), serving.model, digest_json(declared), served_by)
+    async with _connect(engine, candidate, settings) as client:
+        await probe(client, evals, attached_as=candidate.name)
         yield engine, client
+
+
+async def _check_listing(
+    url: str, candidate: Candidate, settings: ServingSettings, evals: Mapping[str, EvalSettings]
+) -> None:
+    """Check that a server is there, that it serves the model, and that its context is long enough."""
+    model, where = str(candidate.serving.model), f"candidates.{candidate.name}.endpoint"
+    async with Client([url], model, concurrency=1, timeout_s=settings.request_timeout_s,
+                      max_refusals=MAX_REFUSALS) as client:  # fmt: skip
+        try:
+            listed = await client.list_models()
+        except EngineError as error:
+            raise EngineError(f"{error}; expected a running server of the OpenAI API: start it, or correct "
+                              f"{where}.base_url") from None  # fmt: skip
+    if model not in listed:
+        raise EngineError(f"{url}/v1/models: expected {model!r} among the served models, got {list(listed)!r}; "
+                          f"correct {where}.model")  # fmt: skip
+    check_context(candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")
 
 
 @contextlib.asynccontextmanager
@@ -135,11 +156,10 @@ async def _connect(engine: Engine, candidate: Candidate, settings: ServingSettin
         yield client
 
 
-async def _probe(url: str, engine: Engine, settings: ServingSettings) -> None:
-    """Ready means that a real request was answered."""
+async def _probe(url: str, engine: Engine, settings: ServingSettings, evals: Mapping[str, EvalSettings]) -> None:
     async with Client([url], engine.model, concurrency=1, timeout_s=settings.request_timeout_s,
                       check_alive=engine.check_alive) as client:  # fmt: skip
-        await client.score([[0, 1, 2]], top_logprobs=1)
+        await probe(client, evals)
 
 
 def _spawn(candidate: Candidate, *, root: Path, log: Path) -> _Process:

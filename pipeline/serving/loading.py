@@ -48,7 +48,7 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
 
     Raises:
         CheckpointError: the checkpoint or the draft can't be loaded.
-        EngineError: its own generation settings change greedy answers.
+        EngineError: its own generation settings change greedy answers, or its context is too short.
     """
     import torch
 
@@ -58,6 +58,7 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
     torch.set_num_threads(asked.num_threads)
     checkpoint = describe_checkpoint(folder, root=folder.parent)
     model = load_model(folder, dtype=asked.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+    check_context(model.config, asked.context_length)
     model.set_attn_implementation(asked.attention)
     tokenizer = load_tokenizer(folder)
     model.generation_config = greedy_config(model, tokenizer)
@@ -111,6 +112,24 @@ def _set_speculation(
         num_tokens=asked.num_tokens,
         draft_digest=digest_checkpoint(folder) if folder else None,
     )
+
+
+def check_context(config: Any, context_length: int) -> None:
+    """Refuse a context beyond the positions that a model has: at best it would answer nonsense there.
+
+    Raises:
+        EngineError: with the most tokens that there may be.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest <= 0:
+        return
+    # rotary positions may be stretched, and whether the number includes that differs from model to model
+    stretch = (getattr(text, "rope_parameters", None) or {}).get("factor")
+    longest = int(longest * max(1.0, stretch or 1.0))
+    if context_length > longest:
+        raise EngineError(f"serving.context_length: expected at most {longest}, the positions that the model's "
+                          f"config.json has, got {context_length}; lower it")  # fmt: skip
 
 
 def greedy_config(model: Any, tokenizer: Any) -> Any:

@@ -247,17 +247,23 @@ def attach(url: str, evals: dict[str, Any]) -> None:
 
 PERPLEXITY = {"e": {"kind": "perplexity", "evalset": "evalsets/prose"}}
 BAD_ENDPOINTS: dict[str, tuple[Answer, str]] = {
-    "a-web-page": (instead("/v1/models", 200, b"<html>"), "/v1/models: the answer is not JSON: .* .tried 5 times"),
-    "no-list-of-models": (instead("/v1/models", 200, ["m"]), r"/v1/models: expected a list of models, got \['m'\]"),
+    "a-web-page": (instead("/v1/models", 200, b"<html>"), "/v1/models: expected JSON, got '<html>' .tried 5 times"),
+    "no-list-of-models": (
+        instead("/v1/models", 200, ["m"]),
+        r"""/v1/models: expected a list of models, got '\["m"\]'""",
+    ),
     "another-model": (
         instead("/v1/models", 200, {"data": [{"id": "other"}]}),
         r"expected 'm' among the served models, got \['other'\]",
     ),
-    "no-scores": (instead("/v1/completions", 200, {"hello": 1}), "expected echoed logprobs, got KeyError.'choices'"),
-    "scores-null": (spoil(to_nulls), "expected echoed logprobs, got .*log-probabilities that are not numbers"),
-    "top-scores-a-list": (spoil(to_lists), "expected echoed logprobs, got AttributeError"),
-    "no-tokens": (instead("/tokenize", 200, {"ids": [1]}), "/tokenize: expected the token ids of each text, got Key"),
-    "too-few-tokens": (instead("/tokenize", 200, {"tokens": [[1]]}), "/tokenize: expected .* for 12 texts"),
+    "no-scores": (instead("/v1/completions", 200, {"hello": 1}), "expected echoed logprobs, got '{\"hello\":1}'"),
+    "scores-null": (spoil(to_nulls), "expected echoed logprobs of 3 tokens, got log-probabilities that are no"),
+    "top-scores-a-list": (spoil(to_lists), "expected echoed logprobs of 3 tokens, got '{\"token_logprobs\":"),
+    "no-tokens": (
+        instead("/tokenize", 200, {"ids": [1]}),
+        "/tokenize: expected token ids for each text .*, got '{\"ids\":",
+    ),
+    "too-few-tokens": (instead("/tokenize", 200, {"tokens": [[1]]}), "/tokenize: expected .* for each text .12 sent."),
     "refuses-everything": (instead("/v1/models", 400, {"error": "no"}), "/v1/models: HTTP 400: no"),
     "refuses-every-case": (refuse_after_the_probe, "e: 8 cases in a row failed, last: .*HTTP 400: not today"),
 }
@@ -281,7 +287,8 @@ def test_an_endpoint_that_is_not_there_is_one_line(
     attach("http://127.0.0.1:9", PERPLEXITY)
     code, line = run(stages.evaluate, monkeypatch, capsys, "there")
     assert code == 1
-    assert "http://127.0.0.1:9/v1/models: ClientConnectorError" in line
+    assert "http://127.0.0.1:9/v1/models: no connection: " in line
+    assert "start it, or correct candidates.there.endpoint.base_url" in line
 
 
 BAD_TASKS: dict[str, tuple[str, str, str]] = {

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
-from pipeline.errors import EngineError
-from pipeline.params import ServingSettings
+from pipeline.errors import EngineError, RequestError
+from pipeline.params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
 from pipeline.records import Candidate, ServingConfig, SpeculativeConfig, sum_speculation
 from pipeline.serving import engines
 from pipeline.serving.client import Client
@@ -34,6 +34,10 @@ SETTINGS = ServingSettings(
     dtype="float32", continuous_batching=True, concurrency=16, num_servers=1, num_threads=1, context_length=CONTEXT,
     max_tokens=32, request_timeout_s=60, start_timeout_s=180,
 )  # fmt: skip
+EVALS: dict[str, EvalSettings] = {
+    "prose": PerplexityEval(kind="perplexity", evalset="e"),
+    "calls": ToolCallsEval(kind="tool_calls", evalset="e"),
+}
 WORDS = ["the", "courier", "takes", "12", "parcels", "to", "gate", "before", "noon", "result", "of", "apples"]
 
 
@@ -72,7 +76,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
     with asyncio.Runner() as runner:
         root = folder.parent
-        context = engines.start_engine(make_candidate(folder), SETTINGS, root=root, logs=root / "logs")
+        context = engines.start_engine(make_candidate(folder), SETTINGS, evals=EVALS, root=root, logs=root / "logs")
         engine, client = runner.run(context.__aenter__())
         try:
             yield Running(runner, engine, client, folder, model, tokenizer)
@@ -218,7 +222,8 @@ def test_speculation_gives_the_targets_own_answers_and_its_counts_add_up(
     conversations = [[{"role": "user", "content": text}] for text in make_texts(8)]
 
     async def ask_all() -> list[Any]:
-        async with engines.start_engine(candidate, SETTINGS, root=root, logs=root / "logs") as (engine, client):
+        context = engines.start_engine(candidate, SETTINGS, evals=EVALS, root=root, logs=root / "logs")
+        async with context as (engine, client):
             assert engine.served_by["serving"]["speculative.num_tokens"] == num_tokens
             return await asyncio.gather(*(client.chat(m, max_tokens=12) for m in conversations))
 
@@ -242,7 +247,7 @@ def test_another_draft_than_the_candidates_is_named(running: Running, tmp_path: 
     write_tiny_llama(draft, seed=3)
 
     async def start() -> None:
-        async with engines.start_engine(candidate, SETTINGS, root=tmp_path, logs=tmp_path / "logs"):
+        async with engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
             raise AssertionError("must not come up")
 
     (tmp_path / "tiny").symlink_to(running.folder)
@@ -269,6 +274,106 @@ def test_a_server_that_drafts_nothing_does_not_come_up(running: Running) -> None
     loaded.model.generation_config.prompt_lookup_num_tokens = None
     with pytest.raises(EngineError, match="asked for speculation by prompt_lookup, drafted no token"):
         running.runner.run(Server(loaded).probe())
+
+
+ALTERNATING = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+)
+
+
+def with_template(folder: Path, template: str | None) -> Path:
+    write_tiny_llama(folder)
+    file = folder / "chat_template.jinja"
+    assert file.is_file()
+    if template is None:
+        file.unlink()
+    else:
+        file.write_text(template, encoding="utf-8")
+    return folder
+
+
+def test_messages_that_the_template_refuses_are_a_400_with_its_words(tmp_path: Path, running: Running) -> None:
+    candidate = make_candidate(with_template(tmp_path / "tiny", ALTERNATING))
+    user = {"role": "user", "content": "x"}
+    broken = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+
+    async def ask(messages: list[dict[str, Any]]) -> str:
+        with pytest.raises(RequestError) as caught:
+            await client.chat(messages, max_tokens=2)
+        return str(caught.value)
+
+    context = engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs")
+    _, client = running.runner.run(context.__aenter__())
+    try:
+        assert running.runner.run(client.chat([user], max_tokens=2)).num_completion_tokens
+        refused = running.runner.run(ask([user, user]))
+        assert refused.endswith("HTTP 400: messages: the checkpoint's chat template fails: roles must alternate")
+        assert "HTTP 400: messages: " in running.runner.run(ask([user, broken]))
+        assert running.runner.run(ask([{"content": "x"}])).endswith("chat template fails: no 'role'")
+    finally:
+        running.runner.run(context.__aexit__(None, None, None))
+
+
+BAD_TEMPLATES = {
+    "refuses": ("{{ raise_exception('not a chat model') }}", "not a chat model"),
+    "syntax": ("{% for m in messages %}", "Unexpected end of template"),
+    "raises": ("{{ messages + 1 }}", "can only concatenate list"),
+}
+
+
+@pytest.mark.parametrize(("template", "words"), BAD_TEMPLATES.values(), ids=BAD_TEMPLATES.keys())
+def test_a_template_that_renders_no_chat_stops_the_start(
+    tmp_path: Path, running: Running, template: str, words: str
+) -> None:
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    folder = with_template(tmp_path / "tiny", template)
+    server = Server(load_candidate(make_candidate(folder, continuous_batching=False), folder))
+    with pytest.raises(EngineError) as caught:
+        running.runner.run(server.probe())
+    said = f"{folder}/chat_template.jinja: the checkpoint's chat template fails: {words}"
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_a_template_serves_evals_that_do_not_chat(tmp_path: Path, running: Running) -> None:
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    folder = with_template(tmp_path / "tiny", None)
+    serial = make_candidate(folder, continuous_batching=False)
+    running.runner.run(Server(load_candidate(serial, folder)).probe())
+
+    async def start() -> None:
+        async with engines.start_engine(serial, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
+            raise AssertionError("must not come up")
+
+    with pytest.raises(EngineError, match="evals.calls: tool_calls needs chat answers .*HTTP 400: messages: the "
+                                          "checkpoint has no chat template; add chat_template.jinja"):  # fmt: skip
+        running.runner.run(start())
+
+
+def test_a_context_that_the_model_does_not_have_is_refused(running: Running) -> None:
+    from pipeline.serving.loading import load_candidate
+
+    with pytest.raises(EngineError, match="serving.context_length: expected at most 1024, .*got 1025; lower it"):
+        load_candidate(make_candidate(running.folder, context_length=1025), running.folder)
+
+
+def test_a_cache_that_memory_can_not_hold_names_the_settings(tmp_path: Path, running: Running) -> None:
+    candidate = make_candidate(
+        write_tiny_llama(tmp_path / "tiny", max_position_embeddings=2**22), context_length=2**22, concurrency=512
+    )
+
+    async def start() -> None:
+        async with engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
+            raise AssertionError("must not come up")
+
+    with pytest.raises(EngineError, match="tiny: generation ended on its first request: .*Memory footprint .* lower "
+                                          r"serving.context_length .4194304. or serving.concurrency"):  # fmt: skip
+        running.runner.run(start())
 
 
 def test_a_checkpoint_that_changes_greedy_answers_is_refused(tmp_path: Path, running: Running) -> None:
@@ -301,7 +406,7 @@ def test_attaching_to_a_running_server_declares_its_fingerprint(running: Running
 
     async def attach(model: str) -> engines.Engine:
         asked = candidate.model_copy(update={"serving": candidate.serving.model_copy(update={"model": model})})
-        async with engines.start_engine(asked, SETTINGS, root=ROOT, logs=ROOT) as (engine, _):
+        async with engines.start_engine(asked, SETTINGS, evals=EVALS, root=ROOT, logs=ROOT) as (engine, _):
             return engine
 
     engine = running.runner.run(attach("tiny"))
@@ -316,7 +421,7 @@ def test_a_server_that_does_not_start_is_one_line_with_its_log(tmp_path: Path) -
     (folder / "model.safetensors").write_bytes(b"broken")
 
     async def start() -> None:
-        async with engines.start_engine(candidate, SETTINGS, root=tmp_path, logs=tmp_path / "logs"):
+        async with engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
             raise AssertionError("must not come up")
 
     with pytest.raises(EngineError, match=r"server server-0: exited with code 1: .*model\.safetensors") as caught:

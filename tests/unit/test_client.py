@@ -161,6 +161,27 @@ def test_a_hanging_server_costs_two_timeouts() -> None:
     assert time.monotonic() - start < 2
 
 
+def test_nothing_listening_is_tried_as_often_as_was_said() -> None:
+    server = FakeServer(answer(200, CHAT))
+
+    async def run() -> tuple[str, int]:
+        async with server:
+            pass
+        waits: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            waits.append(seconds)
+
+        async with Client([server.url], "m", concurrency=1, timeout_s=5, max_refusals=2, sleep=sleep) as client:
+            with pytest.raises(EngineError) as caught:
+                await client.get("/v1/models")
+        return str(caught.value), len(waits)
+
+    message, num_waits = asyncio.run(run())
+    assert "no connection: " in message and "(tried 2 times)" in message
+    assert num_waits == 1
+
+
 def test_a_dead_server_ends_the_tries_at_once() -> None:
     def check_alive() -> None:
         raise EngineError("server-0: killed by signal 9")
@@ -173,7 +194,8 @@ def test_a_dead_server_ends_the_tries_at_once() -> None:
 
 def test_an_answer_that_is_no_completion_is_an_engine_error() -> None:
     error, _ = ask(FakeServer(answer(200, {"choices": []})))
-    assert isinstance(error, EngineError) and "expected a chat completion" in str(error)
+    assert isinstance(error, EngineError)
+    assert str(error).endswith("""/completions: expected a chat completion with its usage, got '{"choices":[]}'""")
 
 
 def test_turns_of_a_session_stay_on_one_server_and_sessions_spread() -> None:
@@ -234,18 +256,21 @@ def test_a_refused_score_reaches_its_caller_and_the_next_call_works() -> None:
     assert asyncio.run(run()) == 1
 
 
-def test_a_tokenizer_that_takes_one_text_at_a_time() -> None:
+def test_a_tokenizer_that_takes_one_text_at_a_time_is_remembered() -> None:
     async def one(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if isinstance(body["prompt"], list):
             await answer(422, {"detail": "prompt: expected a string"})(body, writer)
         else:
             await answer(200, {"tokens": [len(body["prompt"])]})(body, writer)
 
-    async def run() -> list[list[int]]:
+    async def run() -> list[Any]:
         async with FakeServer(one) as server, Client([server.url], "m", concurrency=2, timeout_s=5) as client:
-            return await client.tokenize(["a", "bb"])
+            assert await client.tokenize(["a", "bb"]) == [[1], [2]]
+            assert await client.tokenize(["ccc"]) == [[3]]
+        return [body["prompt"] for body in server.bodies]
 
-    assert asyncio.run(run()) == [[1], [2]]
+    lists = [prompt for prompt in asyncio.run(run()) if isinstance(prompt, list)]
+    assert lists == [["a", "bb"]]  # a list was sent once, and never again
 
 
 def test_one_refused_sequence_does_not_fail_the_calls_merged_with_it() -> None:

@@ -1,0 +1,167 @@
+"""Read what a server answered, and say what came when it is not what was asked for.
+
+A server may send anything: the page of a proxy, another API's JSON, an answer that lacks half of its
+keys. Whatever it is becomes a `NonsenseError` that shows the start of it; how Python stumbled over it
+helps nobody.
+
+Not covered: sending and repeating, which is the client's.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pipeline.records import SpeculationCounts
+
+MAX_RETRY_AFTER_S = 120.0
+EXCERPT_CHARS = 100
+_TOKEN_ID = len("token_id:")
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+
+
+class NonsenseError(Exception):
+    """An answer is not what was asked for: what was expected, and what came."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One chat answer."""
+
+    text: str
+    tool_calls: tuple[dict[str, Any], ...]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    latency_s: float  # of the request that succeeded, waiting for a free place not included
+    fingerprint: str  # what the server said answered; empty when it said nothing
+    speculation: SpeculationCounts | None = None
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores of one sequence of n tokens; row i is about token i + 1 given the tokens before it."""
+
+    token_logprobs: np.ndarray  # float32 [n - 1], nats
+    top_ids: np.ndarray  # int32 [n - 1, k]
+    top_logprobs: np.ndarray  # float32 [n - 1, k], descending
+
+
+def read_json(body: bytes) -> Any:
+    """Return the JSON of an answer."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise NonsenseError(f"expected JSON, got {_excerpt(body)}") from None
+
+
+def read_reply(answer: Any, latency_s: float) -> Reply:
+    """Read a chat completion."""
+    try:
+        choice, usage = answer["choices"][0], answer["usage"]
+        text = choice["message"].get("content") or ""
+        if not isinstance(text, str):
+            raise TypeError
+        return Reply(
+            text=text,
+            tool_calls=tuple(choice["message"].get("tool_calls") or ()),
+            finish_reason=choice["finish_reason"],
+            num_prompt_tokens=usage["prompt_tokens"],
+            num_completion_tokens=usage["completion_tokens"],
+            latency_s=latency_s,
+            fingerprint=answer.get("system_fingerprint") or "",
+            speculation=SpeculationCounts(**usage["speculation"]) if usage.get("speculation") else None,
+        )
+    except _UNREADABLE:
+        raise NonsenseError(f"expected a chat completion with its usage, got {_excerpt(answer)}") from None
+
+
+def read_models(answer: Any) -> dict[str, int | None]:
+    """Read the list of models: the longest context of each, in tokens, where the server tells."""
+    try:
+        lengths = {entry["id"]: entry.get("max_model_len") for entry in answer["data"]}
+    except _UNREADABLE:
+        raise NonsenseError(f"expected a list of models, got {_excerpt(answer)}") from None
+    return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
+
+
+def read_tokens(answer: Any, num_texts: int | None = None) -> list[list[int]]:
+    """Read the token ids of a list of texts, or of one text when it was not sent as a list."""
+    try:
+        tokens = answer["tokens"] if num_texts is not None else [answer["tokens"]]
+        if [type(ids) for ids in tokens] != [list] * (1 if num_texts is None else num_texts):
+            raise TypeError
+    except _UNREADABLE:
+        what = "the text" if num_texts is None else f"each text ({num_texts} sent)"
+        raise NonsenseError(f"expected token ids for {what}, got {_excerpt(answer)}") from None
+    return tokens
+
+
+def read_scores(answer: Any, num_tokens: Sequence[int], num_top: int) -> list[TokenScores]:
+    """Read the scores of sequences of so many tokens from one completion with echoed prompts."""
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        found = [choice.get("logprobs") for choice in choices]
+    except _UNREADABLE:
+        raise NonsenseError(f"expected echoed logprobs, got {_excerpt(answer)}") from None
+    if len(found) != len(num_tokens):
+        raise NonsenseError(f"expected echoed logprobs of each sequence ({len(num_tokens)} sent), got {len(found)}")
+    return [_read_sequence(logprobs, size, num_top) for logprobs, size in zip(found, num_tokens, strict=True)]
+
+
+def read_refusal(body: bytes) -> str:
+    """Return a server's own words about a request that it refused, as one line."""
+    try:
+        data = orjson.loads(body)
+        detail = data.get("error", data.get("detail", data)) if isinstance(data, dict) else data
+        text = detail.get("message", detail) if isinstance(detail, dict) else detail
+    except ValueError:
+        text = body.decode(errors="replace")
+    return " ".join(str(text).split())[:300]
+
+
+def read_retry_after(value: str) -> float | None:
+    """Read Retry-After, in seconds or as a date; None when absent or unreadable."""
+    if not value:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(MAX_RETRY_AFTER_S, max(0.0, seconds))
+
+
+def _read_sequence(logprobs: Any, num_tokens: int, num_top: int) -> TokenScores:
+    """Read one choice's echoed logprobs; entries past the prompt (a generated token) are dropped."""
+    expected = f"expected echoed logprobs of {num_tokens} tokens"
+    try:
+        tops = logprobs["top_logprobs"][1:num_tokens]
+        token_logprobs = np.array(logprobs["token_logprobs"][1:num_tokens], dtype=np.float32)
+        if len(tops) != num_tokens - 1 or token_logprobs.shape != (num_tokens - 1,):
+            raise NonsenseError(f"{expected}, got those of {len(tops) + 1}")
+        if not np.isfinite(token_logprobs).all():
+            raise NonsenseError(f"{expected}, got log-probabilities that are not numbers")
+        # servers may add the given token to the top list, in front of it: sort, then cut
+        rows = [row if len(row) == num_top else dict(sorted(row.items(), key=lambda kv: -kv[1])[:num_top])
+                for row in tops]  # fmt: skip
+        ids = np.array([[int(name[_TOKEN_ID:]) for name in row] for row in rows], dtype=np.int32)
+        values = np.array([list(row.values()) for row in rows], dtype=np.float32)
+        order = np.argsort(-values, axis=1, kind="stable")
+    except _UNREADABLE:
+        raise NonsenseError(f"{expected}, got {_excerpt(logprobs)}") from None
+    return TokenScores(token_logprobs, np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1))
+
+
+def _excerpt(answer: Any) -> str:
+    """Return the start of what came, on one line."""
+    text = (answer if isinstance(answer, bytes) else orjson.dumps(answer)).decode(errors="replace")
+    return repr(" ".join(text.split())[:EXCERPT_CHARS]) if text.strip() else "nothing"

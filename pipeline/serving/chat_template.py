@@ -1,0 +1,47 @@
+"""What a checkpoint's chat template says to messages, before they are served.
+
+A template is code that comes with the checkpoint. It may refuse messages (roles that do not
+alternate), stumble over them, or be damaged; the library's handler would answer a bare HTTP 500 to all
+of these.
+
+Not covered: whether what it renders is what the model was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.cli.serving.utils import BaseHandler, Modality
+
+from pipeline.errors import EngineError
+
+_GREETING = [{"role": "user", "content": "Hello"}]
+
+
+def check_template(tokenizer: Any) -> None:
+    """Prove that a checkpoint's template, when it has one, renders a user's message.
+
+    Raises:
+        EngineError: with the template's file and its own words.
+    """
+    if tokenizer.chat_template and (problem := find_problem(tokenizer, _GREETING)):
+        folder = Path(tokenizer.name_or_path)
+        file = folder / "chat_template.jinja"
+        file = file if file.is_file() else folder / "tokenizer_config.json"
+        raise EngineError(f"{file}: {problem} (asked to render one user message); correct it")
+
+
+def find_problem(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> str | None:
+    """Return why messages can't be rendered, in the template's own words; None when they can."""
+    if not tokenizer.chat_template:
+        return "the checkpoint has no chat template; add chat_template.jinja to it"
+    try:
+        # as the handler does it, but for the tokens
+        inputs = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
+        tokenizer.apply_chat_template(inputs, tools=tools, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template raises its own errors, and whatever Python does
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        return f"the checkpoint's chat template fails: {' '.join(reason.split())[:300]}"
+    return None

@@ -1,0 +1,96 @@
+"""Find out before the first case whether an endpoint gives what the evals will ask of it.
+
+An eval that needs something which the endpoint lacks would fail case after case, hours into a run. So
+one small request of each kind that the evals will send goes out first, and none of a kind that they
+will not: a server without log-probabilities is good enough for evals that only chat.
+
+Not covered: whether the answers are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from pipeline.errors import EngineError
+from pipeline.params import EvalSettings, HarnessEval, PerplexityEval
+from pipeline.serving.client import Client
+
+_GREETING = [{"role": "user", "content": "Hello"}]
+_TOOL = {"type": "function", "function": {
+    "name": "wait", "description": "Does nothing.", "parameters": {"type": "object", "properties": {}},
+}}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Something that evals ask of an endpoint, and what would give it."""
+
+    what: str
+    remedy: str
+    ask: Callable[[Client], Awaitable[object]]
+
+
+async def _ask_for_scores(client: Client) -> None:
+    await client.tokenize(["a"])
+    await client.score([[0, 1, 2]], top_logprobs=1)
+
+
+_SCORES = _Need(
+    "the log-probabilities of given tokens (/tokenize, and /v1/completions with echo and logprobs)", "vLLM",
+    _ask_for_scores,
+)  # fmt: skip
+_CHAT = _Need("chat answers (/v1/chat/completions)", "a chat template", lambda c: c.chat(_GREETING, max_tokens=1))
+_TOOLS = _Need(
+    "chat answers to requests with tools, as its send_tools is set (/v1/chat/completions)",
+    "automatic tool choice, set send_tools to false", lambda c: c.chat(_GREETING, max_tokens=1, tools=[_TOOL]),
+)  # fmt: skip
+
+
+async def probe(client: Client, evals: Mapping[str, EvalSettings], *, attached_as: str | None = None) -> None:
+    """Send one request of each kind that the evals will send: ready means that they were answered.
+
+    Args:
+        client: of the endpoint.
+        evals: what will be run, by name.
+        attached_as: the name of the candidate whose settings name the endpoint; None for our own server.
+
+    Raises:
+        EngineError: the endpoint does not give what an eval needs; names the first such eval.
+    """
+    needs: dict[_Need, str] = {}
+    for name, settings in evals.items():
+        needs.setdefault(_find_need(settings), name)
+    for need, name in needs.items():
+        try:
+            await need.ask(client)
+        except EngineError as error:
+            client.check_alive()  # a server that has died lacks nothing in particular
+            remedy = (f"; if the server can't give that, serve candidates.{attached_as}.endpoint with {need.remedy}, "
+                      "or remove the eval" if attached_as else "")  # fmt: skip
+            raise EngineError(f"evals.{name}: {evals[name].kind} needs {need.what}, got: {error}{remedy}") from error
+
+
+def check_context(context_length: int, longest: int | None, evals: Mapping[str, EvalSettings], *, where: str) -> None:
+    """Refuse a context that a server can't hold; a server that does not tell its own is not checked.
+
+    Args:
+        context_length: tokens, of the settings.
+        longest: `max_model_len` of the server, tokens.
+        evals: what will be run, by name.
+        where: the server.
+    """
+    # a scored sequence has one token more than the context, and vLLM must generate another
+    extra = 2 if any(_find_need(settings) is _SCORES for settings in evals.values()) else 0
+    if longest is None or context_length + extra <= longest:
+        return
+    why = f", and a score request takes {extra} tokens more" if extra else ""
+    raise EngineError(f"serving.context_length: expected at most {longest - extra}, as {where} has max_model_len "
+                      f"{longest}{why}, got {context_length}; set it to {longest - extra}, or start the server with "
+                      f"--max-model-len {context_length + extra}")  # fmt: skip
+
+
+def _find_need(settings: EvalSettings) -> _Need:
+    if isinstance(settings, PerplexityEval | HarnessEval):
+        return _SCORES
+    return _TOOLS if settings.send_tools else _CHAT

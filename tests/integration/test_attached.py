@@ -1,0 +1,283 @@
+"""Attaching to a server that somebody else runs: what is asked of it first, and what a user is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import EngineError
+from pipeline.params import EvalSettings, HarnessEval, PerplexityEval, ServingSettings, ToolCallsEval, TrajectoriesEval
+from pipeline.records import Candidate, Checkpoint, ServingConfig
+from pipeline.serving import client as client_module
+from pipeline.serving.engines import start_engine
+
+CONTEXT = 256
+PROSE = PerplexityEval(kind="perplexity", evalset="e")
+CHOICES = HarnessEval(kind="harness", task="t")
+CALLS = ToolCallsEval(kind="tool_calls", evalset="e")
+TOOLS = TrajectoriesEval(kind="trajectories", evalset="e", max_turns=2, send_tools=True)
+CHAT = {"choices": [{"message": {"content": "yes"}, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 1}}  # fmt: skip
+
+
+class Endpoint:
+    """A server of vLLM's kind; `answers` puts another (status, content) in the place of a path's own answer."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.model: dict[str, Any] = {"id": "m"}
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.released = threading.Event()
+        self.hangs_at: str | None = None
+        self.url = ""
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.asked.append((path, body))
+        if self.hangs_at == path:
+            self.released.wait(30)
+        if path in self.answers:
+            return self.answers[path]
+        if path == "/v1/models":
+            return 200, {"data": [self.model]}
+        if path == "/tokenize":
+            return 200, {"tokens": [[1] for _ in body["prompt"]]}
+        return 200, CHAT if path == "/v1/chat/completions" else score(body)
+
+    @property
+    def posted(self) -> list[str]:
+        return [path for path, _ in self.asked if path != "/v1/models"]
+
+
+def score(body: dict[str, Any]) -> dict[str, Any]:
+    row = {"token_id:0": -1.0}
+    return {"choices": [
+        {"index": i, "logprobs": {"token_logprobs": [None] + [-1.0] * (len(ids) - 1),
+                                  "top_logprobs": [None] + [row] * (len(ids) - 1)}}
+        for i, ids in enumerate(body["prompt"])
+    ]}  # fmt: skip
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    endpoint = Endpoint()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
+            status, value = endpoint.answer(self.path, body)
+            content = value if isinstance(value, bytes) else json.dumps(value).encode()
+            with contextlib.suppress(ConnectionError):  # whoever asked has left
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    endpoint.url = f"http://127.0.0.1:{server.server_port}"
+    yield endpoint
+    endpoint.released.set()
+    server.shutdown()
+    server.server_close()
+
+
+def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0) -> str:
+    """Attach for these evals; return what the user is told, or "" when the endpoint is ready."""
+    checkpoint = Checkpoint(path="c", kind="llama", format="dense", dtype="float32", num_parameters=1, num_bytes=1,
+                            digest="d")  # fmt: skip
+    serving = ServingConfig(engine="attached", base_url=url, model="m", context_length=CONTEXT)
+    settings = ServingSettings(
+        dtype="float32", continuous_batching=True, concurrency=4, num_servers=1, num_threads=1, context_length=CONTEXT,
+        max_tokens=8, request_timeout_s=timeout_s, start_timeout_s=5,
+    )  # fmt: skip
+    candidate = Candidate(name="there", checkpoint=checkpoint, serving=serving)
+
+    async def run() -> None:
+        async with start_engine(candidate, settings, evals=evals, root=Path(), logs=Path()):
+            pass
+
+    try:
+        asyncio.run(run())
+    except EngineError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def test_only_what_the_evals_will_use_is_asked_first(endpoint: Endpoint) -> None:
+    assert attach(endpoint.url, {"calls": CALLS}) == ""
+    assert endpoint.posted == ["/v1/chat/completions"]
+    endpoint.asked.clear()
+    assert attach(endpoint.url, {"prose": PROSE, "choices": CHOICES}) == ""
+    assert endpoint.posted == ["/tokenize", "/v1/completions"]
+
+
+def test_an_endpoint_without_scores_serves_evals_that_chat(endpoint: Endpoint) -> None:
+    refusal = {"error": {"message": "echo is not supported"}}
+    endpoint.answers["/v1/completions"] = 400, refusal
+    assert attach(endpoint.url, {"calls": CALLS, "flows": TOOLS}) == ""
+    said = attach(endpoint.url, {"calls": CALLS, "prose": PROSE})
+    assert re.fullmatch(
+        r"evals\.prose: perplexity needs the log-probabilities of given tokens \(/tokenize, and /v1/completions with "
+        r"echo and logprobs\), got: http://.*/v1/completions: HTTP 400: echo is not supported; if the server "
+        r"can't give that, serve candidates\.there\.endpoint with vLLM, or remove the eval", said)  # fmt: skip
+
+
+def test_an_endpoint_without_tokenize_is_told_before_any_case(endpoint: Endpoint) -> None:
+    endpoint.answers["/tokenize"] = 404, {"detail": "Not Found"}
+    assert "evals.choices: harness needs the log-probabilities" in attach(endpoint.url, {"choices": CHOICES})
+
+
+def test_an_endpoint_that_can_not_chat_names_the_eval(endpoint: Endpoint) -> None:
+    endpoint.answers["/v1/chat/completions"] = 400, {"message": "the model has no chat template"}
+    assert attach(endpoint.url, {"prose": PROSE}) == ""
+    said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
+    assert "evals.calls: tool_calls needs chat answers (/v1/chat/completions), got: " in said
+    assert said.endswith("HTTP 400: the model has no chat template; if the server can't give that, serve "
+                         "candidates.there.endpoint with a chat template, or remove the eval")  # fmt: skip
+
+
+def test_tools_are_asked_for_when_an_eval_sends_them(endpoint: Endpoint) -> None:
+    assert attach(endpoint.url, {"calls": CALLS, "flows": TOOLS}) == ""
+    assert ["tools" in body for path, body in endpoint.asked if path == "/v1/chat/completions"] == [False, True]
+    endpoint.answers["/v1/chat/completions"] = 400, {"message": '"auto" tool choice requires --enable-auto-tool-choice'}
+    said = attach(endpoint.url, {"flows": TOOLS})
+    assert "evals.flows: trajectories needs chat answers to requests with tools" in said
+    assert said.endswith("with automatic tool choice, set send_tools to false, or remove the eval")
+
+
+@pytest.mark.parametrize(("longest", "evals", "is_ready"), [
+    (CONTEXT + 2, {"prose": PROSE}, True),
+    (CONTEXT + 1, {"prose": PROSE}, False),
+    (CONTEXT, {"calls": CALLS}, True),  # an answer fits into the context; only scores take two tokens more
+    (CONTEXT - 1, {"calls": CALLS}, False),
+    (None, {"prose": PROSE}, True),
+], ids=["just-fits", "one-short", "just-fits-chat", "one-short-chat", "not-told"])  # fmt: skip
+def test_a_context_longer_than_the_servers_is_refused_before_any_case(
+    endpoint: Endpoint, longest: int | None, evals: dict[str, EvalSettings], is_ready: bool
+) -> None:
+    endpoint.model["max_model_len"] = longest
+    said = attach(endpoint.url, evals)
+    assert (said == "") is is_ready
+    if not is_ready:
+        most = longest - 2 if "prose" in evals else longest
+        assert endpoint.posted == []
+        assert f"serving.context_length: expected at most {most}" in said
+        assert f"max_model_len {longest}" in said and f"got {CONTEXT}" in said
+        assert f"set it to {most}, or start the server with --max-model-len {CONTEXT + longest - most}" in said
+
+
+def test_nothing_at_the_port_is_told_within_seconds_with_what_to_do() -> None:
+    with socket.socket() as bound:  # bound, and listens to nobody
+        bound.bind(("127.0.0.1", 0))
+        start = time.monotonic()
+        said = attach(f"http://127.0.0.1:{bound.getsockname()[1]}/v1", {"calls": CALLS})
+    assert time.monotonic() - start < 2
+    assert re.search(r"/v1/models: no connection: .*Connect call failed.*tried 2 times.; expected a running server of "
+                     r"the OpenAI API: start it, or correct candidates\.there\.endpoint\.base_url$", said)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/v1/completions", "/v1/chat/completions"])
+def test_a_server_that_never_answers_is_told_after_two_timeouts(endpoint: Endpoint, path: str) -> None:
+    endpoint.hangs_at = path
+    start = time.monotonic()
+    said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS}, timeout_s=0.3)
+    assert time.monotonic() - start < 2 * 0.3 + 0.3
+    assert f"{path}: no answer within 0.3 s, which is serving.request_timeout_s (tried 2 times); " in said
+
+
+def test_another_models_name_says_what_to_correct(endpoint: Endpoint) -> None:
+    endpoint.model["id"] = "other"
+    said = attach(endpoint.url, {"calls": CALLS})
+    assert said.endswith("expected 'm' among the served models, got ['other']; correct candidates.there.endpoint.model")
+
+
+def test_a_host_that_drops_connections_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "CONNECT_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        for _ in range(4):  # nobody accepts them, and then the system drops what else comes
+            connection = waiting.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(full.getsockname())
+        said = attach(f"http://127.0.0.1:{full.getsockname()[1]}", {"calls": CALLS})
+    assert "/v1/models: no connection within 0.1 s (tried 2 times)" in said
+
+
+PAGE = b"<html>\n  <body>" + b"not here " * 50
+NONSENSE = {
+    "models-a-page": ("/v1/models", PAGE, "/v1/models: expected JSON, got '<html> <body>not here"),
+    "models-a-list": ("/v1/models", ["m"], """/v1/models: expected a list of models, got '["m"]'"""),
+    "chat-a-page": ("/v1/chat/completions", PAGE, "/v1/chat/completions: expected JSON, got '<html> <body>not"),
+    "chat-empty": ("/v1/chat/completions", b"", "/v1/chat/completions: expected JSON, got nothing"),
+    "chat-another-api": ("/v1/chat/completions", {"hello": 1},
+                         """expected a chat completion with its usage, got '{"hello":1}'"""),
+    "chat-no-usage": ("/v1/chat/completions", {"choices": CHAT["choices"]},
+                      """with its usage, got '{"choices":[{"message":"""),
+    "scores-another-api": ("/v1/completions", {"hello": 1},
+                           """/v1/completions: expected echoed logprobs, got '{"hello":1}'"""),
+    "scores-of-none": ("/v1/completions", {"choices": []}, "expected echoed logprobs of each sequence (1 sent), got 0"),
+    "scores-not-given": ("/v1/completions", {"choices": [{"index": 0, "text": "x", "logprobs": None}]},
+                         "expected echoed logprobs of 3 tokens, got 'null'"),
+    "scores-not-echoed": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
+                              "token_logprobs": [-1.0], "top_logprobs": [{"token_id:1": -1.0}]}}]},
+                          "expected echoed logprobs of 3 tokens, got those of 1"),
+    "scores-by-text": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
+                           "token_logprobs": [None, -1.0, -1.0], "top_logprobs": [None, {"a": 1}, {"b": 1}]}}]},
+                       """expected echoed logprobs of 3 tokens, got '{"token_logprobs":[null,-1.0,-1.0]"""),
+    "scores-of-no-token": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
+                               "token_logprobs": [None, -1.0, -1.0],
+                               "top_logprobs": [None, {"token_id:99999999999": -1.0}, {"token_id:1": -1.0}]}}]},
+                           "expected echoed logprobs of 3 tokens, got "),
+    "tokens-another-api": ("/tokenize", [[1]], "/tokenize: expected token ids for each text (1 sent), got '[[1]]'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "content", "said"), NONSENSE.values(), ids=NONSENSE.keys())
+def test_nonsense_is_shown_as_it_came(
+    endpoint: Endpoint, path: str, content: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
+    endpoint.answers[path] = 200, content
+    line = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
+    assert said in line
+    assert not re.search(r"Error|Exception|Traceback|not here " + "not here " * 12, line)
+
+
+def test_a_port_that_speaks_another_language_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as connection:
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                        connection.recv(4096)
+
+        threading.Thread(target=greet, daemon=True).start()
+        said = attach(f"http://127.0.0.1:{server.getsockname()[1]}", {"calls": CALLS})
+        server.shutdown(socket.SHUT_RDWR)
+    assert "expected HTTP, got Bad status line: " in said and "b'SSH-2.0-OpenSSH_9.6'" in said
+    assert "correct candidates.there.endpoint.base_url" in said
