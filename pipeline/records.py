@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.digests import canonical_json, digest_json
-from pipeline.errors import EvidenceError
+from pipeline.errors import EvidenceError, describe_problem
 
 
 class Record(BaseModel):
@@ -364,6 +364,4 @@ def first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in problem["loc"]) or "(whole)"
     more = error.error_count() - 1
-    came = repr(problem.get("input"))
-    came = came if len(came) <= 80 else came[:77] + "..."
-    return f"{where}: {problem['msg']}, got {came}" + (f" (and {more} more)" if more else "")
+    return f"{where}: {describe_problem(problem)}" + (f" (and {more} more)" if more else "")
