@@ -104,7 +104,7 @@ def _check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
             grammar.parse(_GENERATION_TAG.sub(lambda tag: "\n" * tag[0].count("\n"), text))
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{where}:{error.lineno}: expected a chat template in Jinja, got a syntax error: "
-                                  f"{error.message}; copy it from the source") from None  # fmt: skip
+                                  f"{str(error.message).rstrip('.')}; copy it from the source") from None  # fmt: skip
 
 
 def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -118,7 +118,7 @@ def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tu
         return
     found = tokenizer.get("chat_template")
     where = f"{folder / 'tokenizer_config.json'}: chat_template"
-    if isinstance(found, list):  # several under names
+    if isinstance(found, list) and found:  # several under names
         yield from ((f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(found) if "template" in entry)
     elif isinstance(found, str):
         yield where, found

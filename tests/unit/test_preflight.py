@@ -183,8 +183,12 @@ def copied(project: Path, tmp_path: Path) -> Path:
     pytest.param(lambda c: move_template(c, "chat_template.json", "{{ messages }}"),
                  "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
                  "out of chat_template.json, which no tokenizer reads", id="template-of-a-processor"),
+    pytest.param(lambda c: move_template(c, "tokenizer_config.json", []),
+                 "chat_template.jinja: expected a chat template, found none here", id="empty-list-of-templates"),
     pytest.param(lambda c: write_template(c, UNCLOSED),
-                 "chat_template.jinja:3: expected a chat template in Jinja, got a syntax error: ", id="template"),
+                 "chat_template.jinja:3: expected a chat template in Jinja, got a syntax error: Encountered unknown "
+                 "tag 'end'. Jinja was looking for the following tags: 'endfor' or 'else'. The innermost block that "
+                 "needs to be closed is 'for'; copy it from the source", id="template"),
     pytest.param(lambda c: move_template(c, "tokenizer_config.json", UNCLOSED),
                  "tokenizer_config.json: chat_template:3: expected a chat template in", id="template-in-settings"),
     pytest.param(lambda c: move_template(c, "tokenizer_config.json", [
