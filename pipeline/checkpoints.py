@@ -50,12 +50,15 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
 
     Raises:
         CheckpointError: missing folder, pickle weights, a damaged or incomplete safetensors file,
-            an unreadable config or tokenizer, or a tokenizer larger than the embedding.
+            an unreadable config or tokenizer, a tokenizer larger than the embedding, or an embedding of
+            another size than config.json says.
     """
     config = read_config(folder)
     tensors = read_tensors(folder)
     detect_format(folder, config, tensors)
-    _check_vocabulary(folder)
+    _check_sizes(folder, config, _token_embedding(tensors))
+    if (num_ids := _tokenizer_size(folder)) is not None:
+        _check_vocabulary(folder, num_ids)
     return tensors
 
 
@@ -71,6 +74,8 @@ def describe_checkpoint(folder: Path, *, root: Path, parent_digest: str | None =
         parent_digest: digest of the checkpoint that this one was made from.
     """
     tensors = open_checkpoint(folder)
+    if _tokenizer_size(folder) is None:
+        _check_vocabulary(folder, len(load_tokenizer(folder)))
     config = read_config(folder)
     absolute, base = folder.resolve(), root.resolve()
     return Checkpoint(
@@ -121,7 +126,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json: an object with a `model_type`."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a checkpoint folder, found none; correct the path or make it")
-    config = _read_json(folder / CONFIG_FILE)
+    config = read_json(folder / CONFIG_FILE)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{folder / CONFIG_FILE}: expected a `model_type`, got {config.get('model_type')!r}")
     return config
@@ -248,8 +253,23 @@ def check_kernels(folder: Path) -> None:
     )
 
 
-def _check_vocabulary(folder: Path) -> None:
-    num_ids, rows = _tokenizer_size(folder), embedding_rows(folder)
+def _check_sizes(folder: Path, config: dict[str, Any], embedding: TensorInfo | None) -> None:
+    # of a composite model it is the text part's config that would count, and its embedding is not told by name
+    if embedding is None or len(embedding.shape) != 2 or "text_config" in config:
+        return
+    # OPT's embedding may be narrower than its layers, with a projection between
+    width = config.get("word_embed_proj_dim") or config.get("hidden_size")
+    rows = config.get("vocab_size")
+    for key, said, stored in (("vocab_size", rows, embedding.shape[0]), ("hidden_size", width, embedding.shape[1])):
+        if said is not None and said != stored:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: {key}: expected {stored}, as the stored embedding has, got {said!r}; "
+                "copy config and weights from one source"
+            )
+
+
+def _check_vocabulary(folder: Path, num_ids: int) -> None:
+    rows = embedding_rows(folder)
     if rows is not None and num_ids > rows:
         raise CheckpointError(
             f"{folder}: the tokenizer has ids up to {num_ids - 1}, the embedding has {rows} rows; "
@@ -257,14 +277,21 @@ def _check_vocabulary(folder: Path) -> None:
         )
 
 
-def _tokenizer_size(folder: Path) -> int:
-    """Return the largest token id plus one."""
+def _tokenizer_size(folder: Path) -> int | None:
+    """Return the largest token id plus one; None for a sentencepiece model, which has to be loaded for that."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
-            raise CheckpointError(f"{path}: expected the tokenizer, found no file; copy it from the source")
-        return len(load_tokenizer(folder))
-    data = _read_json(path)
+    if path.is_file():
+        return _count_ids(path, read_json(path))
+    if (folder / "vocab.json").is_file():
+        added = folder / "added_tokens.json"
+        vocabulary = read_json(folder / "vocab.json") | (read_json(added) if added.is_file() else {})
+        return _count_ids(folder / "vocab.json", {"model": {"vocab": vocabulary}})
+    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.txt")):
+        raise CheckpointError(f"{path}: expected the tokenizer, found no file; copy it from the source")
+    return None
+
+
+def _count_ids(path: Path, data: dict[str, Any]) -> int:
     try:
         vocabulary = data["model"]["vocab"]
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
@@ -300,7 +327,8 @@ def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) ->
     return total
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a missing file, other JSON and damage are each a CheckpointError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -11,10 +11,41 @@
     └── EvidenceError         records are not fit to be judged (missing, duplicated, unmatched)
 
 A message says what was expected, what came, where, and what to do. A regression is never an
-exception: it is a `Verdict`.
+exception: it is a `Verdict`. What pydantic finds wrong with settings, cards, cases and records is put
+into such words here, for all of them.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+# pydantic's frequent types of error; "{...}" is from its context
+_EXPECTED = {
+    "missing": "this key",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "keys with values",
+    "model_type": "keys with values",
+    "literal_error": "{expected}",
+    "union_tag_invalid": "one of the kinds {expected_tags}",
+    "union_tag_not_found": "a key `kind`",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "{le:g} or less",
+    "string_too_short": "{min_length} or more characters",
+    "too_short": "{min_length} or more entries",
+}
+_MAX_SHOWN = 80  # characters of a wrong value
 
 
 class QuantgateError(Exception):
@@ -51,3 +82,14 @@ class JournalError(QuantgateError):
 
 class EvidenceError(QuantgateError):
     """Records are missing, duplicated, unmatched or do not belong to this candidate."""
+
+
+def describe_problem(problem: ErrorDetails) -> str:
+    """Say what was expected and what came; an error of a type that is not in the table keeps pydantic's words."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown key; remove it or correct its spelling"
+    came = repr(context["tag"] if kind == "union_tag_invalid" else problem["input"])
+    came = came if len(came) <= _MAX_SHOWN else came[: _MAX_SHOWN - 3] + "..."
+    expected = f"expected {_EXPECTED[kind].format(**context)}" if kind in _EXPECTED else problem["msg"]
+    return f"{expected}, found none" if kind == "missing" else f"{expected}, got {came}"

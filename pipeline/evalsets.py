@@ -26,7 +26,7 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline.cases import Case, Kind, read_cases
 from pipeline.digests import canonical_json, digest_file, digest_folder, digest_json
-from pipeline.errors import EvalsetError
+from pipeline.errors import EvalsetError, describe_problem
 from pipeline.params import HarnessEval, Params, describe_yaml_error
 from pipeline.records import Record
 
@@ -167,7 +167,7 @@ def _name_problems(problems: list[ErrorDetails], folder: Path) -> str:
     parts = [f"expected {', '.join(missing)}, found none"] if missing else []
     if unknown:
         parts.append(f"unknown {', '.join(unknown)}, remove or correct the spelling")
-    parts += [f"{_name_key(p)}: {p['msg']}, got {p['input']!r:.80}" for p in problems if p["type"] not in keys]
+    parts += [f"{_name_key(p)}: {describe_problem(p)}" for p in problems if p["type"] not in keys]
     if computed := [key for key in missing if key in Seal.model_fields]:
         parts.append(f"`python -m evalsets.seal {folder}` writes {', '.join(computed)}")
     return "; ".join(parts)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from pipeline.errors import SettingsError
+from pipeline.errors import SettingsError, describe_problem
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -77,7 +77,7 @@ Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind
 class Endpoint(Settings):
     """A server that is already running and that this candidate is evaluated on."""
 
-    base_url: str = Field(pattern=r"^https?://")
+    base_url: str
     model: str
 
 
@@ -262,7 +262,8 @@ def _speculative_problems(step: SpeculativeStep, later: list[Step]) -> list[str]
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0  # a port that is no number below 65536 raises
+        # a port that is no number below 65536 raises
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
 
@@ -290,8 +291,4 @@ def _one_line(error: ValidationError) -> str:
     # pydantic puts the union's tag into the path; the file has no such level
     where = ".".join(p for i, p in enumerate(loc) if not (p in tags and i and loc[i - 1].isdigit())
                      and not (p in tags and i == 2 and loc[0] == "evals"))
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: unknown key; remove it or correct its spelling"
-    if problem["type"] == "missing":
-        return f"{where}: expected this key, found none"
-    return f"{where or '(whole)'}: {problem['msg']}, got {problem.get('input')!r:.80}"
+    return f"{where or '(whole)'}: {describe_problem(problem)}"

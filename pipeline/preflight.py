@@ -1,24 +1,30 @@
 """Check params.yaml against the files it names, before any work: the second half of validation.
 
-`params.py` sees params.yaml alone; this sees the layers of each checkpoint, every case of each evalset
-and of the calibration texts. Of weights it reads headers only, so it costs a fraction of a second.
+`params.py` sees params.yaml alone; this sees the layers, the tokenizer and the chat template of each
+checkpoint, every case of each evalset and of the calibration texts. Of weights it reads headers only,
+so it costs a fraction of a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pipeline.cases import check_distinct
+from pipeline.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.drafts import check_draft
-from pipeline.errors import QuantgateError, SettingsError
+from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
 from pipeline.optimize.layers import plan_folder
 from pipeline.params import Calibration, CandidateSettings, EvalSettings, HarnessEval, Params, SpeculativeStep, Step
 
 Load = Callable[[Path], Evalset]
 
+# transformers adds this tag; it only marks where an answer is, so the text without it parses alike
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _CARD_KINDS = {"perplexity": "documents", "tool_calls": "tool_calls", "trajectories": "trajectories"}
 
 
@@ -31,8 +37,9 @@ def check_project(params: Params, root: Path) -> None:
     """
     load = cache(load_evalset)  # two evals may name one folder
     texts = _load_kind(load, root / params.optimize.calibration_texts, "optimize.calibration_texts", "documents")
+    check_folder = cache(lambda folder, is_served: _check_folder(folder, params, is_served))  # most share one
     for name, candidate in params.candidates.items():
-        _check_candidate(f"candidates.{name}", candidate, texts.card, root)
+        _check_candidate(f"candidates.{name}", candidate, texts.card, root, check_folder)
     evalsets = {name: _check_eval(load, f"evals.{name}", settings, root) for name, settings in params.evals.items()}
     for metric, tolerance in params.gate.tolerances.items():
         evalset = evalsets[metric.split("/")[0]]
@@ -42,10 +49,16 @@ def check_project(params: Params, root: Path) -> None:
                                     f"such bucket; it has {', '.join(evalset.card.buckets) or 'none'}")  # fmt: skip
 
 
-def _check_candidate(where: str, candidate: CandidateSettings, calibration: Card, root: Path) -> None:
+def _check_candidate(
+    where: str, candidate: CandidateSettings, calibration: Card, root: Path, check_folder: Callable[[Path, bool], None]
+) -> None:
     folder = root / candidate.checkpoint
     if not folder.is_dir():
         raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
+    try:
+        check_folder(folder, candidate.endpoint is None)
+    except CheckpointError as error:
+        raise SettingsError(f"{where}.checkpoint: {error}") from None
     for i, step in enumerate(candidate.steps):
         at = f"{where}.steps.{i}"
         if not isinstance(step, SpeculativeStep):
@@ -54,6 +67,67 @@ def _check_candidate(where: str, candidate: CandidateSettings, calibration: Card
             _check_folders(step, folder, root)
         except QuantgateError as error:
             raise SettingsError(f"{at}: {error}") from None
+
+
+def _check_folder(folder: Path, params: Params, is_served: bool) -> None:
+    """Refuse a checkpoint that a later stage could not use; behind an endpoint, how it is served is not ours."""
+    open_checkpoint(folder)
+    kinds = {settings.kind for settings in params.evals.values()}
+    path = folder / "tokenizer_config.json"
+    tokenizer = read_json(path) if path.is_file() or "perplexity" in kinds else {}
+    if "perplexity" in kinds and not (tokenizer.get("bos_token") or tokenizer.get("eos_token")):
+        raise CheckpointError(f"{path}: expected a bos_token or an eos_token, which perplexity puts before each text, "
+                              "found neither; name the one that the model was trained with")  # fmt: skip
+    if is_served:
+        _check_context(folder, params.serving.context_length)
+    if is_served and kinds & {"tool_calls", "trajectories"}:
+        _check_chat_template(folder, tokenizer)
+
+
+def _check_context(folder: Path, asked: int) -> None:
+    config = read_config(folder)
+    config = config.get("text_config") or config  # of a composite model
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    limit = config.get("max_position_embeddings")
+    # a stretched position encoding reaches further than the number in its config may say
+    if isinstance(limit, int) and "factor" not in rope and asked > limit:
+        raise SettingsError(f"serving.context_length: expected at most {limit}, the max_position_embeddings of "
+                            f"{folder / CONFIG_FILE}, got {asked}; lower it")
+
+
+def _check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
+    import jinja2
+
+    grammar = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    for where, text in _read_chat_templates(folder, tokenizer):
+        try:
+            # line breaks inside a tag are kept, so that the error's line is the file's
+            grammar.parse(_GENERATION_TAG.sub(lambda tag: "\n" * tag[0].count("\n"), text))
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"{where}:{error.lineno}: expected a chat template in Jinja, got a syntax error: "
+                                  f"{str(error.message).rstrip('.')}; copy it from the source") from None  # fmt: skip
+
+
+def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield where each template is and its text; transformers reads the first of the two places that has one."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            yield str(path), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path}: expected a chat template in UTF-8: {error}; copy it again") from None
+        return
+    found = tokenizer.get("chat_template")
+    where = f"{folder / 'tokenizer_config.json'}: chat_template"
+    if isinstance(found, list) and found:  # several under names
+        yield from ((f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(found) if "template" in entry)
+    elif isinstance(found, str):
+        yield where, found
+    else:
+        hint = ("copy it out of chat_template.json, which no tokenizer reads"
+                if (folder / "chat_template.json").is_file()
+                else "copy it from the source, or drop the evals of kind tool_calls and trajectories")
+        raise CheckpointError(f"{path}: expected a chat template, found none here or in tokenizer_config.json; {hint}")
 
 
 def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:

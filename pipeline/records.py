@@ -8,6 +8,7 @@ name and moved into place: a killed stage leaves no half file behind.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.digests import canonical_json, digest_json
-from pipeline.errors import EvidenceError
+from pipeline.errors import EvidenceError, describe_problem
 
 
 class Record(BaseModel):
@@ -301,15 +302,31 @@ class Verdict(Record):
 R = TypeVar("R", bound=Record)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: temporary name, flush to disk, rename."""
+@contextlib.contextmanager
+def replace_whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary name to write to, and move the file into place at the end: whole or not at all.
+
+    Raises:
+        OSError: the system's, with the name of the file that was meant instead of the temporary one, or of none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, and flush it to disk."""
+    with replace_whole(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -364,6 +381,4 @@ def first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in problem["loc"]) or "(whole)"
     more = error.error_count() - 1
-    came = repr(problem.get("input"))
-    came = came if len(came) <= 80 else came[:77] + "..."
-    return f"{where}: {problem['msg']}, got {came}" + (f" (and {more} more)" if more else "")
+    return f"{where}: {describe_problem(problem)}" + (f" (and {more} more)" if more else "")

@@ -71,28 +71,32 @@ def log_runs(
 
 
 def _log_locked(runs: list[RunContents], root: Path, files: list[Path], dvc_experiment: str) -> list[LoggedRun]:
-    client, errors = _open_client(root)
+    open_client, errors = _import_mlflow()
     try:
+        client = open_client(tracking_uri=f"sqlite:///{(root / STORE_FILE).resolve()}")
         experiment_id = _find_experiment(client, root)
         # MLflow lists the newest first
         logged = [_log_once(client, experiment_id, run, files, dvc_experiment) for run in reversed(runs)]
         return logged[::-1]
     except errors as error:
-        reason = str(error).strip().splitlines()[0]
-        raise JournalError(f"{root / STORE_FILE}: MLflow can't write its store: {reason}; if it is damaged, delete it "
-                           "and run `dvc repro --single-item --force track`") from None  # fmt: skip
+        reason = str(error).strip().splitlines()[0].partition(". ")[0]  # then comes advice on other databases
+        # without --force DVC may take the stage's output from its cache and not run it
+        raise JournalError(f"{root / STORE_FILE}: expected a store that MLflow can write, got {type(error).__name__}: "
+                           f"{reason}; if it is damaged or of another version, move it away and run `dvc repro "
+                           "--single-item --force track`, which writes the runs of the last verdict again") from None
 
 
-def _open_client(root: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+def _import_mlflow() -> tuple[Any, tuple[type[Exception], ...]]:
+    """Return MLflow's client class, and what it raises when the store can't be used."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read while mlflow is imported
     logging.getLogger("alembic").setLevel(logging.WARNING)
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError
 
-    uri = f"sqlite:///{(root / STORE_FILE).resolve()}"
-    return MlflowClient(tracking_uri=uri), (MlflowException, SQLAlchemyError, OSError)
+    return MlflowClient, (MlflowException, SQLAlchemyError, CommandError, OSError)
 
 
 def _find_experiment(client: Any, root: Path) -> str:

@@ -103,7 +103,7 @@ def _number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
 
 
 def _measure_candidate(measured: Measured, reference: Measured, params: Params, kinds: dict[str, str]) -> Measured:
-    measured.refusals += [f"reference {params.reference}: {problem}" for problem in reference.refusals]
+    measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
     _describe(measured, kinds)
     if measured.evidence is None or reference.evidence is None:
         return measured

@@ -7,7 +7,6 @@ alone: outcomes also differ in marker.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from matplotlib.lines import Line2D
 
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import format_tolerance, natural_key
-from pipeline.records import Comparison, Metric
+from pipeline.records import Comparison, Metric, replace_whole
 
 _OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "fail": ("#D55E00", "X", 9)}
 _SIDES = ("#4D4D4D", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#F0E442")
@@ -148,7 +147,5 @@ def _save(figure: Figure, path: Path) -> None:
 
     The canvas writes it: `Figure.savefig` draws everything twice, the first time for the layout alone.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})
-    os.replace(temporary, path)
+    with replace_whole(path) as temporary:
+        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})

@@ -8,7 +8,7 @@ here and numpy is never imported, so the gate answers at once and on a machine w
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.digests import canonical_json, digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError
@@ -79,11 +79,21 @@ def check_policy(judgement: Judgement, params: Params) -> None:
     Raises:
         EvidenceError: with the first setting that differs.
     """
-    asked, judged = describe_policy(params).model_dump(mode="json"), judgement.policy.model_dump(mode="json")
-    for key, value in asked.items():
-        if judged[key] != value:
-            raise EvidenceError(f"{VERDICT_PATH}: judged with {key} {judged[key]!r}, params.yaml says {value!r}; "
-                                "run `dvc repro` to judge again")
+    judged, asked = judgement.policy.model_dump(mode="json"), describe_policy(params).model_dump(mode="json")
+    if difference := _find_difference(judged, asked):
+        raise EvidenceError(f"{VERDICT_PATH}: judged with {difference}; run `dvc repro` to judge again")
+
+
+def _find_difference(judged: dict[str, Any], asked: dict[str, Any], parents: str = "") -> str | None:
+    """Say which key is the first with unequal values, as a dotted path, and both values."""
+    for key in judged | asked:
+        was, says = (repr(side[key]) if key in side else "nothing" for side in (judged, asked))
+        if isinstance(judged.get(key), dict) and isinstance(asked.get(key), dict):
+            if deeper := _find_difference(judged[key], asked[key], f"{parents}{key}."):
+                return deeper
+        elif was != says:
+            return f"{parents}{key} {was}, params.yaml says {says}"
+    return None
 
 
 def released_verdicts(judgement: Judgement) -> list[Verdict]:

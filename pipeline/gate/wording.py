@@ -12,6 +12,8 @@ import re
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.records import Comparison
 
+_MAX_DIGITS = 6  # behind the point of a percentage
+
 
 def definition_of(metric: str) -> MetricDefinition:
     """Return the definition of "<eval>/<metric>"."""
@@ -26,7 +28,11 @@ def is_rate(metric: str) -> bool:
 def format_value(metric: str, value: float) -> str:
     """Write a metric's value: rates in percent, others with four significant digits and their unit."""
     if is_rate(metric):
-        return f"{100 * value:.1f} %"
+        digits = 1
+        # all and none are claims about every case: 1999 of 2000 are not "100.0 %"
+        while 0 < value < 1 and digits < _MAX_DIGITS and float(f"{100 * value:.{digits}f}") in (0, 100):
+            digits += 1
+        return f"{100 * value:.{digits}f} %"
     unit = definition_of(metric).unit
     return f"{value:#.4g}" + (f" {unit}" if unit else "")
 

@@ -98,7 +98,7 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "wrong-type": (
         lambda: edit("params.yaml", "concurrency: 64", "concurrency: many"),
-        "serving.concurrency: Input should be a valid integer, got 'many'",
+        "serving.concurrency: expected a whole number, got 'many'",
     ),
     "released-twice": (
         lambda: edit("params.yaml", r"\[awq-long-g32\]", "[awq-long, awq-long]"),

@@ -346,7 +346,9 @@ def test_arrays_that_were_touched_are_refused(tmp_path):
 def test_a_broken_reference_refuses_everyone(tmp_path):
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=300)
     (build / "evaluations" / "reference" / "evaluation.json").unlink()
-    assert {v.outcome for v in judge_tree(build, ["a", "b"]).values()} == {"refused"}
+    verdicts = judge_tree(build, ["a", "b"])
+    assert {v.outcome for v in verdicts.values()} == {"refused"}
+    assert verdicts["a"].reasons[0].startswith(f"refused: the reference is unfit: {build}/evaluations/reference/")
 
 
 def test_different_evalsets_are_refused(tmp_path):

@@ -118,21 +118,21 @@ def without(key: str, case: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "case", "said"),
     [
-        ("documents", without("text", DOCUMENTS[1]), "text: Field required"),
-        ("documents", DOCUMENTS[1] | {"text": ""}, "text: String should have at least 1 character"),
-        ("documents", DOCUMENTS[1] | {"id": ""}, "id: String should have at least 1 character"),
-        ("documents", DOCUMENTS[1] | {"txt": "x"}, "txt: Extra inputs are not permitted"),
-        ("documents", ["text"], "(whole): Input should be"),
-        ("tool_calls", TOOL_CALLS[0] | {"expected": {"name": "order"}}, "expected.arguments: Field required"),
-        ("tool_calls", TOOL_CALLS[0] | {"messages": []}, "messages: Tuple should have at least 1 item"),
+        ("documents", without("text", DOCUMENTS[1]), "text: expected this key, found none"),
+        ("documents", DOCUMENTS[1] | {"text": ""}, "text: expected 1 or more characters, got ''"),
+        ("documents", DOCUMENTS[1] | {"id": ""}, "id: expected 1 or more characters, got ''"),
+        ("documents", DOCUMENTS[1] | {"txt": "x"}, "txt: unknown key; remove it or correct its spelling"),
+        ("documents", ["text"], "(whole): expected keys with values, got ['text']"),
+        ("tool_calls", TOOL_CALLS[0] | {"expected": {"name": "order"}}, "expected.arguments: expected this key"),
+        ("tool_calls", TOOL_CALLS[0] | {"messages": []}, "messages: expected 1 or more entries"),
         ("tool_calls", TOOL_CALLS[0] | {"messages": [{"role": "boss", "content": ""}]}, "messages.0.role: "),
-        ("choices", CHOICES[0] | {"choices": ["2"]}, "choices: Tuple should have at least 2 items"),
+        ("choices", CHOICES[0] | {"choices": ["2"]}, "choices: expected 2 or more entries"),
         ("choices", CHOICES[0] | {"answer": 2}, "answer: expected the index of one of the 2 choices, counted "),
-        ("choices", CHOICES[0] | {"answer": -1}, "answer: Input should be greater than or equal to 0"),
+        ("choices", CHOICES[0] | {"answer": -1}, "answer: expected 0 or more"),
         ("trajectories", TRAJECTORIES[0] | {"state": {"sent": float("nan")}}, "a value that JSON in UTF-8 can't hold"),
         ("trajectories", TRAJECTORIES[0] | {"state": {"sent": "\ud83d"}}, "a value that JSON in UTF-8 can't hold: "),
-        ("trajectories", TRAJECTORIES[0] | {"checks": []}, "checks: Tuple should have at least 1 item"),
-        ("trajectories", TRAJECTORIES[0] | {"checks": [{"path": "sent"}]}, "checks.0.equals: Field required"),
+        ("trajectories", TRAJECTORIES[0] | {"checks": []}, "checks: expected 1 or more entries"),
+        ("trajectories", TRAJECTORIES[0] | {"checks": [{"path": "sent"}]}, "checks.0.equals: expected this key"),
     ],
 )
 def test_a_malformed_case_is_named_by_its_line(tmp_path: Path, kind: str, case: Any, said: str) -> None:
@@ -210,7 +210,7 @@ def test_everything_that_is_wrong_with_a_card_is_said_at_once(tmp_path: Path) ->
     assert said.startswith("card.yaml: ") and set(said.removeprefix("card.yaml: ").split("; ")) == {
         "expected licence, num_cases, sha256, found none",
         "unknown license, remove or correct the spelling",
-        "version: Input should be a valid string, got 1.0",
+        "version: expected text, got 1.0",
         "tools.order.parameters: not a JSON Schema: type: 'objekt' is not valid under any of the given schemas, "
         "got {'type': 'objekt'}",
         "tools.finish.parameters: not a JSON Schema: required: 'n' is not of type 'array', got {'required': 'n'}",

@@ -86,18 +86,29 @@ def test_warn_lets_no_loss_through_that_was_seen_beyond_its_tolerance(project, t
     assert judgement.blocked_by == ("bad",)
 
 
+TOLERANCES = {name: t.model_dump() for name, t in make_params(["good"], ["good"]).gate.tolerances.items()}
+
+
 @pytest.mark.parametrize(("change", "named"), [
-    ({"release": ["bad"]}, "release"), ({"gate": {"alpha": 0.1}}, "alpha"),
-    ({"gate": {"tolerances": {"calls/tool_call_exact_match": {"overall": 0.3}}}}, "tolerances"),
-    ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive"),
+    ({"release": ["bad"]}, "release ['good'], params.yaml says ['bad']"),
+    ({"gate": {"alpha": 0.1}}, "alpha 0.05, params.yaml says 0.1"),
+    ({"gate": {"tolerances": TOLERANCES | {"calls/tool_call_exact_match": {"overall": 0.3}}}},
+     "tolerances.calls/tool_call_exact_match.overall 0.02, params.yaml says 0.3"),
+    ({"gate": {"tolerances": {"prose/perplexity_per_token": {"overall": 0.02}}}},
+     "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.05}}, "
+     "params.yaml says nothing"),
+    ({"gate": {"tolerances": TOLERANCES | {"choices/accuracy": {"overall": 0.03, "buckets": {"easy": 0.1}}}}},
+     "tolerances.choices/accuracy.buckets.easy nothing, params.yaml says 0.1"),
+    ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive 'warn', params.yaml says 'block'"),
 ])
 def test_gate_refuses_a_judgement_under_other_settings(project, monkeypatch, change, named):
     """A verdict.json from a laxer params.yaml must not let a release through."""
     project("good")
     asked = make_params(["good", "bad"], change.get("release", ["good"]), **change.get("gate", {}))
     monkeypatch.setattr(stages.gate, "load_params", lambda: asked)
-    with pytest.raises(EvidenceError, match=f"judged with {named} .*params.yaml says"):
+    with pytest.raises(EvidenceError) as caught:
         run_gate()
+    assert str(caught.value) == f"{VERDICT_PATH}: judged with {named}; run `dvc repro` to judge again"
 
 
 def test_gate_refuses_weights_that_were_swapped_under_their_record(project, tmp_path):
@@ -130,7 +141,7 @@ def test_gate_refuses_a_judgement_under_another_min_acceptance(project, monkeypa
     good = asked.candidates["good"].model_copy(update={"steps": [step]})
     asked = asked.model_copy(update={"candidates": asked.candidates | {"good": good}})
     monkeypatch.setattr(stages.gate, "load_params", lambda: asked)
-    with pytest.raises(EvidenceError, match="judged with min_acceptance {}, params.yaml says {'good': 0.5}"):
+    with pytest.raises(EvidenceError, match="judged with min_acceptance.good nothing, params.yaml says 0.5"):
         run_gate()
 
 

@@ -96,7 +96,7 @@ STEP = "candidates//int4//steps//0"
         ("gate//tolerances//prose/perplexity_per_token//total", 0.1,
          f"gate.tolerances.prose/perplexity_per_token.total: {UNKNOWN}"),
         # what would let anything through
-        ("gate//alpha", 1e-12, "gate.alpha: Input should be greater than or equal to 0.001, got 1e-12"),
+        ("gate//alpha", 1e-12, "gate.alpha: expected 0.001 or more, got 1e-12"),
         ("release//0", "reference", "release.0: 'reference' is the reference, and a comparison with itself proves"),
         ("reference", "int4", "candidates.int4.steps: expected none, as it is the reference: what the steps cost"),
         ("candidates//int4//endpoint", {"base_url": "http://h:1", "model": "m"},
@@ -108,25 +108,26 @@ STEP = "candidates//int4//steps//0"
         ("evals//workflows//max_turns", REMOVE, "evals.workflows.max_turns: expected this key, found none"),
         # wrong types: nothing is turned into another type
         (f"{STEP}//bits", "4", "candidates.int4.steps.0.bits: "),
-        (f"{STEP}//symmetric", "yes", "candidates.int4.steps.0.symmetric: Input should be a valid boolean"),
-        (f"{STEP}//exclude", "lm_head", "candidates.int4.steps.0.exclude: Input should be a valid list"),
-        ("serving//concurrency", 8.5, "serving.concurrency: Input should be a valid integer"),
-        ("serving//num_servers", True, "serving.num_servers: Input should be a valid integer"),
-        ("gate//alpha", "5e-2", "gate.alpha: Input should be a valid number"),
-        ("release", "int4", "release: Input should be a valid list"),
-        ("candidates//int4", None, "candidates.int4: "),
+        (f"{STEP}//symmetric", "yes", "candidates.int4.steps.0.symmetric: expected true or false"),
+        (f"{STEP}//exclude", "lm_head", "candidates.int4.steps.0.exclude: expected a list"),
+        ("serving//concurrency", 8.5, "serving.concurrency: expected a whole number"),
+        ("serving//num_servers", True, "serving.num_servers: expected a whole number"),
+        ("gate//alpha", "5e-2", "gate.alpha: expected a number"),
+        ("release", "int4", "release: expected a list"),
+        ("candidates//int4", None, "candidates.int4: expected keys with values, got None"),
         # values out of range
-        (f"{STEP}//bits", 3, "candidates.int4.steps.0.bits: Input should be 4 or 8"),
+        (f"{STEP}//bits", 3, "candidates.int4.steps.0.bits: expected 4 or 8, got 3"),
         (f"{STEP}//group_size", 0, "candidates.int4.steps.0.group_size: "),
-        (f"{STEP}//damping_fraction", 1.0, "candidates.int4.steps.0.damping_fraction: "),
-        (f"{STEP}//calibration//sources", [], "candidates.int4.steps.0.calibration.sources: "),
+        (f"{STEP}//damping_fraction", 1.0, "candidates.int4.steps.0.damping_fraction: expected less than 1, got 1.0"),
+        (f"{STEP}//calibration//sources", [],
+         "candidates.int4.steps.0.calibration.sources: expected 1 or more entries, got []"),
         (f"{STEP}//calibration//num_samples", 0, "candidates.int4.steps.0.calibration.num_samples: "),
         ("candidates//int4//steps//1//num_grid_points", 2, "candidates.int4.steps.1.num_grid_points: "),
         ("serving//dtype", "int8", "serving.dtype: "),
-        ("serving//request_timeout_s", float("inf"), "serving.request_timeout_s: Input should be a finite number"),
+        ("serving//request_timeout_s", float("inf"), "serving.request_timeout_s: expected a finite number"),
         ("gate//alpha", 0.5, "gate.alpha: "),
         ("gate//alpha", float("nan"), "gate.alpha: "),
-        ("gate//on_inconclusive", "ignore", "gate.on_inconclusive: Input should be 'block' or 'warn'"),
+        ("gate//on_inconclusive", "ignore", "gate.on_inconclusive: expected 'block' or 'warn'"),
         ("gate//tolerances", {}, "gate.tolerances: "),
         ("gate//tolerances//prose/perplexity_per_token//overall", 0, "gate.tolerances.prose/perplexity_per_token."),
         ("gate//tolerances//workflows/task_completion_rate//buckets//long", 2.0,
@@ -136,11 +137,14 @@ STEP = "candidates//int4//steps//0"
         ("candidates", {}, "candidates: "),
         ("evals", {}, "evals: "),
         # kinds
-        (f"{STEP}//kind", "gguf", "candidates.int4.steps.0: "),
-        (f"{STEP}//kind", REMOVE, "candidates.int4.steps.0: "),
-        ("evals//prose//kind", "bleu", "evals.prose: "),
-        ("candidates//int4//endpoint", {"base_url": "localhost:8000", "model": "m"},
-         "candidates.int4.endpoint.base_url: "),
+        (f"{STEP}//kind", "gguf",
+         "candidates.int4.steps.0: expected one of the kinds 'gptq', 'awq', 'speculative', got 'gguf'"),
+        (f"{STEP}//kind", REMOVE, "candidates.int4.steps.0: expected a key `kind`, got {"),
+        ("evals//prose//kind", "bleu", "evals.prose: expected one of the kinds 'perplexity', 'harness', "),
+        ("candidates//reference//endpoint", {"base_url": "localhost:8000", "model": "m"},
+         "candidates.reference.endpoint.base_url: expected http://host:port, got 'localhost:8000'"),
+        ("candidates//reference//endpoint", {"base_url": "ftp://localhost", "model": "m"},
+         "candidates.reference.endpoint.base_url: expected http://host:port, got 'ftp://localhost'"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: str) -> None:
@@ -194,10 +198,10 @@ def test_a_candidate_may_end_with_a_speculative_step(steps: list[Any]) -> None:
          "0.draft: expected none for method prompt_lookup, got 'models/draft'; remove it"),
         ([DRAFT, LOOKUP], "0: expected one speculative step at most, found another after it; remove one"),
         ([DRAFT, GPTQ], "0: expected speculative to be the last step, found gptq after it: "),
-        ([DRAFT | {"num_tokens": 0}], "0.num_tokens: Input should be greater than or equal to 1, got 0"),
-        ([DRAFT | {"num_tokens": 17}], "0.num_tokens: Input should be less than or equal to 16, got 17"),
-        ([DRAFT | {"min_acceptance": 1.5}], "0.min_acceptance: Input should be less than or equal to 1, got 1.5"),
-        ([DRAFT | {"method": "eagle"}], "0.method: Input should be 'draft_model' or 'prompt_lookup', got 'eagle'"),
+        ([DRAFT | {"num_tokens": 0}], "0.num_tokens: expected 1 or more, got 0"),
+        ([DRAFT | {"num_tokens": 17}], "0.num_tokens: expected 16 or less, got 17"),
+        ([DRAFT | {"min_acceptance": 1.5}], "0.min_acceptance: expected 1 or less, got 1.5"),
+        ([DRAFT | {"method": "eagle"}], "0.method: expected 'draft_model' or 'prompt_lookup', got 'eagle'"),
         ([DRAFT | {"drafts": "x"}], f"0.drafts: {UNKNOWN}"),
     ],
 )  # fmt: skip
@@ -213,7 +217,7 @@ def test_speculation_behind_somebody_elses_endpoint_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [None, [], "text", 3])
 def test_what_is_no_mapping_is_refused(data: Any) -> None:
-    assert refusal(data).startswith("(whole): ")
+    assert refusal(data) == f"(whole): expected keys with values, got {data!r}"
 
 
 def test_a_misspelled_key_is_reported_and_not_the_one_it_stands_for() -> None:

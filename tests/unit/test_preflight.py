@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,120 @@ def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_pat
     assert said.startswith("candidates.int4.steps.0: ") and "already quantised as 'gptq'" in said
 
 
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def write_template(folder: Path, text: str) -> None:
+    (folder / "chat_template.jinja").write_text(text)
+
+
+def move_template(folder: Path, name: str, template: Any) -> None:
+    (folder / "chat_template.jinja").unlink()
+    path = folder / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | {"chat_template": template}))
+
+
+UNCLOSED = "{% for m in messages %}\n{{ m.content }}\n{% end %}"
+
+
+@pytest.fixture
+def copied(project: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(project / "models/tiny", tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    pytest.param(lambda c: (c / "model.safetensors").write_bytes(b"x" * 50), "model.safetensors: not a safetensors",
+                 id="weights"),
+    pytest.param(lambda c: (c / "tokenizer.json").write_text("{"), "tokenizer.json: not readable as JSON",
+                 id="tokenizer"),
+    pytest.param(lambda c: (c / "tokenizer_config.json").unlink(), "tokenizer_config.json: expected a file, found none",
+                 id="no-tokenizer-settings"),
+    pytest.param(lambda c: (c / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: expected a JSON obj",
+                 id="tokenizer-settings"),
+    pytest.param(lambda c: edit_json(c / "tokenizer_config.json", bos_token=None, eos_token=None),
+                 "tokenizer_config.json: expected a bos_token or an eos_token, which perplexity", id="no-first-token"),
+    pytest.param(lambda c: (c / "chat_template.jinja").unlink(),
+                 "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
+                 "from the source, or drop the evals of kind tool_calls and trajectories", id="no-template"),
+    pytest.param(lambda c: move_template(c, "chat_template.json", "{{ messages }}"),
+                 "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
+                 "out of chat_template.json, which no tokenizer reads", id="template-of-a-processor"),
+    pytest.param(lambda c: move_template(c, "tokenizer_config.json", []),
+                 "chat_template.jinja: expected a chat template, found none here", id="empty-list-of-templates"),
+    pytest.param(lambda c: write_template(c, UNCLOSED),
+                 "chat_template.jinja:3: expected a chat template in Jinja, got a syntax error: Encountered unknown "
+                 "tag 'end'. Jinja was looking for the following tags: 'endfor' or 'else'. The innermost block that "
+                 "needs to be closed is 'for'; copy it from the source", id="template"),
+    pytest.param(lambda c: move_template(c, "tokenizer_config.json", UNCLOSED),
+                 "tokenizer_config.json: chat_template:3: expected a chat template in", id="template-in-settings"),
+    pytest.param(lambda c: move_template(c, "tokenizer_config.json", [
+                     {"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": UNCLOSED}]),
+                 "tokenizer_config.json: chat_template.1:3: expected a chat template in Jinja", id="second-template"),
+    pytest.param(lambda c: edit_json(c / "config.json", hidden_size=64),
+                 "config.json: hidden_size: expected 128, as the stored embedding has, got 64", id="width"),
+    pytest.param(lambda c: edit_json(c / "config.json", vocab_size=512),
+                 "config.json: vocab_size: expected 320, as the stored embedding has, got 512", id="vocabulary"),
+])  # fmt: skip
+def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
+    project: Path, copied: Path, change: Callable[[Path], Any], said: str
+) -> None:
+    """A candidate without steps, which nothing would open before it is served."""
+    change(copied)
+    message = refusal(project, "candidates//plain", {"checkpoint": str(copied)})
+    assert message.startswith(f"candidates.plain.checkpoint: {copied}/{said}")
+
+
+@pytest.mark.parametrize("change", [
+    pytest.param(lambda c: move_template(c, "tokenizer_config.json", "{{ messages }}"), id="template-in-settings"),
+    pytest.param(lambda c: write_template(c, "{% for m in messages %}{%- generation -%}{{ m.content }}"
+                                             "{% endgeneration %}{% if m.last %}{% break %}{% endif %}{% endfor %}"),
+                 id="tags-that-transformers-adds"),
+    pytest.param(lambda c: edit_json(c / "config.json", hidden_size=None, vocab_size=None), id="no-sizes"),
+    pytest.param(lambda c: edit_json(c / "config.json", hidden_size=1, text_config={"hidden_size": 128}),
+                 id="composite"),
+    pytest.param(lambda c: edit_json(c / "config.json", hidden_size=256, word_embed_proj_dim=128), id="projected"),
+    pytest.param(lambda c: edit_json(c / "config.json", max_position_embeddings=256,
+                                     rope_parameters={"rope_type": "yarn", "factor": 4.0}), id="stretched-positions"),
+    pytest.param(lambda c: edit_json(c / "config.json", quantization_config={"quant_method": "gptq"}), id="packed"),
+])  # fmt: skip
+def test_an_unusual_checkpoint_that_can_be_served_passes(
+    project: Path, copied: Path, change: Callable[[Path], Any]
+) -> None:
+    change(copied)
+    check(project, "candidates//plain", {"checkpoint": str(copied)})
+
+
+@pytest.mark.parametrize("key", ["", "text_config"])
+def test_a_context_beyond_the_models_positions_is_refused(project: Path, copied: Path, key: str) -> None:
+    limit = {"max_position_embeddings": 256}
+    edit_json(copied / "config.json", **({key: limit} if key else limit))
+    assert refusal(project, "candidates//plain", {"checkpoint": str(copied)}) == (
+        "serving.context_length: expected at most 256, the max_position_embeddings of "
+        f"{copied}/config.json, got 512; lower it")
+
+
+def test_what_an_endpoint_brings_itself_is_not_checked(project: Path, copied: Path) -> None:
+    (copied / "chat_template.jinja").unlink()
+    edit_json(copied / "config.json", max_position_embeddings=256)
+    endpoint = {"base_url": "http://localhost:8000", "model": "m"}
+    check(project, "candidates//there", {"checkpoint": str(copied), "endpoint": endpoint})
+    (copied / "model.safetensors").unlink()  # but the stage optimize describes the weights
+    said = refusal(project, "candidates//there", {"checkpoint": str(copied), "endpoint": endpoint})
+    assert said.startswith(f"candidates.there.checkpoint: {copied}: expected model.safetensors")
+
+
+def test_a_checkpoint_is_checked_without_its_libraries(copied: Path) -> None:
+    """Also one whose tokenizer is of an older kind: loading it would import transformers."""
+    vocabulary = json.loads((copied / "tokenizer.json").read_text())["model"]["vocab"]
+    (copied / "tokenizer.json").unlink()
+    (copied / "vocab.json").write_text(json.dumps(vocabulary))
+    code = (f"import sys, pathlib, pipeline.checkpoints as c; c.open_checkpoint(pathlib.Path({str(copied)!r})); "
+            "print([m for m in ('torch', 'transformers') if m in sys.modules])")  # fmt: skip
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert child.stdout.strip() == "[]", child.stderr
+
+
 def speculative(draft: Path) -> list[dict[str, Any]]:
     return [{"kind": "speculative", "method": "draft_model", "draft": str(draft), "num_tokens": 3}]
 
@@ -191,7 +307,8 @@ def test_a_broken_case_is_refused_before_any_work(project: Path, tmp_path: Path,
     cases.write_text(cases.read_text().replace('"text": "b"', '"txet": "b"'))
     with pytest.raises(EvalsetError) as caught:
         check(project, path, str(folder))
-    assert str(caught.value).startswith(f"{cases}:2: text: Field required") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{cases}:2: text: expected this key, found none")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_that_two_evals_name_is_read_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

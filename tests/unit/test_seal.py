@@ -111,12 +111,12 @@ def test_sealing_twice_changes_nothing(tmp_path: Path, name: str) -> None:
 
 def test_what_can_not_be_sealed_is_said_and_the_card_stays(tmp_path: Path) -> None:
     broken = json.dumps(CASES[0]) + '\n{"id": "n9", "cluster": "c"}\n'
-    assert refusal(write(tmp_path / "a", cases=broken)).startswith("cases.jsonl:2: text: Field required")
+    assert refusal(write(tmp_path / "a", cases=broken)).startswith("cases.jsonl:2: text: expected this key, found none")
     assert refusal(write(tmp_path / "b", cases="")) == "cases.jsonl: expected at least one case, found none"
     unfinished = write(tmp_path / "c", "kind: trajectories\nname: notes\nversion: 1.0\nlicense: CC0-1.0\n")
     assert refusal(unfinished) == (
         "card.yaml: expected licence, description, made_by, cluster, tools, found none; unknown license, remove or "
-        "correct the spelling; version: Input should be a valid string, got 1.0")
+        "correct the spelling; version: expected text, got 1.0")
     folder = write(tmp_path / "d")
     (folder / "card.yaml").unlink()
     assert refusal(folder) == (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.errors import JournalError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import Judgement
 from pipeline.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
@@ -150,5 +152,33 @@ def test_logging_twice_adds_nothing_and_a_new_verdict_replaces(runs: list[RunCon
     (table,) = (tmp_path / "mlartifacts").glob(f"{first[1].run_id}/artifacts/predictions.json")
     assert json.loads(table.read_text())["columns"] == ["id", "output", "ok", "prompt", "eval"]
 
+    other = tmp_path / "other"  # the client keeps a store that it has opened
+    other.mkdir()
+    shutil.copy(tmp_path / "mlflow.db", other)
+    with sqlite3.connect(other / "mlflow.db") as database:
+        database.execute("update alembic_version set version_num = 'f00d'")
+    assert "Detected out-of-date database schema (found version f00d, but expected " in refusal(runs, other)
+
     write_pages(first, tmp_path)
     assert first[0].run_id in (tmp_path / PAGES_FILE).read_text()
+
+
+def refusal(runs: list[RunContents], root: Path) -> str:
+    with pytest.raises(JournalError) as caught:
+        log_runs(runs, root)
+    assert str(caught.value).startswith(f"{root / 'mlflow.db'}: expected a store that MLflow can write, got ")
+    assert "; if it is damaged or of another version, move it away and run `dvc repro " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_damaged_store_is_one_line(runs: list[RunContents], tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"\0garbage" * 1000)
+    assert "DatabaseError: (sqlite3.DatabaseError) file is not a database; " in refusal(runs, tmp_path)
+
+
+def test_a_store_of_an_unknown_version_is_one_line(runs: list[RunContents], tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("create table alembic_version (version_num varchar(32) not null)")
+        database.execute("insert into alembic_version values ('f00d')")
+    assert "CommandError: Can't locate revision identified by 'f00d'; " in refusal(runs, tmp_path)
