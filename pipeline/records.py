@@ -227,6 +227,7 @@ class EvalFile(Record):
     """
 
     kind: str
+    settings: dict[str, Any]  # of params.yaml, as it was evaluated
     key: str
     evalset_digest: str
     num_cases: int
@@ -275,6 +276,7 @@ class Comparison(Record):
     unit: str
     n: int
     num_clusters: int
+    effective_clusters: float  # clusters of equal weight that would carry as much information
     b: int | None = None  # reference right, candidate wrong
     c: int | None = None  # reference wrong, candidate right
     harm: float

@@ -34,4 +34,18 @@ def read_candidate(build: Path, name: str, params: Params) -> Candidate:
     built = read_record(path, BuiltCandidate)
     if built.name != name:
         raise EvidenceError(f"{path}: expected candidate {name!r}, found {built.name!r}; run `dvc repro`")
+    _check_steps(path, built, params)
     return serve(built, params)
+
+
+def _check_steps(path: Path, built: BuiltCandidate, params: Params) -> None:
+    """Refuse weights that other steps than those of params.yaml made; a record of a step says more than was asked."""
+    asked = [step.model_dump(mode="json") for step in params.candidates[built.name].steps]
+    kinds = [[step["kind"] for step in steps] for steps in (asked, built.steps)]
+    if kinds[0] != kinds[1]:
+        raise EvidenceError(f"{path}: expected steps {kinds[0]}, as params.yaml asks, got {kinds[1]}; run `dvc repro`")
+    for i, (step, record) in enumerate(zip(asked, built.steps, strict=True)):
+        for key, value in step.items():
+            if record.get(key) != value:
+                raise EvidenceError(f"{path}: steps.{i}.{key}: expected {value!r}, as params.yaml asks, got "
+                                    f"{record.get(key)!r}; run `dvc repro`")

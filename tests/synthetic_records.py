@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from pipeline.digests import digest_file, digest_json, digest_text
-from pipeline.params import Params, parse_params
+from pipeline.params import (
+    Calibration,
+    GptqStep,
+    HarnessEval,
+    Params,
+    PerplexityEval,
+    ToolCallsEval,
+    TrajectoriesEval,
+    parse_params,
+)
 from pipeline.records import (
     BuiltCandidate,
     Candidate,
@@ -33,7 +42,14 @@ from pipeline.records import (
     write_text,
 )
 
-EVAL_KINDS = {"workflows": "trajectories", "calls": "tool_calls", "choices": "harness", "prose": "perplexity"}
+STEP = GptqStep(kind="gptq", calibration=Calibration(sources=["long"], num_samples=128, max_tokens=256,
+                                                     length_exponent=1.0))
+_EVALS = (TrajectoriesEval(kind="trajectories", evalset="evalsets/workflows", max_turns=16),
+          ToolCallsEval(kind="tool_calls", evalset="evalsets/tool_calls"), HarnessEval(kind="harness", task="choices"),
+          PerplexityEval(kind="perplexity", evalset="evalsets/prose"))
+EVAL_SETTINGS = {name: settings.model_dump(mode="json")
+                 for name, settings in zip(("workflows", "calls", "choices", "prose"), _EVALS, strict=True)}
+EVAL_KINDS = {name: settings["kind"] for name, settings in EVAL_SETTINGS.items()}
 _TOP_K = 8
 WEIGHTS = "model.safetensors"
 
@@ -55,7 +71,6 @@ class Behaviour:
 
 def make_params(candidates: Sequence[str], release: Sequence[str], **gate: Any) -> Params:
     """Return settings for the four evals of the tree."""
-    calibration = {"sources": ["long"], "num_samples": 128, "max_tokens": 256, "length_exponent": 1.0}
     settings = {"alpha": 0.05, "on_inconclusive": "warn", "tripwires": {"prose/kl_nats_per_token": 0.02},
                 "tolerances": {
                     "workflows/task_completion_rate": {"overall": 0.02, "buckets": {"constraint_retention": 0.05}},
@@ -66,15 +81,12 @@ def make_params(candidates: Sequence[str], release: Sequence[str], **gate: Any) 
         "reference": "reference", "release": list(release),
         "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
         "candidates": {"reference": {"checkpoint": "models/agent"}} | {
-            name: {"checkpoint": "models/agent", "steps": [{"kind": "gptq", "calibration": calibration}]}
+            name: {"checkpoint": "models/agent", "steps": [STEP.model_dump()]}
             for name in candidates},
         "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 32, "num_servers": 2,
                     "num_threads": 1, "context_length": 1024, "max_tokens": 128, "request_timeout_s": 60.0,
                     "start_timeout_s": 60.0},
-        "evals": {"workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 16},
-                  "calls": {"kind": "tool_calls", "evalset": "evalsets/tool_calls"},
-                  "choices": {"kind": "harness", "task": "choices"},
-                  "prose": {"kind": "perplexity", "evalset": "evalsets/prose"}},
+        "evals": EVAL_SETTINGS,
         "gate": settings | gate,
     })
 
@@ -108,7 +120,7 @@ def make_candidate(name: str) -> Candidate:
     coverage += [LayerCoverage(layer="lm_head", format="float32", num_bytes=3_000_000, asked=False)]
     return Candidate(
         name=name, serving=ServingConfig(), coverage=tuple(coverage), libraries={"torch": "2.13.0"},
-        steps=({"kind": "gptq", "bits": 4, "group_size": 128, "symmetric": True},) if quantised else (),
+        steps=(STEP.model_dump(mode="json"),) if quantised else (),
         fallbacks=(Fallback(layer="lm_head", reason="excluded by the step"),) if quantised else (),
         checkpoint=Checkpoint(path=f"build/candidates/{name}/checkpoint", kind="llama", num_parameters=2_000_000,
                               format="compressed-tensors" if quantised else "dense", dtype="float32",
@@ -140,8 +152,9 @@ def _write_eval(
         records = [_case(eval_name, kind, i, candidate, behaviour, seed) for i in range(num_cases)]
     path = folder / f"{eval_name}.jsonl"
     write_cases(path, records)
-    return EvalFile(kind=kind, key=digest_text(kind), evalset_digest=digest_text(eval_name), num_cases=len(records),
-                    records=path.name, sha256=digest_file(path))
+    return EvalFile(kind=kind, settings=EVAL_SETTINGS[eval_name], key=digest_text(kind),
+                    evalset_digest=digest_text(eval_name), num_cases=len(records), records=path.name,
+                    sha256=digest_file(path))
 
 
 def _case(eval_name: str, kind: str, i: int, candidate: Candidate, behaviour: Behaviour, seed: int) -> CaseRecord:

@@ -210,8 +210,9 @@ def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
 
 def _describe_file(job: _Eval, folder: Path, num_cases: int) -> EvalFile:
     records, arrays = folder / f"{job.name}.jsonl", folder / f"{job.name}.npz"
-    return EvalFile(kind=job.settings.kind, key=job.key, evalset_digest=job.evalset_digest, num_cases=num_cases,
-                    records=records.name, sha256=digest_file(records),
+    return EvalFile(kind=job.settings.kind, settings=job.settings.model_dump(mode="json"), key=job.key,
+                    evalset_digest=job.evalset_digest, num_cases=num_cases, records=records.name,
+                    sha256=digest_file(records),
                     arrays_sha256=digest_file(arrays) if arrays.is_file() else None)  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_bu
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
 from pipeline.gate.speculation import check_speculation
-from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, describe_policy, is_blocking
+from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, Policy, describe_policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
 from pipeline.records import CaseRecord, Comparison, Metric, Verdict
@@ -58,9 +58,9 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
     """
     policy = describe_policy(params)
     kinds = policy.eval_kinds
-    reference = _load(build, params.reference, params, kinds)
+    reference = _load(build, params.reference, params, policy)
     _describe(reference, kinds)
-    measured = {name: _measure_candidate(_load(build, name, params, kinds), reference, params, kinds)
+    measured = {name: _measure_candidate(_load(build, name, params, policy), reference, params, kinds)
                 for name in params.candidates if name != params.reference}
     comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
                             alpha=params.gate.alpha)
@@ -74,11 +74,11 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
     return ReleaseComparison(judgement, {params.reference: reference, **measured})
 
 
-def _load(build: Path, name: str, params: Params, kinds: dict[str, str]) -> Measured:
+def _load(build: Path, name: str, params: Params, policy: Policy) -> Measured:
     measured = Measured()
     step = params.candidates[name].speculative
     try:
-        measured.evidence = load_evidence(build, read_candidate(build, name, params), kinds)
+        measured.evidence = load_evidence(build, read_candidate(build, name, params), policy.evals)
         measured.refusals += measured.evidence.problems.values()
         measured.refusals += check_speculation(measured.evidence, step.min_acceptance if step else None)
     except EvidenceError as error:
@@ -134,8 +134,8 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
                 check_loss_can_show(measurement, definition)
                 measured.measurements.append(measurement)
             except EvidenceError as error:
-                # a bucket that nothing gates may be too small to compare; the overall metric may not
-                (measured.notes if bucket and allowed is None else measured.refusals).append(str(error))
+                # what nothing gates may be too small to compare
+                (measured.notes if allowed is None else measured.refusals).append(str(error))
     _measure_tripwires(measured, reference, eval_name, params)
 
 

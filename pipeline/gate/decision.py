@@ -3,7 +3,8 @@
 With harm D (positive = the candidate is worse), one-sided bounds L and U at confidence 1 - alpha,
 and tolerance delta:
 
-    pass          U <= delta on at least 30 clusters: the loss is proven to be no larger than tolerated
+    pass          U <= delta on at least 30 effective clusters: the loss is proven to be no larger than
+                  tolerated; unless the gain is larger than delta and no chance, which is suspicious
     fail          D > delta, and the sign-flip test rejects "no difference" after Holm: p <= alpha
     inconclusive  anything else; the sentence says on which side of the tolerance it was seen
     refused       the evidence is not fit to be judged: decided in `pairing.py`, before any number
@@ -21,11 +22,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.gate.statistics import holm
+from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
 from pipeline.gate.wording import format_count, format_harm, format_p, format_tolerance
 from pipeline.records import Comparison
 
 Outcome = Literal["pass", "fail", "inconclusive", "refused"]
-MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Measurement:
     unit: str
     n: int
     num_clusters: int
+    effective_clusters: float
     b: int | None
     c: int | None
     harm: float
@@ -80,8 +82,8 @@ def judge(measurement: Measurement, p_holm: float | None, *, alpha: float) -> Co
     m = measurement
     return Comparison(
         metric=m.metric, bucket=m.bucket, reference=m.reference, candidate=m.candidate, unit=m.unit, n=m.n,
-        num_clusters=m.num_clusters, b=m.b, c=m.c, harm=m.harm, low=m.low, high=m.high, p=m.p, p_holm=p_holm,
-        tolerance=m.tolerance, outcome=outcome, sentence=sentence,
+        num_clusters=m.num_clusters, effective_clusters=m.effective_clusters, b=m.b, c=m.c, harm=m.harm, low=m.low,
+        high=m.high, p=m.p, p_holm=p_holm, tolerance=m.tolerance, outcome=outcome, sentence=sentence,
     )
 
 
@@ -91,8 +93,12 @@ def _decide(
     if m.tolerance is None or p_holm is None:
         return "reported", "not gated: no tolerance is set"
     allowed = format_tolerance(m.metric, m.tolerance)
-    if m.high <= m.tolerance and m.num_clusters >= MIN_CLUSTERS:
-        return "pass", _passing_sentence(m, allowed, alpha)
+    if m.harm < -m.tolerance and m.p_gain <= alpha:
+        return "inconclusive", (f"suspicious gain: better by {format_harm(m.metric, -m.harm)}, more than the "
+                                f"tolerance of {allowed}; check that both sides did the same work, or pin the better "
+                                "one as the reference")
+    if is_proven(m.high, m.tolerance, m.effective_clusters):
+        return "pass", f"proven: the loss is at most {format_harm(m.metric, m.high)}, tolerated {allowed}"
     if m.harm > m.tolerance and p_holm <= alpha:
         flips = f" (b {m.b} against c {m.c})" if m.b is not None else ""
         return "fail", (f"beyond tolerance: lost {format_harm(m.metric, m.harm)}{flips}, tolerated {allowed}, "
@@ -100,21 +106,16 @@ def _decide(
     if m.harm > m.tolerance:
         return "inconclusive", (f"beyond tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
                                 f"could be noise (p {format_p(p_holm)} after Holm)")
-    if m.num_clusters < MIN_CLUSTERS:
-        return "inconclusive", (f"within tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
-                                f"not proven: {m.num_clusters} clusters are too few to bound a loss, "
-                                f"at least {MIN_CLUSTERS} are needed")
-    more = f"{format_count(m.more_cases)} more cases" if m.more_cases is not None else "no affordable number of cases"
-    return "inconclusive", (f"within tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
-                            f"not proven (the loss may be {format_harm(m.metric, m.high)}): {more} "
-                            "would prove it at this rate of flips")
-
-
-def _passing_sentence(m: Measurement, allowed: str, alpha: float) -> str:
-    if m.tolerance is not None and m.harm < -m.tolerance and m.p_gain <= alpha:
-        return (f"suspicious gain: better by {format_harm(m.metric, -m.harm)}, more than the tolerance of {allowed}; "
-                "check that both sides did the same work")
-    return f"proven: the loss is at most {format_harm(m.metric, m.high)}, tolerated {allowed}"
+    seen = f"within tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), not proven"
+    if m.effective_clusters < MIN_CLUSTERS:
+        return "inconclusive", (f"{seen}: its {m.num_clusters} clusters weigh as much as {m.effective_clusters:.0f} of "
+                                f"equal size, too few to bound a loss; at least {MIN_CLUSTERS} are needed")
+    if m.more_cases is None:
+        outlook = "no affordable number of cases would prove it at this rate of flips"
+    else:
+        outlook = (f"about {format_count(m.more_cases)} more cases, in clusters of their own, would give an even "
+                   "chance to prove it at this rate of flips")
+    return "inconclusive", f"{seen} (the loss may be {format_harm(m.metric, m.high)}): {outlook}"
 
 
 def combine(comparisons: Iterable[Comparison], refusals: Sequence[str]) -> Outcome:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipeline.errors import EvidenceError
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.gate.statistics import Bounds, proportion_interval, ratio_bounds
+from pipeline.gate.statistics import Bounds, effective_clusters, proportion_interval, ratio_bounds
 from pipeline.gate.wording import definition_of, format_threshold, format_value
 from pipeline.records import Comparison
 
@@ -196,7 +196,9 @@ def _report_tripwire(
         sentence = f"quiet: not above the threshold of {format_threshold(metric, threshold)}"
     return Comparison(
         metric=metric, bucket=None, reference=0.0, candidate=bounds.harm, unit=definition_of(metric).unit,
-        n=len(pairs.reference), num_clusters=int(pairs.clusters.max()) + 1, b=count, c=None if count is None else 0,
-        harm=bounds.harm, low=bounds.low, high=bounds.high, tolerance=None, outcome="reported",
+        n=len(pairs.reference), num_clusters=int(pairs.clusters.max()) + 1,
+        effective_clusters=effective_clusters(np.ones(len(pairs.clusters)), pairs.clusters),
+        b=count, c=None if count is None else 0, harm=bounds.harm, low=bounds.low, high=bounds.high, tolerance=None,
+        outcome="reported",
         sentence="; ".join(filter(None, [sentence, note])),
     )

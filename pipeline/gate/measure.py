@@ -22,6 +22,7 @@ from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
 from pipeline.gate.statistics import (
     Bounds,
     cases_to_prove,
+    effective_clusters,
     proportion_bounds,
     proportion_interval,
     ratio_bounds,
@@ -175,9 +176,10 @@ def _compare_scores(
     harm, low, high = (_harm_scale(definition, x) for x in (bounds.harm, bounds.low, bounds.high))
     return Measurement(
         metric=name, bucket=bucket, reference=reference.value(), candidate=candidate.value(), unit=definition.unit, n=n,
-        num_clusters=int(clusters.max()) + 1, b=b, c=c, harm=harm, low=low, high=high,
+        num_clusters=int(clusters.max()) + 1, effective_clusters=effective_clusters(reference.weights, clusters),
+        b=b, c=c, harm=harm, low=low, high=high,
         p=sign_flip_p(d, clusters), p_gain=sign_flip_p(-d, clusters), tolerance=tolerance,
-        more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, n, tolerance, alpha),
+        more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, clusters, tolerance, alpha),
     )
 
 
@@ -186,15 +188,17 @@ def _harm_scale(definition: MetricDefinition, difference: float) -> float:
 
 
 def _more_cases(
-    definition: MetricDefinition, bounds: Bounds, b: int | None, c: int | None, n: int, tolerance: float, alpha: float
+    definition: MetricDefinition, bounds: Bounds, b: int | None, c: int | None, clusters: Ints, tolerance: float,
+    alpha: float,
 ) -> int | None:
-    """Return how many more cases would prove the tolerance if flips and spread stay as seen."""
-    limit = math.log1p(tolerance) if definition.harm == "relative" else tolerance
+    """Return how many more cases would prove the tolerance if flips, spread and clusters stay as seen."""
+    n, limit = len(clusters), math.log1p(tolerance) if definition.harm == "relative" else tolerance
     if bounds.harm >= limit or bounds.high <= limit:
         return None
     if b is not None and c is not None:
-        deff = bounds.design_effect
+        deff, size = bounds.design_effect, n / effective_clusters(np.ones(n), clusters)
         more = cases_to_prove(b / deff, c / deff, n / deff, limit, confidence=1 - alpha)
-        return None if more is None else math.ceil(more * deff)
+        without_flips = cases_to_prove(0, 0, n / size, limit, confidence=1 - alpha)
+        return None if more is None or without_flips is None else math.ceil(max(more * deff, without_flips * size))
     factor = ((bounds.high - bounds.harm) / (limit - bounds.harm)) ** 2
     return math.ceil(n * (factor - 1)) if factor <= 1_000 else None

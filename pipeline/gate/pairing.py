@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,13 +64,13 @@ class PairedCases:
     clusters: NDArray[np.int64]
 
 
-def load_evidence(build: Path, candidate: Candidate, eval_kinds: Mapping[str, str]) -> Evidence:
+def load_evidence(build: Path, candidate: Candidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
     """Load and check the records of one candidate.
 
     Args:
         build: the folder that holds `evaluations/`.
         candidate: what would ship.
-        eval_kinds: the evals that the settings ask for, and the kind of each.
+        evals: the evals that params.yaml asks for, with the settings of each.
 
     Raises:
         EvidenceError: nothing about this candidate can be judged.
@@ -80,9 +81,9 @@ def load_evidence(build: Path, candidate: Candidate, eval_kinds: Mapping[str, st
     _check_identity(candidate, evaluation, folder / "evaluation.json")
     records: dict[str, list[CaseRecord]] = {}
     problems: dict[str, str] = {}
-    for eval_name, kind in eval_kinds.items():
+    for eval_name, settings in evals.items():
         try:
-            records[eval_name] = _load_eval(folder, evaluation, eval_name, kind)
+            records[eval_name] = _load_eval(folder, evaluation, eval_name, settings)
         except EvidenceError as error:
             problems[eval_name] = f"{eval_name} of {name}: {error}"
     return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems)
@@ -104,18 +105,19 @@ def _check_identity(candidate: Candidate, evaluation: Evaluation, path: Path) ->
                                 f"{found[key]!r}; run `dvc repro` to evaluate it again")
 
 
-def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, kind: str) -> list[CaseRecord]:
+def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, settings: dict[str, Any]) -> list[CaseRecord]:
     if eval_name not in evaluation.evals:
         raise EvidenceError(f"not evaluated; {folder / 'evaluation.json'} holds {sorted(evaluation.evals)}")
     file = evaluation.evals[eval_name]
     path = folder / file.records
-    if file.kind != kind:
-        raise EvidenceError(f"{path}: expected records of kind {kind!r}, got {file.kind!r}")
-    if not path.is_file():
-        raise EvidenceError(f"{path}: expected case records, found no file; run `dvc repro`")
+    for key in settings | file.settings:
+        asked, found = (side.get(key, "nothing") for side in (settings, file.settings))
+        if asked != found:
+            raise EvidenceError(f"{path}: evals.{eval_name}.{key}: expected {asked!r}, as params.yaml asks, evaluated "
+                                f"with {found!r}; run `dvc repro`")
     _check_sealed(path, file.sha256, "records")
     arrays = path.with_suffix(".npz")
-    if file.arrays_sha256 is not None and arrays.is_file():
+    if file.arrays_sha256 is not None:
         _check_sealed(arrays, file.arrays_sha256, "arrays")
     records = read_cases(path)
     _check_records(path, records, file, evaluation.fingerprint)
@@ -123,6 +125,8 @@ def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, kind: str) 
 
 
 def _check_sealed(path: Path, sha256: str, what: str) -> None:
+    if not path.is_file():
+        raise EvidenceError(f"{path}: expected {what}, found no file; run `dvc repro`")
     if (found := digest_file(path)) != sha256:
         raise EvidenceError(f"{path}: expected sha256 {sha256[:12]}, got {found[:12]}; "
                             f"the {what} were edited or cut after they were written")
@@ -154,10 +158,14 @@ def pair_cases(reference: Evidence, candidate: Evidence, eval_name: str) -> Pair
     Raises:
         EvidenceError: the evalsets differ, or a case has no partner.
     """
-    ours, theirs = (e.evaluation.evals[eval_name].evalset_digest for e in (reference, candidate))
-    if ours != theirs:
+    ours, theirs = (e.evaluation.evals[eval_name] for e in (reference, candidate))
+    if ours.evalset_digest != theirs.evalset_digest:
         raise EvidenceError(f"{eval_name}: reference and candidate answered different evalsets "
-                            f"({ours[:12]} and {theirs[:12]}); run `dvc repro` to evaluate both on one")
+                            f"({ours.evalset_digest[:12]} and {theirs.evalset_digest[:12]}); run `dvc repro` to "
+                            "evaluate both on one")
+    if ours.key != theirs.key:
+        raise EvidenceError(f"{eval_name}: reference and candidate were asked or scored by different settings or code "
+                            f"({ours.key[:12]} and {theirs.key[:12]}); run `dvc repro` to evaluate both alike")
     return align(reference.records[eval_name], candidate.records[eval_name], where=eval_name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.gate.pairing import Evidence
-from pipeline.records import SpeculationCounts
+from pipeline.records import SpeculationCounts, sum_speculation
 
 
 def check_speculation(evidence: Evidence, min_acceptance: float | None) -> list[str]:
@@ -17,6 +17,11 @@ def check_speculation(evidence: Evidence, min_acceptance: float | None) -> list[
     if asked is None:
         return []
     where = f"speculation of {evidence.candidate.name}"
+    if not evidence.problems:
+        recorded = sum_speculation(r.speculation for records in evidence.records.values() for r in records)
+        if recorded != counts:
+            return [f"{where}: the evaluation's sum differs from what its records counted; run `dvc repro` to evaluate "
+                    "it again"]
     if counts is None or not counts.num_drafted:
         return [f"{where}: {asked.method} was asked for, and the evaluation shows no drafted token; gate an eval that "
                 "generates text, or remove the speculative step"]

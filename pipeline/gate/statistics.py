@@ -82,20 +82,31 @@ def _score_excess(delta: float, b: float, c: float, n: float, z: float) -> float
     return (b - c - n * delta) ** 2 - z * z * variance
 
 
+def effective_clusters(weights: Floats, clusters: Ints) -> float:
+    """Return how many clusters of equal weight carry as much information: their number where all weigh the same.
+
+    One giant among a hundred small clusters counts for little more than two.
+
+    Reference: L. Kish, Survey Sampling (1965), section 8.2: the squared sum over the sum of squares.
+    """
+    sizes = np.bincount(clusters, weights=weights)
+    return float(sizes.sum() ** 2 / (sizes @ sizes))
+
+
 def design_effect(d: Floats, clusters: Ints) -> float:
     """Return how much wider the mean of `d` is than it would be without clusters, never below 1.
 
     The ratio of the cluster-robust variance of the mean to the variance of independent cases, with half
-    a cluster of average size added that flips as one. Where hardly anything flips, the data can't say
-    whether cases of a cluster flip together, and the prior half says that they do: without a single
-    flip n cases count as their clusters, and with many flips the half is outweighed.
+    a cluster added that flips as one, of the size of an average case's cluster. Where hardly anything
+    flips, the data can't say whether cases of a cluster flip together, and the prior half says that they
+    do: without a single flip n cases count as their effective clusters; many flips outweigh it.
     """
     n, num_clusters = len(d), int(clusters.max()) + 1
     if num_clusters == n:
         return 1.0
     if num_clusters == 1:
         return float(n)
-    residuals, size = d - d.mean(), n / num_clusters
+    residuals, size = d - d.mean(), n / effective_clusters(np.ones(n), clusters)
     sums = np.bincount(clusters, weights=residuals)
     clustered = float(sums @ sums) * num_clusters / (num_clusters - 1) + _PRIOR_CLUSTERS * size**2
     independent = float(residuals @ residuals) * n / (n - 1) + _PRIOR_CLUSTERS * size
@@ -105,24 +116,27 @@ def design_effect(d: Floats, clusters: Ints) -> float:
 def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds:
     """Return the harm of a 0/1 score and its Tango bounds on cluster-adjusted counts.
 
+    Clustered bounds are no narrower than those of as many clusters without any flip: what the clusters
+    can't prove for a perfect candidate they don't prove for one with a few flips.
+
     Args:
         d: reference minus candidate per case, in {-1, 0, 1}.
         clusters: cluster number per case, 0-based without holes.
         confidence: of each bound alone.
     """
-    n = len(d)
+    n, count = len(d), effective_clusters(np.ones(len(d)), clusters)
     b, c = float((d > 0).sum()), float((d < 0).sum())
-    deff = design_effect(d, clusters)
-    low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=_for_few_clusters(confidence, n, clusters))
+    deff, quantile = design_effect(d, clusters), _for_few_clusters(confidence, n, count)
+    low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=quantile)
+    if count < n:
+        without_flips = tango_bounds(0, 0, count, confidence=quantile)
+        low, high = min(low, without_flips[0]), max(high, without_flips[1])
     return Bounds((b - c) / n, low, high, deff)
 
 
-def _for_few_clusters(confidence: float, n: int, clusters: Ints) -> float:
+def _for_few_clusters(confidence: float, n: int, count: float) -> float:
     """Return the normal confidence whose quantile is Student's, when a design effect was estimated."""
-    num_clusters = int(clusters.max()) + 1
-    if num_clusters == n or num_clusters == 1:
-        return confidence
-    return float(ndtr(stdtrit(num_clusters - 1, confidence)))
+    return confidence if count == n or count < 2 else float(ndtr(stdtrit(count - 1, confidence)))
 
 
 def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: float) -> Bounds:
@@ -148,7 +162,7 @@ def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: floa
     residuals = np.bincount(clusters, weights=d - ratio * weights)
     squares = float(residuals @ residuals)
     error = math.sqrt(num_clusters / (num_clusters - 1) * squares) / total
-    t = float(stdtrit(num_clusters - 1, confidence))
+    t = float(stdtrit(max(effective_clusters(weights, clusters) - 1, 1.0), confidence))
     # skewness / sqrt(clusters)
     tail = float((residuals**3).sum()) / squares**1.5 if squares > 0 else 0.0
     further = (1 + 2 * t * t) / 6
@@ -227,7 +241,8 @@ def proportion_interval(scores: Floats, clusters: Ints, *, confidence: float = 0
     """
     p = float(scores.mean())
     n = len(scores) / design_effect(scores, clusters)
-    z = float(ndtri(_for_few_clusters(0.5 + confidence / 2, len(scores), clusters)))
+    count = effective_clusters(np.ones(len(scores)), clusters)
+    z = float(ndtri(_for_few_clusters(0.5 + confidence / 2, len(scores), count)))
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     reach = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, middle - reach), min(1.0, middle + reach)
@@ -244,8 +259,8 @@ def ratio_interval(
 def cases_to_prove(b: float, c: float, n: float, tolerance: float, *, confidence: float) -> int | None:
     """Return how many more cases would bring Tango's upper bound to the tolerance at the flips seen.
 
-    An outlook, not a promise: it assumes that the share of flips stays as it is. Counts are
-    effective counts where cases are clustered; multiply by the design effect.
+    An even chance, not a promise: it assumes that the new cases flip as the old ones did, and they will
+    as often do worse. Counts are effective counts where cases are clustered; multiply by the design effect.
 
     Returns:
         The number of additional cases, or None when more than 1,000 times as many would be needed.

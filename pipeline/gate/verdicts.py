@@ -12,13 +12,22 @@ from typing import Any, Literal
 
 from pipeline.digests import canonical_json, digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError
-from pipeline.gate.wording import format_harm, format_p, format_range, format_tolerance, format_value, name_comparison
+from pipeline.gate.wording import (
+    format_harm,
+    format_p,
+    format_range,
+    format_tolerance,
+    format_value,
+    name_comparison,
+    name_metric,
+)
 from pipeline.params import Params
 from pipeline.records import Comparison, Metric, Record, Verdict, write_text
 from pipeline.serving_config import read_candidate
 
 VERDICT_PATH = Path("reports/verdict.json")
 REPORT_PATH = Path("reports/report.md")
+MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
@@ -39,8 +48,13 @@ class Policy(Record):
     on_inconclusive: Literal["block", "warn"]
     tolerances: dict[str, GatedTolerance]
     tripwires: dict[str, float]
-    eval_kinds: dict[str, str]
+    evals: dict[str, dict[str, Any]]
     min_acceptance: dict[str, float] = {}  # of drafted tokens, by candidate
+
+    @property
+    def eval_kinds(self) -> dict[str, str]:
+        """The kind of each eval."""
+        return {name: settings["kind"] for name, settings in self.evals.items()}
 
 
 class Judgement(Record):
@@ -67,7 +81,7 @@ def describe_policy(params: Params) -> Policy:
         reference=params.reference, release=tuple(params.release), alpha=gate.alpha,
         on_inconclusive=gate.on_inconclusive, tripwires=gate.tripwires,
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
-        eval_kinds={name: settings.kind for name, settings in params.evals.items()},
+        evals={name: settings.model_dump(mode="json") for name, settings in params.evals.items()},
         min_acceptance={name: c.speculative.min_acceptance for name, c in params.candidates.items()
                         if c.speculative and c.speculative.min_acceptance is not None},
     )
@@ -115,6 +129,11 @@ def list_refusals(verdict: Verdict) -> list[str]:
     return [reason.removeprefix(REFUSED) for reason in verdict.reasons if reason.startswith(REFUSED)]
 
 
+def is_proven(high: float, tolerance: float, effective_clusters: float) -> bool:
+    """Say whether an upper bound of the harm proves a tolerance."""
+    return high <= tolerance and effective_clusters >= MIN_CLUSTERS
+
+
 def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     """Say whether a verdict keeps the release from going out.
 
@@ -140,13 +159,35 @@ def check_outcomes(judgement: Judgement) -> None:
         EvidenceError: a pass that its own numbers contradict: the file was edited.
     """
     for verdict in released_verdicts(judgement):
-        gated = [c for c in verdict.comparisons if c.tolerance is not None]
-        wrong = [c for c in gated if (c.outcome == "pass") != (c.high <= (c.tolerance or 0.0))]
-        is_pass = bool(gated) and all(c.outcome == "pass" for c in gated) and not list_refusals(verdict)
-        if wrong or is_pass != (verdict.outcome == "pass"):
-            what = name_comparison(wrong[0]) if wrong else "the verdict"
-            raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: the outcome of {what} contradicts the numbers "
-                                "beside it; the file was edited: run `dvc repro -f -s compare`")
+        gated = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
+        wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, judgement.policy)]
+        if verdict.outcome == "pass":
+            wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
+        is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not list_refusals(verdict)
+        if is_pass != (verdict.outcome == "pass"):
+            wrong.append("the verdict")
+        if wrong:
+            raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
+                                "policy beside it; the file was edited: run `dvc repro -f -s compare`")
+
+
+def _list_gated(policy: Policy) -> list[tuple[str, str | None]]:
+    return [(metric, bucket) for metric, tolerance in policy.tolerances.items()
+            for bucket in ([None] if tolerance.overall is not None else []) + list(tolerance.buckets)]
+
+
+def _contradicts(c: Comparison, policy: Policy) -> bool:
+    """Say whether a gated comparison does not follow from its own numbers and the policy."""
+    allowed = policy.tolerances.get(c.metric)
+    tolerance = c.tolerance or 0.0
+    if allowed is None or c.tolerance != (allowed.buckets.get(c.bucket) if c.bucket else allowed.overall):
+        return True
+    if not c.low <= c.harm <= c.high or (c.b is not None and abs(c.harm - (c.b - (c.c or 0)) / c.n) > 1e-9):
+        return True
+    if c.outcome == "pass":
+        return not is_proven(c.high, tolerance, c.effective_clusters)
+    # proven and yet no pass: only a gain larger than the tolerance
+    return is_proven(c.high, tolerance, c.effective_clusters) and c.harm >= -tolerance
 
 
 def check_candidates(judgement: Judgement, params: Params, root: Path) -> None:

@@ -14,6 +14,7 @@ from statsmodels.stats.proportion import proportion_confint
 from pipeline.gate.statistics import (
     cases_to_prove,
     design_effect,
+    effective_clusters,
     holm,
     proportion_bounds,
     proportion_interval,
@@ -127,6 +128,37 @@ def test_wrong_passes_stay_rare_when_losses_come_in_clusters(num_clusters, size,
         d = np.where(rng.random(len(clusters)) < intraclass, shared[clusters], own).astype(float)
         passes += proportion_bounds(d, clusters, confidence=0.95).high <= tolerance
     assert passes / runs <= 0.072  # 5 % and two standard errors of 400 runs
+
+
+@pytest.mark.parametrize(("sizes", "intraclass", "tolerance"), [
+    # where a giant cluster counts like any other, 13 to 69 % of these pass
+    ([100] * 5 + [2] * 100, 1.0, 0.05), ([300] + [1] * 100, 0.3, 0.03), ([20] * 20 + [1] * 60, 1.0, 0.05),
+    ([max(1, 300 // i) for i in range(1, 201)], 0.3, 0.05),
+], ids=["few-giants", "one-giant", "mixed", "zipf"])
+def test_wrong_passes_stay_rare_when_clusters_differ_in_size(sizes, intraclass, tolerance):
+    rng, clusters, passes, runs = np.random.default_rng(12), np.repeat(number_each(len(sizes)), sizes), 0, 300
+    for _ in range(runs):
+        shared, own = rng.random(len(sizes)) < tolerance, rng.random(len(clusters)) < tolerance
+        d = np.where(rng.random(len(clusters)) < intraclass, shared[clusters], own).astype(float)
+        passes += proportion_bounds(d, clusters, confidence=0.95).high <= tolerance
+    assert passes / runs <= 0.075
+
+
+def test_effective_clusters_are_kishs():
+    assert effective_clusters(np.ones(12), np.repeat(number_each(4), 3)) == pytest.approx(4)
+    giant = np.repeat(number_each(101), [300] + [1] * 100)
+    assert effective_clusters(np.ones(400), giant) == pytest.approx(400**2 / (300**2 + 100))
+    assert effective_clusters(np.array([8.0, 1.0, 1.0]), number_each(3)) == pytest.approx(100 / 66)
+
+
+@pytest.mark.parametrize(("num_clusters", "size"), [(100, 10), (60, 20), (40, 50), (400, 3)])
+def test_a_candidate_that_loses_more_is_never_bounded_lower_than_a_perfect_one(num_clusters, size):
+    clusters = np.repeat(number_each(num_clusters), size)
+    perfect = proportion_bounds(np.zeros(len(clusters)), clusters, confidence=0.95).high
+    for losses in range(1, min(num_clusters, 40)):
+        d = np.zeros(len(clusters))
+        d[np.arange(losses) * size] = 1
+        assert proportion_bounds(d, clusters, confidence=0.95).high >= perfect
 
 
 def test_without_a_flip_cases_count_as_their_clusters():

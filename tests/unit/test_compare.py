@@ -20,7 +20,7 @@ from pipeline.gate.report import render_report
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p
 from pipeline.gate.verdicts import render_gate
 from pipeline.params import CandidateSettings, Endpoint, SpeculativeStep
-from pipeline.records import Evaluation, SpeculationCounts, SpeculativeConfig, read_record, write_record
+from pipeline.records import BuiltCandidate, Evaluation, SpeculationCounts, SpeculativeConfig, read_record, write_record
 from tests.synthetic_records import (
     Behaviour,
     make_candidate,
@@ -64,7 +64,7 @@ def test_few_clusters_prove_nothing_but_can_fail():
     """29 cases without a flip have an upper bound of 8.5 points: below the tolerance, and still a guess."""
     unproven = judge_flips(0, 0, 29, right=29, tolerance=0.2)
     assert unproven.high <= 0.2 and unproven.outcome == "inconclusive"
-    assert unproven.sentence.endswith("29 clusters are too few to bound a loss, at least 30 are needed")
+    assert "its 29 clusters weigh as much as 29 of equal size, too few to bound a loss" in unproven.sentence
     assert judge_flips(0, 0, 30, right=30, tolerance=0.2).outcome == "pass"
     assert judge_flips(12, 0, 29, right=29, tolerance=0.2).outcome == "fail"
 
@@ -82,9 +82,11 @@ def test_nothing_is_rounded_before_it_is_compared():
     assert comparison.outcome == "inconclusive"
 
 
-def test_a_large_gain_passes_and_is_called_suspicious():
+def test_a_large_gain_is_suspicious_and_no_pass():
+    """A scorer that says yes to everything would otherwise ship whatever it scored."""
+    assert judge_flips(0, 4, 340, right=200).outcome == "pass"
     comparison = judge_flips(0, 40, 340, right=200)
-    assert comparison.outcome == "pass"
+    assert comparison.outcome == "inconclusive"
     assert comparison.sentence.startswith("suspicious gain: better by 11.76 points")
 
 
@@ -112,7 +114,8 @@ def measure_swapped(rng, clusters):
     bounds = proportion_bounds(d, clusters, confidence=0.95)
     return Measurement(
         metric="w/task_completion_rate", bucket=None, reference=0.8, candidate=0.8 - bounds.harm, unit="", n=len(d),
-        num_clusters=int(clusters.max()) + 1, b=int((d > 0).sum()), c=int((d < 0).sum()), harm=bounds.harm,
+        num_clusters=int(clusters.max()) + 1, effective_clusters=float(clusters.max()) + 1, b=int((d > 0).sum()),
+        c=int((d < 0).sum()), harm=bounds.harm,
         low=bounds.low, high=bounds.high, p=sign_flip_p(d, clusters), p_gain=1.0, tolerance=0.02, more_cases=None)
 
 
@@ -265,14 +268,18 @@ def speculate(build, counts, *, evaluated=SPECULATIVE):
     fingerprint = make_candidate("a").model_copy(update={"serving": serving}).fingerprint
     write_record(path, old.model_copy(update={"serving": serving, "fingerprint": fingerprint, "speculation": counts}))
     for name in old.evals:
-        rewrite_records(build, "a", name, lambda records: [
-            r.model_copy(update={"fingerprint": fingerprint}) for r in records])
+        rewrite_records(build, "a", name, lambda records, name=name: [
+            r.model_copy(update={"fingerprint": fingerprint,
+                                 "speculation": counts if (name, i) == ("calls", 0) else None})
+            for i, r in enumerate(records)])
 
 
 def judge_speculation(build, min_acceptance=None):
     params = make_params(["a"], ["a"])
     step = SpeculativeStep(kind="speculative", method="draft_model", draft="models/draft", num_tokens=2,
                            min_acceptance=min_acceptance)
+    path = build / "candidates/a/candidate.json"
+    write_record(path, read_record(path, BuiltCandidate).model_copy(update={"steps": (step.model_dump(mode="json"),)}))
     settings = CandidateSettings(checkpoint="models/agent", steps=[step])
     compared = compare_release(params.model_copy(update={"candidates": params.candidates | {"a": settings}}), build)
     return compared.judgement.verdicts[0], render_report(compared)
@@ -316,6 +323,52 @@ def test_another_speculation_than_the_candidates_is_named(tmp_path, change, said
     assert verdict.outcome == "refused" and said in verdict.reasons[0]
 
 
+def test_speculation_that_its_records_did_not_count_is_refused(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
+    speculate(build, COUNTS)
+    path = build / "evaluations/a/evaluation.json"
+    better = COUNTS.model_copy(update={"accepted_by_position": (99, 98)})
+    write_record(path, read_record(path, Evaluation).model_copy(update={"speculation": better}))
+    verdict, _ = judge_speculation(build)
+    assert verdict.outcome == "refused" and "differs from what its records counted" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(("key", "value"), [("key", "another"), ("settings", {"send_tools": True})])
+def test_sides_that_were_asked_or_scored_otherwise_are_refused(tmp_path, key, value):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
+    path = build / "evaluations/a/evaluation.json"
+    old = read_record(path, Evaluation)
+    file = old.evals["calls"]
+    edited = file.settings | value if key == "settings" else value
+    evals = old.evals | {"calls": file.model_copy(update={key: edited})}
+    write_record(path, old.model_copy(update={"evals": evals}))
+    verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
+    said = "evals.calls.send_tools: expected False" if key == "settings" else "by different settings or code"
+    assert verdict.outcome == "refused" and said in verdict.reasons[0]
+
+
+def test_arrays_that_are_gone_are_refused_as_edited_ones_are(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
+    path = build / "evaluations/a/evaluation.json"
+    old = read_record(path, Evaluation)
+    evals = old.evals | {"prose": old.evals["prose"].model_copy(update={"arrays_sha256": "0" * 64})}
+    write_record(path, old.model_copy(update={"evals": evals}))
+    (build / "evaluations/a/prose.npz").unlink()
+    verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
+    assert verdict.outcome == "refused" and "prose.npz: expected arrays, found no file" in verdict.reasons[0]
+
+
+def test_weights_that_other_steps_made_are_refused(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
+    params = make_params(["a"], ["a"])
+    step = params.candidates["a"].steps[0].model_copy(update={"group_size": 64})
+    asked = params.candidates["a"].model_copy(update={"steps": [step]})
+    params = params.model_copy(update={"candidates": params.candidates | {"a": asked}})
+    verdict = compare_release(params, build).judgement.verdicts[0]
+    assert verdict.outcome == "refused"
+    assert "candidate.json: steps.0.group_size: expected 64, as params.yaml asks, got 128" in verdict.reasons[0]
+
+
 @pytest.mark.parametrize(("url", "outcome"), [("http://127.0.0.1:1", "pass"), ("http://127.0.0.1:2", "pass")])
 def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(tmp_path, url, outcome):
     """Which port it listens on is no part of what it is."""
@@ -324,6 +377,7 @@ def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(t
     evaluation = read_record(path, Evaluation)
     attached = {"engine": "attached", "model": "m", "base_url": "http://127.0.0.1:1"}
     write_record(path, evaluation.model_copy(update={"serving": evaluation.serving.model_copy(update=attached)}))
+    write_candidate(build, make_candidate("a").model_copy(update={"steps": ()}))
     params = make_params(["a"], ["a"])
     endpoint = CandidateSettings(checkpoint="models/agent", endpoint=Endpoint(base_url=url, model="m"))
     params = params.model_copy(update={"candidates": params.candidates | {"a": endpoint}})

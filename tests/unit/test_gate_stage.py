@@ -22,6 +22,7 @@ from tests.synthetic_records import (
     WEIGHTS,
     Behaviour,
     make_params,
+    rewrite_records,
     write_tree,
 )
 
@@ -150,8 +151,44 @@ def test_gate_refuses_a_pass_that_its_own_numbers_contradict(project):
     bad = next(v for v in judgement.verdicts if v.candidate == "bad")
     edited = tuple(bad.model_copy(update={"outcome": "pass"}) if v is bad else v for v in judgement.verdicts)
     write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": edited, "outcome": "pass", "blocked_by": ()}))
-    with pytest.raises(EvidenceError, match="bad: the outcome of the verdict contradicts the numbers beside it"):
+    with pytest.raises(EvidenceError, match="bad: the verdict contradicts the numbers or the policy beside it"):
         run_gate()
+
+
+def forge(change):
+    """Return an edit of a verdict that makes each failing comparison pass in one way."""
+    def edit(verdict):
+        comparisons = [c.model_copy(update=change(c)) if c.outcome in ("fail", "inconclusive") else c
+                       for c in verdict.comparisons]
+        return verdict.model_copy(update={"outcome": "pass", "reasons": (), "comparisons": tuple(comparisons)})
+    return edit
+
+
+@pytest.mark.parametrize("edit", [
+    pytest.param(lambda v: v.model_copy(update={"outcome": "pass", "reasons": (), "comparisons": tuple(
+        c for c in v.comparisons if c.outcome not in ("fail", "inconclusive"))}), id="deleted"),
+    pytest.param(forge(lambda c: {"tolerance": 0.9, "outcome": "pass"}), id="another-tolerance"),
+    pytest.param(forge(lambda c: {"tolerance": None, "outcome": "reported"}), id="not-gated"),
+    pytest.param(forge(lambda c: {"high": 0.0, "outcome": "pass"}), id="bound-below-the-harm"),
+    pytest.param(forge(lambda c: {"low": -1.0, "harm": 0.0, "high": 0.0, "outcome": "pass"}), id="harm-without-flips"),
+])
+def test_gate_refuses_a_verdict_that_was_edited_into_a_pass(project, edit):
+    judgement = project("bad")
+    verdicts = tuple(edit(v) if v.candidate == "bad" else v for v in judgement.verdicts)
+    write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": verdicts, "outcome": "pass", "blocked_by": ()}))
+    with pytest.raises(EvidenceError, match="bad: .* contradicts the numbers or the policy beside it"):
+        run_gate()
+
+
+def test_a_bound_below_the_tolerance_on_few_clusters_is_no_forgery(project, tmp_path, capsys):
+    """The gate once called an honest run edited when 25 documents bounded a loss."""
+    for name in ("reference", "good", "bad"):
+        rewrite_records(tmp_path / "build", name, "prose", lambda records: records[:25])
+    judgement = project("good", on_inconclusive="warn")
+    prose = next(c for c in judgement.verdicts[0].comparisons if c.metric == "prose/perplexity_per_token")
+    assert prose.high <= 0.02 and prose.outcome == "inconclusive"
+    assert run_gate()[0] == 0
+    assert "too few to bound a loss" in capsys.readouterr().out
 
 
 def test_gate_refuses_a_record_that_points_at_other_weights(project, tmp_path):
