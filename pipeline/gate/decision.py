@@ -113,7 +113,7 @@ def _decide(
     if m.more_cases is None:
         outlook = "no affordable number of cases would prove it at this rate of flips"
     else:
-        outlook = (f"about {format_count(m.more_cases)} more cases, in clusters of their own, would give an even "
+        outlook = (f"{format_count(m.more_cases)} more cases, in clusters of their own, would give an even "
                    "chance to prove it at this rate of flips")
     return "inconclusive", f"{seen} (the loss may be {format_harm(m.metric, m.high)}): {outlook}"
 
