@@ -208,6 +208,10 @@ class CaseRecord(Record):
     fingerprint: str
 
 
+# the last line of an output when a conversation had no room left
+OUTGROWN = "(not asked: the conversation outgrew serving.context_length)"
+
+
 def describe_failures(records: Sequence[CaseRecord]) -> str | None:
     """Say how many cases have no judgement, of which class, and why the first has none; None when all are judged."""
     failed = [(r.case_id, " ".join(r.failure.split())) for r in records if r.failure is not None]

@@ -2,7 +2,8 @@
 
 Each turn is one request through the endpoint with the whole conversation so far. Text that is no
 call ends the workflow, as does a final tool, the turn limit, or a conversation that outgrows the
-context: a model that rambles until then has not completed its task. The score is 1 when every check of
+context: a model that rambles until then has not completed its task. Where the reference outgrows it,
+the context is too short for the evalset, and losses would hide there: that is a failure. The score is 1 when every check of
 the case holds in the final state: how the model got there does not matter, where it got to does.
 """
 
@@ -17,9 +18,8 @@ from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import check_prompts_fit, run_cases
 from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
 from pipeline.params import TrajectoriesEval
-from pipeline.records import CaseRecord, sum_speculation
+from pipeline.records import OUTGROWN, CaseRecord, sum_speculation
 
-OUTGROWN = "(not asked: the conversation outgrew serving.context_length)"
 TEMPLATE_TOKENS = 64  # what a chat template may add to a turn
 
 
@@ -43,9 +43,12 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
         for _ in range(settings.max_turns):
             try:
                 reply = await context.client.chat(messages, max_tokens=context.max_tokens, tools=tools, session=case.id)
-            except RequestError:
+            except RequestError as error:
                 if longest + context.max_tokens <= context.context_length:
                     raise
+                if context.is_reference:
+                    raise RequestError("the reference's conversation outgrew serving.context_length; raise it, or "
+                                       f"lower evals.{context.name}.max_turns: {error}") from error
                 turns.append(OUTGROWN)
                 break
             turns.append(describe_reply(reply))

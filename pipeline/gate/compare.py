@@ -24,7 +24,7 @@ from pipeline.gate.speculation import check_speculation
 from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, Policy, describe_policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
-from pipeline.records import CaseRecord, Comparison, Metric, Verdict
+from pipeline.records import OUTGROWN, CaseRecord, Comparison, Metric, Verdict
 from pipeline.serving_config import read_candidate
 
 
@@ -90,6 +90,9 @@ def _describe(measured: Measured, kinds: dict[str, str]) -> None:
     """Compute a candidate's own metrics from whatever records are fit."""
     for eval_name, records in (measured.evidence.records if measured.evidence else {}).items():
         clusters = _number_clusters(records)
+        if outgrown := sum(record.output.endswith(OUTGROWN) for record in records):
+            measured.notes.append(f"{eval_name}: {outgrown} of {len(records)} conversations outgrew "
+                                  "serving.context_length and count as wrong")
         for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
             if definition.is_gated:
                 try:
