@@ -27,7 +27,6 @@ class EvalContext:
         max_tokens: completion tokens a request.
         context_length: tokens the endpoint takes in one forward pass.
         fingerprint: of what answers; goes into every record.
-        is_reference: the others are compared with this one.
     """
 
     name: str
@@ -41,4 +40,3 @@ class EvalContext:
     max_tokens: int
     context_length: int
     fingerprint: str
-    is_reference: bool = False

@@ -92,7 +92,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
         kept = _read_kept(paths.last, candidate, engine)
         records = {job.name: _take_over(paths, job, kept[job.name])
                    if job.name in kept and kept[job.name].key == job.key
-                   else await _run_eval(job, candidate, engine, client, paths, root, params.reference)
+                   else await _run_eval(job, candidate, engine, client, paths, root)
                    for job in evals}  # fmt: skip
     _check_judged(candidate.name, records)
     evaluation = Evaluation(
@@ -151,14 +151,14 @@ def _take_over(paths: _Paths, job: _Eval, file: EvalFile) -> list[CaseRecord]:
 
 
 async def _run_eval(
-    job: _Eval, candidate: Candidate, engine: Engine, client: Client, paths: _Paths, root: Path, reference: str
+    job: _Eval, candidate: Candidate, engine: Engine, client: Client, paths: _Paths, root: Path
 ) -> list[CaseRecord]:
     start = time.monotonic()
     path = paths.journals / f"{job.name}.jsonl"
     with Journal(path, fingerprint=engine.fingerprint, key=job.key) as journal:
         if journal.num_torn_bytes:
             print(f"  {job.name}: dropped an unfinished last line of {path}", file=sys.stderr)
-        context = _make_context(job, candidate, engine, client, journal, root, paths.folder, reference)
+        context = _make_context(job, candidate, engine, client, journal, root, paths.folder)
         records = await EVALS[job.settings.kind](context)
     if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):
         raise EngineError(f"{job.name}: case {foreign.case_id!r} was answered by fingerprint "
@@ -170,9 +170,8 @@ async def _run_eval(
 
 
 def _make_context(
-    job: _Eval, candidate: Candidate, engine: Engine, client: Client, journal: Journal, root: Path, folder: Path,
-    reference: str,
-) -> EvalContext:  # fmt: skip
+    job: _Eval, candidate: Candidate, engine: Engine, client: Client, journal: Journal, root: Path, folder: Path
+) -> EvalContext:
     return EvalContext(
         name=job.name,
         settings=job.settings,
@@ -185,7 +184,6 @@ def _make_context(
         max_tokens=candidate.serving.max_tokens,
         context_length=candidate.serving.context_length,
         fingerprint=engine.fingerprint,
-        is_reference=candidate.name == reference,
     )
 
 

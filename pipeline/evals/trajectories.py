@@ -2,9 +2,8 @@
 
 Each turn is one request through the endpoint with the whole conversation so far. Text that is no
 call ends the workflow, as does a final tool, the turn limit, or a conversation that outgrows the
-context: a model that rambles until then has not completed its task. Where the reference outgrows it,
-the context is too short for the evalset, and losses would hide there: that is a failure. The score is 1 when every check of
-the case holds in the final state: how the model got there does not matter, where it got to does.
+context: a model that rambles until then has not completed its task. The score is 1 when every check
+of the case holds in the final state: how the model got there does not matter, where it got to does.
 """
 
 from __future__ import annotations
@@ -43,12 +42,9 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
         for _ in range(settings.max_turns):
             try:
                 reply = await context.client.chat(messages, max_tokens=context.max_tokens, tools=tools, session=case.id)
-            except RequestError as error:
+            except RequestError:
                 if longest + context.max_tokens <= context.context_length:
                     raise
-                if context.is_reference:
-                    raise RequestError("the reference's conversation outgrew serving.context_length; raise it, or "
-                                       f"lower evals.{context.name}.max_turns: {error}") from error
                 turns.append(OUTGROWN)
                 break
             turns.append(describe_reply(reply))

@@ -60,6 +60,7 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
     kinds = policy.eval_kinds
     reference = _load(build, params.reference, params, policy)
     _describe(reference, kinds)
+    _check_room(reference, is_reference=True)
     measured = {name: _measure_candidate(_load(build, name, params, policy), reference, params, kinds)
                 for name in params.candidates if name != params.reference}
     comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
@@ -90,15 +91,23 @@ def _describe(measured: Measured, kinds: dict[str, str]) -> None:
     """Compute a candidate's own metrics from whatever records are fit."""
     for eval_name, records in (measured.evidence.records if measured.evidence else {}).items():
         clusters = _number_clusters(records)
-        if outgrown := sum(record.output.endswith(OUTGROWN) for record in records):
-            measured.notes.append(f"{eval_name}: {outgrown} of {len(records)} conversations outgrew "
-                                  "serving.context_length and count as wrong")
         for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
             if definition.is_gated:
                 try:
                     measured.metrics += describe_metrics(records, definition, clusters, eval_name=eval_name)
                 except EvidenceError as error:
                     measured.refusals.append(str(error))
+
+
+def _check_room(measured: Measured, *, is_reference: bool) -> None:
+    """Say where conversations outgrew the context; where the reference's did, losses would hide: both sides are wrong."""
+    for eval_name, records in (measured.evidence.records if measured.evidence else {}).items():
+        if outgrown := sum(record.output.endswith(OUTGROWN) for record in records):
+            what = f"{eval_name}: {outgrown} of {len(records)} conversations outgrew serving.context_length"
+            if is_reference:
+                measured.refusals.append(f"{what}; raise it, or lower evals.{eval_name}.max_turns")
+            else:
+                measured.notes.append(f"{what} and count as wrong")
 
 
 def _number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
@@ -108,6 +117,7 @@ def _number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
 def _measure_candidate(measured: Measured, reference: Measured, params: Params, kinds: dict[str, str]) -> Measured:
     measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
     _describe(measured, kinds)
+    _check_room(measured, is_reference=False)
     if measured.evidence is None or reference.evidence is None:
         return measured
     for eval_name in kinds:

@@ -20,7 +20,15 @@ from pipeline.gate.report import render_report
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p
 from pipeline.gate.verdicts import render_gate
 from pipeline.params import CandidateSettings, Endpoint, SpeculativeStep
-from pipeline.records import BuiltCandidate, Evaluation, SpeculationCounts, SpeculativeConfig, read_record, write_record
+from pipeline.records import (
+    OUTGROWN,
+    BuiltCandidate,
+    Evaluation,
+    SpeculationCounts,
+    SpeculativeConfig,
+    read_record,
+    write_record,
+)
 from tests.synthetic_records import (
     Behaviour,
     make_candidate,
@@ -356,6 +364,17 @@ def test_arrays_that_are_gone_are_refused_as_edited_ones_are(tmp_path):
     (build / "evaluations/a/prose.npz").unlink()
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
     assert verdict.outcome == "refused" and "prose.npz: expected arrays, found no file" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(("side", "outcome"), [("reference", "refused"), ("a", "pass")])
+def test_conversations_without_room_are_told_and_the_reference_has_none(tmp_path, side, outcome):
+    """Wrong on both sides, they would hide what the candidate loses."""
+    build = tree(tmp_path, {"a": Behaviour()})
+    rewrite_records(build, side, "workflows", lambda records: [
+        records[0].model_copy(update={"output": f"{records[0].output}\n{OUTGROWN}"}), *records[1:]])
+    verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
+    assert verdict.outcome == outcome
+    assert any("workflows: 1 of 400 conversations outgrew serving.context_length" in r for r in verdict.reasons)
 
 
 def test_weights_that_other_steps_made_are_refused(tmp_path):
