@@ -32,8 +32,10 @@ def main(argv: list[str]) -> int:
     judgement = read_record(VERDICT_PATH, Judgement)
     check_policy(judgement, params)
     check_outcomes(judgement)
-    check_candidates(judgement, params, Path())
+    are_here = check_candidates(judgement, params, Path())
     print(render_gate(judgement))
+    if not are_here:
+        print("\nbuild/candidates is not here: that these weights would ship was not checked")
     if blocking_verdicts(judgement):
         return 1
     write_marker(MARKER, judgement, verdict_path=VERDICT_PATH)

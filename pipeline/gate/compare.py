@@ -100,7 +100,7 @@ def _describe(measured: Measured, kinds: dict[str, str]) -> None:
 
 
 def _check_room(measured: Measured, *, is_reference: bool) -> None:
-    """Say where conversations outgrew the context; where the reference's did, losses would hide: both sides are wrong."""
+    """Say where conversations outgrew the context; where the reference's did, both sides are wrong and losses hide."""
     for eval_name, records in (measured.evidence.records if measured.evidence else {}).items():
         if outgrown := sum(record.output.endswith(OUTGROWN) for record in records):
             what = f"{eval_name}: {outgrown} of {len(records)} conversations outgrew serving.context_length"

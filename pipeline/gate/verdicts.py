@@ -190,19 +190,21 @@ def _contradicts(c: Comparison, policy: Policy) -> bool:
     return is_proven(c.high, tolerance, c.effective_clusters) and c.harm >= -tolerance
 
 
-def check_candidates(judgement: Judgement, params: Params, root: Path) -> None:
+def check_candidates(judgement: Judgement, params: Params, root: Path) -> bool:
     """Check that what was judged is what would ship, where the candidates are present.
 
-    The weights are read and hashed again: a record that says the right thing about another file proves nothing. A
-    fresh clone without build/ has nothing to compare with and passes; an attached endpoint has its own fingerprint,
-    which no file here can tell.
+    The weights are read and hashed again: a record that says the right thing about another file proves nothing. An
+    attached endpoint has its own fingerprint, which no file here can tell.
+
+    Returns:
+        False in a clone without the candidates: there is nothing to compare with.
 
     Raises:
         EvidenceError: a candidate was rebuilt, its serving or its weights changed, or it is gone since it was judged.
     """
     build = root / "build"
     if not (build / "candidates").is_dir():
-        return
+        return False
     for verdict in released_verdicts(judgement):
         path = build / "candidates" / verdict.candidate / "candidate.json"
         if verdict.outcome == "refused":
@@ -225,6 +227,7 @@ def check_candidates(judgement: Judgement, params: Params, root: Path) -> None:
         speculative = candidate.serving.speculative
         if speculative and speculative.draft_path and speculative.draft_digest:
             _check_files(root / speculative.draft_path, speculative.draft_digest)
+    return True
 
 
 def _check_files(folder: Path, digest: str) -> None:

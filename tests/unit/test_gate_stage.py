@@ -226,10 +226,11 @@ def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
         run_gate()
 
 
-def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(project, tmp_path):
+def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(project, tmp_path, capsys):
     project("bad")
     shutil.rmtree(tmp_path / "build")
     assert run_gate()[0] == 1
+    assert "build/candidates is not here" in capsys.readouterr().out
     VERDICT_PATH.unlink()
     with pytest.raises(EvidenceError, match="found no file"):
         run_gate()
