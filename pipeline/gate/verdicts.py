@@ -12,7 +12,15 @@ from typing import Any, Literal
 
 from pipeline.digests import canonical_json, digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError
-from pipeline.gate.wording import format_harm, format_p, format_range, format_tolerance, format_value, name_comparison
+from pipeline.gate.wording import (
+    format_harm,
+    format_p,
+    format_range,
+    format_tolerance,
+    format_value,
+    name_comparison,
+    show_unprintable,
+)
 from pipeline.params import Params
 from pipeline.records import Comparison, Metric, Record, Verdict, write_text
 from pipeline.serving_config import read_candidate
@@ -213,7 +221,7 @@ def render_gate(judgement: Judgement) -> str:
         lines += ["", "look closer:", f"  {REPORT_PATH}      every comparison, the plots and the worst flips",
                   "  dvc metrics diff        numbers against the last commit",
                   "  make ui                 MLflow: predictions side by side"]
-    return "\n".join(lines)
+    return "\n".join(map(show_unprintable, lines))
 
 
 def _describe_limits(judgement: Judgement, verdicts: list[Verdict]) -> list[str]:
