@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.plots import plot_completion, plot_harm
 from pipeline.gate.report import render_report
 from pipeline.gate.verdicts import render_gate
 from pipeline.records import CaseRecord
@@ -94,6 +95,17 @@ def test_documents_that_lost_most_and_failures_are_escaped(tmp_path: Path) -> No
     assert "Documents that lost most" in report and "evaluator: x&lt;/b>" in report
     for raw in (*UNPRINTABLE, "x</b>", "\n# `PASS`", "](http"):
         assert raw not in report
+
+
+def test_a_bucket_that_looks_like_a_formula_is_drawn_as_it_is_written(tmp_path: Path) -> None:
+    name = r"$\frac$"
+    write_tree(tmp_path, {"a": Behaviour()}, num_cases=100)
+    for side in ("reference", "a"):
+        rewrite_records(tmp_path, side, "workflows", with_buckets(name))
+    tolerances = {"workflows/task_completion_rate": {"overall": 0.02, "buckets": {name: 0.02}}}
+    judgement = compare_release(make_params(["a"], ["a"], tolerances=tolerances), tmp_path).judgement
+    for draw in (plot_harm, plot_completion):
+        draw(judgement, tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize("character", UNPRINTABLE)
