@@ -9,18 +9,30 @@ from __future__ import annotations
 
 import codecs
 import json
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.digests import digest_json
 from pipeline.errors import EvalsetError
-from pipeline.records import Record, first_problem, read_lines
+from pipeline.records import Record, first_problem, line_of, read_lines
 
 Kind = Literal["documents", "choices", "tool_calls", "trajectories"]
+
+
+def _check_printable(name: str) -> str:
+    if any(unicodedata.category(ch) in ("Cc", "Cf", "Zl", "Zp") for ch in name):
+        raise PydanticCustomError("control", "expected no control characters")
+    return name
+
+
+# Names end up in reports, in terminals and, with an eval's and a metric's, in MLflow's names of 250 characters.
+CaseId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_check_printable)]
+Bucket = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_check_printable)]
 
 
 class Message(Record):
@@ -40,9 +52,9 @@ class Check(Record):
 class Case(Record):
     """What every case has: an id, the cluster it belongs to, and its buckets."""
 
-    id: str = Field(min_length=1)
+    id: CaseId
     cluster: str
-    buckets: tuple[str, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -150,8 +162,7 @@ def _read_lines(path: Path) -> list[str]:
     try:
         return read_lines(path)
     except UnicodeDecodeError as error:
-        number = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise EvalsetError(f"{path}:{number}: not UTF-8 ({error.reason}); save the cases as UTF-8") from None
+        raise EvalsetError(f"{path}:{line_of(error)}: not UTF-8 ({error.reason}); save the cases as UTF-8") from None
 
 
 def _read_case(where: str, line: str, kind: type[Case]) -> Case:

@@ -43,6 +43,7 @@ _EXPECTED = {
     "less_than": "less than {lt:g}",
     "less_than_equal": "{le:g} or less",
     "string_too_short": "{min_length} or more characters",
+    "string_too_long": "at most {max_length} characters",
     "too_short": "{min_length} or more entries",
 }
 _MAX_SHOWN = 80  # characters of a wrong value

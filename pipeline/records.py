@@ -349,7 +349,8 @@ def read_record(path: Path, kind: type[R]) -> R:
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise EvidenceError(f"{path}: expected a {kind.__name__}, found no file; run `dvc repro`") from None
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise EvidenceError(f"{path}: expected {article} {kind.__name__}, found no file; run `dvc repro`") from None
     except ValidationError as error:
         raise EvidenceError(f"{path}: not a valid {kind.__name__}: {first_problem(error)}") from None
 
@@ -358,6 +359,11 @@ def read_lines(path: Path) -> list[str]:
     """Split a text file at newlines only: `str.splitlines` also cuts at U+2028 inside a JSON string."""
     text = path.read_text(encoding="utf-8")
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def line_of(error: UnicodeDecodeError) -> int:
+    """Return the line, counted from 1, in which a file stopped being text."""
+    return error.object[: error.start].count(b"\n") + 1
 
 
 def write_cases(path: Path, records: Iterable[CaseRecord]) -> None:
@@ -375,6 +381,8 @@ def _iterate_cases(path: Path) -> Iterator[CaseRecord]:
         lines = read_lines(path)
     except FileNotFoundError:
         raise EvidenceError(f"{path}: expected case records, found no file; run `dvc repro`") from None
+    except UnicodeDecodeError as error:
+        raise EvidenceError(f"{path}:{line_of(error)}: not UTF-8 ({error.reason})") from None
     for number, line in enumerate(lines, start=1):
         try:
             yield CaseRecord.model_validate_json(line)

@@ -9,14 +9,15 @@ Tables sort names by alphabet and show eight parameters without scrolling.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_json
+from pipeline.digests import digest_json, digest_text
 from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement
-from pipeline.gate.wording import is_rate
+from pipeline.gate.wording import escape_markdown, is_rate
 from pipeline.predictions import read_scored, select_predictions
 from pipeline.records import BuiltCandidate, Evaluation, Metric, R, Verdict, read_record
 
@@ -55,7 +56,7 @@ def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
         try:
             scored[name] = read_scored(build, name)
         except EvidenceError as error:
-            scored[name], problems[name] = {}, f"\n- no predictions: {error}"
+            scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
     tables = select_predictions(scored, judgement.policy.reference)
     return [_describe_run(judgement, build, name, tables[name], problems[name]) for name in names]
 
@@ -98,12 +99,20 @@ def _tripwires(verdict: Verdict | None) -> list[Metric]:
 
 
 def name_metrics(metrics: tuple[Metric, ...], *, headline: str) -> dict[str, float]:
-    """Name and scale metrics for display: the headline first, then overall ones, then buckets."""
+    """Name and scale metrics for display: the headline first, then overall ones, then buckets.
+
+    A bucket is spelled in MLflow's characters; one that is then spelled like another ("a/b" beside "a_b") gets a
+    digest behind it, so that neither number takes the other's place.
+    """
     order = sorted(metrics, key=lambda m: (m.bucket is not None, m.name != headline, m.name.split("/")[0]))
-    return dict(_name_metric(metric) for metric in order)
+    spelled = {bucket: _clean(bucket) for bucket in dict.fromkeys(m.bucket for m in order) if bucket is not None}
+    counts = Counter(spelled.values())
+    spelled = {bucket: clean if counts[clean] == 1 or clean == bucket else f"{clean} {digest_text(bucket)[:8]}"
+               for bucket, clean in spelled.items()}  # fmt: skip
+    return dict(_name_metric(metric, spelled) for metric in order)
 
 
-def _name_metric(metric: Metric) -> tuple[str, float]:
+def _name_metric(metric: Metric, spelled: dict[str, str]) -> tuple[str, float]:
     section, _, name = metric.name.rpartition("/")
     value = metric.value
     if is_rate(metric.name):
@@ -112,7 +121,7 @@ def _name_metric(metric: Metric) -> tuple[str, float]:
         name, value = re.sub("nats|bits", r"milli\g<0>", name), value * 1000
     if metric.bucket is None:
         return f"{section}/{name}", value
-    return f"{section} by bucket/{_clean(metric.bucket)} {name}", value
+    return f"{section} by bucket/{spelled[metric.bucket]} {name}", value
 
 
 def _clean(bucket: str) -> str:
@@ -194,4 +203,4 @@ def _write_note(verdict: Verdict | None, is_reference: bool) -> str:
     lines = [f"**{describe_role(verdict, is_reference)}**"]
     if is_reference:
         lines.append("- every other run is compared with this one, case by case")
-    return "\n".join(lines + [f"- {reason}" for reason in (verdict.reasons if verdict else ())])
+    return "\n".join(lines + [f"- {escape_markdown(reason)}" for reason in (verdict.reasons if verdict else ())])

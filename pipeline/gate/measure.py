@@ -111,14 +111,22 @@ def describe_metrics(
 
 
 def _checked(name: str, scores: Scores) -> tuple[float, tuple[float | None, float | None]]:
+    low = high = None
     try:
-        value = scores.value()
-        interval: tuple[float | None, float | None] = scores.interval()
+        with np.errstate(over="ignore", invalid="ignore"):
+            value = scores.value()
+            low, high = scores.interval()
     except ValueError:
-        return value, (None, None)  # one cluster: a value without an interval
+        pass  # one cluster: a value without an interval
     except OverflowError:
-        raise EvidenceError(f"{name}: expected a finite number, got one too large to write") from None
-    return value, interval
+        value = math.inf
+    _check_finite(name, value, low or 0.0, high or 0.0)
+    return value, (low, high)
+
+
+def _check_finite(name: str, *numbers: float) -> None:
+    if not all(map(math.isfinite, numbers)):
+        raise EvidenceError(f"{name}: expected finite numbers, got scores too large to compute with")
 
 
 def measure_metric(
@@ -142,9 +150,12 @@ def measure_metric(
         raise EvidenceError(f"{name}: unequal work: {definition.weight!r} of case {unequal.case_id!r} differs between "
                             "reference and candidate")
     try:
-        return _compare_scores(reference, candidate, bucket, f"{eval_name}/{definition.name}", tolerance, alpha)
+        with np.errstate(over="ignore", invalid="ignore"):
+            m = _compare_scores(reference, candidate, bucket, f"{eval_name}/{definition.name}", tolerance, alpha)
     except (ValueError, OverflowError) as error:
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
+    _check_finite(name, m.reference, m.candidate, m.harm, m.low, m.high, m.p)
+    return m
 
 
 def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) -> None:

@@ -43,7 +43,7 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     for axis, (verdict, found) in zip(axes, panels.items(), strict=False):
         _draw_panel(axis, found, rows)
         axis.set_title(f"{verdict.candidate}: {verdict.outcome}", fontsize=10)
-    axes[0].set_yticks(range(len(rows)), [_row_label(*row) for row in rows])
+    axes[0].set_yticks(range(len(rows)), [_row_label(*row) for row in rows], parse_math=False)  # "$" is no formula
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
     axes[0].set_xlim(*_reach([c for found in panels.values() for c in found.values()]))
     figure.supxlabel("harm in units of the tolerance, right is worse (dashed line: the tolerance; "
@@ -116,7 +116,7 @@ def plot_completion(judgement: Judgement, path: Path) -> None:
         _draw_bars(axis, [found.get(bucket) for bucket in buckets], number, width, side)
     counts = [next((f[b].n for f in series.values() if b in f), 0) for b in buckets]
     axis.set_xticks([i + 0.4 - width / 2 for i in range(len(buckets))],
-                    [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)], fontsize=8)
+                    [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)], fontsize=8, parse_math=False)
     _style_completion(axis, len(series))
     _save(figure, path)
 

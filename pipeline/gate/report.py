@@ -2,7 +2,8 @@
 
 The table of candidates comes first, then per candidate what was done to it, every comparison with
 its counts and bounds, and a handful of the cases behind a failure. The text follows from the
-records alone: no times, no host, so that git shows a change only when a number changed.
+records alone: no times, no host, so that git shows a change only when a number changed. Names and texts from records
+and evalsets pass `escape_markdown` or `_block`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
+    escape_markdown,
     format_harm,
     format_p,
     format_range,
     format_tolerance,
     format_value,
     name_comparison,
+    natural_key,
+    show_unprintable,
 )
 from pipeline.records import Candidate, Comparison, Metric, Verdict
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "reported": "·"}
 _KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity")
 _MAX_FLIPS = 5
+_MAX_COLUMNS = 12  # of numbers in the table of candidates, before it is turned on its side
 
 _LEGEND = """\
 ## How to read this
@@ -86,46 +91,51 @@ def _headline(judgement: Judgement) -> str:
     lines = ["# Gate report", "", f"Release: {names}. Reference: `{judgement.policy.reference}`. "
              + (f"**Blocked** by {', '.join(f'`{v.candidate}` ({v.outcome})' for v in blocking)}." if blocking
                 else "**Nothing blocks it.**"), ""]
-    notable = [f"- {reason[0].upper()}{reason[1:]}." for v in judgement.verdicts for reason in v.reasons
-               if reason.startswith("perplexity flat")]
+    notable = [f"- {escape_markdown(reason[0].upper() + reason[1:])}." for verdict in judgement.verdicts
+               for reason in verdict.reasons if reason.startswith("perplexity flat")]
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 
 def _candidate_table(judgement: Judgement) -> str:
     columns = _columns(judgement)
     values = {(m.name, m.bucket): m for m in judgement.reference_metrics}
-    header = ["candidate", "release", "verdict"] + [_column_title(*column) for column in columns]
+    header = ["candidate", "release", "verdict"] + [_column_title(*column, columns) for column in columns]
     reference = [f"`{judgement.policy.reference}`", "", "reference"]
     reference += [_cell(values[column]) if column in values else "–" for column in columns]
-    rows = [header, ["---"] * 3 + ["---:"] * len(columns), reference]
+    rows = [header, reference]
     for verdict in judgement.verdicts:
         if verdict.candidate != judgement.policy.reference:
             found = {(c.metric, c.bucket): c for c in verdict.comparisons}
             rows.append([f"`{verdict.candidate}`", "yes" if verdict.is_release else "",
                          f"{_MARKS[verdict.outcome]} {verdict.outcome}"]
                         + [_compared_cell(found.get(column)) for column in columns])
-    return _table(rows)
+    if len(columns) > _MAX_COLUMNS:
+        header, *rows = map(list, zip(*rows, strict=True))
+        return _table([header, ["---"] + ["---:"] * (len(header) - 1), *rows])
+    return _table([header, ["---"] * 3 + ["---:"] * len(columns), *rows[1:]])
 
 
 def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
-    """Return the (metric, bucket) columns: gated metrics, named subsets of workflows, then KL.
+    """Return the (metric, bucket) columns: the headline metric, the other gated ones, then KL.
 
-    Buckets whose name holds a number form a scale; they are in the plot and the long tables.
+    Each is followed by its gated buckets: what alone can block a release must show in the candidate's row.
     """
     columns: list[tuple[str, str | None]] = []
     kinds, tolerances = judgement.policy.eval_kinds, judgement.policy.tolerances
-    gated = sorted(tolerances, key=lambda metric: _KIND_ORDER.index(kinds[metric.partition("/")[0]]))
+    headline = next(iter(tolerances), "")
+    gated = sorted(tolerances, key=lambda m: (m != headline, _KIND_ORDER.index(kinds[m.partition("/")[0]])))
     for metric in gated:
-        columns.append((metric, None))
-        if kinds[metric.partition("/")[0]] == "trajectories":
-            columns += [(metric, b) for b in tolerances[metric].buckets if not any(ch.isdigit() for ch in b)]
+        columns += [(metric, None), *((metric, b) for b in sorted(tolerances[metric].buckets, key=natural_key))]
     columns += [(f"{name}/kl_nats_per_token", None) for name, kind in kinds.items() if kind == "perplexity"]
     return columns
 
 
-def _column_title(metric: str, bucket: str | None) -> str:
+def _column_title(metric: str, bucket: str | None, columns: Sequence[tuple[str, str | None]]) -> str:
+    """Name a column by its bucket, with the metric where another one of the eval is gated in that bucket too."""
     eval_name, _, name = metric.partition("/")
-    return f"{eval_name}<br>{bucket or name}"
+    is_shared = any(other != metric and b == bucket and other.startswith(f"{eval_name}/") for other, b in columns)
+    title = name if bucket is None else f"{name} [{bucket}]" if is_shared else bucket
+    return f"{eval_name}<br>{escape_markdown(title)}"
 
 
 def _cell(metric: Metric) -> str:
@@ -146,7 +156,7 @@ def _compared_cell(comparison: Comparison | None) -> str:
 
 def _candidate_section(verdict: Verdict, measured: Measured) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
-    lines += [f"- {reason}" for reason in verdict.reasons]
+    lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
     if measured.evidence is not None:
         lines += ["", _describe_candidate(measured.evidence.candidate)]
         if measured.evidence.evaluation.speculation is not None:
@@ -165,17 +175,17 @@ def _candidate_section(verdict: Verdict, measured: Measured) -> str:
 
 def _describe_candidate(candidate: Candidate) -> str:
     """Say what was done to a candidate and which layers ended in which format."""
-    steps = "; ".join(_describe_step(step) for step in candidate.steps) or "none"
+    steps = "; ".join(escape_markdown(_describe_step(step)) for step in candidate.steps) or "none"
     sentences = [f"Steps: {steps}."]
     if candidate.coverage:
         total = sum(layer.num_bytes for layer in candidate.coverage)
         asked = [layer for layer in candidate.coverage if layer.asked]
         formats = sorted({layer.format for layer in asked})
-        counts = [f"{sum(layer.format == f for layer in asked)} layers {f}" for f in formats]
+        counts = [f"{sum(layer.format == f for layer in asked)} layers {escape_markdown(f)}" for f in formats]
         counts.append(f"{len(candidate.coverage) - len(asked)} excluded")
         sentences.append(f"Coverage: {', '.join(counts)}; the former hold "
                          f"{_mib(sum(layer.num_bytes for layer in asked))} MiB of {_mib(total)} MiB.")
-    sentences += [f"Fallback: `{f.layer}`: {f.reason}." for f in candidate.fallbacks]
+    sentences += [f"Fallback: `{escape_markdown(f.layer)}`: {escape_markdown(f.reason)}." for f in candidate.fallbacks]
     return " ".join(sentences)
 
 
@@ -200,7 +210,7 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> str:
 
 def _comparison_row(c: Comparison) -> list[str]:
     return [
-        name_comparison(c), format_value(c.metric, c.reference), format_value(c.metric, c.candidate),
+        escape_markdown(name_comparison(c)), format_value(c.metric, c.reference), format_value(c.metric, c.candidate),
         f"{c.n:,} ({c.num_clusters:,})" if c.num_clusters != c.n else f"{c.n:,}",
         "–" if c.b is None else str(c.b), "–" if c.c is None else str(c.c),
         format_harm(c.metric, c.harm, signed=True), format_range(c.metric, c.low, c.high),
@@ -215,7 +225,7 @@ def _explain_failure(verdict: Verdict, measured: Measured) -> list[str]:
         if c.outcome == "fail" and c.b is None:
             rows = [["document", "reference", "candidate"], ["---", "---:", "---:"]]
             pairs = measured.pairs[c.metric.partition("/")[0]]
-            rows += [[case_id, f"{ours:.4f}", f"{theirs:.4f}"]
+            rows += [[escape_markdown(case_id), f"{ours:.4f}", f"{theirs:.4f}"]
                      for case_id, ours, theirs in worst_documents(c.metric, pairs, limit=_MAX_FLIPS)]
             lines += [f"Documents that lost most, {definition_of(c.metric).score} per "
                       f"{definition_of(c.metric).weight}:", "", _table(rows)]
@@ -230,14 +240,16 @@ def _show_flip(flip: Flip) -> list[str]:
     where = "the outputs are equal" if flip.character is None else (
         f"first difference in line {(flip.line or 0) + 1}, character {flip.character}")
     buckets = f" [{', '.join(flip.buckets)}]" if flip.buckets else ""
+    case = escape_markdown(f"{flip.eval_name} / {flip.case_id}{buckets}")
     return [
-        f"<details><summary><b>{flip.kind}</b> {flip.eval_name} / {flip.case_id}{buckets}: {where}</summary>", "",
+        f"<details><summary><b>{flip.kind}</b> {case}: {where}</summary>", "",
         "Prompt:", "", *_block(excerpt(flip.prompt, None)), "", "Reference:", "",
         *_block(excerpt(flip.reference, flip.character)), "", "Candidate:", "",
         *_block(excerpt(flip.candidate, flip.character)), "", "</details>", ""]
 
 
 def _block(text: str) -> list[str]:
+    text = show_unprintable(text, keep="\n\t")
     fence = "```"
     while fence in text:
         fence += "`"
@@ -245,5 +257,4 @@ def _block(text: str) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
-                     for row in rows) + "\n"
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

@@ -20,6 +20,7 @@ from pipeline.gate.wording import (
     format_value,
     name_comparison,
     name_metric,
+    show_unprintable,
 )
 from pipeline.params import Params
 from pipeline.records import Comparison, Metric, Record, Verdict, write_text
@@ -257,7 +258,7 @@ def render_gate(judgement: Judgement) -> str:
         lines += ["", "look closer:", f"  {REPORT_PATH}      every comparison, the plots and the worst flips",
                   "  dvc metrics diff        numbers against the last commit",
                   "  make ui                 MLflow: predictions side by side"]
-    return "\n".join(lines)
+    return "\n".join(map(show_unprintable, lines))
 
 
 def _describe_limits(judgement: Judgement, verdicts: list[Verdict]) -> list[str]:

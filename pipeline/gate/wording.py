@@ -1,5 +1,7 @@
-"""How numbers and harms are written for people: points for rates, percent for relative harms.
+"""How numbers, harms and names are written for people: points for rates, percent for relative harms.
 
+Names of cases and buckets, failures and outputs are other people's texts: what would break a table, forge a heading
+or steer a terminal is made visible here, where it is shown, and stays as it is in records and verdicts.
 Rounding happens here and nowhere else; decisions are taken on the numbers before they come here.
 Free of numpy, because the stage that decides the exit code prints through it.
 """
@@ -8,11 +10,14 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.records import Comparison
 
 _MAX_DIGITS = 6  # behind the point of a percentage
+# A backtick has no escape that reads well inside and outside of code, and messages quote commands with it.
+_IN_MARKDOWN = str.maketrans({"&": "&amp;", "|": "&#124;", "*": "&#42;", "$": "&#36;", "`": "'"})
 
 
 def definition_of(metric: str) -> MetricDefinition:
@@ -93,6 +98,22 @@ def name_metric(metric: str, bucket: str | None) -> str:
 def name_comparison(comparison: Comparison) -> str:
     """Name what a comparison compares."""
     return name_metric(comparison.metric, comparison.bucket)
+
+
+def show_unprintable(text: str, *, keep: str = "") -> str:
+    r"""Write characters that do not print (control, bidi, line ends) as their escape, ESC as "\x1b"."""
+    return "".join(ch if ch.isprintable() or ch in keep or unicodedata.category(ch) == "Zs"
+                   else ch.encode("unicode_escape").decode() for ch in text)
+
+
+def escape_markdown(text: str) -> str:
+    """Make a text safe for one line of Markdown, be it in a list, a table's cell or an HTML tag's content.
+
+    Entities rather than backslashes, which mean nothing between HTML tags. "<" stays before a digit, where it opens
+    no tag, as in "p <1e-6".
+    """
+    line = show_unprintable(text).translate(_IN_MARKDOWN)
+    return re.sub(r"<(?!\d)", "&lt;", line).replace("](", "]&#40;")
 
 
 def natural_key(text: str) -> list[tuple[int, str]]:

@@ -246,6 +246,32 @@ def test_nan_is_refused_even_when_it_was_sealed(tmp_path):
     assert any("workflows.jsonl:" in reason for reason in verdict.reasons)
 
 
+def test_bytes_that_are_no_text_refuse_one_candidate_and_hide_no_other(tmp_path):
+    build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=300)
+    path, index = build / "evaluations/a/workflows.jsonl", build / "evaluations/a/evaluation.json"
+    old = digest_file(path)
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = lines[1].replace(b"crate", b"\xff", 1)
+    path.write_bytes(b"\n".join(lines))
+    index.write_text(index.read_text().replace(old, digest_file(path)))
+    verdicts = judge_tree(build, ["a", "b"])
+    assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
+    assert any("workflows.jsonl:2: not UTF-8 (" in reason for reason in verdicts["a"].reasons)
+
+
+@pytest.mark.parametrize("nll", [1e308, -1e308])
+@pytest.mark.parametrize("num_huge", [1, 40])
+def test_a_number_too_large_for_a_mean_refuses_one_candidate_and_hides_no_other(tmp_path, nll, num_huge):
+    build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=300)
+    rewrite_records(build, "a", "prose", lambda records: [
+        r.model_copy(update={"scores": r.scores | {"nll_bits": nll, "nll_nats": nll}}) if i < num_huge else r
+        for i, r in enumerate(records)])
+    verdicts = judge_tree(build, ["a", "b"])
+    assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
+    for metric in ("prose/bits_per_byte", "prose/perplexity_per_token"):
+        assert any(metric in reason for reason in verdicts["a"].reasons)
+
+
 def test_what_was_evaluated_must_be_what_would_ship(tmp_path):
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=300)
     write_candidate(build, make_candidate("a").model_copy(update={"libraries": {"torch": "2.99"}}))

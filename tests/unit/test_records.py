@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from pipeline.errors import EvidenceError
 from pipeline.gate.plots import plot_harm
 from pipeline.gate.verdicts import Judgement, describe_policy
-from pipeline.records import write_text
+from pipeline.records import BuiltCandidate, Evaluation, Record, read_record, write_text
 from tests.synthetic_records import make_params
 
 
@@ -52,3 +53,9 @@ def test_a_folder_that_can_not_be_written_is_named_with_the_file(
     monkeypatch.setattr(Path, "open", refuse_to_open)  # rights do not bind root, who runs tests in containers
     with pytest.raises(PermissionError, match=r"Permission denied: '.*/report\.md'$"):
         write_text(tmp_path / "report.md", "new")
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Evaluation, "an Evaluation"), (BuiltCandidate, "a BuiltCandidate")])
+def test_a_missing_record_is_named_in_english(tmp_path: Path, kind: type[Record], said: str) -> None:
+    with pytest.raises(EvidenceError, match=f"expected {said}, found no file"):
+        read_record(tmp_path / "record.json", kind)

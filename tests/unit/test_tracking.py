@@ -67,6 +67,26 @@ def test_names_say_the_scale_and_mlflow_takes_them(runs: list[RunContents]) -> N
     assert all(re.fullmatch(r"[\w.\- ]+/[\w.\- ]+", name) for name in names), "one level of section, no other slash"
 
 
+def test_buckets_that_mlflow_would_spell_alike_stay_apart() -> None:
+    rates = {"a_b": 0.1, "a/b": 0.2, "a:b": 0.3, "c/d": 0.4}
+    named = name_metrics(tuple(metric("w/accuracy", v, bucket) for bucket, v in rates.items()), headline="")
+    assert sorted(round(value) for value in named.values()) == [10, 20, 30, 40]
+    assert named["w by bucket/a_b accuracy_percent"] == 10 and named["w by bucket/c_d accuracy_percent"] == 40
+    assert all(re.fullmatch(r"w by bucket/a_b [0-9a-f]{8} accuracy_percent", name) for name in list(named)[1:3])
+
+
+def test_the_longest_bucket_of_an_evalset_fits() -> None:
+    longest = name_metrics((metric("w" * 60 + "/tool_call_accepted_rate", 0.5, "b/" * 50),
+                            metric("w" * 60 + "/tool_call_accepted_rate", 0.5, "b_" * 50)), headline="")  # fmt: skip
+    assert max(map(len, longest)) <= 250, "MLflow's limit"
+
+
+def test_a_note_is_safe_markdown(judged: tuple[Judgement, Path]) -> None:
+    verdict = judged[0].verdicts[0].model_copy(update={"reasons": ("fail: x\n# <b>PASS</b>",)})
+    notes = [run.note for run in describe_runs(judged[0].model_copy(update={"verdicts": (verdict,)}), judged[1])]
+    assert "fail: x\\n# &lt;b>PASS&lt;/b>" in notes[1]
+
+
 def test_tripwires_are_shown(runs: list[RunContents]) -> None:
     assert any("kl_millinats" in name for name in runs[1].metrics)
 
