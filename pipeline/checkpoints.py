@@ -39,6 +39,8 @@ _SIDE_TENSORS = (
     ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qzeros", ".scales", ".g_idx",
 )  # fmt: skip
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "embed_positions", "tok_embeddings")
+# (model_type, name in the file) -> name in memory; transformers renames when it loads and back when it saves
+_RENAMED_LAYERS = {("gpt_neox", "embed_out"): "lm_head"}
 _TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 
 
@@ -96,9 +98,9 @@ def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     Embeddings are told from linear layers by name. A head that shares the embedding's weights is
     reported though it has no tensor of its own. Packed layers are not reported.
     """
-    tensors = read_tensors(folder)
+    tensors, kind = read_tensors(folder), read_config(folder)["model_type"]
     shapes = {
-        name.removesuffix(".weight"): (info.shape[0], info.shape[1])
+        name_layer(name.removesuffix(".weight"), kind): (info.shape[0], info.shape[1])
         for name, info in tensors.items()
         if name.endswith(".weight") and len(info.shape) == 2 and name.split(".")[-2] not in _EMBEDDINGS
     }
@@ -108,12 +110,18 @@ def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def name_layer(stored: str, model_type: str) -> str:
+    """Return what transformers calls a layer, and so settings, messages and records, given its name in the file."""
+    return _RENAMED_LAYERS.get((model_type, stored), stored)
+
+
 def tied_head(folder: Path) -> str | None:
     """Return the name of a head that shares its weights with the embedding, or None."""
-    tied = read_config(folder).get("tie_word_embeddings")
+    config = read_config(folder)
+    tied = config.get("tie_word_embeddings")
+    names = {name_layer(name.removesuffix(".weight"), config["model_type"]) for name in read_tensors(folder)}
     # architectures that tie by default leave the key out, and then there is no tensor for the head
-    is_tied = "lm_head.weight" not in read_tensors(folder) if tied is None else tied
-    return "lm_head" if is_tied else None
+    return "lm_head" if tied or (tied is None and "lm_head" not in names) else None
 
 
 def embedding_rows(folder: Path) -> int | None:

@@ -25,7 +25,7 @@ from pipeline.errors import QuantizationError
 from pipeline.evalsets import Evalset
 from pipeline.optimize.calibration import describe_samples, select_samples
 from pipeline.optimize.coverage import check_coverage
-from pipeline.optimize.layers import Int4Step, LayerPlan, check_dense, plan_layers
+from pipeline.optimize.layers import Int4Step, LayerPlan, check_source, plan_layers
 from pipeline.optimize.progress import StepLog
 from pipeline.records import Fallback, LayerCoverage, SpeculativeConfig
 from pipeline.weight_files import check_finite, iterate_weights
@@ -62,7 +62,7 @@ def quantize(
         CheckpointError: the source, or the output when it is loaded again, is broken.
     """
     open_checkpoint(source)
-    check_dense(source)
+    check_source(source)
     tokenizer = load_tokenizer(source)
     samples = select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
     model = load_model(source, dtype="auto")

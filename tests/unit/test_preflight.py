@@ -144,6 +144,19 @@ def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_pat
     assert said.startswith("candidates.int4.steps.0: ") and "already quantised as 'gptq'" in said
 
 
+def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path, copied: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copied / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    tensors[name] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, copied / "model.safetensors")
+    assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
+        f"candidates.int4.steps.0: {copied}: expected a model without experts, found {name!r}; a mixture of experts "
+        "can't be quantised here: use it with `steps: []`")
+    check(project, "candidates//plain", {"checkpoint": str(copied)})
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
