@@ -18,7 +18,7 @@ from pipeline.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read
 from pipeline.drafts import check_draft
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
-from pipeline.optimize.layers import plan_folder
+from pipeline.optimize.layers import check_rank, plan_folder
 from pipeline.params import Calibration, CandidateSettings, EvalSettings, HarnessEval, Params, SpeculativeStep, Step
 
 Load = Callable[[Path], Evalset]
@@ -139,7 +139,7 @@ def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
 
 def _check_folders(step: Step, folder: Path, root: Path) -> None:
     if not isinstance(step, SpeculativeStep):
-        plan_folder(folder, step)
+        check_rank(plan_folder(folder, step), step.calibration.num_samples * step.calibration.max_tokens)
     elif step.draft is not None:
         check_draft(root / step.draft, target=folder)
 

@@ -89,6 +89,16 @@ def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_h
     return plan
 
 
+def check_rank(plan: LayerPlan, num_tokens: int) -> None:
+    """Refuse fewer calibration tokens than the widest layer has input features."""
+    widest = max(plan.asked, key=lambda name: plan.asked[name][1])
+    if num_tokens < (width := plan.asked[widest][1]):
+        raise QuantizationError(
+            f"calibration: {num_tokens} tokens can't determine the {width} input features of {widest}; "
+            "raise num_samples or max_tokens"
+        )
+
+
 def match_patterns(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     """Return the layers that any pattern matches: an exact name, or "re:" and a regex from the start.
 

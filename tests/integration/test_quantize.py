@@ -131,8 +131,9 @@ def test_record_says_what_was_calibrated_on_and_progress_is_one_line_a_layer(
     assert result.record["calibrated_on"]["num_samples"] == 16
     printed = capfd.readouterr()
     lines = printed.out.splitlines()
-    assert len(lines) == 14
-    assert lines[0].startswith("gptq model.layers.0.self_attn.q_proj loss ")
+    assert len(lines) == 15
+    assert lines[0] == f"gptq calibrates on 16 samples, {result.record['calibrated_on']['num_tokens']} tokens"
+    assert lines[1].startswith("gptq model.layers.0.self_attn.q_proj loss ")
     assert lines[-1].endswith(" [14/14]")
     assert printed.err == ""
 

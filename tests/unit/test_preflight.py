@@ -113,6 +113,9 @@ STEP = "candidates//int4//steps//0"
         (f"{STEP}//exclude", ["lm_head", "model.layers.0.mlp.dwon_proj"],
          "candidates.int4.steps.0: exclude: 'model.layers.0.mlp.dwon_proj' matches no linear layer; the nearest are "
          "model.layers.0.mlp.down_proj"),
+        (f"{STEP}//calibration//num_samples", 3,
+         "candidates.int4.steps.0: calibration: 192 tokens can't determine the 256 input features of model.layers.0."
+         "mlp.down_proj; raise num_samples or max_tokens"),
         (f"{STEP}//exclude", ["re:("], "candidates.int4.steps.0: exclude: 're:(' is not a regular expression"),
         ("optimize//calibration_texts", "evalsets/none",
          "optimize.calibration_texts: expected an evalset folder with card.yaml and "),
