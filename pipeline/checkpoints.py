@@ -52,8 +52,8 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
 
     Raises:
         CheckpointError: missing folder, pickle weights, a damaged or incomplete safetensors file,
-            an unreadable config or tokenizer, a tokenizer larger than the embedding, or an embedding of
-            another size than config.json says.
+            an unreadable config or tokenizer, a tokenizer or an end token beyond the embedding, or an embedding
+            of another size than config.json says.
     """
     config = read_config(folder)
     tensors = read_tensors(folder)
@@ -61,6 +61,7 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
     _check_sizes(folder, config, _token_embedding(tensors))
     if (num_ids := _tokenizer_size(folder)) is not None:
         _check_vocabulary(folder, num_ids)
+    _check_copied(folder)
     return tensors
 
 
@@ -283,6 +284,17 @@ def _check_vocabulary(folder: Path, num_ids: int) -> None:
             f"{folder}: the tokenizer has ids up to {num_ids - 1}, the embedding has {rows} rows; "
             "the tokenizer belongs to another checkpoint"
         )
+
+
+def _check_copied(folder: Path) -> None:
+    """Refuse damage in what ships byte by byte though no loader may read it, and answers that could never end."""
+    rows = embedding_rows(folder)
+    for name in ("special_tokens_map.json", "generation_config.json", CONFIG_FILE):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        for eos in found if isinstance(found, list) else [found]:
+            if isinstance(eos, int) and rows is not None and eos >= rows:
+                raise CheckpointError(f"{folder / name}: eos_token_id: expected ids below {rows}, the rows of the "
+                                      f"embedding, got {eos}; copy it from the source")  # fmt: skip
 
 
 def _tokenizer_size(folder: Path) -> int | None:
