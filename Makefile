@@ -19,6 +19,7 @@ setup:  ## make .venv (uv where present, pip otherwise)
 	@scripts/setup.sh
 
 repro: setup  ## run what is out of date, from checkpoint to verdict; fails when the gate fails
+	@python -m stages.env  # DVC reads params.yaml first, and would tell a mistake there in its own words
 	python -m dvc repro
 
 repro-rejected: setup  ## show a failing gate: REJECTED=<candidate> is released in a temporary copy

@@ -39,6 +39,8 @@ _SIDE_TENSORS = (
     ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qzeros", ".scales", ".g_idx",
 )  # fmt: skip
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "embed_positions", "tok_embeddings")
+# (model_type, name in the file) -> name in memory; transformers renames when it loads and back when it saves
+_RENAMED_LAYERS = {("gpt_neox", "embed_out"): "lm_head"}
 _TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 
 
@@ -50,8 +52,8 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
 
     Raises:
         CheckpointError: missing folder, pickle weights, a damaged or incomplete safetensors file,
-            an unreadable config or tokenizer, a tokenizer larger than the embedding, or an embedding of
-            another size than config.json says.
+            an unreadable config or tokenizer, a tokenizer or an end token beyond the embedding, or an embedding
+            of another size than config.json says.
     """
     config = read_config(folder)
     tensors = read_tensors(folder)
@@ -59,6 +61,7 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
     _check_sizes(folder, config, _token_embedding(tensors))
     if (num_ids := _tokenizer_size(folder)) is not None:
         _check_vocabulary(folder, num_ids)
+    _check_copied(folder)
     return tensors
 
 
@@ -96,9 +99,9 @@ def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     Embeddings are told from linear layers by name. A head that shares the embedding's weights is
     reported though it has no tensor of its own. Packed layers are not reported.
     """
-    tensors = read_tensors(folder)
+    tensors, kind = read_tensors(folder), read_config(folder)["model_type"]
     shapes = {
-        name.removesuffix(".weight"): (info.shape[0], info.shape[1])
+        name_layer(name.removesuffix(".weight"), kind): (info.shape[0], info.shape[1])
         for name, info in tensors.items()
         if name.endswith(".weight") and len(info.shape) == 2 and name.split(".")[-2] not in _EMBEDDINGS
     }
@@ -108,12 +111,18 @@ def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def name_layer(stored: str, model_type: str) -> str:
+    """Return what transformers calls a layer, and so settings, messages and records, given its name in the file."""
+    return _RENAMED_LAYERS.get((model_type, stored), stored)
+
+
 def tied_head(folder: Path) -> str | None:
     """Return the name of a head that shares its weights with the embedding, or None."""
-    tied = read_config(folder).get("tie_word_embeddings")
+    config = read_config(folder)
+    tied = config.get("tie_word_embeddings")
+    names = {name_layer(name.removesuffix(".weight"), config["model_type"]) for name in read_tensors(folder)}
     # architectures that tie by default leave the key out, and then there is no tensor for the head
-    is_tied = "lm_head.weight" not in read_tensors(folder) if tied is None else tied
-    return "lm_head" if is_tied else None
+    return "lm_head" if tied or (tied is None and "lm_head" not in names) else None
 
 
 def embedding_rows(folder: Path) -> int | None:
@@ -275,6 +284,17 @@ def _check_vocabulary(folder: Path, num_ids: int) -> None:
             f"{folder}: the tokenizer has ids up to {num_ids - 1}, the embedding has {rows} rows; "
             "the tokenizer belongs to another checkpoint"
         )
+
+
+def _check_copied(folder: Path) -> None:
+    """Refuse damage in what ships byte by byte though no loader may read it, and answers that could never end."""
+    rows = embedding_rows(folder)
+    for name in ("special_tokens_map.json", "generation_config.json", CONFIG_FILE):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        for eos in found if isinstance(found, list) else [found]:
+            if isinstance(eos, int) and rows is not None and eos >= rows:
+                raise CheckpointError(f"{folder / name}: eos_token_id: expected ids below {rows}, the rows of the "
+                                      f"embedding, got {eos}; copy it from the source")  # fmt: skip
 
 
 def _tokenizer_size(folder: Path) -> int | None:

@@ -35,7 +35,7 @@ class Calibration(Settings):
     num_samples: int = Field(ge=1)
     max_tokens: int = Field(ge=1)  # a sample is cut after this many tokens
     length_exponent: float = Field(ge=0, le=4)  # sampling weight = (number of tokens) ** exponent
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)  # the sign would be dropped
 
 
 class _Int4Step(Settings):
@@ -241,6 +241,12 @@ def _contradictions(params: Params) -> list[str]:
     problems += [f"candidates.{name}.steps.{i}{problem}" for name, c in params.candidates.items()
                  for i, step in enumerate(c.steps) if isinstance(step, SpeculativeStep)
                  for problem in _speculative_problems(step, c.steps[i + 1:])]
+    problems += [f"candidates.{name}.{problem}" for name, c in params.candidates.items()
+                 for problem in _quantising_problems(c.steps)]
+    if params.serving.max_tokens >= params.serving.context_length:
+        problems.append(f"serving.max_tokens: expected less than serving.context_length "
+                        f"({params.serving.context_length}), which prompt and answer share, got "
+                        f"{params.serving.max_tokens}; lower it")
     problems += _unknown_metrics(params)
     return problems
 
@@ -256,6 +262,18 @@ def _speculative_problems(step: SpeculativeStep, later: list[Step]) -> list[str]
     elif later:
         problems.append(f": expected speculative to be the last step, found {later[0].kind} after it: it changes how "
                         "the weights are served, so they must be final; move it to the end")
+    return problems
+
+
+def _quantising_problems(steps: list[Step]) -> list[str]:
+    problems, found = [], [(i, step) for i, step in enumerate(steps) if not isinstance(step, SpeculativeStep)]
+    if len(found) > 1:
+        problems.append(f"steps.{found[1][0]}: expected one quantising step at most, found {found[1][1].kind} after "
+                        f"{found[0][1].kind}: what is quantised can't be quantised again; remove one")
+    for i, step in found:
+        sources = step.calibration.sources
+        problems += [f"steps.{i}.calibration.sources.{n}: {source!r} is listed twice, and counts once; remove one"
+                     for n, source in enumerate(sources) if source in sources[:n]]
     return problems
 
 

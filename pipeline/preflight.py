@@ -13,13 +13,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
 from pipeline.cases import check_distinct
 from pipeline.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.drafts import check_draft
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
-from pipeline.optimize.layers import plan_folder
-from pipeline.params import Calibration, CandidateSettings, EvalSettings, HarnessEval, Params, SpeculativeStep, Step
+from pipeline.optimize.layers import check_rank, plan_folder
+from pipeline.params import (
+    Calibration,
+    CandidateSettings,
+    EvalSettings,
+    HarnessEval,
+    Params,
+    SpeculativeStep,
+    Step,
+    describe_yaml_error,
+)
 
 Load = Callable[[Path], Evalset]
 
@@ -139,7 +151,7 @@ def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
 
 def _check_folders(step: Step, folder: Path, root: Path) -> None:
     if not isinstance(step, SpeculativeStep):
-        plan_folder(folder, step)
+        check_rank(plan_folder(folder, step), step.calibration.num_samples * step.calibration.max_tokens)
     elif step.draft is not None:
         check_draft(root / step.draft, target=folder)
 
@@ -160,7 +172,35 @@ def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Ev
     folder = root / settings.include_path
     if not folder.is_dir():
         raise SettingsError(f"{where}.include_path: expected a folder with task YAML, found none at {str(folder)!r}")
-    return load(folder) if (folder / CARD_FILE).is_file() else None
+    evalset = load(folder) if (folder / CARD_FILE).is_file() else None
+    _check_task(f"{where}.task", settings.task, folder)
+    return evalset
+
+
+def _check_task(where: str, task: str, folder: Path) -> None:
+    """Refuse a task that no file defines; lm-eval passes over a file that it can't read."""
+    yaml = YAML(typ="rt")  # keeps tags such as lm-eval's !function as they are
+    yaml.allow_duplicate_keys = True
+    names: dict[str, None] = {}
+    broken = ""
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            names |= dict.fromkeys(_task_names(yaml.load(path.read_text(encoding="utf-8"))))
+        except (YAMLError, UnicodeDecodeError) as error:
+            broken += f"; {path} is not valid YAML: {describe_yaml_error(error)}"
+    if task not in names:
+        raise SettingsError(f"{where}: expected a task, group or tag that a *.yaml file in {folder} defines, got "
+                            f"{task!r}; they define {', '.join(names) or 'none'}{broken}")  # fmt: skip
+
+
+def _task_names(data: Any) -> Iterator[str]:
+    """Yield what a task file defines; names in a group's list are another file's, unless they come with keys."""
+    for key in ("task", "group", "tag") if isinstance(data, dict) else ():
+        found = data.get(key)
+        for entry in found if isinstance(found, list) else [found]:
+            if isinstance(entry, str) and (key == "tag" or not isinstance(found, list)):
+                yield str(entry)
+            yield from _task_names(entry)
 
 
 def _load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:

@@ -132,7 +132,7 @@ def _read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, 
         return {}  # what runs behind it now may be another model than then
     try:
         last = read_record(folder / "evaluation.json", Evaluation)
-    except EvidenceError:
+    except (EvidenceError, NotADirectoryError):
         return {}
     return {name: file for name, file in last.evals.items()
             if last.fingerprint == engine.fingerprint and _is_intact(folder, name, file)}  # fmt: skip

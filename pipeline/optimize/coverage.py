@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints import TEXT_FILES, read_config
+from pipeline.checkpoints import TEXT_FILES, name_layer, read_config
 from pipeline.digests import digest_file
 from pipeline.errors import QuantizationError
 from pipeline.optimize.layers import Int4Step, LayerPlan, format_name
@@ -44,11 +44,11 @@ def check_coverage(
     """
     _check_text_files(folder, source)
     _check_config(folder, step)
-    tensors = read_tensors(folder)
+    tensors, kind = read_tensors(folder), read_config(folder)["model_type"]
     parts: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         layer, _, part = name.rpartition(".")
-        parts.setdefault(layer, {})[part] = info
+        parts.setdefault(name_layer(layer, kind), {})[part] = info
     for layer, found in parts.items():
         if "weight_packed" in found and layer not in plan.asked:
             raise QuantizationError(f"{folder}: layer {layer!r} was packed, but the step did not ask for it")

@@ -41,16 +41,23 @@ def format_name(step: Int4Step) -> str:
 
 def plan_folder(folder: Path, step: Int4Step) -> LayerPlan:
     """Plan a step for a checkpoint on disk, from its headers alone."""
-    check_dense(folder)
+    check_source(folder)
     return plan_layers(layer_shapes(folder), step, tied_head=tied_head(folder))
 
 
-def check_dense(folder: Path) -> None:
-    """Refuse a checkpoint that is already quantised."""
-    found = detect_format(folder, read_config(folder), read_tensors(folder))
+def check_source(folder: Path) -> None:
+    """Refuse a checkpoint that is already quantised, or that mixes experts."""
+    tensors = read_tensors(folder)
+    found = detect_format(folder, read_config(folder), tensors)
     if found != "dense":
         raise QuantizationError(
             f"{folder}: already quantised as {found!r}; quantise the original, or use it with `steps: []`"
+        )
+    # transformers stacks the experts into one tensor, which holds no linear layer for the library to find
+    if expert := next((name for name in tensors if ".experts." in name), None):
+        raise QuantizationError(
+            f"{folder}: expected a model without experts, found {expert!r}; a mixture of experts can't be quantised "
+            "here: use it with `steps: []`"
         )
 
 
@@ -80,6 +87,16 @@ def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_h
     _check_group_size(plan, step)
     _check_fused_groups(plan)
     return plan
+
+
+def check_rank(plan: LayerPlan, num_tokens: int) -> None:
+    """Refuse fewer calibration tokens than the widest layer has input features."""
+    widest = max(plan.asked, key=lambda name: plan.asked[name][1])
+    if num_tokens < (width := plan.asked[widest][1]):
+        raise QuantizationError(
+            f"calibration: {num_tokens} tokens can't determine the {width} input features of {widest}; "
+            "raise num_samples or max_tokens"
+        )
 
 
 def match_patterns(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
@@ -113,7 +130,9 @@ def _nearest(pattern: str, names: list[str]) -> list[str]:
     # compared with every tail as well, because a name is often given without its prefix
     tails = {".".join(name.split(".")[i:]): name for name in reversed(names) for i in range(name.count(".") + 1)}
     close = difflib.get_close_matches(text, tails, n=6, cutoff=0.0)
-    return list(dict.fromkeys(tails[tail] for tail in close))[:3]
+    # a name without a dot means the head, which the file may call otherwise
+    heads = [name for name in names if "." not in name] if "." not in text else []
+    return list(dict.fromkeys(heads + [tails[tail] for tail in close]))[:3]
 
 
 def _check_group_size(plan: LayerPlan, step: Int4Step) -> None:

@@ -25,7 +25,7 @@ from pipeline.errors import QuantizationError
 from pipeline.evalsets import Evalset
 from pipeline.optimize.calibration import describe_samples, select_samples
 from pipeline.optimize.coverage import check_coverage
-from pipeline.optimize.layers import Int4Step, LayerPlan, check_dense, plan_layers
+from pipeline.optimize.layers import Int4Step, LayerPlan, check_rank, check_source, plan_layers
 from pipeline.optimize.progress import StepLog
 from pipeline.records import Fallback, LayerCoverage, SpeculativeConfig
 from pipeline.weight_files import check_finite, iterate_weights
@@ -62,13 +62,15 @@ def quantize(
         CheckpointError: the source, or the output when it is loaded again, is broken.
     """
     open_checkpoint(source)
-    check_dense(source)
+    check_source(source)
     tokenizer = load_tokenizer(source)
     samples = select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
     model = load_model(source, dtype="auto")
     check_finite(model.state_dict().items(), where=source)
     plan = plan_layers(_linear_shapes(model), step, tied_head=_tied_head(model))
-    _check_rank(samples, plan)
+    check_rank(plan, num_tokens := sum(map(len, samples)))
+    # the first layer's loss comes after every sample has been through it
+    print(f"{step.kind} calibrates on {len(samples)} samples, {num_tokens} tokens", flush=True)
     log = StepLog(step.kind, total=len(plan.asked))
     _run(model, tokenizer, build_recipe(model, plan, log), samples=samples, destination=destination)
     del model
@@ -103,16 +105,6 @@ def _tied_head(model: Any) -> str | None:
     if head is None or head.weight is not embedding.weight:
         return None
     return next(name for name, module in model.named_modules() if module is head)
-
-
-def _check_rank(samples: list[list[int]], plan: LayerPlan) -> None:
-    widest = max(plan.asked, key=lambda name: plan.asked[name][1])
-    num_tokens, width = sum(map(len, samples)), plan.asked[widest][1]
-    if num_tokens < width:
-        raise QuantizationError(
-            f"calibration: {num_tokens} tokens can't determine the {width} input features of {widest}; "
-            "raise num_samples or max_tokens"
-        )
 
 
 def _run(model: Any, tokenizer: Any, recipe: list[Any], *, samples: list[list[int]], destination: Path) -> None:

@@ -17,10 +17,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.digests import digest_json
 from pipeline.errors import EngineError
@@ -29,6 +29,8 @@ from pipeline.records import Candidate
 from pipeline.serving import launcher
 from pipeline.serving.client import Client
 from pipeline.serving.readiness import check_context, probe
+
+T = TypeVar("T")
 
 STOP_TIMEOUT_S = 5.0
 MAX_REFUSALS = 2  # connections refused before an attached server counts as not started
@@ -92,13 +94,13 @@ async def start_engine(
     try:
         for index in range(settings.num_servers):
             processes.append(_spawn(candidate, root=root, log=logs / f"server-{index}.log"))
-        reports = await asyncio.gather(*(_read_report(p, settings.start_timeout_s) for p in processes))
+        reports = await _gather(*(_read_report(p, settings.start_timeout_s) for p in processes))
         for process, report in zip(processes, reports, strict=True):
             _check_fingerprint(candidate, process, report)
         urls = tuple(f"http://127.0.0.1:{report['port']}" for report in reports)
         engine = Engine(urls, candidate.name, candidate.fingerprint, reports[0]["facts"], tuple(processes))
         async with _connect(engine, candidate, settings) as client:
-            await asyncio.gather(*(_probe(url, engine, settings, evals) for url in urls))
+            await _gather(*(_probe(url, engine, settings, evals) for url in urls))
             yield engine, client
     finally:
         _stop(processes)
@@ -187,6 +189,16 @@ def _spawn(candidate: Candidate, *, root: Path, log: Path) -> _Process:
             start_new_session=True,  # Ctrl-C reaches us, and we end the servers
         )
     return _Process(popen, log)
+
+
+async def _gather(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Await all; at the first failure cancel the others and raise that one: what they say then is only its echo."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _read_report(process: _Process, timeout_s: float) -> dict[str, Any]:

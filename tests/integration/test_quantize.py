@@ -25,7 +25,7 @@ from pipeline.optimize.registry import STEPS
 from pipeline.params import AwqStep, Calibration, GptqStep, Params, parse_params
 from pipeline.records import BuiltCandidate, read_record
 from pipeline.weight_files import read_tensors
-from tests.tiny_llama import write_documents, write_tiny_llama
+from tests.tiny_llama import build_tokenizer, write_documents, write_tiny_llama
 
 WORDS = ["courier", "parcel", "north", "gate", "before", "market", "opens", "call", "room", "blue", "wait", "result"]
 CALIBRATION = Calibration(sources=["prose"], num_samples=16, max_tokens=64, length_exponent=1.0)
@@ -94,6 +94,35 @@ def test_every_layer_ends_in_the_format_that_was_asked(
     assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(source))
 
 
+@pytest.fixture(scope="module")
+def neox(project: Path) -> Path:
+    """A head that the file calls embed_out, and transformers, once it is loaded, lm_head."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    tokenizer, folder = build_tokenizer(), project / "models/neox"
+    config = GPTNeoXConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+                           num_attention_heads=4, max_position_embeddings=256)  # fmt: skip
+    GPTNeoXForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("exclude", [["lm_head"], []], ids=["head-kept", "head-packed"])
+def test_a_head_that_the_file_calls_otherwise_has_one_name(
+    neox: Path, texts: Evalset, tmp_path: Path, exclude: list[str]
+) -> None:
+    assert "embed_out.weight" in read_tensors(neox)
+    step = make_step("gptq", exclude=exclude)
+    asked = plan_folder(neox, step).asked
+    coverage = {layer.layer: layer for layer in apply(neox, tmp_path / "out", step, texts).coverage}
+    assert {name for name, layer in coverage.items() if layer.asked} == set(asked)
+    head = coverage["lm_head"]
+    assert (head.format, head.asked) == (("float32", False) if exclude else ("int4-g64-symmetric", True))
+    assert head.num_bytes > 0 and "embed_out" not in coverage
+    with pytest.raises(QuantizationError, match="'embed_out' matches no linear layer; the nearest are .*lm_head"):
+        plan_folder(neox, make_step("gptq", exclude=["embed_out"]))
+
+
 def test_record_says_what_was_calibrated_on_and_progress_is_one_line_a_layer(
     source: Path, texts: Evalset, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,8 +131,9 @@ def test_record_says_what_was_calibrated_on_and_progress_is_one_line_a_layer(
     assert result.record["calibrated_on"]["num_samples"] == 16
     printed = capfd.readouterr()
     lines = printed.out.splitlines()
-    assert len(lines) == 14
-    assert lines[0].startswith("gptq model.layers.0.self_attn.q_proj loss ")
+    assert len(lines) == 15
+    assert lines[0] == f"gptq calibrates on 16 samples, {result.record['calibrated_on']['num_tokens']} tokens"
+    assert lines[1].startswith("gptq model.layers.0.self_attn.q_proj loss ")
     assert lines[-1].endswith(" [14/14]")
     assert printed.err == ""
 

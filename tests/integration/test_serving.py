@@ -429,6 +429,34 @@ def test_a_server_that_does_not_start_is_one_line_with_its_log(tmp_path: Path) -
     assert "\n" not in str(caught.value) and "server-0.log" in str(caught.value)
 
 
+def test_of_two_servers_that_fail_the_first_failure_is_told_and_nothing_else(
+    tmp_path: Path, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio prints a traceback for the failure of a task that nobody waited for."""
+    unhandled: list[dict[str, Any]] = []
+
+    def spawn(candidate: Candidate, *, root: Path, log: Path) -> engines._Process:
+        log.parent.mkdir(exist_ok=True)
+        code = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit('broken')"
+        seconds = {"server-0": "60", "server-1": "0", "server-2": "0"}[log.stem]
+        with log.open("wb") as log_file:
+            popen = subprocess.Popen([sys.executable, "-c", code, seconds], stdin=subprocess.PIPE,
+                                     stdout=subprocess.PIPE, stderr=log_file)  # fmt: skip
+        return engines._Process(popen, log)
+
+    async def start() -> None:
+        settings = SETTINGS.model_copy(update={"num_servers": 3})
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        async with engines.start_engine(make_candidate(running.folder), settings, evals=EVALS, root=tmp_path,
+                                        logs=tmp_path / "logs"):  # fmt: skip
+            raise AssertionError("must not come up")
+
+    monkeypatch.setattr(engines, "_spawn", spawn)
+    with pytest.raises(EngineError, match=r"^server server-[12]: exited with code 1: broken \(log: "):
+        asyncio.run(start())
+    assert unhandled == []
+
+
 ORPHAN = """
 import sys, time
 from pathlib import Path

@@ -111,7 +111,12 @@ def damage_index(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyP
     (root / "build/journal/a/finished/evaluation.json").write_text("{")
 
 
-@pytest.mark.parametrize("change", [change_code, change_endpoint, edit_records, damage_index])
+def replace_by_a_file(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(root / "build/journal/a/finished")
+    (root / "build/journal/a/finished").write_text("")
+
+
+@pytest.mark.parametrize("change", [change_code, change_endpoint, edit_records, damage_index, replace_by_a_file])
 def test_records_of_anything_else_are_never_taken_over(
     tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
@@ -120,6 +125,7 @@ def test_records_of_anything_else_are_never_taken_over(
     change(tmp_path, endpoint, monkeypatch)
     run(tmp_path)
     assert sorted(endpoint.asked) == ["a", "b", "c"]
+    assert (tmp_path / "build/journal/a/finished/evaluation.json").is_file()
 
 
 def test_an_attached_endpoint_is_asked_again_as_it_may_serve_another_model_now(

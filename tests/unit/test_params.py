@@ -22,7 +22,8 @@ VALID: dict[str, Any] = {
     "candidates": {
         "reference": {"checkpoint": "models/agent"},
         "int4": {"checkpoint": "models/agent", "steps": [
-            {"kind": "gptq", "calibration": CALIBRATION}, {"kind": "awq", "calibration": CALIBRATION}]},
+            {"kind": "gptq", "calibration": CALIBRATION}]},
+        "awq": {"checkpoint": "models/agent", "steps": [{"kind": "awq", "calibration": CALIBRATION}]},
     },
     "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_servers": 1, "num_threads": 1,
                 "context_length": 512, "max_tokens": 64, "request_timeout_s": 60, "start_timeout_s": 60.0},
@@ -70,7 +71,7 @@ def test_the_shipped_settings_are_valid() -> None:
 
 def test_valid_settings_become_typed_and_frozen() -> None:
     params = parse_params(VALID)
-    gptq, awq = params.candidates["int4"].steps
+    gptq, awq = (params.candidates[name].steps[0] for name in ("int4", "awq"))
     assert isinstance(gptq, GptqStep) and isinstance(awq, AwqStep)
     assert (gptq.bits, gptq.group_size, gptq.exclude, gptq.calibration.length_exponent) == (4, 128, ["lm_head"], 0.0)
     with pytest.raises(ValidationError):
@@ -121,8 +122,9 @@ STEP = "candidates//int4//steps//0"
         (f"{STEP}//damping_fraction", 1.0, "candidates.int4.steps.0.damping_fraction: expected less than 1, got 1.0"),
         (f"{STEP}//calibration//sources", [],
          "candidates.int4.steps.0.calibration.sources: expected 1 or more entries, got []"),
+        (f"{STEP}//calibration//seed", -1, "candidates.int4.steps.0.calibration.seed: expected 0 or more, got -1"),
         (f"{STEP}//calibration//num_samples", 0, "candidates.int4.steps.0.calibration.num_samples: "),
-        ("candidates//int4//steps//1//num_grid_points", 2, "candidates.int4.steps.1.num_grid_points: "),
+        ("candidates//awq//steps//0//num_grid_points", 2, "candidates.awq.steps.0.num_grid_points: "),
         ("serving//dtype", "int8", "serving.dtype: "),
         ("serving//request_timeout_s", float("inf"), "serving.request_timeout_s: expected a finite number"),
         ("gate//alpha", 0.5, "gate.alpha: "),
@@ -155,13 +157,21 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
     ("path", "value", "said"),
     [
         ("reference", "refrence",
-         "reference: expected one of the candidates (reference, int4), got 'refrence'"),
-        ("release", ["int4", "int8"], "release.1: expected one of the candidates (reference, int4), got 'int8'"),
+         "reference: expected one of the candidates (reference, int4, awq), got 'refrence'"),
+        ("release", ["int4", "int8"], "release.1: expected one of the candidates (reference, int4, awq), got 'int8'"),
         ("release", ["int4", "int4"], "release.1: 'int4' is listed twice; remove one"),
         ("candidates//Int 4", {"checkpoint": "x"}, "candidates.Int 4: a name is lower-case letters, digits and dashes"),
         ("candidates//../up", {"checkpoint": "x"}, "candidates.../up: a name is "),
         ("evals//a/b", {"kind": "harness", "task": "t"},
          "evals.a/b: a name is lower-case letters, digits, dashes and underscores"),
+        ("candidates//int4//steps", [{"kind": "gptq", "calibration": CALIBRATION},
+                                     {"kind": "awq", "calibration": CALIBRATION}],
+         "candidates.int4.steps.1: expected one quantising step at most, found awq after gptq: what is quantised "
+         "can't be quantised again; remove one"),
+        (f"{STEP}//calibration//sources", ["prose", "long", "prose"],
+         "candidates.int4.steps.0.calibration.sources.2: 'prose' is listed twice, and counts once; remove one"),
+        ("serving//max_tokens", 512,
+         "serving.max_tokens: expected less than serving.context_length (512), which prompt and answer share, got 512"),
         ("gate//tolerances//workflows/completion", {"overall": 0.1},
          "gate.tolerances.workflows/completion: no such metric; the evals give choices/accuracy, "),
         ("gate//tolerances//essays/perplexity_per_token", {"overall": 0.1},

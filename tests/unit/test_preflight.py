@@ -54,7 +54,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_cases(root / "evalsets/workflows", "steps/2-4", messages=[{"role": "user", "content": "Order 2."}],
                 state={"sent": 0}, checks=[{"path": "sent", "equals": 2}])
     write_card(root / "evalsets/workflows", kind="trajectories", tools={"order": {"parameters": {}}})
+    (root / "evalsets/choices/task.yaml").write_text("task: choices\n")
     (root / "evalsets/cardless").mkdir()
+    (root / "evalsets/cardless/task.yaml").write_text("task: choices\n")
     return root
 
 
@@ -113,6 +115,9 @@ STEP = "candidates//int4//steps//0"
         (f"{STEP}//exclude", ["lm_head", "model.layers.0.mlp.dwon_proj"],
          "candidates.int4.steps.0: exclude: 'model.layers.0.mlp.dwon_proj' matches no linear layer; the nearest are "
          "model.layers.0.mlp.down_proj"),
+        (f"{STEP}//calibration//num_samples", 3,
+         "candidates.int4.steps.0: calibration: 192 tokens can't determine the 256 input features of model.layers.0."
+         "mlp.down_proj; raise num_samples or max_tokens"),
         (f"{STEP}//exclude", ["re:("], "candidates.int4.steps.0: exclude: 're:(' is not a regular expression"),
         ("optimize//calibration_texts", "evalsets/none",
          "optimize.calibration_texts: expected an evalset folder with card.yaml and "),
@@ -142,6 +147,19 @@ def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_pat
     (packed / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     said = refusal(project, "candidates//int4//checkpoint", str(packed))
     assert said.startswith("candidates.int4.steps.0: ") and "already quantised as 'gptq'" in said
+
+
+def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path, copied: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copied / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    tensors[name] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, copied / "model.safetensors")
+    assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
+        f"candidates.int4.steps.0: {copied}: expected a model without experts, found {name!r}; a mixture of experts "
+        "can't be quantised here: use it with `steps: []`")
+    check(project, "candidates//plain", {"checkpoint": str(copied)})
 
 
 def edit_json(path: Path, **changes: Any) -> None:
@@ -194,6 +212,15 @@ def copied(project: Path, tmp_path: Path) -> Path:
     pytest.param(lambda c: move_template(c, "tokenizer_config.json", [
                      {"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": UNCLOSED}]),
                  "tokenizer_config.json: chat_template.1:3: expected a chat template in Jinja", id="second-template"),
+    pytest.param(lambda c: (c / "generation_config.json").write_text("{"),
+                 "generation_config.json: not readable as JSON", id="generation-settings"),
+    pytest.param(lambda c: (c / "special_tokens_map.json").write_text("[]"),
+                 "special_tokens_map.json: expected a JSON object, got list", id="special-tokens"),
+    pytest.param(lambda c: edit_json(c / "generation_config.json", eos_token_id=[2, 320]),
+                 "generation_config.json: eos_token_id: expected ids below 320, the rows of the embedding, got 320; "
+                 "copy it from the source", id="last-token"),
+    pytest.param(lambda c: edit_json(c / "config.json", eos_token_id=999),
+                 "config.json: eos_token_id: expected ids below 320, ", id="last-token-in-config"),
     pytest.param(lambda c: edit_json(c / "config.json", hidden_size=64),
                  "config.json: hidden_size: expected 128, as the stored embedding has, got 64", id="width"),
     pytest.param(lambda c: edit_json(c / "config.json", vocab_size=512),
@@ -213,6 +240,8 @@ def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
     pytest.param(lambda c: write_template(c, "{% for m in messages %}{%- generation -%}{{ m.content }}"
                                              "{% endgeneration %}{% if m.last %}{% break %}{% endif %}{% endfor %}"),
                  id="tags-that-transformers-adds"),
+    pytest.param(lambda c: edit_json(c / "generation_config.json", eos_token_id=None), id="no-last-token"),
+    pytest.param(lambda c: (c / "generation_config.json").unlink(), id="no-generation-settings"),
     pytest.param(lambda c: edit_json(c / "config.json", hidden_size=None, vocab_size=None), id="no-sizes"),
     pytest.param(lambda c: edit_json(c / "config.json", hidden_size=1, text_config={"hidden_size": 128}),
                  id="composite"),
@@ -287,6 +316,34 @@ def test_a_draft_that_speaks_other_tokens_is_refused(
 
 def test_a_task_folder_without_a_card_has_no_buckets_to_check(project: Path) -> None:
     check(project, "evals//choices//include_path", "evalsets/cardless")
+
+
+TASKS = """
+group: all
+tag: [reading, short]
+task:
+  - elsewhere
+  - task: inline
+    doc_to_text: !function text.make
+"""
+
+
+@pytest.mark.parametrize("task", ["all", "inline", "reading"])
+def test_a_task_that_a_file_defines_passes(project: Path, tmp_path: Path, task: str) -> None:
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper/tasks.yaml").write_text(TASKS)
+    check(project, "evals//choices", {"kind": "harness", "task": task, "include_path": str(tmp_path)})
+
+
+def test_a_task_that_no_file_defines_is_refused_with_those_that_are(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "tasks.yaml").write_text(TASKS)
+    (tmp_path / "broken.yaml").write_text("task: elsewhere\nmetric_list: [acc\n")
+    (tmp_path / "list.yaml").write_text("- task\n")
+    harness = {"kind": "harness", "task": "elsewhere", "include_path": str(tmp_path)}
+    assert refusal(project, "evals//choices", harness) == (
+        f"evals.choices.task: expected a task, group or tag that a *.yaml file in {tmp_path} defines, got 'elsewhere'; "
+        f"they define inline, all, reading, short; {tmp_path}/broken.yaml is not valid YAML: line 3: expected ',' or "
+        "']', but got '<stream end>'")
 
 
 def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path: Path) -> None:
