@@ -116,8 +116,8 @@ def design_effect(d: Floats, clusters: Ints) -> float:
 def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds:
     """Return the harm of a 0/1 score and its Tango bounds on cluster-adjusted counts.
 
-    Clustered bounds are no narrower than those of as many clusters without any flip: what the clusters
-    can't prove for a perfect candidate they don't prove for one with a few flips.
+    The upper bound of clustered cases is never below that of as many clusters without any flip: what
+    they can't prove for a perfect candidate they don't prove for one with a few flips.
 
     Args:
         d: reference minus candidate per case, in {-1, 0, 1}.
@@ -129,8 +129,7 @@ def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds
     deff, quantile = design_effect(d, clusters), _for_few_clusters(confidence, n, count)
     low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=quantile)
     if count < n:
-        without_flips = tango_bounds(0, 0, count, confidence=quantile)
-        low, high = min(low, without_flips[0]), max(high, without_flips[1])
+        high = max(high, tango_bounds(0, 0, count, confidence=quantile)[1])
     return Bounds((b - c) / n, low, high, deff)
 
 

@@ -161,6 +161,12 @@ def test_a_candidate_that_loses_more_is_never_bounded_lower_than_a_perfect_one(n
         assert proportion_bounds(d, clusters, confidence=0.95).high >= perfect
 
 
+def test_a_large_loss_in_clusters_keeps_its_lower_bound():
+    d = np.zeros(1200)
+    d[:400] = 1
+    assert 0.25 < proportion_bounds(d, np.repeat(number_each(400), 3), confidence=0.95).low < 1 / 3
+
+
 def test_without_a_flip_cases_count_as_their_clusters():
     """Nothing flipped says nothing about whether cases of a cluster would flip together."""
     bounds = proportion_bounds(np.zeros(1200), np.repeat(number_each(40), 30), confidence=0.95)
