@@ -116,8 +116,8 @@ def design_effect(d: Floats, clusters: Ints) -> float:
 def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds:
     """Return the harm of a 0/1 score and its Tango bounds on cluster-adjusted counts.
 
-    The upper bound of clustered cases is never below that of as many clusters without any flip: what
-    they can't prove for a perfect candidate they don't prove for one with a few flips.
+    The bound of a harm in clustered cases is never closer than that of as many clusters without any flip:
+    what they can't prove for a perfect candidate they don't prove for one with a few losses.
 
     Args:
         d: reference minus candidate per case, in {-1, 0, 1}.
@@ -129,7 +129,8 @@ def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds
     deff, quantile = design_effect(d, clusters), _for_few_clusters(confidence, n, count)
     low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=quantile)
     if count < n:
-        high = max(high, tango_bounds(0, 0, count, confidence=quantile)[1])
+        unseen = tango_bounds(0, 0, count, confidence=quantile)[1]
+        low, high = min(low, -unseen) if b <= c else low, max(high, unseen) if b >= c else high
     return Bounds((b - c) / n, low, high, deff)
 
 
