@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.differences import KINDS, classify_difference, first_difference
 from pipeline.errors import EvidenceError
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
@@ -122,26 +123,16 @@ def top_k_kl(
     return np.maximum(listed + rest_p * np.log(rest_p / rest_q), 0.0)
 
 
-def first_difference(reference: str, candidate: str) -> tuple[int, int] | None:
-    """Return where two outputs part: (line, character), 0-based, or None when they are equal.
-
-    A trajectory's output has one line per turn, so the line is the turn.
-    """
-    if reference == candidate:
-        return None
-    shorter = min(len(reference), len(candidate))
-    at = next((i for i in range(shorter) if reference[i] != candidate[i]), shorter)
-    return reference[:at].count("\n"), at
-
-
 def describe_differences(pairs: PairedCases) -> str:
-    """Say in words where outputs first differ: the median character, and how many by turn."""
-    found = [first_difference(a.output, b.output) for a, b in zip(pairs.reference, pairs.candidate, strict=True)]
-    places = [place for place in found if place is not None]
+    """Say in words where outputs first differ: the median character, of which kind, and how many by turn."""
+    outputs = [(a.output, b.output) for a, b in zip(pairs.reference, pairs.candidate, strict=True)]
+    places = [place for a, b in outputs if (place := first_difference(a, b)) is not None]
     if not places:
         return "no output differs"
     turns = Counter(turn for turn, _ in places)
-    sentence = f"first difference at character {int(np.median([at for _, at in places]))} (median)"
+    kinds = Counter(classify_difference(a, b) for a, b in outputs if a != b)
+    sentence = (f"first difference at character {int(np.median([at for _, at in places]))} (median), by kind: "
+                + ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind]))
     if len(turns) == 1:
         return sentence
     return sentence + ", by turn: " + ", ".join(f"{turn + 1}: {turns[turn]}" for turn in sorted(turns))

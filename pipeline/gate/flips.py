@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.gate.divergence import first_difference
+from pipeline.differences import first_difference
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.wording import definition_of
 from pipeline.records import CaseRecord, Comparison

@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
+from pipeline.differences import first_difference
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement, combine, judge_all
-from pipeline.gate.divergence import TopTokens, divergence_by_document, first_difference, top_k_kl
+from pipeline.gate.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align

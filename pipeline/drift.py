@@ -1,0 +1,128 @@
+"""Is a live endpoint still what was evaluated? Ask it again what the evaluation asked, and compare the answers.
+
+Two proofs: the fingerprint that the server computes of itself, where it offers one, and its behaviour:
+the first turn of cases spread over the evals that chat, at temperature 0. The recorded answers are the
+evaluation's own, so nothing has to be prepared. Not covered: speed, and answers beyond the first turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.cases import ToolCallCase, TrajectoryCase
+from pipeline.differences import classify_difference
+from pipeline.digests import digest_file
+from pipeline.errors import EvidenceError, RequestError
+from pipeline.evals.calls import describe_reply, openai_tools
+from pipeline.evalsets import Evalset, load_evalset
+from pipeline.params import Params, ToolCallsEval, TrajectoriesEval
+from pipeline.records import Candidate, Evaluation, read_cases, read_record
+from pipeline.serving.client import Client
+
+CONCURRENCY = 8
+
+
+@dataclass(frozen=True)
+class Changed:
+    """One case that the endpoint answers otherwise than it was evaluated."""
+
+    eval_name: str
+    case_id: str
+    kind: str
+    recorded: str
+    answered: str
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What was found: why the fingerprint differs (None: it agrees, or there is none), and the changed answers."""
+
+    fingerprint: str | None
+    has_fingerprint: bool
+    num_asked: int
+    changed: tuple[Changed, ...]
+
+
+async def check_drift(candidate: Candidate, params: Params, client: Client, *, root: Path, num_cases: int) -> Drift:
+    """Compare a live endpoint with the last evaluation of a candidate.
+
+    Args:
+        candidate: what was built, and how it is served.
+        params: names the evals; their evalsets must be those that were evaluated.
+        client: of the endpoint.
+        root: project root, with `build/`.
+        num_cases: how many cases of each eval that chats to ask, spread evenly.
+
+    Raises:
+        EvidenceError: there is no evaluation to compare with, or its evalset was edited since.
+        EngineError: the endpoint does not answer.
+    """
+    folder = root / "build/evaluations" / candidate.name
+    evaluation = read_record(folder / "evaluation.json", Evaluation)
+    server = await _read_fingerprint(client)
+    changed, num_asked = [], 0
+    for name, settings in params.evals.items():
+        if isinstance(settings, ToolCallsEval | TrajectoriesEval) and name in evaluation.evals:
+            recorded = _read_first_turns(folder, evaluation, name)
+            evalset = load_evalset(root / settings.evalset)
+            if evalset.digest != evaluation.evals[name].evalset_digest:
+                raise EvidenceError(f"{root / settings.evalset}: expected the cases that were evaluated, found others; "
+                                    "run `dvc repro`")
+            asked = evalset.cases[:: max(1, len(evalset.cases) // num_cases)][:num_cases]
+            changed += await _ask_again(client, name, asked, recorded, params, _tools(evalset, settings))
+            num_asked += len(asked)
+    if not num_asked:
+        raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
+                            f"{', '.join(evaluation.evals) or 'none'}; a canary needs an eval that chats")
+    difference = name_difference(evaluation, server) if server else None
+    return Drift(difference, server is not None, num_asked, tuple(changed))
+
+
+def name_difference(evaluation: Evaluation, server: dict[str, Any]) -> str | None:
+    """Say in which field a server's own description differs from what was evaluated; None when it does not."""
+    if server["fingerprint"] == evaluation.fingerprint:
+        return None
+    facts, evaluated = server["facts"], evaluation.served_by
+    pairs = [("checkpoint digest", evaluation.checkpoint_digest[:12], facts["checkpoint"]["digest"][:12])]
+    for section in ("serving", "libraries"):
+        was, now = evaluated.get(section, {}), facts.get(section, {})
+        pairs += [(f"{section}.{key}", was.get(key), now.get(key)) for key in was | now]
+    field, was, now = next((p for p in pairs if p[1] != p[2]),
+                           ("fingerprint", evaluation.fingerprint[:12], server["fingerprint"][:12]))  # fmt: skip
+    return f"{field}: evaluated {was!r}, the endpoint has {now!r}"
+
+
+async def _read_fingerprint(client: Client) -> dict[str, Any] | None:
+    try:
+        answer = await client.get("/v1/fingerprint")
+    except RequestError:
+        return None  # another server: its behaviour is all there is
+    return answer if isinstance(answer, dict) and {"fingerprint", "facts"} <= answer.keys() else None
+
+
+def _read_first_turns(folder: Path, evaluation: Evaluation, name: str) -> dict[str, str]:
+    path = folder / evaluation.evals[name].records
+    if not path.is_file() or digest_file(path) != evaluation.evals[name].sha256:
+        raise EvidenceError(f"{path}: expected the records as they were written, found others; run `dvc repro`")
+    return {record.case_id: record.output.split("\n")[0] for record in read_cases(path)}
+
+
+def _tools(evalset: Evalset, settings: ToolCallsEval | TrajectoriesEval) -> list[dict[str, Any]] | None:
+    return openai_tools(evalset.card.tools) if settings.send_tools else None
+
+
+async def _ask_again(
+    client: Client, eval_name: str, cases: tuple[ToolCallCase | TrajectoryCase, ...], recorded: dict[str, str],
+    params: Params, tools: list[dict[str, Any]] | None,
+) -> list[Changed]:
+    async def ask(case: ToolCallCase | TrajectoryCase) -> Changed | None:
+        messages = [message.model_dump() for message in case.messages]
+        reply = await client.chat(messages, max_tokens=params.serving.max_tokens, tools=tools)
+        answered = describe_reply(reply)
+        kind = classify_difference(recorded[case.id], answered)
+        return Changed(eval_name, case.id, kind, recorded[case.id], answered) if kind else None
+
+    return [found for found in await asyncio.gather(*map(ask, cases)) if found is not None]

@@ -1,0 +1,79 @@
+"""Is a live endpoint still what was evaluated? For a nightly job, beside the server.
+
+    python scripts/check_drift.py CANDIDATE --base-url http://127.0.0.1:8000 [--model NAME] [--cases 100]
+
+Asks the endpoint the first turn of cases of the candidate's last evaluation again and compares the answers;
+where the server offers a fingerprint, that is compared too. Ends with 0 when nothing differs, with 1 when
+something does or can't be told, and says what. `--max-changed` allows a share of changed answers, for servers in
+reduced precision, where the batch alone can flip a near tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.drift import CONCURRENCY, Drift, check_drift  # noqa: E402
+from pipeline.errors import SettingsError  # noqa: E402
+from pipeline.params import Params, load_params  # noqa: E402
+from pipeline.serving.client import Client  # noqa: E402
+from pipeline.serving_config import read_candidate  # noqa: E402
+from stages.cli import run_stage  # noqa: E402
+
+MAX_SHOWN = 5
+
+
+def main(argv: list[str]) -> int:
+    """Check one endpoint; return 1 on drift."""
+    options = _parse(argv)
+    params = load_params()
+    if options.candidate not in params.candidates:
+        raise SettingsError(f"expected one candidate of {', '.join(params.candidates)}, got {options.candidate!r}")
+    drift = asyncio.run(_check(options, params))
+    print(_describe(options.candidate, drift))
+    is_beyond = len(drift.changed) > options.max_changed * drift.num_asked
+    return 1 if drift.fingerprint or is_beyond else 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="check_drift", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("candidate")
+    parser.add_argument("--base-url", help="of the endpoint; else the candidate's endpoint in params.yaml")
+    parser.add_argument("--model", help="the name it serves; else the endpoint's in params.yaml, or the candidate's")
+    parser.add_argument("--cases", type=int, default=100, help="of each eval that chats (100)")
+    parser.add_argument("--max-changed", type=float, default=0.0, help="share of answers that may differ (0)")
+    return parser.parse_args(argv)
+
+
+async def _check(options: argparse.Namespace, params: Params) -> Drift:
+    endpoint = params.candidates[options.candidate].endpoint
+    url = options.base_url or (endpoint.base_url if endpoint else None)
+    if url is None:
+        raise SettingsError(f"candidates.{options.candidate} has no endpoint in params.yaml: give --base-url")
+    model = options.model or (endpoint.model if endpoint else options.candidate)
+    candidate = read_candidate(Path("build"), options.candidate, params)
+    async with Client([url.rstrip("/").removesuffix("/v1")], model, concurrency=CONCURRENCY,
+                      timeout_s=params.serving.request_timeout_s, max_refusals=2) as client:  # fmt: skip
+        return await check_drift(candidate, params, client, root=Path(), num_cases=max(1, options.cases))
+
+
+def _describe(name: str, drift: Drift) -> str:
+    counts = Counter(changed.kind for changed in drift.changed)
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
+    proof = "offers none, so its behaviour is all there is" if not drift.has_fingerprint else "agrees"
+    lines = [f"{name}: {len(drift.changed)} of {drift.num_asked} answers changed{f' ({kinds})' if kinds else ''}; "
+             f"fingerprint: {drift.fingerprint or proof}"]
+    for changed in drift.changed[:MAX_SHOWN]:
+        lines += [f"  {changed.eval_name} {changed.case_id!r}: {changed.kind}",
+                  f"    evaluated {changed.recorded[:200]!r}", f"    now       {changed.answered[:200]!r}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_stage("check_drift", main)
