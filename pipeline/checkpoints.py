@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from pipeline.digests import digest_checkpoint
+from pipeline.digests import digest_files, digest_json
 from pipeline.environment import count_memory_mib
 from pipeline.errors import CheckpointError
 from pipeline.memory import read_available_mib
@@ -88,7 +88,8 @@ def describe_checkpoint(folder: Path, *, root: Path, parent_digest: str | None =
         dtype=_main_dtype(tensors),
         num_parameters=_count_parameters(tensors, config),
         num_bytes=sum(t.num_bytes for t in tensors.values()),
-        digest=digest_checkpoint(folder),
+        digest=digest_json(files := digest_files(folder)),
+        files=files,
         parent_digest=parent_digest,
     )
 

@@ -48,7 +48,12 @@ def digest_checkpoint(folder: Path) -> str:
 
 
 def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
-    """Return one digest for a folder: names relative to it and the digest of each file.
+    """Return one digest for a folder: names relative to it and the digest of each file."""
+    return digest_json(digest_files(folder, ignore=ignore))
+
+
+def digest_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[str, str]:
+    """Return the digest of each file of a folder by its name relative to it.
 
     Args:
         folder: the folder to read, recursively; symbolic links are followed.
@@ -56,4 +61,16 @@ def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
     """
     files = sorted(p for p in folder.rglob("*")
                    if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts)  # fmt: skip
-    return digest_json({p.relative_to(folder).as_posix(): digest_file(p) for p in files})
+    return {p.relative_to(folder).as_posix(): digest_file(p) for p in files}
+
+
+def name_changed_file(before: dict[str, str], after: dict[str, str]) -> str:
+    """Say which file is the first that differs between two folders, as far as their files are known."""
+    if not before or not after:
+        return "which file differs is not known"
+    for name in sorted(before | after):
+        if name not in before or name not in after:
+            return f"{name} is {'gone' if name in before else 'new'}"
+        if before[name] != after[name]:
+            return f"{name} differs"
+    return "no file differs"

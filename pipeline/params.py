@@ -68,7 +68,7 @@ class SpeculativeStep(Settings):
     method: Literal["draft_model", "prompt_lookup"]
     draft: str | None = None  # checkpoint folder of the draft model
     num_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
-    min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it is refused
+    min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it fails
 
 
 Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]

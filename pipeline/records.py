@@ -43,6 +43,7 @@ class Checkpoint(Record):
     num_parameters: int
     num_bytes: int
     digest: str
+    files: dict[str, str] = {}  # digest of each file: says which one it is when `digest` differs
     parent_digest: str | None = None
 
 

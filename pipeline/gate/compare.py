@@ -20,7 +20,7 @@ from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
-from pipeline.gate.speculation import check_speculation
+from pipeline.gate.speculation import check_acceptance, check_speculation
 from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, Policy, describe_policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
@@ -38,6 +38,7 @@ class Measured:
     tripwires: list[Comparison] = field(default_factory=list)
     metrics: list[Metric] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # beside those of the comparisons
     notes: list[str] = field(default_factory=list)
 
 
@@ -81,7 +82,9 @@ def _load(build: Path, name: str, params: Params, policy: Policy) -> Measured:
     try:
         measured.evidence = load_evidence(build, read_candidate(build, name, params), policy.evals)
         measured.refusals += measured.evidence.problems.values()
-        measured.refusals += check_speculation(measured.evidence, step.min_acceptance if step else None)
+        measured.refusals += check_speculation(measured.evidence)
+        if failure := check_acceptance(measured.evidence, step.min_acceptance if step else None):
+            measured.failures.append(failure)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     return measured
@@ -166,10 +169,11 @@ def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, 
 
 
 def _conclude(name: str, measured: Measured, comparisons: list[Comparison], params: Params) -> Verdict:
-    outcome = combine(comparisons, measured.refusals)
+    outcome = combine(comparisons, measured.refusals, measured.failures)
     headline = explain_flat_perplexity(name, comparisons, params)
     reasons = [headline] if headline else []
     reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
+    reasons += [f"fail: {failure}" for failure in measured.failures]
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]

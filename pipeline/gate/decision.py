@@ -118,13 +118,13 @@ def _decide(
     return "inconclusive", f"{seen} (the loss may be {format_harm(m.metric, m.high)}): {outlook}"
 
 
-def combine(comparisons: Iterable[Comparison], refusals: Sequence[str]) -> Outcome:
+def combine(comparisons: Iterable[Comparison], refusals: Sequence[str], failures: Sequence[str] = ()) -> Outcome:
     """Return a candidate's outcome: fail, else refused, else inconclusive, else pass.
 
     A candidate with nothing gated is refused: no evidence is not a pass.
     """
     outcomes = {comparison.outcome for comparison in comparisons} - {"reported"}
-    if "fail" in outcomes:
+    if failures or "fail" in outcomes:
         return "fail"
     if refusals or not outcomes or "refused" in outcomes:
         return "refused"

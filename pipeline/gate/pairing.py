@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.digests import digest_file
+from pipeline.digests import digest_file, name_changed_file
 from pipeline.errors import EvidenceError
 from pipeline.records import (
     Candidate,
@@ -97,12 +97,18 @@ def _check_identity(candidate: Candidate, evaluation: Evaluation, path: Path) ->
     found = {"checkpoint digest": evaluation.checkpoint_digest[:12]}
     for side, serving in ((expected, candidate.serving), (found, evaluation.serving)):
         side |= {f"serving.{key}": value for key, value in serving.identity().items()}
+    facts = evaluation.served_by
+    expected |= {f"library {name}": version for name, version in candidate.libraries.items()}
+    found |= {f"library {name}": facts.get("libraries", candidate.libraries).get(name) for name in candidate.libraries}
+    # the fingerprint covers all of these: last, so that what differs is named
     if candidate.serving.engine != "attached":  # behind someone else's endpoint the fingerprint is its own
         expected["fingerprint"], found["fingerprint"] = candidate.fingerprint[:12], evaluation.fingerprint[:12]
     for key, value in expected.items():
         if found[key] != value:
+            files = name_changed_file(facts.get("checkpoint", {}).get("files", {}), candidate.checkpoint.files)
+            which = f" ({files})" if key == "checkpoint digest" else ""
             raise EvidenceError(f"{path}: what was evaluated is not what would ship: {key}: expected {value!r}, got "
-                                f"{found[key]!r}; run `dvc repro` to evaluate it again")
+                                f"{found[key]!r}{which}; run `dvc repro` to evaluate it again")
 
 
 def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, settings: dict[str, Any]) -> list[CaseRecord]:

@@ -6,13 +6,25 @@ from pipeline.gate.pairing import Evidence
 from pipeline.records import SpeculationCounts, sum_speculation
 
 
-def check_speculation(evidence: Evidence, min_acceptance: float | None) -> list[str]:
-    """Return why a candidate's speculation is not what was asked for, one sentence each.
+def check_acceptance(evidence: Evidence, min_acceptance: float | None) -> str | None:
+    """Return the sentence of a candidate whose drafts are accepted too seldom, else None.
+
+    Its answers may all be right: what speculation was asked for, speed, is not there.
 
     Args:
         evidence: of the candidate.
         min_acceptance: the smallest acceptance rate of drafted tokens that will do; None: any.
     """
+    counts = evidence.evaluation.speculation
+    if counts is None or not counts.num_drafted or min_acceptance is None or counts.acceptance_rate >= min_acceptance:
+        return None
+    return (f"speculation: {counts.num_accepted:,} of {counts.num_drafted:,} drafted tokens were accepted "
+            f"({counts.acceptance_rate:.2%}), expected at least {min_acceptance:.2%} (min_acceptance); use a "
+            "better draft or fewer tokens")
+
+
+def check_speculation(evidence: Evidence) -> list[str]:
+    """Return why a candidate's speculation is not what was asked for, one sentence each."""
     asked, counts = evidence.candidate.serving.speculative, evidence.evaluation.speculation
     if asked is None:
         return []
@@ -28,10 +40,6 @@ def check_speculation(evidence: Evidence, min_acceptance: float | None) -> list[
     if (counts.method, counts.num_tokens) != (asked.method, asked.num_tokens):
         return [f"{where}: expected {asked.method} with {asked.num_tokens} tokens, the evaluation counted "
                 f"{counts.method} with {counts.num_tokens}; run `dvc repro` to evaluate it again"]
-    if min_acceptance is not None and counts.acceptance_rate < min_acceptance:
-        return [f"{where}: {counts.num_accepted:,} of {counts.num_drafted:,} drafted tokens were accepted "
-                f"({counts.acceptance_rate:.2%}), expected at least {min_acceptance:.2%} (min_acceptance); use a "
-                "better draft or fewer tokens"]
     return []
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.digests import canonical_json, digest_checkpoint, digest_file
+from pipeline.digests import canonical_json, digest_file, digest_files, digest_json, name_changed_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.wording import (
     format_harm,
@@ -30,6 +30,7 @@ VERDICT_PATH = Path("reports/verdict.json")
 REPORT_PATH = Path("reports/report.md")
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
+FAILED = "fail: speculation"  # starts the reason of a candidate whose drafts are accepted too seldom
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
 
@@ -164,7 +165,8 @@ def check_outcomes(judgement: Judgement) -> None:
         wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, judgement.policy)]
         if verdict.outcome == "pass":
             wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
-        is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not list_refusals(verdict)
+        is_unfit = bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
+        is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not is_unfit
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
         if wrong:
@@ -224,17 +226,19 @@ def check_candidates(judgement: Judgement, params: Params, root: Path) -> bool:
         if Path(candidate.checkpoint.path) != Path(expected):
             raise EvidenceError(f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
                                 "`dvc repro` so that it is built again")
-        _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest)
+        _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
         speculative = candidate.serving.speculative
         if speculative and speculative.draft_path and speculative.draft_digest:
-            _check_files(root / speculative.draft_path, speculative.draft_digest)
+            _check_files(root / speculative.draft_path, speculative.draft_digest, {})
     return True
 
 
-def _check_files(folder: Path, digest: str) -> None:
-    if (found := digest_checkpoint(folder)) != digest:
+def _check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
+    found = digest_files(folder)
+    if digest_json(found) != digest:
         raise EvidenceError(f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
-                            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again")
+                            f"({digest_json(found)[:12]}: {name_changed_file(files, found)}); run `dvc repro` so that "
+                            "it is built and evaluated again")
 
 
 def write_marker(path: Path, judgement: Judgement, *, verdict_path: Path) -> None:
@@ -283,6 +287,8 @@ def _why(verdict: Verdict, blocks: bool) -> list[str]:
     lines = ["", f"{verdict.candidate}: {verdict.outcome}, {effect}"]
     lines += [f"  {reason}" for reason in verdict.reasons if reason.startswith("perplexity flat")]
     lines += [f"  {'refused':<12} {problem}" for problem in list_refusals(verdict)]
+    lines += [f"  {'fail':<12} {reason.removeprefix('fail: ')}" for reason in verdict.reasons
+              if reason.startswith(FAILED)]
     shown = [c for outcome in ("fail", "inconclusive") for c in verdict.comparisons if c.outcome == outcome]
     for comparison in shown:
         lines += describe(comparison)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.digests import digest_json
+from pipeline.digests import digest_json, name_changed_file
 from pipeline.errors import EngineError
 from pipeline.params import EvalSettings, ServingSettings
 from pipeline.records import Candidate
@@ -224,7 +224,9 @@ def _check_fingerprint(candidate: Candidate, process: _Process, report: dict[str
         return
     facts = report["facts"]
     serving = candidate.serving.identity()
-    pairs = [("checkpoint digest", candidate.checkpoint.digest, facts["checkpoint"]["digest"])]
+    checkpoint, loaded = candidate.checkpoint, facts["checkpoint"]
+    which = name_changed_file(checkpoint.files, loaded.get("files", {}))
+    pairs = [(f"checkpoint digest ({which})", checkpoint.digest, loaded["digest"])]
     pairs += [(f"serving.{key}", value, facts["serving"][key]) for key, value in serving.items()]
     pairs += [(f"library {key}", value, facts["libraries"][key]) for key, value in candidate.libraries.items()]
     what, expected, got = next((p for p in pairs if p[1] != p[2]), ("fingerprint", candidate.fingerprint, "another"))

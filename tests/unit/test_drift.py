@@ -16,7 +16,8 @@ from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evaluate import CALL, FakeEndpoint, run, write_questions
 from tests.unit.test_evaluate import endpoint as endpoint
 
-FACTS = {"checkpoint": {"digest": "c" * 64}, "serving": {"dtype": "float32"}, "libraries": {"torch": "2.13.0"}}
+FACTS = {"checkpoint": {"digest": "c" * 64, "files": {"config.json": "1"}}, "serving": {"dtype": "float32"},
+         "libraries": {"torch": "2.13.0"}}  # fmt: skip
 
 
 class LiveEndpoint(FakeEndpoint):
@@ -67,7 +68,8 @@ def test_a_server_without_a_fingerprint_is_known_by_its_behaviour(evaluated: Pat
 
 
 @pytest.mark.parametrize(("section", "change", "said"), [
-    ("checkpoint", {"digest": "d" * 64}, f"checkpoint digest: evaluated '{'c' * 12}', the endpoint has '{'d' * 12}'"),
+    ("checkpoint", {"digest": "d" * 64, "files": {"config.json": "2"}},
+     f"checkpoint digest (config.json differs): evaluated '{'c' * 12}', the endpoint has '{'d' * 12}'"),
     ("serving", {"dtype": "float16"}, "serving.dtype: evaluated 'float32', the endpoint has 'float16'"),
     ("libraries", {"torch": "2.14.0"}, "libraries.torch: evaluated '2.13.0', the endpoint has '2.14.0'"),
     ("serving", {"dtype": "float32"}, "fingerprint: evaluated 'f1', the endpoint has 'f2'"),
