@@ -394,9 +394,11 @@ def test_a_checkpoint_that_changes_greedy_answers_is_refused(tmp_path: Path, run
 
 def test_another_checkpoint_than_the_candidates_is_named(running: Running) -> None:
     candidate = make_candidate(running.folder)
-    stale = candidate.model_copy(update={"checkpoint": candidate.checkpoint.model_copy(update={"digest": "0" * 64})})
+    files = candidate.checkpoint.files | {"generation_config.json": "0" * 64}
+    other = candidate.checkpoint.model_copy(update={"digest": "0" * 64, "files": files})
+    stale = candidate.model_copy(update={"checkpoint": other})
     report = {"fingerprint": running.engine.fingerprint, "facts": running.engine.served_by}
-    with pytest.raises(EngineError, match="checkpoint digest: the candidate says '0000"):
+    with pytest.raises(EngineError, match=r"checkpoint digest \(generation_config.json .*\): the candidate says '0000"):
         engines._check_fingerprint(stale, running.engine.processes[0], report)
 
 
