@@ -21,7 +21,7 @@ from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_bu
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
 from pipeline.gate.speculation import check_acceptance, check_speculation
-from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, Policy, describe_policy, is_blocking
+from pipeline.gate.verdicts import DECLARED, FAILED, REFUSED, Judgement, Policy, describe_policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
 from pipeline.records import OUTGROWN, CaseRecord, Comparison, Metric, Verdict
@@ -173,7 +173,7 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
     headline = explain_flat_perplexity(name, comparisons, params)
     reasons = [headline] if headline else []
     reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
-    reasons += [f"fail: {failure}" for failure in measured.failures]
+    reasons += [f"{FAILED}{failure}" for failure in measured.failures]
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]

@@ -18,7 +18,7 @@ def check_acceptance(evidence: Evidence, min_acceptance: float | None) -> str | 
     counts = evidence.evaluation.speculation
     if counts is None or not counts.num_drafted or min_acceptance is None or counts.acceptance_rate >= min_acceptance:
         return None
-    return (f"speculation: {counts.num_accepted:,} of {counts.num_drafted:,} drafted tokens were accepted "
+    return (f"{counts.num_accepted:,} of {counts.num_drafted:,} drafted tokens were accepted "
             f"({counts.acceptance_rate:.2%}), expected at least {min_acceptance:.2%} (min_acceptance); use a "
             "better draft or fewer tokens")
 

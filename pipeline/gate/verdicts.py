@@ -30,7 +30,7 @@ VERDICT_PATH = Path("reports/verdict.json")
 REPORT_PATH = Path("reports/report.md")
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
-FAILED = "fail: speculation"  # starts the reason of a candidate whose drafts are accepted too seldom
+FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
 
