@@ -14,13 +14,15 @@ from typing import Any
 
 from pipeline.cases import ToolCallCase, TrajectoryCase
 from pipeline.differences import classify_difference
-from pipeline.digests import digest_file, name_changed_file
-from pipeline.errors import EvidenceError, RequestError
+from pipeline.digests import digest_file
+from pipeline.errors import EvidenceError
 from pipeline.evals.calls import describe_reply, openai_tools
 from pipeline.evalsets import Evalset, load_evalset
+from pipeline.fingerprints import find_difference
 from pipeline.params import Params, ToolCallsEval, TrajectoriesEval
 from pipeline.records import Candidate, Evaluation, read_cases, read_record
 from pipeline.serving.client import Client
+from pipeline.serving.engines.openai import read_facts
 
 CONCURRENCY = 8
 
@@ -62,7 +64,7 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     """
     folder = root / "build/evaluations" / candidate.name
     evaluation = read_record(folder / "evaluation.json", Evaluation)
-    server = await _read_fingerprint(client)
+    server, _ = await read_facts(client)
     changed, num_asked = [], 0
     for name, settings in params.evals.items():
         if isinstance(settings, ToolCallsEval | TrajectoriesEval) and name in evaluation.evals:
@@ -77,31 +79,15 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     if not num_asked:
         raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
                             f"{', '.join(evaluation.evals) or 'none'}; a canary needs an eval that chats")
-    difference = name_difference(evaluation, server) if server else None
-    return Drift(difference, server is not None, num_asked, tuple(changed))
+    return Drift(name_difference(evaluation, server), bool(server), num_asked, tuple(changed))
 
 
 def name_difference(evaluation: Evaluation, server: dict[str, Any]) -> str | None:
     """Say in which field a server's own description differs from what was evaluated; None when it does not."""
-    if server["fingerprint"] == evaluation.fingerprint:
+    difference = find_difference(evaluation.served_by, server)
+    if difference is None:
         return None
-    facts, evaluated = server["facts"], evaluation.served_by
-    which = name_changed_file(*(side.get("checkpoint", {}).get("files", {}) for side in (evaluated, facts)))
-    pairs = [(f"checkpoint digest ({which})", evaluation.checkpoint_digest[:12], facts["checkpoint"]["digest"][:12])]
-    for section in ("serving", "libraries"):
-        was, now = evaluated.get(section, {}), facts.get(section, {})
-        pairs += [(f"{section}.{key}", was.get(key), now.get(key)) for key in was | now]
-    field, was, now = next((p for p in pairs if p[1] != p[2]),
-                           ("fingerprint", evaluation.fingerprint[:12], server["fingerprint"][:12]))  # fmt: skip
-    return f"{field}: evaluated {was!r}, the endpoint has {now!r}"
-
-
-async def _read_fingerprint(client: Client) -> dict[str, Any] | None:
-    try:
-        answer = await client.get("/v1/fingerprint")
-    except RequestError:
-        return None  # another server: its behaviour is all there is
-    return answer if isinstance(answer, dict) and {"fingerprint", "facts"} <= answer.keys() else None
+    return f"{difference.field}: evaluated {difference.expected!r}, the endpoint has {difference.found!r}"
 
 
 def _read_first_turns(folder: Path, evaluation: Evaluation, name: str) -> dict[str, str]:

@@ -173,6 +173,19 @@ def prove_gpus() -> GpuProof:
     return GpuProof.model_validate(json.loads(child.stdout))
 
 
+def read_hardware(device: str) -> dict[str, str]:
+    """Return what of the hardware decides how a model's sums round.
+
+    Args:
+        device: "cpu", or the GPU's name.
+    """
+    if device != "cpu":
+        return {"device": device}
+    _, flags = parse_cpuinfo(_read_text(Path("/proc/cpuinfo")))
+    return {"device": f"cpu {platform.machine()}",
+            "instruction_sets": " ".join(name for name in INSTRUCTION_SETS if name in flags)}  # fmt: skip
+
+
 def find_gpus() -> tuple[Gpu, ...]:
     """List NVIDIA GPUs by nvidia-smi, or by the driver's own files where that is not installed."""
     if shutil.which("nvidia-smi"):

@@ -52,7 +52,7 @@ def estimate_needs(params: Params, root: Path) -> list[MemoryNeed]:
     """Estimate what serving and quantising take, for every candidate that is served from a folder."""
     needs = []
     for name, candidate in params.candidates.items():
-        if candidate.endpoint is None:
+        if candidate.engine.kind != "openai":
             sizes = measure_weights(read_tensors(root / candidate.checkpoint))
             step = candidate.speculative
             draft = measure_weights(read_tensors(root / step.draft)).num_weights if step and step.draft else 0

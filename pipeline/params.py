@@ -20,6 +20,11 @@ from pipeline.errors import SettingsError, describe_problem
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+TRANSFORMERS_METHODS = ("draft_model", "prompt_lookup")
+# ways of verifying drafts that keep a token only when it is the target's own, or drawn as the target would draw it
+LOSSLESS_REJECTION = ("standard", "strict", "block")
+LOSSY_OPTIONS = ("posterior_threshold", "posterior_alpha", "typical_acceptance_sampler_posterior_threshold",
+                 "assistant_ensemble_weight")  # fmt: skip
 
 
 class Settings(BaseModel):
@@ -65,28 +70,51 @@ class SpeculativeStep(Settings):
     """Speculative decoding (Leviathan et al. 2022): tokens are drafted cheaply, the target checks them in one pass."""
 
     kind: Literal["speculative"]
-    method: Literal["draft_model", "prompt_lookup"]
+    method: str  # "draft_model", "prompt_lookup", or another one that the engine knows
     draft: str | None = None  # checkpoint folder of the draft model
     num_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
     min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it fails
+    options: dict[str, Any] = {}  # further ones of the method, as the engine spells them
+    lossy: bool = False  # the answers may be others than the target's own
 
 
 Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]
 
 
-class Endpoint(Settings):
-    """A server that is already running and that this candidate is evaluated on."""
+class TransformersEngine(Settings):
+    """The embedded engine: `transformers serve` in processes of this environment."""
 
+    kind: Literal["transformers"] = "transformers"
+
+
+class VllmEngine(Settings):
+    """vLLM, started from an environment or a container of its own."""
+
+    kind: Literal["vllm"]
+    command: list[str] = Field(min_length=1)  # that runs `vllm serve`; `--config FILE --port N` is put behind it
+    version: str  # the release it must be
+    options: dict[str, Any] = {}  # of `vllm serve`, as its config file spells them
+    environment: dict[str, str] = {}  # variables that it is started with
+
+
+class OpenaiEngine(Settings):
+    """A server of the OpenAI API that somebody else runs."""
+
+    kind: Literal["openai"]
     base_url: str
     model: str
 
 
+EngineSettings = Annotated[TransformersEngine | VllmEngine | OpenaiEngine, Field(discriminator="kind")]
+
+
 class CandidateSettings(Settings):
-    """A checkpoint and the steps that turn it into what would ship."""
+    """A checkpoint, the steps that turn it into what would ship, and the engine that serves it."""
 
     checkpoint: str
-    steps: list[Step] = []
-    endpoint: Endpoint | None = None
+    steps: list[Step]
+    engine: EngineSettings = TransformersEngine()
+    exact: bool = False  # any answer of the canary that differs from the reference path's fails
 
     @property
     def speculative(self) -> SpeculativeStep | None:
@@ -113,6 +141,14 @@ class ServingSettings(Settings):
     max_tokens: int = Field(ge=1)  # completion tokens a request
     request_timeout_s: float = Field(gt=0)
     start_timeout_s: float = Field(gt=0)
+
+
+class CanarySettings(Settings):
+    """The prompts that every candidate answers several ways, and what a difference means."""
+
+    num_prompts: int = Field(ge=8)  # spread over the evals that chat
+    target_rate: float = Field(gt=0, lt=0.5)  # of answers that another path changes: what must be noticed
+    session_calls: int = Field(default=5, ge=1)  # of a user's session: what a rate comes to over one
 
 
 class PerplexityEval(Settings):
@@ -178,6 +214,7 @@ class Params(Settings):
     optimize: OptimizeSettings
     candidates: dict[str, CandidateSettings] = Field(min_length=1)
     serving: ServingSettings
+    canary: CanarySettings
     evals: dict[str, EvalSettings] = Field(min_length=1)
     gate: GateSettings
 
@@ -234,13 +271,12 @@ def _contradictions(params: Params) -> list[str]:
                             "name another candidate")
         if name in params.release[:i]:
             problems.append(f"release.{i}: {name!r} is listed twice; remove one")
-    problems += [f"candidates.{name}: expected steps or an endpoint, got both; what runs behind the endpoint is not "
-                 "what the steps make: remove one" for name, c in params.candidates.items() if c.endpoint and c.steps]
-    problems += [f"candidates.{name}.endpoint.base_url: expected http://host:port, got {c.endpoint.base_url!r}"
-                 for name, c in params.candidates.items() if c.endpoint and not _is_address(c.endpoint.base_url)]
+    problems += [f"candidates.{name}.engine.base_url: expected http://host:port, got {c.engine.base_url!r}"
+                 for name, c in params.candidates.items()
+                 if isinstance(c.engine, OpenaiEngine) and not _is_address(c.engine.base_url)]
     problems += [f"candidates.{name}.steps.{i}{problem}" for name, c in params.candidates.items()
                  for i, step in enumerate(c.steps) if isinstance(step, SpeculativeStep)
-                 for problem in _speculative_problems(step, c.steps[i + 1:])]
+                 for problem in _speculative_problems(step, c.engine, c.steps[i + 1:])]
     problems += [f"candidates.{name}.{problem}" for name, c in params.candidates.items()
                  for problem in _quantising_problems(c.steps)]
     if params.serving.max_tokens >= params.serving.context_length:
@@ -251,18 +287,39 @@ def _contradictions(params: Params) -> list[str]:
     return problems
 
 
-def _speculative_problems(step: SpeculativeStep, later: list[Step]) -> list[str]:
+def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: list[Step]) -> list[str]:
     problems = []
     if step.method == "draft_model" and step.draft is None:
         problems.append(".draft: expected the draft model's checkpoint folder for method draft_model, found none")
     if step.method == "prompt_lookup" and step.draft is not None:
         problems.append(f".draft: expected none for method prompt_lookup, got {step.draft!r}; remove it")
+    if isinstance(engine, TransformersEngine) and step.method not in TRANSFORMERS_METHODS:
+        problems.append(f".method: expected one of {', '.join(TRANSFORMERS_METHODS)} for engine transformers, got "
+                        f"{step.method!r}; name another engine")
+    if isinstance(engine, TransformersEngine) and step.options:
+        problems.append(f".options: expected none for engine transformers, got {step.options!r}; remove them")
+    if reason := _name_loss(step):
+        problems.append(f".lossy: expected true, as {reason}, got false; say so, or remove the option")
+    if any(key.startswith("synthetic") for key in step.options) or "synthetic" in step.options.values():
+        problems.append(".options: expected drafts that are verified, got synthetic acceptance, which accepts tokens "
+                        "without looking at them; remove it")
     if later and later[0].kind == "speculative":
         problems.append(": expected one speculative step at most, found another after it; remove one")
     elif later:
         problems.append(f": expected speculative to be the last step, found {later[0].kind} after it: it changes how "
                         "the weights are served, so they must be final; move it to the end")
     return problems
+
+
+def _name_loss(step: SpeculativeStep) -> str | None:
+    """Say why a speculative step may change greedy answers by more than rounding, unless it says so itself."""
+    if step.lossy:
+        return None
+    how = step.options.get("rejection_sample_method", "standard")
+    if how not in LOSSLESS_REJECTION:
+        return f"rejection_sample_method {how!r} is not known to keep the target's own tokens"
+    found = next((key for key in LOSSY_OPTIONS if key in step.options), None)
+    return f"{found} lets tokens through that are not the target's" if found else None
 
 
 def _quantising_problems(steps: list[Step]) -> list[str]:
@@ -304,9 +361,11 @@ def _one_line(error: ValidationError) -> str:
     problems = error.errors(include_url=False)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    tags = {"gptq", "awq", "speculative", "perplexity", "harness", "tool_calls", "trajectories"}
+    tags = {"gptq", "awq", "speculative", "perplexity", "harness", "tool_calls", "trajectories", "transformers", "vllm",
+            "openai"}
     loc = [str(p) for p in problem["loc"]]
     # pydantic puts the union's tag into the path; the file has no such level
     where = ".".join(p for i, p in enumerate(loc) if not (p in tags and i and loc[i - 1].isdigit())
-                     and not (p in tags and i == 2 and loc[0] == "evals"))
+                     and not (p in tags and i == 2 and loc[0] == "evals")
+                     and not (p in tags and loc[i - 1] == "engine"))
     return f"{where or '(whole)'}: {describe_problem(problem)}"

@@ -68,7 +68,7 @@ def _check_candidate(
     if not folder.is_dir():
         raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
     try:
-        check_folder(folder, candidate.endpoint is None)
+        check_folder(folder, candidate.engine.kind != "openai")
     except CheckpointError as error:
         raise SettingsError(f"{where}.checkpoint: {error}") from None
     for i, step in enumerate(candidate.steps):

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.digests import canonical_json, digest_json
 from pipeline.errors import EvidenceError, describe_problem
+from pipeline.fingerprints import fingerprint, read_environment
 
 
 class Record(BaseModel):
@@ -50,8 +51,9 @@ class Checkpoint(Record):
 class SpeculativeConfig(Record):
     """How a server drafts tokens for the target to check. Where the draft model lies is not part of what it is."""
 
-    method: Literal["draft_model", "prompt_lookup"]
+    method: str  # "draft_model", "prompt_lookup", or what the engine calls another one
     num_tokens: int  # drafted per target forward pass, at most
+    options: dict[str, Any] = {}  # of the method, in the engine's own spelling
     draft_digest: str | None = None
     draft_path: str | None = None  # relative to the project root
 
@@ -63,7 +65,7 @@ class ServingConfig(Record):
     composition alone can flip an answer, so it belongs to the fingerprint.
     """
 
-    engine: Literal["transformers", "attached"] = "transformers"
+    engine: Literal["transformers", "vllm", "openai"] = "transformers"
     dtype: str = "float32"
     attention: str = "sdpa"
     continuous_batching: bool = True
@@ -74,13 +76,19 @@ class ServingConfig(Record):
     max_tokens: int = 128  # completion tokens a request
     base_url: str | None = None
     model: str | None = None
+    command: tuple[str, ...] = ()  # that starts the engine; where its program lies is not part of what it is
+    version: str | None = None  # of the engine, where it is not a library of this environment
+    options: dict[str, Any] = {}  # of the engine, in its own spelling
+    environment: dict[str, str] = {}  # that the engine is started with
     speculative: SpeculativeConfig | None = None
 
     def identity(self) -> dict[str, Any]:
         """Return every setting that makes one way of serving another, by name: no address, no path."""
-        plain = self.model_dump(exclude={"base_url", "speculative"})
-        parts = ("method", "num_tokens", "draft_digest")
-        return plain | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts}
+        plain = self.model_dump(exclude={"base_url", "command", "environment", "speculative"})
+        parts = ("method", "num_tokens", "draft_digest", "options")
+        return plain | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts} | {
+            "environment": read_environment(self.environment)
+        }
 
 
 class Fallback(Record):
@@ -122,10 +130,17 @@ class Candidate(BuiltCandidate):
     serving: ServingConfig
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of its endpoint before one runs: content, serving config, library versions."""
+        checkpoint = {"digest": self.checkpoint.digest, "files": self.checkpoint.files}
+        facts = {"checkpoint": checkpoint, "serving": self.serving.identity()}
+        # other engines bring libraries of their own
+        return facts | {"libraries": self.libraries} if self.serving.engine == "transformers" else facts
+
+    @property
     def fingerprint(self) -> str:
-        """Sha256 over content, serving config and library versions; no path, port or time."""
-        serving = self.serving.identity()
-        return digest_json({"checkpoint": self.checkpoint.digest, "serving": serving, "libraries": self.libraries})
+        """Sha256 over `facts`; that of a running endpoint also covers its runtime."""
+        return fingerprint(self.facts)
 
 
 class SpeculationCounts(Record):
@@ -135,7 +150,7 @@ class SpeculationCounts(Record):
     pass yields its accepted tokens and one more of its own, unless an accepted token ended the answer.
     """
 
-    method: Literal["draft_model", "prompt_lookup"]
+    method: str
     num_tokens: int
     num_target_forwards: int
     num_completion_tokens: int
@@ -224,6 +239,48 @@ def describe_failures(records: Sequence[CaseRecord]) -> str | None:
     return f"{len(failed)} of {len(records)} cases have no judgement ({counts}), first {case_id!r}: {failure[:300]}"
 
 
+class CanaryAnswer(Record):
+    """What one path answered to a prompt of the canary."""
+
+    text: str
+    token_ids: tuple[int, ...] | None = None  # None: the endpoint does not give them
+
+    @property
+    def content(self) -> Any:
+        """What is compared: the token ids where they are known."""
+        return self.text if self.token_ids is None else self.token_ids
+
+
+class CanaryRecord(Record):
+    """One prompt of the canary, and what each path made of it.
+
+    A run is named "alone" (one request at a time), "loaded" (at the deployed concurrency) or "again" (that once
+    more), with "plain " before it when speculation was off. `margins` holds, for the answers of a run, how far
+    each token is ahead of the second most likely one, in nat.
+    """
+
+    case_id: str
+    input_digest: str
+    answers: dict[str, CanaryAnswer]
+    margins: dict[str, tuple[float, ...]] = {}
+
+
+class CanaryFile(Record):
+    """The canary's records on disk, and the digest of each run's answers: the behavioural fingerprint."""
+
+    num_prompts: int
+    records: str  # file name inside the evaluation folder
+    sha256: str
+    behaviour: dict[str, str]
+
+
+def digest_behaviour(records: Sequence[CanaryRecord]) -> dict[str, str]:
+    """Return the digest of each run's answers: the behavioural fingerprint."""
+    runs = dict.fromkeys(run for record in records for run in record.answers)
+    return {run: digest_json([[r.input_digest, r.answers[run].content] for r in records if run in r.answers])
+            for run in runs}
+
+
 class EvalFile(Record):
     """One eval's records on disk.
 
@@ -249,7 +306,10 @@ class Evaluation(Record):
     checkpoint_digest: str
     serving: ServingConfig  # as it was evaluated
     evals: dict[str, EvalFile]
-    served_by: dict[str, Any]  # what the endpoint said about itself
+    served_by: dict[str, Any]  # facts about the endpoint by section, see pipeline/fingerprints.py
+    proof: str = ""  # who says so
+    config: dict[str, str] = {}  # digests of the files of the engine's own configuration, under config/
+    canary: CanaryFile | None = None
     speculation: SpeculationCounts | None = None  # over all chat requests of its cases
     seconds: float
 
@@ -294,11 +354,53 @@ class Comparison(Record):
     sentence: str
 
 
+class CanaryFlip(Record):
+    """One answer of the canary that another path changed; `token` is the first that differs, 0-based."""
+
+    case_id: str
+    token: int | None
+    margin: float | None  # nat, of the baseline's token over the second most likely one
+    reference: str
+    candidate: str
+
+
+class CanaryComparison(Record):
+    """What the canary showed of one candidate (`pipeline/gate/canary.py` says how it is judged)."""
+
+    baseline: str
+    is_same_weights: bool  # on both sides: only then a difference is the path's
+    num_prompts: int
+    num_diverged: int
+    kinds: dict[str, int]
+    flips: tuple[CanaryFlip, ...]
+    num_unstable: int  # prompts that the candidate itself answers otherwise alone, loaded, or again
+    floor: int  # prompts that the baseline itself answers otherwise from run to run
+    allowed: int  # differences that the floor explains
+    power: float  # chance that the target rate is noticed
+    target_rate: float
+    num_planned: int  # prompts that would notice it
+    session_calls: int
+    session_rate: float  # of sessions in which some answer changes
+    session_rate_high: float
+    num_tokens: int  # with a known margin
+    num_tokens_at_risk: int
+    num_prompts_at_risk: int
+    risk_nats: float
+
+    @property
+    def is_beyond_floor(self) -> bool:
+        """More answers differ, for equal weights, than the floor explains."""
+        return self.is_same_weights and self.num_diverged > self.allowed
+
+
 class Verdict(Record):
     """The judgement on one candidate."""
 
     candidate: str
     fingerprint: str
+    facts: dict[str, Any] = {}  # about the endpoint that was evaluated; `fingerprint` is their digest
+    behaviour: dict[str, str] = {}  # digest of each run of the canary: the behavioural fingerprint
+    canary: CanaryComparison | None = None
     outcome: Literal["pass", "fail", "inconclusive", "refused"]
     is_release: bool
     reasons: tuple[str, ...]
@@ -367,17 +469,22 @@ def line_of(error: UnicodeDecodeError) -> int:
     return error.object[: error.start].count(b"\n") + 1
 
 
-def write_cases(path: Path, records: Iterable[CaseRecord]) -> None:
-    """Write case records as JSON lines in canonical form, in the order given."""
+def write_cases(path: Path, records: Iterable[Record]) -> None:
+    """Write records as JSON lines in canonical form, in the order given."""
     write_text(path, "".join(canonical_json(r.model_dump()) + "\n" for r in records))
 
 
 def read_cases(path: Path) -> list[CaseRecord]:
     """Read case records; a malformed line is an EvidenceError with its number."""
-    return list(_iterate_cases(path))
+    return list(_iterate_records(path, CaseRecord))
 
 
-def _iterate_cases(path: Path) -> Iterator[CaseRecord]:
+def read_canary(path: Path) -> list[CanaryRecord]:
+    """Read the canary's records; a malformed line is an EvidenceError with its number."""
+    return list(_iterate_records(path, CanaryRecord))
+
+
+def _iterate_records(path: Path, kind: type[R]) -> Iterator[R]:
     try:
         lines = read_lines(path)
     except FileNotFoundError:
@@ -386,7 +493,7 @@ def _iterate_cases(path: Path) -> Iterator[CaseRecord]:
         raise EvidenceError(f"{path}:{line_of(error)}: not UTF-8 ({error.reason})") from None
     for number, line in enumerate(lines, start=1):
         try:
-            yield CaseRecord.model_validate_json(line)
+            yield kind.model_validate_json(line)
         except ValidationError as error:
             raise EvidenceError(f"{path}:{number}: not a case record: {first_problem(error)}") from None
 

@@ -13,11 +13,10 @@ from pipeline.records import BuiltCandidate, Candidate, ServingConfig, read_reco
 
 
 def serve(built: BuiltCandidate, params: Params) -> Candidate:
-    """Add the serving config: the embedded engine's, or that of the server the candidate is attached to."""
+    """Add the serving config: what all candidates share, and the engine of this one."""
     shared = params.serving.model_dump(include=set(ServingConfig.model_fields))
-    endpoint = params.candidates[built.name].endpoint
-    if endpoint is not None:
-        shared |= {"engine": "attached", "base_url": endpoint.base_url, "model": endpoint.model}
+    engine = params.candidates[built.name].engine
+    shared |= {"engine": engine.kind, **engine.model_dump(exclude={"kind"})}
     if built.speculative is not None:
         # transformers' continuous batching drops speculation without a word
         shared |= {"speculative": built.speculative, "continuous_batching": False}

@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     write_if_changed(OUTPUT / "libraries.json", read_libraries())
     write_if_changed(OUTPUT / "machine.json", machine.model_dump())
     write_if_changed(OUTPUT / "drafts.json", digest_drafts(params, Path()))
+    engines = {name: settings.engine.model_dump(mode="json") for name, settings in params.candidates.items()}
+    write_if_changed(OUTPUT / "engines.json", engines)
     write_if_changed(OUTPUT / "evalsets.json", digest_evalsets(params, Path()))
     return 0
 

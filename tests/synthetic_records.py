@@ -27,6 +27,9 @@ from pipeline.params import (
 )
 from pipeline.records import (
     BuiltCandidate,
+    CanaryAnswer,
+    CanaryFile,
+    CanaryRecord,
     Candidate,
     CaseRecord,
     Checkpoint,
@@ -35,6 +38,7 @@ from pipeline.records import (
     Fallback,
     LayerCoverage,
     ServingConfig,
+    digest_behaviour,
     read_cases,
     read_record,
     write_cases,
@@ -51,6 +55,7 @@ EVAL_SETTINGS = {name: settings.model_dump(mode="json")
                  for name, settings in zip(("workflows", "calls", "choices", "prose"), _EVALS, strict=True)}
 EVAL_KINDS = {name: settings["kind"] for name, settings in EVAL_SETTINGS.items()}
 _TOP_K = 8
+CALL = '{"name": "move", "arguments": {"crate": 1, "to": "bay-1"}}'
 WEIGHTS = "model.safetensors"
 
 
@@ -80,12 +85,13 @@ def make_params(candidates: Sequence[str], release: Sequence[str], **gate: Any) 
     return parse_params({
         "reference": "reference", "release": list(release),
         "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
-        "candidates": {"reference": {"checkpoint": "models/agent"}} | {
+        "candidates": {"reference": {"checkpoint": "models/agent", "steps": []}} | {
             name: {"checkpoint": "models/agent", "steps": [STEP.model_dump()]}
             for name in candidates},
         "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 32, "num_servers": 2,
                     "num_threads": 1, "context_length": 1024, "max_tokens": 128, "request_timeout_s": 60.0,
                     "start_timeout_s": 60.0},
+        "canary": {"num_prompts": 8, "target_rate": 0.3},
         "evals": EVAL_SETTINGS,
         "gate": settings | gate,
     })
@@ -101,7 +107,19 @@ def write_tree(build: Path, behaviours: dict[str, Behaviour], *, num_cases: int 
                  for eval_name in EVAL_KINDS}
         write_record(folder / "evaluation.json", Evaluation(
             candidate=name, fingerprint=candidate.fingerprint, checkpoint_digest=candidate.checkpoint.digest,
-            serving=candidate.serving, evals=files, served_by={"engine": "transformers"}, seconds=1.0))
+            serving=candidate.serving, evals=files, served_by=candidate.facts, canary=write_canary(folder, {}),
+            seconds=1.0))
+
+
+def write_canary(folder: Path, answers: dict[str, dict[int, str]], *, num_prompts: int = 100) -> CanaryFile:
+    """Write a canary of three equal runs, but for `answers`: by run, what it said to some prompts instead."""
+    said = {run: answers.get(run, {}) for run in ("alone", "loaded", "again", *answers)}
+    records = [CanaryRecord(case_id=f"calls/{i}", input_digest=str(i), margins={"loaded": (2.0, 0.05, 1.0)}, answers={
+        run: CanaryAnswer(text=other.get(i, CALL), token_ids=(7, len(other.get(i, "")), 1))
+        for run, other in said.items()}) for i in range(num_prompts)]
+    write_cases(folder / "canary.jsonl", records)
+    return CanaryFile(num_prompts=num_prompts, records="canary.jsonl", sha256=digest_file(folder / "canary.jsonl"),
+                      behaviour=digest_behaviour(records))
 
 
 def write_candidate(build: Path, candidate: Candidate) -> None:

@@ -16,8 +16,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.digests import digest_file, digest_json
+from pipeline.digests import digest_file, digest_json, digest_text
 from pipeline.errors import EngineError, EvidenceError
+from pipeline.evals.canary import Prompt, ask_canary, make_records, measure_margins, merge_records, pick_prompts
 from pipeline.evals.context import EvalContext
 from pipeline.evals.harness import task_digest
 from pipeline.evals.journal import Journal
@@ -26,22 +27,29 @@ from pipeline.evalsets import Evalset, load_evalset
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.params import EvalSettings, HarnessEval, Params
 from pipeline.records import (
+    CanaryFile,
+    CanaryRecord,
     Candidate,
     CaseRecord,
     EvalFile,
     Evaluation,
     describe_failures,
+    digest_behaviour,
     read_cases,
     read_record,
     sum_speculation,
     write_cases,
     write_record,
+    write_text,
 )
 from pipeline.serving.client import Client
-from pipeline.serving.engines import Engine, start_engine
+from pipeline.serving.engines.engine import Engine
+from pipeline.serving.engines.registry import start_engine
 
 # what asks, answers and scores
-_CODE = ("evals/*.py", "serving/*.py", "cases.py", "checkpoints.py", "digests.py", "evalsets.py", "records.py")
+_CODE = ("evals/*.py", "serving/*.py", "serving/engines/*.py", "cases.py", "checkpoints.py", "digests.py",
+         "evalsets.py", "fingerprints.py", "records.py")  # fmt: skip
+CANARY = "canary.jsonl"
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,8 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
     paths = _Paths(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
+    prompts = pick_prompts({job.name: (job.settings, job.evalset) for job in evals}, params.canary.num_prompts)
+    plain = await _ask_plain(candidate, params, prompts, root=root, logs=paths.logs)
     starting = start_engine(candidate, params.serving, evals=params.evals, root=root, logs=paths.logs)
     async with starting as (engine, client):
         print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
@@ -94,14 +104,18 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
                    if job.name in kept and kept[job.name].key == job.key
                    else await _run_eval(job, candidate, engine, client, paths, root)
                    for job in evals}  # fmt: skip
-    _check_judged(candidate.name, records)
+        _check_judged(candidate.name, records)
+        canary = await _run_canary(engine, client, prompts, plain, candidate, params)
     evaluation = Evaluation(
         candidate=candidate.name,
         fingerprint=engine.fingerprint,
         checkpoint_digest=candidate.checkpoint.digest,
         serving=candidate.serving,
         evals={job.name: _describe_file(job, paths.folder, len(records[job.name])) for job in evals},
-        served_by=engine.served_by,
+        served_by=engine.facts,
+        proof=engine.proof,
+        config=_write_config(paths.folder, engine.config),
+        canary=_write_canary(paths.folder, canary),
         speculation=sum_speculation(r.speculation for found in records.values() for r in found),
         seconds=round(time.monotonic() - start, 3),
     )
@@ -126,9 +140,50 @@ def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Pa
     return _Eval(name, settings, evalset, digest, key)
 
 
+async def _ask_plain(
+    candidate: Candidate, params: Params, prompts: list[Prompt], *, root: Path, logs: Path
+) -> list[CanaryRecord]:
+    """Ask the canary of a candidate with drafts without them; nothing for one that has none, or a server not ours."""
+    serving = candidate.serving
+    if serving.speculative is None or serving.engine == "openai" or not prompts:
+        return []
+    off = candidate.model_copy(update={"serving": serving.model_copy(update={"speculative": None})})
+    starting = start_engine(off, params.serving, evals=params.evals, root=root, logs=logs / "plain")
+    async with starting as (engine, client):
+        return await _run_canary(engine, client, prompts, [], off, params, prefix="plain ")
+
+
+async def _run_canary(
+    engine: Engine, client: Client, prompts: list[Prompt], plain: list[CanaryRecord], candidate: Candidate,
+    params: Params, *, prefix: str = "",
+) -> list[CanaryRecord]:
+    if not prompts:
+        return []
+    start = time.monotonic()
+    answers, replies = await ask_canary(engine, client, prompts, params.serving,
+                                        max_tokens=candidate.serving.max_tokens, prefix=prefix)  # fmt: skip
+    margins = {f"{prefix}loaded": await measure_margins(client, replies)}
+    print(f"  {prefix}canary: {len(prompts)} prompts, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    return merge_records(plain, make_records(prompts, answers, margins))
+
+
+def _write_canary(folder: Path, records: list[CanaryRecord]) -> CanaryFile | None:
+    if not records:
+        return None
+    write_cases(folder / CANARY, records)
+    return CanaryFile(num_prompts=len(records), records=CANARY, sha256=digest_file(folder / CANARY),
+                      behaviour=digest_behaviour(records))  # fmt: skip
+
+
+def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:
+    for name, text in config.items():
+        write_text(folder / "config" / name, text)
+    return {name: digest_text(text) for name, text in config.items()}
+
+
 def _read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
     """Return the evals of the last evaluation that came from the same endpoint and are as they were written."""
-    if candidate.serving.engine == "attached":
+    if candidate.serving.engine == "openai":
         return {}  # what runs behind it now may be another model than then
     try:
         last = read_record(folder / "evaluation.json", Evaluation)

@@ -15,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
+from pipeline.gate.canary import compare_canary, describe_canary, find_path_failure
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
+from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.speculation import check_acceptance, check_speculation
-from pipeline.gate.verdicts import DECLARED, FAILED, REFUSED, Judgement, Policy, describe_policy, is_blocking
+from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, Policy, describe_policy, is_blocking
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
-from pipeline.records import OUTGROWN, CaseRecord, Comparison, Metric, Verdict
+from pipeline.records import OUTGROWN, CanaryComparison, CaseRecord, Comparison, Metric, Verdict
 from pipeline.serving_config import read_candidate
 
 
@@ -36,6 +37,7 @@ class Measured:
     pairs: dict[str, PairedCases] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
     tripwires: list[Comparison] = field(default_factory=list)
+    canary: CanaryComparison | None = None
     metrics: list[Metric] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # beside those of the comparisons
@@ -84,7 +86,7 @@ def _load(build: Path, name: str, params: Params, policy: Policy) -> Measured:
         measured.refusals += measured.evidence.problems.values()
         measured.refusals += check_speculation(measured.evidence)
         if failure := check_acceptance(measured.evidence, step.min_acceptance if step else None):
-            measured.failures.append(failure)
+            measured.failures.append(f"speculation: {failure}")
     except EvidenceError as error:
         measured.refusals.append(str(error))
     return measured
@@ -131,7 +133,28 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Params, 
                 measured.refusals.append(str(error))
                 continue
             _measure_eval(measured, reference.evidence, eval_name, params)
+    _measure_path(measured, reference.evidence, params)
     return measured
+
+
+def _measure_path(measured: Measured, reference: Evidence, params: Params) -> None:
+    """Compare what the candidate was served on with what the reference was: hardware, and the canary's answers."""
+    assert measured.evidence is not None
+    try:
+        check_same_hardware(reference.evaluation, measured.evidence.evaluation)
+        measured.canary = compare_canary(reference, measured.evidence, params.canary, alpha=params.gate.alpha)
+    except EvidenceError as error:
+        measured.refusals.append(str(error))
+        return
+    if measured.canary is None:
+        return
+    settings, changed = params.candidates[measured.evidence.candidate.name], 0
+    if reference.candidate.checkpoint.digest == measured.evidence.candidate.checkpoint.digest:
+        changed = sum(t.b or 0 for t in measured.tripwires)
+    if failure := find_path_failure(measured.canary, exact=settings.exact, num_changed_outputs=changed):
+        measured.failures.append(f"path: {failure}")
+    if measured.canary.is_same_weights:
+        measured.notes.append(describe_canary(measured.canary))
 
 
 def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
@@ -173,19 +196,22 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
     headline = explain_flat_perplexity(name, comparisons, params)
     reasons = [headline] if headline else []
     reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
-    reasons += [f"{FAILED}{failure}" for failure in measured.failures]
+    reasons += [f"fail: {failure}" for failure in measured.failures]
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
     reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
     reasons += [f"note: {note}" for note in measured.notes]
-    if measured.evidence and measured.evidence.candidate.serving.engine == "attached":
+    if measured.evidence and measured.evidence.candidate.serving.engine == "openai":
         reasons.append(f"{DECLARED} by params.yaml, not proved: what runs behind "
                        f"{measured.evidence.candidate.serving.base_url} is its operator's word")
     if outcome == "refused" and not measured.refusals:
         reasons.append(f"{REFUSED}nothing is gated, and no evidence is not a pass")
+    evaluation = measured.evidence.evaluation if measured.evidence else None
     return Verdict(candidate=name, fingerprint=_fingerprint(measured), outcome=outcome,
-                   is_release=name in params.release, reasons=tuple(reasons),
+                   facts=evaluation.served_by if evaluation else {},
+                   behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
+                   canary=measured.canary, is_release=name in params.release, reasons=tuple(reasons),
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.digests import digest_file, name_changed_file
+from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
+from pipeline.fingerprints import Difference, find_difference, fingerprint
 from pipeline.records import (
     Candidate,
     CaseRecord,
@@ -93,22 +94,26 @@ def _check_identity(candidate: Candidate, evaluation: Evaluation, path: Path) ->
     if evaluation.candidate != candidate.name:
         raise EvidenceError(f"{path}: expected the evaluation of {candidate.name!r}, found that of "
                             f"{evaluation.candidate!r}")
-    expected = {"checkpoint digest": candidate.checkpoint.digest[:12]}
-    found = {"checkpoint digest": evaluation.checkpoint_digest[:12]}
-    for side, serving in ((expected, candidate.serving), (found, evaluation.serving)):
-        side |= {f"serving.{key}": value for key, value in serving.identity().items()}
-    facts = evaluation.served_by
-    expected |= {f"library {name}": version for name, version in candidate.libraries.items()}
-    found |= {f"library {name}": facts.get("libraries", candidate.libraries).get(name) for name in candidate.libraries}
-    # the fingerprint covers all of these: last, so that what differs is named
-    if candidate.serving.engine != "attached":  # behind someone else's endpoint the fingerprint is its own
-        expected["fingerprint"], found["fingerprint"] = candidate.fingerprint[:12], evaluation.fingerprint[:12]
-    for key, value in expected.items():
-        if found[key] != value:
-            files = name_changed_file(facts.get("checkpoint", {}).get("files", {}), candidate.checkpoint.files)
-            which = f" ({files})" if key == "checkpoint digest" else ""
-            raise EvidenceError(f"{path}: what was evaluated is not what would ship: {key}: expected {value!r}, got "
-                                f"{found[key]!r}{which}; run `dvc repro` to evaluate it again")
+    difference = find_difference(candidate.facts, evaluation.served_by)
+    if difference is None and fingerprint(evaluation.served_by) != evaluation.fingerprint:
+        difference = Difference("fingerprint", fingerprint(evaluation.served_by)[:12], evaluation.fingerprint[:12])
+    if difference is not None:
+        raise EvidenceError(f"{path}: what was evaluated is not what would ship: {difference.field}: expected "
+                            f"{difference.expected!r}, got {difference.found!r}; run `dvc repro` to evaluate it again")
+
+
+def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
+    """Refuse a candidate that was evaluated on other hardware than the reference, as far as both tell theirs.
+
+    Raises:
+        EvidenceError: names what differs.
+    """
+    ours, theirs = ({"hardware": e.served_by["hardware"]} if "hardware" in e.served_by else {}
+                    for e in (reference, candidate))
+    if difference := find_difference(ours, theirs):
+        raise EvidenceError(f"{difference.field}: {reference.candidate} was evaluated on {difference.expected!r}, "
+                            f"{candidate.candidate} on {difference.found!r}; sums round otherwise there: run "
+                            f"`dvc repro -f -s evaluate@{reference.candidate}` to evaluate both on one machine")
 
 
 def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, settings: dict[str, Any]) -> list[CaseRecord]:

@@ -30,9 +30,9 @@ Row = tuple[str, str | None, float | None]  # metric, bucket, tolerance
 
 def plot_harm(judgement: Judgement, path: Path) -> None:
     """Draw each gated comparison's harm and bounds in units of its tolerance, one panel a candidate."""
-    panels = {v: {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES}
-              for v in judgement.verdicts if v.candidate != judgement.policy.reference}
-    rows = list(dict.fromkeys(row for found in panels.values() for row in found))
+    panels = [(v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES})
+              for v in judgement.verdicts if v.candidate != judgement.policy.reference]
+    rows = list(dict.fromkeys(row for _, found in panels for row in found))
     num_columns = min(max(len(panels), 1), _PANELS_A_ROW)
     num_lines = max(1, -(-len(panels) // num_columns))
     size = (3.2 + 2.7 * num_columns, 0.9 + num_lines * (0.8 + 0.3 * max(len(rows), 2)))
@@ -40,12 +40,12 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     axes = figure.subplots(num_lines, num_columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axis in axes[len(panels):]:
         axis.set_visible(False)
-    for axis, (verdict, found) in zip(axes, panels.items(), strict=False):
+    for axis, (verdict, found) in zip(axes, panels, strict=False):
         _draw_panel(axis, found, rows)
         axis.set_title(f"{verdict.candidate}: {verdict.outcome}", fontsize=10)
     axes[0].set_yticks(range(len(rows)), [_row_label(*row) for row in rows], parse_math=False)  # "$" is no formula
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
-    axes[0].set_xlim(*_reach([c for found in panels.values() for c in found.values()]))
+    axes[0].set_xlim(*_reach([c for _, found in panels for c in found.values()]))
     figure.supxlabel("harm in units of the tolerance, right is worse (dashed line: the tolerance; "
                      f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds)", fontsize=9)
     _add_outcome_legend(figure)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.gate.canary import describe_canary
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_documents, worst_flips
 from pipeline.gate.speculation import describe_speculation
@@ -161,6 +162,8 @@ def _candidate_section(verdict: Verdict, measured: Measured) -> str:
         lines += ["", _describe_candidate(measured.evidence.candidate)]
         if measured.evidence.evaluation.speculation is not None:
             lines += ["", describe_speculation(measured.evidence.evaluation.speculation)]
+        if verdict.canary is not None and not verdict.canary.is_same_weights:
+            lines += ["", describe_canary(verdict.canary)]
     gated = [c for c in verdict.comparisons if c.outcome != "reported"]
     reported = [c for c in verdict.comparisons if c.outcome == "reported"]
     if gated:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pipeline.digests import canonical_json, digest_file, digest_files, digest_json, name_changed_file
 from pipeline.errors import EvidenceError
+from pipeline.fingerprints import find_difference, fingerprint
 from pipeline.gate.wording import (
     format_harm,
     format_p,
@@ -23,14 +24,15 @@ from pipeline.gate.wording import (
     show_unprintable,
 )
 from pipeline.params import Params
-from pipeline.records import Comparison, Metric, Record, Verdict, write_text
+from pipeline.records import CanaryComparison, Comparison, Metric, Record, Verdict, write_text
 from pipeline.serving_config import read_candidate
 
 VERDICT_PATH = Path("reports/verdict.json")
 REPORT_PATH = Path("reports/report.md")
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
-FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
+# starts the reason of a failure that is no comparison's: drafts accepted too seldom, a path that changes answers
+FAILED = ("fail: speculation: ", "fail: path: ")
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
 
@@ -52,6 +54,8 @@ class Policy(Record):
     tripwires: dict[str, float]
     evals: dict[str, dict[str, Any]]
     min_acceptance: dict[str, float] = {}  # of drafted tokens, by candidate
+    canary: dict[str, float] = {}
+    exact: tuple[str, ...] = ()  # candidates of which no answer may change
 
     @property
     def eval_kinds(self) -> dict[str, str]:
@@ -86,6 +90,7 @@ def describe_policy(params: Params) -> Policy:
         evals={name: settings.model_dump(mode="json") for name, settings in params.evals.items()},
         min_acceptance={name: c.speculative.min_acceptance for name, c in params.candidates.items()
                         if c.speculative and c.speculative.min_acceptance is not None},
+        canary=params.canary.model_dump(), exact=tuple(n for n, c in params.candidates.items() if c.exact),
     )
 
 
@@ -166,12 +171,17 @@ def check_outcomes(judgement: Judgement) -> None:
         if verdict.outcome == "pass":
             wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
         is_unfit = bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
+        is_unfit |= verdict.canary is not None and _changes_answers(verdict.canary, verdict.candidate, judgement.policy)
         is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not is_unfit
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
         if wrong:
             raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
                                 "policy beside it; the file was edited: run `dvc repro -f -s compare`")
+
+
+def _changes_answers(canary: CanaryComparison, name: str, policy: Policy) -> bool:
+    return canary.is_beyond_floor or (name in policy.exact and canary.num_diverged + canary.num_unstable > 0)
 
 
 def _list_gated(policy: Policy) -> list[tuple[str, str | None]]:
@@ -216,11 +226,14 @@ def check_candidates(judgement: Judgement, params: Params, root: Path) -> bool:
             raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
                                 "none: making it again has failed; run `dvc repro`")
         candidate = read_candidate(build, verdict.candidate, params)
-        if candidate.serving.engine == "attached":
+        if fingerprint(verdict.facts) != verdict.fingerprint:
+            raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: expected the fingerprint of the facts beside "
+                                "it, found another; the file was edited: run `dvc repro -f -s compare`")
+        if difference := find_difference(verdict.facts, candidate.facts):
+            raise EvidenceError(f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
+                                f"{difference.found!r}; run `dvc repro` so that it is evaluated again")
+        if candidate.serving.engine == "openai":
             continue
-        if candidate.fingerprint != verdict.fingerprint:
-            raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
-                                f"{candidate.fingerprint[:12]}; run `dvc repro` so that it is evaluated again")
         own = path.with_name("checkpoint").relative_to(root).as_posix()
         expected = own if (root / own).is_dir() else params.candidates[candidate.name].checkpoint
         if Path(candidate.checkpoint.path) != Path(expected):
@@ -243,7 +256,8 @@ def _check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
 
 def write_marker(path: Path, judgement: Judgement, *, verdict_path: Path) -> None:
     """Write the proof of a pass: the digest of the judgement, and of each candidate its outcome and fingerprint."""
-    release = {verdict.candidate: {"outcome": verdict.outcome, "fingerprint": verdict.fingerprint}
+    release = {verdict.candidate: {"outcome": verdict.outcome, "fingerprint": verdict.fingerprint,
+                                   "behaviour": verdict.behaviour}
                for verdict in released_verdicts(judgement)}
     write_text(path, canonical_json({"verdict_sha256": digest_file(verdict_path), "release": release}) + "\n")
 

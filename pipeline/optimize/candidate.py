@@ -70,7 +70,7 @@ def _build(name: str, params: Params, working: Path, *, root: Path) -> BuiltCand
         made = describe_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
         checkpoint = made.model_copy(update={"path": (CANDIDATES / name / "checkpoint").as_posix()})
     else:
-        if settings.endpoint is None:
+        if settings.engine.kind == "transformers":
             check_kernels(source)
         check_finite(iterate_weights(source), where=source)
         results = []

@@ -42,6 +42,8 @@ class Reply:
     latency_s: float  # of the request that succeeded, waiting for a free place not included
     fingerprint: str  # what the server said answered; empty when it said nothing
     speculation: SpeculationCounts | None = None
+    token_ids: tuple[int, ...] | None = None  # of the answer, where asked for and offered
+    prompt_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,36 @@ def read_reply(answer: Any, latency_s: float) -> Reply:
             num_completion_tokens=usage["completion_tokens"],
             latency_s=latency_s,
             fingerprint=answer.get("system_fingerprint") or "",
-            speculation=SpeculationCounts(**usage["speculation"]) if usage.get("speculation") else None,
+            speculation=_read_speculation(answer),
+            token_ids=_read_ids(choice.get("token_ids")),
+            prompt_token_ids=_read_ids(answer.get("prompt_token_ids")),
         )
     except _UNREADABLE:
         raise NonsenseError(f"expected a chat completion with its usage, got {_excerpt(answer)}") from None
+
+
+def _read_ids(ids: Any) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(int(token) for token in ids)
+
+
+def _read_speculation(answer: Any) -> SpeculationCounts | None:
+    """Read the counts of one request: ours, or vLLM's `per-request-spec-decode-metrics`."""
+    usage = answer["usage"]
+    if usage.get("speculation"):
+        return SpeculationCounts(**usage["speculation"])
+    found = (answer.get("metrics") or {}).get("speculative_decoding")
+    if not found:
+        return None
+    histogram, num_accepted = found["acceptance_histogram"], found["num_accepted_draft_tokens"]
+    return SpeculationCounts(
+        method="",  # it does not say
+        num_tokens=found["num_spec_tokens"],
+        # one for the prompt, one for each step with drafts; without drafts each token is a pass of its own
+        num_target_forwards=max(found["num_spec_steps"] + 1, usage["completion_tokens"] - num_accepted),
+        num_completion_tokens=usage["completion_tokens"],
+        num_drafted=found["num_draft_tokens"],
+        accepted_by_position=tuple(sum(histogram[i:]) for i in range(1, len(histogram))),
+    )
 
 
 def read_models(answer: Any) -> dict[str, int | None]:

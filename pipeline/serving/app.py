@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState
@@ -36,11 +36,9 @@ from pipeline.serving.loading import LoadedModel
 from pipeline.serving.scoring import SequenceScores, score_sequences
 from pipeline.serving.speculation import SpeculativeManager
 
-CHAT_FIELDS = frozenset({"model", "messages", "max_tokens", "temperature", "tools"})
+CHAT_FIELDS = frozenset({"model", "messages", "max_tokens", "temperature", "tools", "return_token_ids"})
 MAX_TOP_LOGPROBS = 100
 PROBE_TOKENS = 8
-CACHE_BLOCK_TOKENS = 16  # prefixes are shared in whole blocks, so small blocks share more of a short prompt
-MAX_BATCH_TOKENS = 512  # new tokens per forward: bounds how long a prefill delays requests that are decoding
 
 
 class Server:
@@ -53,17 +51,7 @@ class Server:
         batching, speculative = loaded.serving.continuous_batching, loaded.serving.speculative
         if batching and speculative:
             raise EngineError(f"{loaded.name}: continuous batching drops speculation; serve it on the serial path")
-        blocks_per_request = -(-loaded.serving.context_length // CACHE_BLOCK_TOKENS) + 1
-        self._state = GenerationState(
-            continuous_batching=batching,
-            cb_config=ContinuousBatchingConfig(
-                block_size=CACHE_BLOCK_TOKENS,
-                # twice what the requests in flight can hold: the rest keeps finished prefixes for reuse
-                num_blocks=2 * loaded.serving.concurrency * blocks_per_request,
-                max_batch_tokens=MAX_BATCH_TOKENS,
-                use_cuda_graph=False,
-            ),
-        )  # fmt: skip
+        self._state = GenerationState(continuous_batching=batching, cb_config=loaded.batching)
         self._manager = (SpeculativeManager(loaded, speculative) if speculative
                          else self._state.get_manager(loaded.name, use_cb=batching))  # fmt: skip
         if batching:
@@ -140,7 +128,7 @@ class Server:
         if problem := find_problem(self.loaded.tokenizer, body["messages"], body.get("tools")):
             raise HTTPException(400, f"messages: {problem}")
         try:
-            return await self._chat.handle_request(body, f"chat-{next(self._request_numbers)}")
+            return await self._chat.answer(body, f"chat-{next(self._request_numbers)}")
         except CBWorkerDeadError as error:
             raise HTTPException(503, str(error)) from None
 
@@ -215,7 +203,17 @@ class Server:
 
 def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: Any) -> Any:
     class ChatHandler(ChatCompletionHandler):
-        """The library's handler, bound to one model, with a length check and our fingerprint."""
+        """The library's handler, bound to one model, with a length check, token ids and our fingerprint."""
+
+        async def answer(self, body: dict[str, Any], request_id: str) -> Response:
+            """Answer one request; `return_token_ids` is vLLM's extension, which the library does not know."""
+            if not body.pop("return_token_ids", False):
+                return await self.handle_request(body, request_id)
+            noting.token_ids[request_id] = ([], [])
+            try:
+                return await self.handle_request(body, request_id)
+            finally:
+                del noting.token_ids[request_id]
 
         def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
             return loaded.name, loaded.model, loaded.tokenizer
@@ -227,15 +225,35 @@ def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: An
             if total > loaded.serving.context_length:
                 raise HTTPException(400, f"prompt plus max_tokens: expected at most {loaded.serving.context_length} "
                                          f"tokens, got {total}")  # fmt: skip
-            return await super()._non_streaming(request_id, model, processor, model_id, inputs, gen_config, manager)
+            return await super()._non_streaming(request_id, model, processor, model_id, inputs, gen_config, noting)
 
         def _build_completion(self, request_id: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
             completion = super()._build_completion(request_id, *args, **kwargs)
             if isinstance(manager, SpeculativeManager):
                 completion["usage"]["speculation"] = manager.take_counts(request_id).model_dump()
+            if found := noting.token_ids.get(request_id):
+                completion["prompt_token_ids"], completion["choices"][0]["token_ids"] = found
             return {**completion, "system_fingerprint": loaded.fingerprint}
 
+    noting = _NotingManager(manager)
     return ChatHandler(model_manager=models, generation_state=state)
+
+
+class _NotingManager:
+    """Stands before a generation manager and notes the token ids of requests that want them."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.token_ids: dict[str, tuple[list[int], list[int]]] = {}  # prompt and answer, by request
+
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any,
+                                     request_id: str) -> Any:  # fmt: skip
+        text, num_prompt, tokens = await self._manager.generate_non_streaming(
+            model, processor, inputs, gen_config, request_id=request_id)  # fmt: skip
+        if request_id in self.token_ids:
+            ids = inputs["input_ids"]
+            self.token_ids[request_id] = (ids if isinstance(ids, list) else ids[0].tolist(), [int(t) for t in tokens])
+        return text, num_prompt, tokens
 
 
 def _render(scores: SequenceScores) -> dict[str, Any]:

@@ -71,8 +71,10 @@ class Client:
         *,
         concurrency: int,
         timeout_s: float,
+        max_tries: int = MAX_TRIES,
         max_refusals: int = MAX_TRIES,
         check_alive: Callable[[], None] = lambda: None,
+        echo: str | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Prepare a client; nothing is sent yet.
@@ -82,20 +84,23 @@ class Client:
             model: the model name to send.
             concurrency: requests in flight per server.
             timeout_s: of one request.
+            max_tries: tries of a request that may succeed later.
             max_refusals: tries of a request when nothing listens there.
             check_alive: raises EngineError when a server is known to be dead; asked after each
                 failed attempt.
+            echo: what each reply must carry as `system_fingerprint`; None: what the first one carries.
             sleep: how to wait between attempts.
         """
         self.model = model
         self.check_alive = check_alive
+        self._echo = echo
         self._sleep = sleep
         self._sessions: dict[str, _Server] = {}
         self._scores: asyncio.Queue[_ScoreCall] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
         self._servers = [_Server(url.rstrip("/"), asyncio.Semaphore(concurrency)) for url in base_urls]
         self._timeout_s = timeout_s
-        self._max_refusals = max_refusals
+        self._max_tries, self._max_refusals = max_tries, max_refusals
 
     async def __aenter__(self) -> Client:
         # `total` also ends an answer that never ends; places limit the connections
@@ -116,6 +121,7 @@ class Client:
         max_tokens: int,
         tools: Sequence[dict[str, Any]] | None = None,
         session: str | None = None,
+        return_token_ids: bool = False,
     ) -> Reply:
         """Ask for the greedy answer to a conversation.
 
@@ -124,17 +130,23 @@ class Client:
             max_tokens: completion tokens at most.
             tools: OpenAI tool declarations, or None.
             session: turns with the same session go to the same server.
+            return_token_ids: also ask for the token ids of prompt and answer.
 
         Raises:
             RequestError: the server refused the request for good.
-            EngineError: no answer after all tries, or a server that is dead.
+            EngineError: no answer after all tries, a server that is dead, or that is not the one it was.
         """
         body: dict[str, Any] = {
             "model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": max_tokens,
         }  # fmt: skip
         if tools:
             body["tools"] = list(tools)
-        return await self._post(self._pick(session), "/v1/chat/completions", body, read_reply)
+        if return_token_ids:
+            body["return_token_ids"] = True
+        server = self._pick(session)
+        reply = await self._post(server, "/v1/chat/completions", body, read_reply)
+        self._check_echo(server, reply.fingerprint)
+        return reply
 
     async def score(self, batch: Sequence[list[int]], *, top_logprobs: int) -> list[TokenScores]:
         """Return log-likelihoods of given tokens, one result per sequence.
@@ -178,6 +190,14 @@ class Client:
     async def get(self, path: str) -> Any:
         """Return the JSON of one GET request to the first server."""
         return await self._request(self._servers[0], "GET", path, None, lambda answer, _: answer)
+
+    def _check_echo(self, server: _Server, said: str) -> None:
+        """Refuse a reply of another server than the one that was asked first, as far as servers say who they are."""
+        self._echo = self._echo or said
+        if said and said != self._echo:
+            raise EngineError(f"{server.url}: expected answers of system_fingerprint {self._echo[:20]!r}, got "
+                              f"{said[:20]!r}: another server, or another model, answers there now; start the right "
+                              "one and run `dvc repro`")  # fmt: skip
 
     def end_session(self, session: str) -> None:
         """Forget which server a conversation was on; call when it is over."""
@@ -246,7 +266,7 @@ class Client:
 
     async def _try_repeatedly(self, url: str, method: str, content: bytes | None) -> tuple[Any, float]:
         problem, num_timeouts, num_refusals = "", 0, 0
-        for attempt in range(MAX_TRIES):
+        for attempt in range(self._max_tries):
             wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * random.uniform(0.5, 1.0)
             start = time.perf_counter()
             try:
@@ -276,7 +296,7 @@ class Client:
             except NonsenseError as error:
                 problem = str(error)
             self.check_alive()
-            if num_timeouts >= MAX_TIMEOUTS or num_refusals >= self._max_refusals or attempt == MAX_TRIES - 1:
+            if num_timeouts >= MAX_TIMEOUTS or num_refusals >= self._max_refusals or attempt == self._max_tries - 1:
                 break
             await self._sleep(wait)
         raise EngineError(f"{url}: {problem} (tried {attempt + 1} times)")

@@ -48,7 +48,8 @@ async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listene
     gc.freeze()  # what is there now stays: no later collection need look at it
     gc.enable()
     config = uvicorn.Config(server.build_app(), log_level="warning", access_log=False, lifespan="off")
-    line = {"port": listener.getsockname()[1], "fingerprint": loaded.fingerprint, "facts": loaded.facts}
+    line = {"port": listener.getsockname()[1], "fingerprint": loaded.fingerprint, "facts": loaded.facts,
+            "config": loaded.config}
     print(json.dumps(line), flush=True)
     await uvicorn.Server(config).serve(sockets=[listener])
 

@@ -16,8 +16,13 @@ from typing import Any
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.digests import digest_checkpoint
+from pipeline.environment import read_hardware
 from pipeline.errors import EngineError
+from pipeline.fingerprints import fingerprint, read_environment
 from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
+
+CACHE_BLOCK_TOKENS = 16  # prefixes are shared in whole blocks, so small blocks share more of a short prompt
+MAX_BATCH_TOKENS = 512  # new tokens per forward: bounds how long a prefill delays requests that are decoding
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,15 @@ class LoadedModel:
     scorer: Any
     tokenizer: Any
     serving: ServingConfig
-    fingerprint: str
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # by section, see pipeline/fingerprints.py
+    config: dict[str, str]  # the generation configs as resolved, by file name
+    batching: Any  # transformers' ContinuousBatchingConfig
     draft: Any | None = None  # the draft model of speculative decoding
+
+    @property
+    def fingerprint(self) -> str:
+        """Sha256 of the facts."""
+        return fingerprint(self.facts)
 
 
 def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | None = None) -> LoadedModel:
@@ -80,8 +91,12 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
         "serving": serving,
         "libraries": {name: _version(name) for name in candidate.libraries},
     })  # fmt: skip
-    facts = _describe(loaded, model) | {"num_packed_layers": num_packed}
-    return LoadedModel(candidate.name, model, scorer, tokenizer, serving, loaded.fingerprint, facts, draft)
+    batching = describe_batching(serving)
+    facts = _describe(loaded, model, engine={"num_packed_layers": num_packed, **_plain_fields(batching)})
+    config = {"generation_config.json": model.generation_config.to_json_string()}
+    if draft is not None:
+        config["draft/generation_config.json"] = draft.generation_config.to_json_string()
+    return LoadedModel(candidate.name, model, scorer, tokenizer, serving, facts, config, batching, draft)
 
 
 def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any) -> Any:
@@ -173,12 +188,33 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def _describe(loaded: Candidate, model: Any) -> dict[str, Any]:
+def describe_batching(serving: ServingConfig) -> Any:
+    """Return the library's continuous batching config for a way of serving."""
+    from transformers import ContinuousBatchingConfig
+
+    blocks_per_request = -(-serving.context_length // CACHE_BLOCK_TOKENS) + 1
+    return ContinuousBatchingConfig(
+        block_size=CACHE_BLOCK_TOKENS,
+        # twice what the requests in flight can hold: the rest keeps finished prefixes for reuse
+        num_blocks=2 * serving.concurrency * blocks_per_request,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        use_cuda_graph=False,
+    )
+
+
+def _plain_fields(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(config).items() if isinstance(value, bool | int | float | str | None)}
+
+
+def _describe(loaded: Candidate, model: Any, *, engine: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    on_gpu = model.device.type == "cuda"
+    sampling = json.loads(model.generation_config.to_json_string())
     return {
-        "proof": "computed by the server from the files and objects it loaded",
-        "checkpoint": loaded.checkpoint.model_dump(exclude={"path"}),
-        "serving": loaded.serving.identity(),
-        "libraries": loaded.libraries,
-        "device": str(model.device),
-        "generation_config": json.loads(model.generation_config.to_json_string()),
+        **loaded.facts,
+        "engine": engine,
+        "sampling": {key: value for key, value in sampling.items() if key != "transformers_version"},
+        "environment": read_environment(),
+        "hardware": read_hardware(torch.cuda.get_device_name() if on_gpu else "cpu"),
     }

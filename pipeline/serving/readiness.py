@@ -66,7 +66,7 @@ async def probe(client: Client, evals: Mapping[str, EvalSettings], *, attached_a
             await need.ask(client)
         except EngineError as error:
             client.check_alive()  # a server that has died lacks nothing in particular
-            remedy = (f"; if the server can't give that, serve candidates.{attached_as}.endpoint with {need.remedy}, "
+            remedy = (f"; if the server can't give that, serve candidates.{attached_as}.engine with {need.remedy}, "
                       "or remove the eval" if attached_as else "")  # fmt: skip
             raise EngineError(f"evals.{name}: {evals[name].kind} needs {need.what}, got: {error}{remedy}") from error
 
@@ -81,13 +81,18 @@ def check_context(context_length: int, longest: int | None, evals: Mapping[str, 
         where: the server.
     """
     # a scored sequence has one token more than the context, and vLLM must generate another
-    extra = 2 if any(_find_need(settings) is _SCORES for settings in evals.values()) else 0
+    extra = 2 if needs_scores(evals) else 0
     if longest is None or context_length + extra <= longest:
         return
     why = f", and a score request takes {extra} tokens more" if extra else ""
     raise EngineError(f"serving.context_length: expected at most {longest - extra}, as {where} has max_model_len "
                       f"{longest}{why}, got {context_length}; set it to {longest - extra}, or start the server with "
                       f"--max-model-len {context_length + extra}")  # fmt: skip
+
+
+def needs_scores(evals: Mapping[str, EvalSettings]) -> bool:
+    """Say whether some eval asks for the log-probabilities of given tokens."""
+    return any(_find_need(settings) is _SCORES for settings in evals.values())
 
 
 def _find_need(settings: EvalSettings) -> _Need:

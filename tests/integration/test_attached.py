@@ -20,7 +20,7 @@ from pipeline.errors import EngineError
 from pipeline.params import EvalSettings, HarnessEval, PerplexityEval, ServingSettings, ToolCallsEval, TrajectoriesEval
 from pipeline.records import Candidate, Checkpoint, ServingConfig
 from pipeline.serving import client as client_module
-from pipeline.serving.engines import start_engine
+from pipeline.serving.engines.registry import start_engine
 
 CONTEXT = 256
 PROSE = PerplexityEval(kind="perplexity", evalset="e")
@@ -52,11 +52,13 @@ class Endpoint:
             return 200, {"data": [self.model]}
         if path == "/tokenize":
             return 200, {"tokens": [[1] for _ in body["prompt"]]}
-        return 200, CHAT if path == "/v1/chat/completions" else score(body)
+        if path == "/v1/chat/completions":
+            return 200, CHAT
+        return (200, score(body)) if path == "/v1/completions" else (404, {"detail": "Not Found"})
 
     @property
     def posted(self) -> list[str]:
-        return [path for path, _ in self.asked if path != "/v1/models"]
+        return [path for path, body in self.asked if body]
 
 
 def score(body: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0) -> 
     """Attach for these evals; return what the user is told, or "" when the endpoint is ready."""
     checkpoint = Checkpoint(path="c", kind="llama", format="dense", dtype="float32", num_parameters=1, num_bytes=1,
                             digest="d")  # fmt: skip
-    serving = ServingConfig(engine="attached", base_url=url, model="m", context_length=CONTEXT)
+    serving = ServingConfig(engine="openai", base_url=url, model="m", context_length=CONTEXT)
     settings = ServingSettings(
         dtype="float32", continuous_batching=True, concurrency=4, num_servers=1, num_threads=1, context_length=CONTEXT,
         max_tokens=8, request_timeout_s=timeout_s, start_timeout_s=5,
@@ -142,7 +144,7 @@ def test_an_endpoint_without_scores_serves_evals_that_chat(endpoint: Endpoint) -
     assert re.fullmatch(
         r"evals\.prose: perplexity needs the log-probabilities of given tokens \(/tokenize, and /v1/completions with "
         r"echo and logprobs\), got: http://.*/v1/completions: HTTP 400: echo is not supported; if the server "
-        r"can't give that, serve candidates\.there\.endpoint with vLLM, or remove the eval", said)  # fmt: skip
+        r"can't give that, serve candidates\.there\.engine with vLLM, or remove the eval", said)  # fmt: skip
 
 
 def test_an_endpoint_without_tokenize_is_told_before_any_case(endpoint: Endpoint) -> None:
@@ -156,7 +158,7 @@ def test_an_endpoint_that_can_not_chat_names_the_eval(endpoint: Endpoint) -> Non
     said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
     assert "evals.calls: tool_calls needs chat answers (/v1/chat/completions), got: " in said
     assert said.endswith("HTTP 400: the model has no chat template; if the server can't give that, serve "
-                         "candidates.there.endpoint with a chat template, or remove the eval")  # fmt: skip
+                         "candidates.there.engine with a chat template, or remove the eval")  # fmt: skip
 
 
 def test_tools_are_asked_for_when_an_eval_sends_them(endpoint: Endpoint) -> None:
@@ -196,7 +198,7 @@ def test_nothing_at_the_port_is_told_within_seconds_with_what_to_do() -> None:
         said = attach(f"http://127.0.0.1:{bound.getsockname()[1]}/v1", {"calls": CALLS})
     assert time.monotonic() - start < 2
     assert re.search(r"/v1/models: no connection: .*Connect call failed.*tried 2 times.; expected a running server of "
-                     r"the OpenAI API: start it, or correct candidates\.there\.endpoint\.base_url$", said)  # fmt: skip
+                     r"the OpenAI API: start it, or correct candidates\.there\.engine\.base_url$", said)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/v1/completions", "/v1/chat/completions"])
@@ -211,7 +213,7 @@ def test_a_server_that_never_answers_is_told_after_two_timeouts(endpoint: Endpoi
 def test_another_models_name_says_what_to_correct(endpoint: Endpoint) -> None:
     endpoint.model["id"] = "other"
     said = attach(endpoint.url, {"calls": CALLS})
-    assert said.endswith("expected 'm' among the served models, got ['other']; correct candidates.there.endpoint.model")
+    assert said.endswith("expected 'm' among the served models, got ['other']; correct candidates.there.engine.model")
 
 
 def test_a_host_that_drops_connections_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,4 +282,4 @@ def test_a_port_that_speaks_another_language_is_one_line(monkeypatch: pytest.Mon
         said = attach(f"http://127.0.0.1:{server.getsockname()[1]}", {"calls": CALLS})
         server.shutdown(socket.SHUT_RDWR)
     assert "expected HTTP, got Bad status line: " in said and "b'SSH-2.0-OpenSSH_9.6'" in said
-    assert "correct candidates.there.endpoint.base_url" in said
+    assert "correct candidates.there.engine.base_url" in said

@@ -56,6 +56,8 @@ def run(stage: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().err.splitlines()
     return int(exited.value.code or 0), "\n".join(line for line in lines if line.startswith(f"quantgate {name}: "))
 
+OPENAI = "    steps: []\n    engine: {kind: openai,"
+
 
 def edit(path: str, old: str, new: str) -> None:
     """Replace a pattern that occurs in a text file."""
@@ -105,12 +107,12 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
         "release.1: 'awq-long' is listed twice",
     ),
     "impossible-port": (
-        lambda: edit("params.yaml", r"    steps: \[\]", "    endpoint: {base_url: 'http://localhost:99999', model: m}"),
-        "endpoint.base_url: expected http://host:port, got 'http://localhost:99999'",
+        lambda: edit("params.yaml", r"    steps: \[\]", f"{OPENAI} base_url: 'http://localhost:99999', model: m}}"),
+        "engine.base_url: expected http://host:port, got 'http://localhost:99999'",
     ),
     "no-host": (
-        lambda: edit("params.yaml", r"    steps: \[\]", "    endpoint: {base_url: 'http://', model: m}"),
-        "endpoint.base_url: expected http://host:port, got 'http://'",
+        lambda: edit("params.yaml", r"    steps: \[\]", f"{OPENAI} base_url: 'http://', model: m}}"),
+        "engine.base_url: expected http://host:port, got 'http://'",
     ),
     "no-checkpoint": (lambda: shutil.rmtree("models/agent"), "candidates.reference.checkpoint: expected a checkpoint"),
     "pickle-weights": (leave_pickle_only, "found pickle weights 'pytorch_model.bin', which run code when opened"),
@@ -234,8 +236,9 @@ def attach(url: str, evals: dict[str, Any]) -> None:
     yaml = YAML(typ="safe")
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
     params |= {"reference": "reference", "release": ["there"], "evals": evals, "candidates": {
-                   "reference": {"checkpoint": "models/agent"},
-                   "there": {"checkpoint": "models/agent", "endpoint": {"base_url": url, "model": MODEL}}},
+                   "reference": {"checkpoint": "models/agent", "steps": []},
+                   "there": {"checkpoint": "models/agent", "steps": [],
+                             "engine": {"kind": "openai", "base_url": url, "model": MODEL}}},
                "gate": params["gate"] | {"tolerances": {"e/perplexity_per_token": {"overall": 0.1}}, "tripwires": {}}}
     if evals["e"]["kind"] == "harness":
         params["gate"]["tolerances"] = {"e/accuracy": {"overall": 0.1}}

@@ -277,11 +277,12 @@ def make_params(**candidates: object) -> Params:
         "reference": "reference",
         "release": ["released"],
         "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
-        "candidates": {name: {"checkpoint": "models/tiny"} for name in ("reference", "released")} | candidates,
+        "candidates": dict.fromkeys(("reference", "released"), {"checkpoint": "models/tiny", "steps": []}) | candidates,
         "serving": {
             "dtype": "float32", "continuous_batching": True, "concurrency": 4, "num_servers": 1, "num_threads": 1,
             "context_length": 256, "max_tokens": 16, "request_timeout_s": 60.0, "start_timeout_s": 60.0,
         },
+        "canary": {"num_prompts": 8, "target_rate": 0.3},
         "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"}},
         "gate": {
             "alpha": 0.05, "on_inconclusive": "block", "tolerances": {"prose/perplexity_per_token": {"overall": 0.02}},
@@ -322,7 +323,7 @@ def test_candidate_is_written_whole_and_replaces_the_old_one(project: Path) -> N
 
 
 def test_failed_step_leaves_the_old_candidate_alone(project: Path) -> None:
-    params = make_params(kept=int4_settings(), reference={"checkpoint": "models/tiny"})
+    params = make_params(kept=int4_settings(), reference={"checkpoint": "models/tiny", "steps": []})
     before = build_candidate("kept", params, root=project)
     with pytest.raises(QuantizationError, match="matches no linear layer"):
         build_candidate("kept", make_params(kept=int4_settings(exclude=["typo"])), root=project)
@@ -347,7 +348,7 @@ def test_broken_checkpoints_are_refused_without_steps_as_well(project: Path, sou
     old = shutil.copytree(source, project / "models/old")
     config = json.loads((old / "config.json").read_text())
     (old / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    params = make_params(nan={"checkpoint": "models/nan"}, old={"checkpoint": "models/old"})
+    params = make_params(nan={"checkpoint": "models/nan", "steps": []}, old={"checkpoint": "models/old", "steps": []})
     with pytest.raises(CheckpointError, match="has 1 NaN or infinite values"):
         build_candidate("nan", params, root=project)
     if not importlib.util.find_spec("gptqmodel"):

@@ -142,7 +142,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     params = YAML(typ="safe").load((root / "params.yaml").read_text(encoding="utf-8"))
     project.edit_params(
         release=["int4"],
-        candidates={"reference": {"checkpoint": "models/agent"},
+        candidates={"reference": {"checkpoint": "models/agent", "steps": []},
                     "int4": {"checkpoint": "models/agent", "steps": [GPTQ]}},
         serving=params["serving"] | {"num_servers": 1},
         gate={"alpha": 0.05, "on_inconclusive": "block", "tolerances": TOLERANCES},
@@ -174,8 +174,8 @@ def tolerance_edited(project: Project, repeated: Repro) -> Repro:
 @pytest.fixture(scope="module")
 def candidate_edited(project: Project, tolerance_edited: Repro) -> Repro:
     """A run after the released candidate became one that must not pass."""
-    project.edit_params(candidates={"reference": {"checkpoint": "models/agent"},
-                                    "int4": {"checkpoint": "models/noisy"}})  # fmt: skip
+    project.edit_params(candidates={"reference": {"checkpoint": "models/agent", "steps": []},
+                                    "int4": {"checkpoint": "models/noisy", "steps": []}})  # fmt: skip
     return project.repro()
 
 

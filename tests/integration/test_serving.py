@@ -20,10 +20,14 @@ import torch
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.errors import EngineError, RequestError
+from pipeline.fingerprints import find_difference, fingerprint
 from pipeline.params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
 from pipeline.records import Candidate, ServingConfig, SpeculativeConfig, sum_speculation
-from pipeline.serving import engines
 from pipeline.serving.client import Client
+from pipeline.serving.engines import registry as engines
+from pipeline.serving.engines import transformers
+from pipeline.serving.engines.engine import Engine, check_facts
+from pipeline.serving.engines.processes import ServerProcess
 from pipeline.serving.scoring import score_sequences
 from tests.tiny_llama import write_tiny_llama
 
@@ -119,9 +123,11 @@ def test_max_tokens_is_obeyed(running: Running) -> None:
 def test_fingerprint_is_the_candidates_and_computed_by_the_server(running: Running) -> None:
     candidate = make_candidate(running.folder)
     answer = running.runner.run(running.client.get("/v1/fingerprint"))
-    assert answer["fingerprint"] == candidate.fingerprint == running.engine.fingerprint
+    assert answer["fingerprint"] == fingerprint(answer["facts"]) == running.engine.fingerprint
+    assert find_difference(candidate.facts, answer["facts"]) is None
     assert answer["facts"]["checkpoint"]["digest"] == candidate.checkpoint.digest
-    assert answer["facts"]["generation_config"]["do_sample"] is False
+    assert answer["facts"]["sampling"]["do_sample"] is False
+    assert answer["facts"]["engine"]["block_size"] == 16 and answer["facts"]["environment"] == {"OMP_NUM_THREADS": "1"}
     assert str(running.folder.parent) not in str(answer)  # no path: moving a folder changes nothing
 
 
@@ -224,12 +230,13 @@ def test_speculation_gives_the_targets_own_answers_and_its_counts_add_up(
     async def ask_all() -> list[Any]:
         context = engines.start_engine(candidate, SETTINGS, evals=EVALS, root=root, logs=root / "logs")
         async with context as (engine, client):
-            assert engine.served_by["serving"]["speculative.num_tokens"] == num_tokens
-            return await asyncio.gather(*(client.chat(m, max_tokens=12) for m in conversations))
+            assert engine.facts["serving"]["speculative.num_tokens"] == num_tokens
+            replies = await asyncio.gather(*(client.chat(m, max_tokens=12) for m in conversations))
+            assert {r.fingerprint for r in replies} == {engine.fingerprint} != {running.engine.fingerprint}
+            return replies
 
     replies = running.runner.run(ask_all())
     assert [r.text for r in replies] == [plain_answer(running, m, 12) for m in conversations]
-    assert {r.fingerprint for r in replies} == {candidate.fingerprint} != {running.engine.fingerprint}
     for reply in replies:
         counts = reply.speculation
         assert counts.num_completion_tokens == reply.num_completion_tokens
@@ -397,22 +404,22 @@ def test_another_checkpoint_than_the_candidates_is_named(running: Running) -> No
     files = candidate.checkpoint.files | {"generation_config.json": "0" * 64}
     other = candidate.checkpoint.model_copy(update={"digest": "0" * 64, "files": files})
     stale = candidate.model_copy(update={"checkpoint": other})
-    report = {"fingerprint": running.engine.fingerprint, "facts": running.engine.served_by}
-    with pytest.raises(EngineError, match=r"checkpoint digest \(generation_config.json .*\): the candidate says '0000"):
-        engines._check_fingerprint(stale, running.engine.processes[0], report)
+    with pytest.raises(EngineError, match=r"s: checkpoint digest \(generation_config.json .*\): .* says '0000"):
+        check_facts(stale, running.engine.facts, where="s")
 
 
-def test_attaching_to_a_running_server_declares_its_fingerprint(running: Running) -> None:
-    attached = {"engine": "attached", "base_url": running.engine.base_urls[0] + "/v1", "model": "tiny"}
+def test_an_attached_server_of_ours_tells_what_it_is(running: Running) -> None:
+    attached = {"engine": "openai", "base_url": running.engine.base_urls[0] + "/v1", "model": "tiny"}
     candidate = make_candidate(running.folder, **attached)
 
-    async def attach(model: str) -> engines.Engine:
+    async def attach(model: str) -> Engine:
         asked = candidate.model_copy(update={"serving": candidate.serving.model_copy(update={"model": model})})
         async with engines.start_engine(asked, SETTINGS, evals=EVALS, root=ROOT, logs=ROOT) as (engine, _):
             return engine
 
     engine = running.runner.run(attach("tiny"))
-    assert engine.processes == () and "not proved" in engine.served_by["proof"]
+    assert engine.processes == () and engine.facts["checkpoint"] == running.engine.facts["checkpoint"]
+    assert engine.facts["engine"]["serving.continuous_batching"] is True, "how it is really served"
     with pytest.raises(EngineError, match="expected 'other' among the served models, got \\['tiny'\\]"):
         running.runner.run(attach("other"))
 
@@ -437,14 +444,14 @@ def test_of_two_servers_that_fail_the_first_failure_is_told_and_nothing_else(
     """asyncio prints a traceback for the failure of a task that nobody waited for."""
     unhandled: list[dict[str, Any]] = []
 
-    def spawn(candidate: Candidate, *, root: Path, log: Path) -> engines._Process:
+    def spawn(candidate: Candidate, *, root: Path, log: Path) -> ServerProcess:
         log.parent.mkdir(exist_ok=True)
         code = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit('broken')"
         seconds = {"server-0": "60", "server-1": "0", "server-2": "0"}[log.stem]
         with log.open("wb") as log_file:
             popen = subprocess.Popen([sys.executable, "-c", code, seconds], stdin=subprocess.PIPE,
                                      stdout=subprocess.PIPE, stderr=log_file)  # fmt: skip
-        return engines._Process(popen, log)
+        return ServerProcess(popen, log)
 
     async def start() -> None:
         settings = SETTINGS.model_copy(update={"num_servers": 3})
@@ -453,7 +460,7 @@ def test_of_two_servers_that_fail_the_first_failure_is_told_and_nothing_else(
                                         logs=tmp_path / "logs"):  # fmt: skip
             raise AssertionError("must not come up")
 
-    monkeypatch.setattr(engines, "_spawn", spawn)
+    monkeypatch.setattr(transformers, "_spawn", spawn)
     with pytest.raises(EngineError, match=r"^server server-[12]: exited with code 1: broken \(log: "):
         asyncio.run(start())
     assert unhandled == []
@@ -463,9 +470,9 @@ ORPHAN = """
 import sys, time
 from pathlib import Path
 from pipeline.records import Candidate
-from pipeline.serving import engines
+from pipeline.serving.engines import transformers
 candidate = Candidate.model_validate_json(sys.argv[1])
-process = engines._spawn(candidate, root=Path(sys.argv[2]), log=Path(sys.argv[2]) / "server-0.log")
+process = transformers._spawn(candidate, root=Path(sys.argv[2]), log=Path(sys.argv[2]) / "server-0.log")
 print(process.popen.pid, flush=True)
 time.sleep(60)
 """

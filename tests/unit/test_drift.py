@@ -17,7 +17,8 @@ from tests.unit.test_evaluate import CALL, FakeEndpoint, run, write_questions
 from tests.unit.test_evaluate import endpoint as endpoint
 
 FACTS = {"checkpoint": {"digest": "c" * 64, "files": {"config.json": "1"}}, "serving": {"dtype": "float32"},
-         "libraries": {"torch": "2.13.0"}}  # fmt: skip
+         "libraries": {"torch": "2.13.0"}, "engine": {"max_batch_tokens": 512},
+         "hardware": {"device": "cpu x86_64"}}  # fmt: skip
 
 
 class LiveEndpoint(FakeEndpoint):
@@ -72,7 +73,8 @@ def test_a_server_without_a_fingerprint_is_known_by_its_behaviour(evaluated: Pat
      f"checkpoint digest (config.json differs): evaluated '{'c' * 12}', the endpoint has '{'d' * 12}'"),
     ("serving", {"dtype": "float16"}, "serving.dtype: evaluated 'float32', the endpoint has 'float16'"),
     ("libraries", {"torch": "2.14.0"}, "libraries.torch: evaluated '2.13.0', the endpoint has '2.14.0'"),
-    ("serving", {"dtype": "float32"}, "fingerprint: evaluated 'f1', the endpoint has 'f2'"),
+    ("engine", {"max_batch_tokens": 256}, "engine.max_batch_tokens: evaluated 512, the endpoint has 256"),
+    ("hardware", {"device": "NVIDIA L4"}, "hardware.device: evaluated 'cpu x86_64', the endpoint has 'NVIDIA L4'"),
 ])  # fmt: skip
 def test_the_field_that_drifted_is_named(evaluated: Path, section: str, change: dict[str, Any], said: str) -> None:
     assert look(evaluated, {"fingerprint": "f2", "facts": FACTS | {section: change}}).fingerprint == said

@@ -19,7 +19,6 @@ from pipeline.evals.harness import task_digest
 from pipeline.params import HarnessEval, Params
 from pipeline.records import Candidate, Evaluation, ServingConfig
 from pipeline.serving.client import Reply
-from pipeline.serving.engines import Engine
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evalsets import write
 
@@ -34,13 +33,17 @@ class FakeEndpoint:
         self.broken: set[str] = set()
         self.fingerprint = "f1"
 
-    async def chat(self, messages: list[dict[str, Any]], **_: Any) -> Reply:
+    async def chat(self, messages: list[dict[str, Any]], return_token_ids: bool = False, **_: Any) -> Reply:
         question = messages[-1]["content"]
-        self.asked.append(question)
+        if not return_token_ids:
+            self.asked.append(question)
         if question in self.broken:
             raise EngineError("connection reset")
         return Reply(text=CALL, tool_calls=(), finish_reason="stop", num_prompt_tokens=9, num_completion_tokens=3,
                      latency_s=0.1, fingerprint=self.fingerprint)  # fmt: skip
+
+    async def score(self, batch: list[list[int]], **_: Any) -> list[Any]:
+        return []
 
     async def tokenize(self, texts: list[str], **_: Any) -> list[list[int]]:
         return [[0] * len(text.split()) for text in texts]
@@ -49,8 +52,23 @@ class FakeEndpoint:
         """This endpoint never dies."""
 
     @contextlib.asynccontextmanager
-    async def start(self, *_: Any, **__: Any) -> AsyncIterator[tuple[Engine, FakeEndpoint]]:
-        yield Engine(("http://fake",), "fake", self.fingerprint, {}), self
+    async def start(self, *_: Any, **__: Any) -> AsyncIterator[tuple[FakeEngine, FakeEndpoint]]:
+        yield FakeEngine(self), self
+
+
+class FakeEngine:
+    """What is asked of an engine, in front of a fake endpoint; its canary is not counted as asked."""
+
+    base_urls, proof, config = ("http://fake",), "", {"engine.yaml": "a: 1\n"}
+
+    def __init__(self, endpoint: FakeEndpoint) -> None:
+        self._endpoint = endpoint
+        self.facts = {"checkpoint": {"digest": endpoint.fingerprint}}
+        self.fingerprint = endpoint.fingerprint
+
+    @contextlib.asynccontextmanager
+    async def connect(self, *_: Any, **__: Any) -> AsyncIterator[FakeEndpoint]:
+        yield self._endpoint
 
 
 def write_questions(folder: Path, *questions: str) -> None:
@@ -131,7 +149,7 @@ def test_records_of_anything_else_are_never_taken_over(
 def test_an_attached_endpoint_is_asked_again_as_it_may_serve_another_model_now(
     tmp_path: Path, endpoint: FakeEndpoint
 ) -> None:
-    serving = ServingConfig(engine="attached", base_url="http://fake", model="m")
+    serving = ServingConfig(engine="openai", base_url="http://fake", model="m")
     candidate = make_candidate("a").model_copy(update={"serving": serving})
     run(tmp_path, candidate)
     run(tmp_path, candidate)

@@ -20,13 +20,14 @@ VALID: dict[str, Any] = {
     "release": ["int4"],
     "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
     "candidates": {
-        "reference": {"checkpoint": "models/agent"},
+        "reference": {"checkpoint": "models/agent", "steps": []},
         "int4": {"checkpoint": "models/agent", "steps": [
             {"kind": "gptq", "calibration": CALIBRATION}]},
         "awq": {"checkpoint": "models/agent", "steps": [{"kind": "awq", "calibration": CALIBRATION}]},
     },
     "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_servers": 1, "num_threads": 1,
                 "context_length": 512, "max_tokens": 64, "request_timeout_s": 60, "start_timeout_s": 60.0},
+    "canary": {"num_prompts": 8, "target_rate": 0.3},
     "evals": {
         "prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
         "choices": {"kind": "harness", "task": "choices"},
@@ -37,6 +38,7 @@ VALID: dict[str, Any] = {
                             "prose/perplexity_per_token": {"overall": 0.02}},
              "tripwires": {"prose/kl_nats_per_token": 0.02}},
 }  # fmt: skip
+VLLM = {"kind": "vllm", "command": ["vllm", "serve"], "version": "0.32.0"}
 REMOVE = object()
 
 
@@ -100,8 +102,11 @@ STEP = "candidates//int4//steps//0"
         ("gate//alpha", 1e-12, "gate.alpha: expected 0.001 or more, got 1e-12"),
         ("release//0", "reference", "release.0: 'reference' is the reference, and a comparison with itself proves"),
         ("reference", "int4", "candidates.int4.steps: expected none, as it is the reference: what the steps cost"),
-        ("candidates//int4//endpoint", {"base_url": "http://h:1", "model": "m"},
-         "candidates.int4: expected steps or an endpoint, got both"),
+        ("candidates//int4//engine", {"kind": "sglang"}, "candidates.int4.engine: expected one of the kinds 'transf"),
+        ("candidates//int4//engine", {"kind": "vllm", "command": [], "version": "1"},
+         "candidates.int4.engine.command: expected 1 or more entries, got []"),
+        ("candidates//int4//steps", REMOVE, "candidates.int4.steps: expected this key, found none"),
+        ("canary//num_prompts", 2, "canary.num_prompts: expected 8 or more, got 2"),
         # missing keys
         ("reference", REMOVE, "reference: expected this key, found none"),
         ("candidates//int4//checkpoint", REMOVE, "candidates.int4.checkpoint: expected this key, found none"),
@@ -143,10 +148,10 @@ STEP = "candidates//int4//steps//0"
          "candidates.int4.steps.0: expected one of the kinds 'gptq', 'awq', 'speculative', got 'gguf'"),
         (f"{STEP}//kind", REMOVE, "candidates.int4.steps.0: expected a key `kind`, got {"),
         ("evals//prose//kind", "bleu", "evals.prose: expected one of the kinds 'perplexity', 'harness', "),
-        ("candidates//reference//endpoint", {"base_url": "localhost:8000", "model": "m"},
-         "candidates.reference.endpoint.base_url: expected http://host:port, got 'localhost:8000'"),
-        ("candidates//reference//endpoint", {"base_url": "ftp://localhost", "model": "m"},
-         "candidates.reference.endpoint.base_url: expected http://host:port, got 'ftp://localhost'"),
+        ("candidates//reference//engine", {"kind": "openai", "base_url": "localhost:8000", "model": "m"},
+         "candidates.reference.engine.base_url: expected http://host:port, got 'localhost:8000'"),
+        ("candidates//reference//engine", {"kind": "openai", "base_url": "ftp://localhost", "model": "m"},
+         "candidates.reference.engine.base_url: expected http://host:port, got 'ftp://localhost'"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: str) -> None:
@@ -160,8 +165,9 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
          "reference: expected one of the candidates (reference, int4, awq), got 'refrence'"),
         ("release", ["int4", "int8"], "release.1: expected one of the candidates (reference, int4, awq), got 'int8'"),
         ("release", ["int4", "int4"], "release.1: 'int4' is listed twice; remove one"),
-        ("candidates//Int 4", {"checkpoint": "x"}, "candidates.Int 4: a name is lower-case letters, digits and dashes"),
-        ("candidates//../up", {"checkpoint": "x"}, "candidates.../up: a name is "),
+        ("candidates//Int 4", {"checkpoint": "x", "steps": []},
+         "candidates.Int 4: a name is lower-case letters, digits and dashes"),
+        ("candidates//../up", {"checkpoint": "x", "steps": []}, "candidates.../up: a name is "),
         ("evals//a/b", {"kind": "harness", "task": "t"},
          "evals.a/b: a name is lower-case letters, digits, dashes and underscores"),
         ("candidates//int4//steps", [{"kind": "gptq", "calibration": CALIBRATION},
@@ -211,7 +217,7 @@ def test_a_candidate_may_end_with_a_speculative_step(steps: list[Any]) -> None:
         ([DRAFT | {"num_tokens": 0}], "0.num_tokens: expected 1 or more, got 0"),
         ([DRAFT | {"num_tokens": 17}], "0.num_tokens: expected 16 or less, got 17"),
         ([DRAFT | {"min_acceptance": 1.5}], "0.min_acceptance: expected 1 or less, got 1.5"),
-        ([DRAFT | {"method": "eagle"}], "0.method: expected 'draft_model' or 'prompt_lookup', got 'eagle'"),
+        ([DRAFT | {"method": "eagle"}], "0.method: expected one of draft_model, prompt_lookup for engine transf"),
         ([DRAFT | {"drafts": "x"}], f"0.drafts: {UNKNOWN}"),
     ],
 )  # fmt: skip
@@ -219,10 +225,26 @@ def test_a_speculative_step_that_contradicts_itself_is_refused(steps: list[Any],
     assert refusal(edited("candidates//int4//steps", steps)).startswith(f"candidates.int4.steps.{said}")
 
 
-def test_speculation_behind_somebody_elses_endpoint_is_refused() -> None:
-    data = edited("candidates//int4//steps", [DRAFT])
-    data["candidates"]["int4"]["endpoint"] = {"base_url": "http://h:1", "model": "m"}
-    assert refusal(data).startswith("candidates.int4: expected steps or an endpoint, got both")
+@pytest.mark.parametrize(("change", "said"), [
+    ({"method": "eagle3"}, ".method: expected one of draft_model, prompt_lookup for engine transformers, got 'eagle3'"),
+    ({"options": {"disable_padded_drafter_batch": True}}, ".options: expected none for engine transformers"),
+])  # fmt: skip
+def test_the_embedded_engine_knows_two_methods(change: dict[str, Any], said: str) -> None:
+    assert refusal(edited("candidates//int4//steps", [DRAFT | change])).startswith(f"candidates.int4.steps.0{said}")
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"rejection_sample_method": "fly"}, ".lossy: expected true, as rejection_sample_method 'fly' is not known"),
+    ({"posterior_threshold": 0.1}, ".lossy: expected true, as posterior_threshold lets tokens through"),
+    ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}, ".options: expected drafts that are"),
+])  # fmt: skip
+def test_drafts_that_change_answers_are_refused_unless_it_is_said(options: dict[str, Any], said: str) -> None:
+    data = edited("candidates//int4//steps", [DRAFT | {"options": options, "lossy": "synthetic" in str(options)}])
+    data["candidates"]["int4"]["engine"] = VLLM
+    assert refusal(data).startswith(f"candidates.int4.steps.0{said}")
+    data["candidates"]["int4"]["steps"][0]["lossy"] = True
+    if "synthetic" not in str(options):
+        parse_params(data)
 
 
 @pytest.mark.parametrize("data", [None, [], "text", 3])

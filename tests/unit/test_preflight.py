@@ -27,12 +27,13 @@ SETTINGS: dict[str, Any] = {
     "reference": "reference", "release": ["int4"],
     "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
     "candidates": {
-        "reference": {"checkpoint": "models/tiny"},
+        "reference": {"checkpoint": "models/tiny", "steps": []},
         "int4": {"checkpoint": "models/tiny",
                  "steps": [{"kind": "gptq", "group_size": 64, "calibration": CALIBRATION}]},
     },
     "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_servers": 1, "num_threads": 1,
                 "context_length": 512, "max_tokens": 64, "request_timeout_s": 60, "start_timeout_s": 60},
+    "canary": {"num_prompts": 8, "target_rate": 0.3},
     "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
               "choices": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"},
               "builtin": {"kind": "harness", "task": "arc_easy"},
@@ -159,7 +160,7 @@ def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path
     assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
         f"candidates.int4.steps.0: {copied}: expected a model without experts, found {name!r}; a mixture of experts "
         "can't be quantised here: use it with `steps: []`")
-    check(project, "candidates//plain", {"checkpoint": str(copied)})
+    check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
 
 
 def edit_json(path: Path, **changes: Any) -> None:
@@ -231,7 +232,7 @@ def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
 ) -> None:
     """A candidate without steps, which nothing would open before it is served."""
     change(copied)
-    message = refusal(project, "candidates//plain", {"checkpoint": str(copied)})
+    message = refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
     assert message.startswith(f"candidates.plain.checkpoint: {copied}/{said}")
 
 
@@ -254,14 +255,14 @@ def test_an_unusual_checkpoint_that_can_be_served_passes(
     project: Path, copied: Path, change: Callable[[Path], Any]
 ) -> None:
     change(copied)
-    check(project, "candidates//plain", {"checkpoint": str(copied)})
+    check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
 
 
 @pytest.mark.parametrize("key", ["", "text_config"])
 def test_a_context_beyond_the_models_positions_is_refused(project: Path, copied: Path, key: str) -> None:
     limit = {"max_position_embeddings": 256}
     edit_json(copied / "config.json", **({key: limit} if key else limit))
-    assert refusal(project, "candidates//plain", {"checkpoint": str(copied)}) == (
+    assert refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []}) == (
         "serving.context_length: expected at most 256, the max_position_embeddings of "
         f"{copied}/config.json, got 512; lower it")
 
@@ -269,10 +270,10 @@ def test_a_context_beyond_the_models_positions_is_refused(project: Path, copied:
 def test_what_an_endpoint_brings_itself_is_not_checked(project: Path, copied: Path) -> None:
     (copied / "chat_template.jinja").unlink()
     edit_json(copied / "config.json", max_position_embeddings=256)
-    endpoint = {"base_url": "http://localhost:8000", "model": "m"}
-    check(project, "candidates//there", {"checkpoint": str(copied), "endpoint": endpoint})
+    endpoint = {"kind": "openai", "base_url": "http://localhost:8000", "model": "m"}
+    check(project, "candidates//there", {"checkpoint": str(copied), "steps": [], "engine": endpoint})
     (copied / "model.safetensors").unlink()  # but the stage optimize describes the weights
-    said = refusal(project, "candidates//there", {"checkpoint": str(copied), "endpoint": endpoint})
+    said = refusal(project, "candidates//there", {"checkpoint": str(copied), "steps": [], "engine": endpoint})
     assert said.startswith(f"candidates.there.checkpoint: {copied}: expected model.safetensors")
 
 

@@ -1,0 +1,185 @@
+"""Does the path change answers? What the canary says about one candidate.
+
+The weights of a quantised candidate are others than the reference's, and so are its answers; the path
+that serves them may change no more than rounding does. So the path is judged where weights are equal on
+both sides: against the reference, when the candidate has its weights (drafts, another engine, another
+precision of serving), else against itself with its drafts switched off. How much the baseline differs from
+itself, alone and under load, is the floor. More differences than that floor explains are a failure.
+
+The number of differences that the floor explains is a quantile of the beta-binomial distribution that the
+floor predicts (Jeffreys prior): a floor of 0 in 100 prompts is no proof of 0.
+
+Reference: A. Gelman et al., Bayesian Data Analysis (2013), section 2.4, for the predictive distribution.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.differences import KINDS, classify_difference
+from pipeline.digests import digest_file
+from pipeline.errors import EvidenceError
+from pipeline.gate.pairing import Evidence
+from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
+from pipeline.params import CanarySettings
+from pipeline.records import CanaryAnswer, CanaryComparison, CanaryFlip, CanaryRecord, digest_behaviour, read_canary
+
+MIN_POWER = 0.8
+DEPLOYED = "loaded"
+# margin below which rounding can turn a token, in nat: one step of the dtype at a logit of 32, and for float32 what
+# sums of its terms in another order come to
+RISK_NATS = {"float32": 1e-4, "bfloat16": 0.125, "float16": 0.016}
+
+
+@dataclass(frozen=True)
+class _Baseline:
+    """The path that a candidate's is compared with, its answers, and its runs against itself."""
+
+    name: str
+    records: Sequence[CanaryRecord]
+    run: str
+    own_runs: tuple[str, ...]
+    is_same_weights: bool
+
+
+def load_canary(evidence: Evidence) -> list[CanaryRecord]:
+    """Load a candidate's canary; empty when no eval chats.
+
+    Raises:
+        EvidenceError: it is missing, was edited, or does not say what the evaluation says of it.
+    """
+    file = evidence.evaluation.canary
+    if file is None:
+        if any(e.kind in ("tool_calls", "trajectories") for e in evidence.evaluation.evals.values()):
+            raise EvidenceError(f"{evidence.folder}: expected a canary, as evals chat, found none; run `dvc repro`")
+        return []
+    path = evidence.folder / file.records
+    if not path.is_file() or digest_file(path) != file.sha256:
+        raise EvidenceError(f"{path}: expected the canary as it was written, found another; run `dvc repro`")
+    records = read_canary(path)
+    if len(records) != file.num_prompts or digest_behaviour(records) != file.behaviour:
+        raise EvidenceError(f"{path}: the behavioural fingerprint is not that of its answers; run `dvc repro`")
+    return records
+
+
+def compare_canary(
+    reference: Evidence, candidate: Evidence, settings: CanarySettings, *, alpha: float
+) -> CanaryComparison | None:
+    """Compare a candidate's path with its baseline; None when no eval chats.
+
+    Args:
+        reference: evidence of the reference.
+        candidate: evidence of the candidate.
+        settings: what must be noticed.
+        alpha: chance that a path no worse than the floor is called worse.
+
+    Raises:
+        EvidenceError: the canary is missing on a side, was edited, or asked other prompts there.
+    """
+    ours, theirs = load_canary(reference), load_canary(candidate)
+    if not ours and not theirs:
+        return None
+    if [r.input_digest for r in ours] != [r.input_digest for r in theirs]:
+        raise EvidenceError("canary: reference and candidate were asked different prompts; run `dvc repro`")
+    baseline = _choose_baseline(reference, candidate, ours, theirs)
+    pairs = [(a.answers[baseline.run], b.answers[DEPLOYED], a) for a, b in zip(baseline.records, theirs, strict=True)]
+    different = [(a, b, record) for a, b, record in pairs if a.content != b.content]
+    n, unstable = len(theirs), _count_unstable(baseline.records, baseline.own_runs)
+    allowed = predictive_quantile(unstable, n, n, alpha=alpha)
+    margins = [gap for record in baseline.records for gap in record.margins.get(baseline.run, ())]
+    risk = RISK_NATS.get(candidate.candidate.serving.dtype, 0.0)
+    return CanaryComparison(
+        baseline=baseline.name,
+        is_same_weights=baseline.is_same_weights,
+        num_prompts=n,
+        num_diverged=len(different),
+        kinds=dict(Counter(classify_difference(a.text, b.text) or "tokens" for a, b, _ in different)),
+        flips=tuple(_describe_flip(a, b, record, baseline.run) for a, b, record in different),
+        num_unstable=_count_unstable(theirs, ("alone", DEPLOYED, "again")),
+        floor=unstable,
+        allowed=allowed,
+        target_rate=settings.target_rate,
+        session_calls=settings.session_calls,
+        power=detection_power(allowed, n, settings.target_rate),
+        num_planned=plan_trials(settings.target_rate, power=MIN_POWER, alpha=alpha),
+        session_rate=1 - (1 - len(different) / n) ** settings.session_calls,
+        session_rate_high=1 - (1 - rate_upper_bound(len(different), n, alpha=alpha)) ** settings.session_calls,
+        num_tokens=len(margins),
+        num_tokens_at_risk=sum(gap < risk for gap in margins),
+        num_prompts_at_risk=sum(any(gap < risk for gap in r.margins.get(baseline.run, ()))
+                                for r in baseline.records),
+        risk_nats=risk,
+    )
+
+
+def find_path_failure(compared: CanaryComparison, *, exact: bool, num_changed_outputs: int) -> str | None:
+    """Return why a path fails, else None.
+
+    Args:
+        compared: of the candidate.
+        exact: any difference fails.
+        num_changed_outputs: of the evals, where the reference has the same weights.
+    """
+    if exact and (found := compared.num_diverged + compared.num_unstable + num_changed_outputs):
+        return (f"exact is asked for, and {found} answers changed: {compared.num_diverged} of the canary against "
+                f"{compared.baseline}, {compared.num_unstable} between its own runs, {num_changed_outputs} outputs of "
+                "the evals against the reference; serve it without drafts, in float32, or without `exact`")
+    if compared.is_beyond_floor:
+        return (f"{compared.num_diverged} of {compared.num_prompts} canary answers differ from {compared.baseline}, "
+                f"{compared.floor} from run to run there: more than {compared.allowed} are not explained by that")
+    return None
+
+
+def describe_canary(compared: CanaryComparison) -> str:
+    """Say in a few sentences what the canary showed and what it could have shown."""
+    c = compared
+    kinds = ", ".join(f"{kind} {c.kinds[kind]}" for kind in (*KINDS, "tokens") if kind in c.kinds)
+    said = f"Canary: {c.num_diverged} of {c.num_prompts} greedy answers differ from {c.baseline}"
+    said += f" ({kinds})" if kinds else ""
+    if gaps := [flip.margin for flip in c.flips if flip.margin is not None]:
+        said += f", where the first other token was ahead by {min(gaps):.2g} to {max(gaps):.2g} nat"
+    said += (f"; {c.num_unstable} between its own runs alone and loaded. Over a session of {c.session_calls} calls "
+             f"{c.session_rate:.1%} see another answer, at most {c.session_rate_high:.1%}.")
+    if c.is_same_weights:
+        said += _describe_threshold(c)
+    if c.num_tokens:
+        said += (f" At risk: {c.num_tokens_at_risk:,} of {c.num_tokens:,} tokens there are ahead by less than "
+                 f"{c.risk_nats:g} nat, in {c.num_prompts_at_risk} prompts.")
+    return said
+
+
+def _describe_threshold(c: CanaryComparison) -> str:
+    more = f" ({c.num_planned:,} prompts would for {MIN_POWER:.0%})" if c.power < MIN_POWER else ""
+    return (f" Floor: {c.floor} differ there from run to run, so up to {c.allowed} prove nothing; a path that changes "
+            f"{c.target_rate:.1%} of answers is noticed with probability {c.power:.0%}{more}.")
+
+
+def _choose_baseline(
+    reference: Evidence, candidate: Evidence, ours: Sequence[CanaryRecord], theirs: Sequence[CanaryRecord]
+) -> _Baseline:
+    if reference.candidate.checkpoint.digest == candidate.candidate.checkpoint.digest:
+        return _Baseline("the reference's path", ours, DEPLOYED, ("alone", DEPLOYED, "again"), True)
+    if all("plain loaded" in record.answers for record in theirs):
+        own = ("plain alone", "plain loaded", "plain again")
+        return _Baseline("its own path without drafts", theirs, "plain loaded", own, True)
+    return _Baseline("the reference, whose weights are others", ours, DEPLOYED, ("alone", DEPLOYED, "again"), False)
+
+
+def _count_unstable(records: Sequence[CanaryRecord], runs: Sequence[str]) -> int:
+    """Count the prompts that were not answered alike in all runs."""
+    return sum(len({repr(record.answers[run].content) for run in runs if run in record.answers}) > 1
+               for record in records)
+
+
+def _describe_flip(reference: CanaryAnswer, candidate: CanaryAnswer, record: CanaryRecord, run: str) -> CanaryFlip:
+    ours, theirs = reference.token_ids, candidate.token_ids
+    if ours is None or theirs is None:
+        return CanaryFlip(case_id=record.case_id, token=None, margin=None, reference=reference.text,
+                          candidate=candidate.text)
+    shorter = min(len(ours), len(theirs))
+    token = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    gaps = record.margins.get(run, ())
+    return CanaryFlip(case_id=record.case_id, token=token, margin=gaps[token] if token < len(gaps) else None,
+                      reference=reference.text, candidate=candidate.text)

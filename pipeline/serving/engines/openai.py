@@ -1,0 +1,86 @@
+"""A server that somebody else runs, reached over the OpenAI API; quantgate neither starts nor stops it.
+
+What it serves is its operator's word, declared in params.yaml. What it can be asked is asked: a
+quantgate server tells its own facts, vLLM its version, and in development mode its configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from pipeline.errors import EngineError
+from pipeline.params import EvalSettings
+from pipeline.serving.client import Client
+from pipeline.serving.engines.engine import Engine, Order, check_facts
+from pipeline.serving.readiness import check_context, probe
+from pipeline.serving.vllm_facts import read_resolved
+
+FACTS_TIMEOUT_S = 10.0
+MAX_REFUSALS = 2  # connections refused before the server counts as not started
+DECLARED = "declared by the settings, not proved by the server"
+
+
+@contextlib.asynccontextmanager
+async def start(order: Order) -> AsyncIterator[Engine]:
+    """Attach to the server that a candidate names.
+
+    Raises:
+        EngineError: no such server, it serves no such model, or does not give what an eval needs.
+    """
+    candidate, serving = order.candidate, order.candidate.serving
+    if not serving.base_url or not serving.model:
+        raise EngineError(f"{candidate.name}: engine openai needs base_url and model, "
+                          f"got {serving.base_url!r} and {serving.model!r}")  # fmt: skip
+    url = serving.base_url.rstrip("/").removesuffix("/v1")
+    async with Client([url], serving.model, concurrency=1, timeout_s=order.settings.request_timeout_s,
+                      max_refusals=MAX_REFUSALS) as client:  # fmt: skip
+        await _check_listing(client, url, order)
+    async with Client([url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1) as client:
+        facts, proof = await read_facts(client)
+    if "checkpoint" in facts:
+        # its way of serving is its operator's choice, the weights are what is judged
+        check_facts(candidate, {"checkpoint": facts["checkpoint"]}, where=url)
+        served = {f"serving.{key}": value for key, value in facts["serving"].items()}
+        facts |= {"serving": candidate.serving.identity(), "engine": facts["engine"] | served}
+    engine = Engine((url,), serving.model, candidate.facts | facts, proof or DECLARED)
+    async with engine.connect(order.settings, concurrency=serving.concurrency) as client:
+        await probe(client, order.evals, attached_as=candidate.name)
+    yield engine
+
+
+async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
+    """Ask a server what it is: its facts by section as far as it tells them, and what they prove."""
+    own = (await _get(client, "/v1/fingerprint")).get("facts")
+    if isinstance(own, dict):
+        return own, "computed by the server from the files and objects it loaded"
+    if not (version := (await _get(client, "/version")).get("version")):
+        return {}, ""
+    facts: dict[str, Any] = {"libraries": {"vllm": str(version)}}
+    if resolved := read_resolved(await _get(client, "/server_info?config_format=json")):
+        facts["engine"] = resolved
+    return facts, f"{DECLARED}, but for its version"
+
+
+async def _get(client: Client, path: str) -> Mapping[str, Any]:
+    try:
+        answer = await client.get(path)
+    except EngineError:
+        return {}  # it need not offer that
+    return answer if isinstance(answer, dict) else {}
+
+
+async def _check_listing(client: Client, url: str, order: Order) -> None:
+    """Check that a server is there, that it serves the model, and that its context is long enough."""
+    model, where = client.model, f"candidates.{order.candidate.name}.engine"
+    try:
+        listed = await client.list_models()
+    except EngineError as error:
+        raise EngineError(f"{error}; expected a running server of the OpenAI API: start it, or correct "
+                          f"{where}.base_url") from None  # fmt: skip
+    if model not in listed:
+        raise EngineError(f"{url}/v1/models: expected {model!r} among the served models, got {list(listed)!r}; "
+                          f"correct {where}.model")  # fmt: skip
+    evals: Mapping[str, EvalSettings] = order.evals
+    check_context(order.candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")

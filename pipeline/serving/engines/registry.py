@@ -1,0 +1,45 @@
+"""Bring up the endpoint that a candidate is evaluated on, and take it down again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from pipeline.params import EvalSettings, ServingSettings
+from pipeline.records import Candidate
+from pipeline.serving.client import Client
+from pipeline.serving.engines import openai, transformers, vllm
+from pipeline.serving.engines.engine import Engine, Order
+
+ENGINES: dict[str, Callable[[Order], AbstractAsyncContextManager[Engine]]] = {
+    "transformers": transformers.start,
+    "vllm": vllm.start,
+    "openai": openai.start,
+}
+
+
+@contextlib.asynccontextmanager
+async def start_engine(
+    candidate: Candidate, settings: ServingSettings, *, evals: Mapping[str, EvalSettings], root: Path, logs: Path
+) -> AsyncIterator[tuple[Engine, Client]]:
+    """Start or attach to the endpoint of a candidate; on leaving, nothing we started is left.
+
+    Args:
+        candidate: what to serve.
+        settings: number of servers and time limits.
+        evals: what the endpoint will be asked for, by name; anything else it may lack.
+        root: project root, which the checkpoint's path is relative to.
+        logs: folder for the server logs.
+
+    Raises:
+        EngineError: a server did not come up, does not answer, is not what was asked for, or does not
+            give what an eval needs.
+    """
+    order = Order(candidate, settings, evals, root, logs)
+    async with (
+        ENGINES[candidate.serving.engine](order) as engine,
+        engine.connect(settings, concurrency=candidate.serving.concurrency) as client,
+    ):
+        yield engine, client

@@ -1,0 +1,128 @@
+"""vLLM, started from its own environment or container by the command of params.yaml.
+
+It gets one configuration file, which is what a release would be served with, a free port, and a keeper
+that ends it with us. Ready means that it has answered real requests. What it resolved the file to, it
+tells itself: `/version` and `/server_info`, which its development mode adds and nothing else depends on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.digests import digest_checkpoint, digest_files, digest_json
+from pipeline.environment import read_hardware
+from pipeline.errors import EngineError
+from pipeline.fingerprints import read_environment
+from pipeline.records import Candidate, write_text
+from pipeline.serving.client import Client
+from pipeline.serving.engines import keeper
+from pipeline.serving.engines.engine import Engine, Order, check_facts, probe_servers
+from pipeline.serving.engines.processes import ServerProcess, spawn, stop_kept
+from pipeline.serving.vllm_config import CONFIG_FILE, build_config, check_config, render_config
+from pipeline.serving.vllm_facts import read_resolved, read_sampling
+
+STOP_TIMEOUT_S = 2 * keeper.TERMINATE_TIMEOUT_S
+POLL_S = 0.5
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # adds /server_info
+    "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def start(order: Order) -> AsyncIterator[Engine]:
+    """Start vLLM on a candidate.
+
+    Raises:
+        SettingsError: an option that this release of vLLM does not have.
+        EngineError: it did not come up, is another release, loaded something else, or does not give what an
+            eval needs.
+    """
+    candidate, port = order.candidate, _find_free_port()
+    checkpoint = _digest(order.root / candidate.checkpoint.path)
+    config = build_config(candidate, needs_scores=order.needs_scores)
+    check_config(config, candidate)
+    path = order.logs / CONFIG_FILE
+    write_text(path, render_config(config))
+    process = _spawn(candidate, order.root, path, port, order.logs / "server-0.log")
+    try:
+        url = f"http://127.0.0.1:{port}"
+        facts = await _wait(process, url, order) | {"checkpoint": checkpoint}
+        check_facts(candidate, facts, where="server server-0")
+        proof = "computed from the files before the start, and from what the running engine says of itself"
+        engine = Engine((url,), candidate.name, facts, proof, echo=config.get("fingerprint-value"),
+                        config={CONFIG_FILE: render_config(config)}, processes=(process,))  # fmt: skip
+        await probe_servers(engine, order)
+        yield engine
+    finally:
+        stop_kept(process, STOP_TIMEOUT_S)
+
+
+def _spawn(candidate: Candidate, root: Path, config: Path, port: int, log: Path) -> ServerProcess:
+    serving = candidate.serving
+    arguments = [*serving.command, "--config", str(config.resolve()), "--port", str(port)]
+    environment = os.environ | _ENVIRONMENT | serving.environment
+    return spawn([sys.executable, keeper.__file__, *arguments], folder=root, environment=environment, log=log)
+
+
+async def _wait(process: ServerProcess, url: str, order: Order) -> dict[str, Any]:
+    """Wait until the server lists its model, and return the facts that it tells."""
+    limit_s, start = order.settings.start_timeout_s, time.monotonic()
+    async with Client([url], order.candidate.name, concurrency=1, timeout_s=order.settings.request_timeout_s,
+                      max_refusals=1, check_alive=process.check_alive) as client:  # fmt: skip
+        while True:
+            process.check_alive()
+            try:
+                await client.list_models()
+                return await _read_facts(client, order)
+            except EngineError as error:
+                process.check_alive()
+                if time.monotonic() - start > limit_s:
+                    raise process.failure(f"not ready after {limit_s:g} s ({error})") from None
+            await asyncio.sleep(POLL_S)
+
+
+async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
+    candidate = order.candidate
+    version = str((await client.get("/version"))["version"])
+    info = await client.get("/server_info?config_format=json")
+    resolved, system = read_resolved(info), info.get("system_env") or {}
+    serving = candidate.serving.identity() | {"version": version.split("+")[0]}
+    if "model_config.dtype" in resolved:
+        serving["dtype"] = str(resolved["model_config.dtype"]).removeprefix("torch.")
+    if candidate.serving.speculative and "speculative_config.num_speculative_tokens" in resolved:
+        serving["speculative.num_tokens"] = resolved["speculative_config.num_speculative_tokens"]
+    if (draft := candidate.serving.speculative) and draft.draft_path:
+        serving["speculative.draft_digest"] = digest_checkpoint(order.root / draft.draft_path)
+    return {
+        "serving": serving,
+        "engine": resolved,
+        "sampling": read_sampling(order.root / candidate.checkpoint.path, candidate.serving.options),
+        "environment": read_environment(os.environ | candidate.serving.environment),
+        "hardware": _read_hardware(resolved, system),
+    }
+
+
+def _read_hardware(resolved: Mapping[str, Any], system: Mapping[str, Any]) -> dict[str, str]:
+    gpu = str(system.get("nvidia_gpu_models") or "").splitlines()
+    is_cpu = resolved.get("device_config.device") == "cpu"
+    return read_hardware("cpu" if is_cpu or not gpu else gpu[0].partition(": ")[2].strip())
+
+
+def _digest(folder: Path) -> dict[str, Any]:
+    files = digest_files(folder)
+    return {"digest": digest_json(files), "files": files}
+
+
+def _find_free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
