@@ -122,8 +122,8 @@ def find_path_failure(compared: CanaryComparison, *, exact: bool, num_changed_ou
         exact: any difference fails.
         num_changed_outputs: of the evals, where the reference has the same weights.
     """
-    if exact and (found := compared.num_diverged + compared.num_unstable + num_changed_outputs):
-        return (f"exact is asked for, and {found} answers changed: {compared.num_diverged} of the canary against "
+    if exact and compared.num_diverged + compared.num_unstable + num_changed_outputs:
+        return (f"exact is asked for, and answers changed: {compared.num_diverged} of the canary against "
                 f"{compared.baseline}, {compared.num_unstable} between its own runs, {num_changed_outputs} outputs of "
                 "the evals against the reference; serve it without drafts, in float32, or without `exact`")
     if compared.is_beyond_floor:

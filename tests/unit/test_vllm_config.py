@@ -1,0 +1,57 @@
+"""The configuration that vLLM is given: what follows from the settings, and what a release does not take."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline.errors import SettingsError
+from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
+from pipeline.serving.vllm_config import build_config, check_config, render_config
+from tests.synthetic_records import make_candidate
+
+DRAFT = SpeculativeConfig(method="draft_model", num_tokens=5, draft_digest="d", draft_path="models/agent-draft")
+
+
+def make(speculative: SpeculativeConfig | None = DRAFT, **serving: Any) -> Candidate:
+    config = ServingConfig(engine="vllm", version="0.32.0", command=("vllm", "serve"), speculative=speculative)
+    return make_candidate("a").model_copy(update={"serving": config.model_copy(update=serving)})
+
+
+def test_the_file_is_the_engines_own_with_its_nested_speculative_config() -> None:
+    config = build_config(make(context_length=1022, options={"enforce-eager": True}), needs_scores=True)
+    read = YAML(typ="safe").load(io.StringIO(render_config(config)))
+    assert read == config
+    assert read["speculative-config"] == {"method": "draft_model", "num_speculative_tokens": 5,
+                                          "model": "models/agent-draft"}  # fmt: skip
+    assert (read["max-model-len"], read["dtype"], read["enforce-eager"]) == (1024, "float32", True)
+    assert read["fingerprint-value"] == make(context_length=1022, options={"enforce-eager": True}).fingerprint
+    check_config(config, make())
+
+
+def test_prompt_lookup_has_another_name_there_and_takes_options() -> None:
+    lookup = SpeculativeConfig(method="prompt_lookup", num_tokens=4, options={"prompt_lookup_max": 3})
+    config = build_config(make(lookup), needs_scores=False)
+    assert config["speculative-config"] == {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    check_config(config, make(lookup))
+
+
+@pytest.mark.parametrize(("candidate", "said"), [
+    (make(options={"enforce-eagerly": True}), "vLLM 0.32.0 does not take options: Additional properties"),
+    (make(options={"max-num-seqs": "many"}), "does not take max-num-seqs: 'many' is not of type 'integer'"),
+    (make(DRAFT.model_copy(update={"method": "eagle9"})), "does not take speculative-config.method: 'eagle9' is not"),
+    (make(DRAFT.model_copy(update={"options": {"lookahead": 2}})), "does not take speculative-config: Additional"),
+    (make(options={"port": 80}), "engine.options.port: expected an option that quantgate does not set itself"),
+])  # fmt: skip
+def test_what_the_recorded_release_does_not_take_is_refused_before_it_starts(candidate: Candidate, said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        check_config(build_config(candidate, needs_scores=False), candidate)
+    assert said in str(caught.value) and str(caught.value).startswith("candidates.a")
+
+
+def test_a_release_that_was_not_recorded_checks_the_file_itself() -> None:
+    candidate = make(version="0.99.0", options={"anything": 1})
+    check_config(build_config(candidate, needs_scores=False), candidate)
