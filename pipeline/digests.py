@@ -64,6 +64,15 @@ def digest_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[
     return {p.relative_to(folder).as_posix(): digest_file(p) for p in files}
 
 
+def known_files(facts: dict[str, Any]) -> dict[str, str]:
+    """Return the digest of each file of the checkpoint that a server says it loaded, none where it does not say.
+
+    For a server that quantgate did not start, `facts` hold the digest that was declared, and no file.
+    """
+    checkpoint = facts.get("checkpoint")
+    return checkpoint.get("files", {}) if isinstance(checkpoint, dict) else {}
+
+
 def name_changed_file(before: dict[str, str], after: dict[str, str]) -> str:
     """Say which file is the first that differs between two folders, as far as their files are known."""
     if not before or not after:

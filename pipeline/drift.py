@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.cases import ToolCallCase, TrajectoryCase
 from pipeline.differences import classify_difference
-from pipeline.digests import digest_file, name_changed_file
+from pipeline.digests import digest_file, known_files, name_changed_file
 from pipeline.errors import EvidenceError, RequestError
 from pipeline.evals.calls import describe_reply, openai_tools
 from pipeline.evalsets import Evalset, load_evalset
@@ -86,7 +86,7 @@ def name_difference(evaluation: Evaluation, server: dict[str, Any]) -> str | Non
     if server["fingerprint"] == evaluation.fingerprint:
         return None
     facts, evaluated = server["facts"], evaluation.served_by
-    which = name_changed_file(*(side.get("checkpoint", {}).get("files", {}) for side in (evaluated, facts)))
+    which = name_changed_file(known_files(evaluated), known_files(facts))
     pairs = [(f"checkpoint digest ({which})", evaluation.checkpoint_digest[:12], facts["checkpoint"]["digest"][:12])]
     for section in ("serving", "libraries"):
         was, now = evaluated.get(section, {}), facts.get(section, {})

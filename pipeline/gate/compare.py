@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pipeline.errors import EvidenceError
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
+from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, load_evidence, pair_cases
@@ -82,6 +83,7 @@ def _load(build: Path, name: str, params: Params, policy: Policy) -> Measured:
     try:
         measured.evidence = load_evidence(build, read_candidate(build, name, params), policy.evals)
         measured.refusals += measured.evidence.problems.values()
+        measured.refusals += check_silence(measured.evidence)
         measured.refusals += check_speculation(measured.evidence)
         if failure := check_acceptance(measured.evidence, step.min_acceptance if step else None):
             measured.failures.append(failure)
@@ -131,11 +133,17 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Params, 
                 measured.refusals.append(str(error))
                 continue
             _measure_eval(measured, reference.evidence, eval_name, params)
+    if blindness := describe_blindness(reference.evidence, measured.evidence):
+        measured.notes.append(blindness)
     return measured
 
 
 def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
+    assert measured.evidence is not None
     pairs, alpha = measured.pairs[eval_name], params.gate.alpha
+    if params.evals[eval_name].kind == "perplexity":
+        problem = check_weights(reference, measured.evidence, pairs, eval_name)
+        measured.refusals += [problem] if problem else []
     for definition in METRICS_BY_EVAL_KIND[params.evals[eval_name].kind]:
         if not definition.is_gated:
             continue

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.digests import digest_file, name_changed_file
+from pipeline.digests import digest_file, known_files, name_changed_file
 from pipeline.errors import EvidenceError
 from pipeline.records import (
     Candidate,
@@ -105,7 +105,7 @@ def _check_identity(candidate: Candidate, evaluation: Evaluation, path: Path) ->
         expected["fingerprint"], found["fingerprint"] = candidate.fingerprint[:12], evaluation.fingerprint[:12]
     for key, value in expected.items():
         if found[key] != value:
-            files = name_changed_file(facts.get("checkpoint", {}).get("files", {}), candidate.checkpoint.files)
+            files = name_changed_file(known_files(facts), candidate.checkpoint.files)
             which = f" ({files})" if key == "checkpoint digest" else ""
             raise EvidenceError(f"{path}: what was evaluated is not what would ship: {key}: expected {value!r}, got "
                                 f"{found[key]!r}{which}; run `dvc repro` to evaluate it again")
