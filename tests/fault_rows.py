@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from tests.fault_table import MODEL, NUM_CASES, Row
+from tests.fault_project import MODEL, NUM_CASES
+from tests.fault_table import Row
 from tests.faulty_proxy import (
     CHAT,
     MODELS,
@@ -65,10 +66,10 @@ def in_turn(*faults: Fault) -> Fault:
     return lambda exchange: next(ring)(exchange)
 
 
-def first_two(fault: Fault) -> Fault:
-    """Break the first two exchanges."""
+def first(count: int, fault: Fault) -> Fault:
+    """Break the first so many exchanges."""
     numbers = itertools.count(1)
-    return lambda exchange: fault(exchange) if next(numbers) <= 2 else exchange.forward()
+    return lambda exchange: fault(exchange) if next(numbers) <= count else exchange.forward()
 
 
 def silence(answer: Any) -> Any:
@@ -114,11 +115,11 @@ def in_vain(last: str) -> str:
 
 ROWS = [
     Row("engine killed mid-eval", None, num_kept=6,
-        said=r"server server-0: killed by signal 9: .+ \(log: build/logs/there/server-0\.log\); calls: \d+ of 16 cases "
-             r"are finished and kept, run `dvc repro` to go on"),
-    Row("429 with Retry-After in seconds", lambda: to_chats(first_two(say(429, BUSY, retry_after="1"))),
+        said=r"server server-0: killed by signal 9: .+ \(log: build/logs/there/server-0\.log\); "
+             r"(calls|flows): \d+ of \d+ cases are finished and kept, run `dvc repro` to go on"),
+    Row("429 with Retry-After in seconds", lambda: to_chats(first(2, say(429, BUSY, retry_after="1"))),
         num_kept=NUM_CASES, verdict="pass"),
-    Row("429 with Retry-After as a date", lambda: to_chats(first_two(say_retry_at)), num_kept=NUM_CASES,
+    Row("429 with Retry-After as a date", lambda: to_chats(first(2, say_retry_at)), num_kept=NUM_CASES,
         verdict="pass"),
     Row("429 for ever", from_seventh(say(429, BUSY)), num_kept=6, said=in_vain("HTTP 429: slow down")),
     Row("500, 502, 503 now and then", now_and_then(say(500, BROKEN), say(502, PAGE), say(503, b"")),
@@ -126,10 +127,10 @@ ROWS = [
     Row("500 for ever", from_seventh(say(500, BROKEN)), num_kept=6, said=in_vain("HTTP 500: out of memory")),
     Row("500 for ever while documents are scored", lambda: at(SCORE, where(is_case, after(1, say(500, BROKEN)))),
         num_kept=49, said=ends(r"HTTP 500: out of memory \(tried 5 times\)", eval_name="prose", kept=r"\d+ of 32")),
-    Row("reply that trickles for ever", from_seventh(trickle), num_kept=6, timeout_s=1.5,
-        said=ends(r"no answer within 1\.5 s, which is serving\.request_timeout_s \(tried 2 times\)")),
-    Row("reply that never begins", from_seventh(hang), num_kept=6, timeout_s=1.5,
-        said=ends(r"no answer within 1\.5 s, which is serving\.request_timeout_s \(tried 2 times\)")),
+    Row("reply that trickles for ever", from_seventh(trickle), num_kept=6, timeout_s=1.0,
+        said=ends(r"no answer within 1 s, which is serving\.request_timeout_s \(tried 2 times\)")),
+    Row("reply that never begins", from_seventh(hang), num_kept=6, timeout_s=1.0,
+        said=ends(r"no answer within 1 s, which is serving\.request_timeout_s \(tried 2 times\)")),
     Row("connection cut in mid-reply, now and then", now_and_then(cut), num_kept=NUM_CASES, verdict="pass"),
     Row("connection cut in mid-reply, always", from_seventh(cut), num_kept=6,
         said=in_vain("expected an answer, got .*payload is not completed.*")),
@@ -139,8 +140,9 @@ ROWS = [
         said=in_vain("expected JSON, got '<html> <body>502 Bad Gateway</body></html>'")),
     Row("empty body", from_seventh(say(200, b"")), num_kept=6, said=in_vain("expected JSON, got nothing")),
     Row("`choices: []`", from_seventh(edit(without_choices)), num_kept=6,
-        said=ends("""expected a chat completion with its usage, got '{"choices":..,.*'""")),
-    Row("one empty reply", lambda: to_chats(first_two(edit(silence))), num_kept=NUM_CASES, verdict="pass"),
+        said=ends("""expected a chat completion with its usage, got '{.*"choices":.],.*'""")),
+    Row("one empty reply", lambda: to_chats(first(1, edit(silence))), num_kept=NUM_CASES, verdict="pass",
+        num_differing=1),
     Row("every reply empty", lambda: to_chats(edit(silence)), num_kept=NUM_CASES,
         because="calls: all 16 replies of there are empty, .*"),
     Row("`max_tokens` ignored", lambda: at(CHAT, ask_instead(max_tokens=9)),
@@ -149,9 +151,9 @@ ROWS = [
     Row("`max_tokens` ignored from some case on", from_seventh(ask_instead(max_tokens=9)), num_kept=6,
         said=ends("expected at most 4 completion tokens, as max_tokens asks, got 9; .*")),
     Row("`temperature` ignored", lambda: at(CHAT, sample),
-        said=r"evals\.calls: .* expected one answer to one request, got '.*', then '.*'; .*temperature.*"),
+        said=r"evals\.calls: expected one answer to one request, got '.*', then '.*'; .* ignored temperature .*"),
     Row("`tools` ignored", lambda: at(CHAT, ask_instead(tools=...)),
-        said=r"evals\.calls: .* a request took \d+ prompt tokens with a tool and without; .*"),
+        said=r"evals\.calls: a request took \d+ prompt tokens with a tool and without; .*"),
     Row("`logprobs` ignored", lambda: at(SCORE, edit(without_logprobs)),
         said=rf"evals\.prose: .*{SCORE}: expected echoed logprobs of 3 tokens, got 'null'; .*"),
     Row("`echo` ignored", lambda: at(SCORE, edit(without_echo)),

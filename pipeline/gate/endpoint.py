@@ -47,8 +47,7 @@ def check_weights(reference: Evidence, candidate: Evidence, pairs: PairedCases, 
     if any(a.scores.get("nll_nats") != b.scores.get("nll_nats")
            for a, b in zip(pairs.reference, pairs.candidate, strict=True)):
         return None
-    paths = [side.folder / f"{eval_name}.npz" for side in (reference, candidate)]
-    if not _are_equal(*paths, pairs):
+    if not _have_equal_arrays(reference.folder / f"{eval_name}.npz", candidate.folder / f"{eval_name}.npz", pairs):
         return None
     return (f"{eval_name}: the endpoint answers with the reference's weights: all {len(pairs.reference)} documents' "
             "log-probabilities are equal to the last digit, although the checkpoints differ "
@@ -72,7 +71,7 @@ def _hold_same_weights(first: Checkpoint, second: Checkpoint) -> bool:
     return first.digest == second.digest or (bool(files[0]) and files[0] == files[1])
 
 
-def _are_equal(reference: Path, candidate: Path, pairs: PairedCases) -> bool:
+def _have_equal_arrays(reference: Path, candidate: Path, pairs: PairedCases) -> bool:
     """Tell whether the arrays beside the records agree too; where there are none, the records alone have to do."""
     try:
         ours, theirs = (load_top_tokens(path, num_docs=len(pairs.reference)) for path in (reference, candidate))
