@@ -82,10 +82,9 @@ def write_project(folder: Path, url: str, there: dict[str, Any], **serving: Any)
         "optimize": {"calibration_texts": "evalsets/prose", "num_threads": 1}, "evals": EVALS, "gate": GATE,
     }))  # fmt: skip
     for name, settings in candidates.items():
-        path = folder / "build/candidates" / name / "candidate.json"
-        if not path.parent.is_symlink():
-            built = describe_checkpoint(folder / settings["checkpoint"], root=folder)
-            write_record(path, BuiltCandidate(name=name, checkpoint=built))
+        checkpoint = describe_checkpoint(folder / settings["checkpoint"], root=folder)
+        write_record(folder / "build/candidates" / name / "candidate.json",
+                     BuiltCandidate(name=name, checkpoint=checkpoint))  # fmt: skip
 
 
 @contextlib.contextmanager

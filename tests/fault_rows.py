@@ -117,10 +117,10 @@ ROWS = [
     Row("engine killed mid-eval", None, num_kept=6,
         said=r"server server-0: killed by signal 9: .+ \(log: build/logs/there/server-0\.log\); "
              r"(calls|flows): \d+ of \d+ cases are finished and kept, run `dvc repro` to go on"),
-    Row("429 with Retry-After in seconds", lambda: to_chats(first(2, say(429, BUSY, retry_after="1"))),
-        num_kept=NUM_CASES, verdict="pass"),
+    Row("429 with Retry-After in seconds", lambda: to_chats(first(2, say(429, BUSY, retry_after="2"))),
+        num_kept=NUM_CASES, verdict="pass", wait_s=2.0),
     Row("429 with Retry-After as a date", lambda: to_chats(first(2, say_retry_at)), num_kept=NUM_CASES,
-        verdict="pass"),
+        verdict="pass", wait_s=1.0),
     Row("429 for ever", from_seventh(say(429, BUSY)), num_kept=6, said=in_vain("HTTP 429: slow down")),
     Row("500, 502, 503 now and then", now_and_then(say(500, BROKEN), say(502, PAGE), say(503, b"")),
         num_kept=NUM_CASES, verdict="pass"),

@@ -16,6 +16,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,7 @@ class Row:
         because: pattern of a reason in that verdict.
         num_differing: records that differ from the undisturbed run's in the end.
         timeout_s: of a request, while the fault lasts.
+        wait_s: how long the stage has to wait at least, because it was told to.
         checkpoint: what the settings say is served, while the fault lasts.
     """
 
@@ -78,6 +80,7 @@ class Row:
     because: str = ""
     num_differing: int = 0
     timeout_s: float = 60.0
+    wait_s: float = 0.0
     checkpoint: str = "models/tiny"
 
 
@@ -86,6 +89,7 @@ class Observed:
     """What one fault did; `num_differing` and `recovered` are about the last run, which ended well."""
 
     code: int
+    seconds: float  # of the run with the fault
     said: str  # what the stage ended with, empty where it finished
     printed: str  # everything on stderr
     verdict: Verdict
@@ -123,34 +127,59 @@ class Table:
     def observe(self, row: Row) -> Observed:
         """Run one row in a project of its own."""
         folder = self.folder / re.sub(r"\W+", "-", row.name)
-        self._link(folder)
+        self._copy(folder)
         there = served_at(self.proxy.url) if row.fault else {}
         write_project(folder, self.proxy.url, {"checkpoint": row.checkpoint} | there, request_timeout_s=row.timeout_s)
         self.proxy.fault = row.fault() if row.fault else None
         with contextlib.nullcontext() if row.fault else killer(folder / "build/journal/there/calls.jsonl"):
+            start = time.monotonic()
             code, printed = evaluate(folder, "there")
+            seconds = time.monotonic() - start
         self.proxy.fault = None
         kept, verdict = (read_journal(folder) if code else {*CALLS, *FLOWS, *PROSE}), judge(folder)
         asked: set[str] = set()
-        if row.verdict != "pass":
+        if code or row.verdict != "pass":
             write_project(folder, self.proxy.url, {"checkpoint": "models/tiny"} | there)
             with recorded(self._questions) as asked:
                 again = evaluate(folder, "there")
             assert again[0] == 0, again[1]
         return Observed(
-            code=code, said="\n".join(line for line in printed.splitlines() if line.startswith("quantgate ")),
-            printed=printed, verdict=verdict, num_kept=len(kept), num_again=len(asked & kept),
+            code=code, seconds=seconds, printed=printed, verdict=verdict,
+            said="\n".join(line for line in printed.splitlines() if line.startswith("quantgate ")),
+            num_kept=len(kept), num_again=len(asked & kept),
             num_lost=NUM_CASES - len(asked | kept), recovered=judge(folder),
             # a server of the candidate's own has another fingerprint than one that it is attached to
             num_differing=count_differing(self.folder / "undisturbed", folder,
                                           ignored={"latency_s"} | ({"fingerprint"} if row.fault is None else set())),
         )
 
-    def _link(self, folder: Path) -> None:
+    def _copy(self, folder: Path) -> None:
         """Give a project the models, the evalsets and the reference of the undisturbed one."""
         for path in ("models", "evalsets", "build/candidates/reference", "build/evaluations/reference"):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).symlink_to(self.folder / "undisturbed" / path)
+            shutil.copytree(self.folder / "undisturbed" / path, folder / path)
+
+
+def find_problems(row: Row, found: Observed) -> list[str]:
+    """Say in which points what happened is not what has to."""
+    said = re.compile(f"quantgate evaluate: {row.said}" if row.said else "")
+    because = re.compile(f"refused: {row.because}" if row.because else ".*")
+    # what is attached is asked anew after a run that finished: it may serve another model by then
+    num_again = NUM_CASES if row.said is None and row.verdict != "pass" else 0
+    holds = {
+        f"the stage ended with {found.code}": found.code == int(row.said is not None),
+        f"it ended after {found.seconds:.2f} s": found.seconds >= row.wait_s,
+        "it printed a traceback": "Traceback" not in found.printed,
+        f"it ended with {found.said!r}": said.fullmatch(found.said) and "\n" not in found.said,
+        f"{found.num_kept} cases were kept": found.num_kept >= row.num_kept,
+        f"the verdict was {found.verdict.outcome}, {found.verdict.reasons}":
+            found.verdict.outcome == row.verdict and any(map(because.fullmatch, found.verdict.reasons)),
+        f"{found.num_again} kept cases were asked again": found.num_again == num_again,
+        f"{found.num_lost} cases were lost": found.num_lost == 0,
+        f"{found.num_differing} records differ": found.num_differing == row.num_differing,
+        f"after it the verdict was {found.recovered.outcome}, {found.recovered.reasons}":
+            found.recovered.outcome == "pass",
+    }  # fmt: skip
+    return [problem for problem, is_right in holds.items() if not is_right]
 
 
 def evaluate(folder: Path, name: str) -> tuple[int, str]:

@@ -196,6 +196,14 @@ def after(count: int, fault: Fault) -> Fault:
 
 
 def every(count: int, fault: Fault) -> Fault:
-    """Break one exchange in so many."""
-    numbers = itertools.count(1)
-    return lambda exchange: fault(exchange) if next(numbers) % count == 0 else exchange.forward()
+    """Break one exchange in so many, and none twice: tries in step with the count would all be broken."""
+    numbers, broken = itertools.count(1), set()
+
+    def pick(exchange: Exchange) -> Awaitable[web.StreamResponse]:
+        body = json.dumps(exchange.body)
+        if next(numbers) % count or body in broken:
+            return exchange.forward()
+        broken.add(body)
+        return fault(exchange)
+
+    return pick
