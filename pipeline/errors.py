@@ -6,7 +6,8 @@
     ├── EvalsetError          a card or a case file is malformed: carries file and line
     ├── QuantizationError     an optimisation step can't do, or did not do, what was asked
     ├── EngineError           a serving engine did not start, died, hung or answered nonsense
-    │   └── RequestError      one request was refused for good (for example HTTP 400)
+    │   ├── RequestError      one request was refused for good (for example HTTP 400)
+    │   └── IgnoredFieldError one request was answered as if it had not said something that it said
     ├── JournalError          finished cases can't be written or read back
     └── EvidenceError         records are not fit to be judged (missing, duplicated, unmatched)
 
@@ -75,6 +76,10 @@ class EngineError(QuantgateError):
 
 class RequestError(EngineError):
     """One request was refused for good and is not worth repeating."""
+
+
+class IgnoredFieldError(EngineError):
+    """A server left a field of a request out of account; what it answers is not evidence."""
 
 
 class JournalError(QuantgateError):

@@ -213,6 +213,8 @@ async def _run_eval(
     with Journal(path, fingerprint=engine.fingerprint, key=job.key) as journal:
         if journal.num_torn_bytes:
             print(f"  {job.name}: dropped an unfinished last line of {path}", file=sys.stderr)
+        for problem in journal.damaged:
+            print(f"  {job.name}: {problem}; passed over, its case is asked again", file=sys.stderr)
         context = _make_context(job, candidate, engine, client, journal, root, paths.folder)
         records = await EVALS[job.settings.kind](context)
     if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):

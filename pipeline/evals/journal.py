@@ -1,7 +1,8 @@
 """The journal of finished cases: what lets a killed run go on where it stopped.
 
 One JSON line per finished case, appended and handed to the operating system at once, so a SIGKILL
-loses nothing that was finished; synced to disk in batches, so a power cut loses little. An entry
+loses nothing that was finished; synced to disk in batches, so a power cut loses little. A line that can't
+be read is passed over, and its case is asked again: a journal saves time, and is no evidence. An entry
 is found again only under the same case, the same fingerprint of what answered and the same key (eval
 settings, cases, code): entries of an older candidate are never reused, they are just not found.
 
@@ -37,10 +38,11 @@ class Journal:
             key: digest of the rest that a judgement comes from: settings, cases, code.
 
         Raises:
-            JournalError: the file can't be opened, or a line other than the last is damaged.
+            JournalError: the file can't be opened.
         """
         self.path = path
         self.num_torn_bytes = 0  # size of the unfinished last line that was dropped
+        self.damaged: list[str] = []  # what is wrong with each other line that could not be read
         self._key = (fingerprint, key)
         self._entries: dict[str, tuple[CaseRecord, str | None]] = {}
         self._texts: dict[str, str] = {}
@@ -142,17 +144,17 @@ class Journal:
         data = self.path.read_bytes()
         intact = data.rfind(b"\n") + 1
         self.num_torn_bytes = len(data) - intact
-        for number, line in enumerate(data[:intact].splitlines(), start=1):
+        for number, line in enumerate(data[:intact].split(b"\n")[:-1], start=1):
             try:
-                entry = orjson.loads(line)
-                if "text" in entry:
-                    self._texts[entry["key"]] = str(entry["text"])
-                    continue
-                self._entries[entry["key"]] = (CaseRecord.model_validate(entry["record"]), entry["attachment"])
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise JournalError(f"{self.path}:{number}: not a journal entry ({error!r}); delete the file to "
-                                   "evaluate from the start") from None  # fmt: skip
+                self._read_entry(orjson.loads(line))
+            except (json.JSONDecodeError, KeyError, TypeError):
+                self.damaged.append(f"{self.path}:{number}: not a journal entry")
             except ValidationError as error:
-                raise JournalError(f"{self.path}:{number}: {first_problem(error)}; delete the file to evaluate "
-                                   "from the start") from None  # fmt: skip
+                self.damaged.append(f"{self.path}:{number}: {first_problem(error)}")
         return intact
+
+    def _read_entry(self, entry: dict[str, Any]) -> None:
+        if "text" in entry:
+            self._texts[entry["key"]] = str(entry["text"])
+        else:
+            self._entries[entry["key"]] = (CaseRecord.model_validate(entry["record"]), entry["attachment"])

@@ -26,7 +26,7 @@ from pipeline.errors import CheckpointError
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import run_cases
 from pipeline.params import PerplexityEval
-from pipeline.records import CaseRecord
+from pipeline.records import CaseRecord, replace_whole
 from pipeline.serving.client import Client, TokenScores
 
 PROMPT_CHARS = 2000  # of a document's text kept in its record
@@ -125,7 +125,7 @@ def _write_arrays(path: Path, encoded: list[str]) -> None:
     for name in ("token_logprobs", "top_ids", "top_logprobs"):
         arrays[name] = np.concatenate([d[name] for d in documents])
     # np.savez would write the time of day into the file, and equal arrays would differ
-    with zipfile.ZipFile(path, "w") as archive:
+    with replace_whole(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         for name, array in arrays.items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array)

@@ -113,8 +113,12 @@ async def run_cases(
         async with asyncio.TaskGroup() as group:
             for _ in range(min(context.concurrency, len(waiting))):
                 group.create_task(work())
-    except* (EngineError, JournalError) as errors:
+    except* JournalError as errors:
         raise errors.exceptions[0] from None
+    except* EngineError as errors:
+        kept = sum(record.failure is None for record in records.values())
+        raise EngineError(f"{errors.exceptions[0]}; {context.name}: {kept} of {len(cases)} cases are finished and "
+                          "kept, run `dvc repro` to go on") from None  # fmt: skip
     return [records[case.id] for case in cases]
 
 

@@ -18,6 +18,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.canary import compare_canary, describe_canary, find_path_failure
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
+from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
@@ -84,6 +85,7 @@ def _load(build: Path, name: str, params: Params, policy: Policy) -> Measured:
     try:
         measured.evidence = load_evidence(build, read_candidate(build, name, params), policy.evals)
         measured.refusals += measured.evidence.problems.values()
+        measured.refusals += check_silence(measured.evidence)
         measured.refusals += check_speculation(measured.evidence)
         if failure := check_acceptance(measured.evidence, step.min_acceptance if step else None):
             measured.failures.append(f"speculation: {failure}")
@@ -134,6 +136,8 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Params, 
                 continue
             _measure_eval(measured, reference.evidence, eval_name, params)
     _measure_path(measured, reference.evidence, params)
+    if blindness := describe_blindness(reference.evidence, measured.evidence):
+        measured.notes.append(blindness)
     return measured
 
 
@@ -158,7 +162,11 @@ def _measure_path(measured: Measured, reference: Evidence, params: Params) -> No
 
 
 def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
+    assert measured.evidence is not None
     pairs, alpha = measured.pairs[eval_name], params.gate.alpha
+    if params.evals[eval_name].kind == "perplexity":
+        problem = check_weights(reference, measured.evidence, pairs, eval_name)
+        measured.refusals += [problem] if problem else []
     for definition in METRICS_BY_EVAL_KIND[params.evals[eval_name].kind]:
         if not definition.is_gated:
             continue

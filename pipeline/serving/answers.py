@@ -63,6 +63,23 @@ def read_json(body: bytes) -> Any:
         raise NonsenseError(f"expected JSON, got {_excerpt(body)}") from None
 
 
+def find_ignored(body: dict[str, Any], answer: Any) -> str | None:
+    """Say which field of a request its answer shows to have been ignored; None when it shows none."""
+    if not isinstance(answer, dict):
+        return None
+    if (name := answer.get("model")) is not None and name != body.get("model"):
+        return (f"expected an answer of model {body.get('model')!r}, got one of {name!r}; the server ignores which "
+                "model is asked for: correct its name, or serve that model alone")  # fmt: skip
+    usage = answer.get("usage")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    # a score request asks for so many tokens after each of its prompts
+    limit = body.get("max_tokens", 0) * len(body.get("prompt", [None]))
+    if limit and isinstance(count, int) and count > limit:
+        return (f"expected at most {limit} completion tokens, as max_tokens asks, got {count}; the server ignores "
+                "max_tokens: use one that obeys it")  # fmt: skip
+    return None
+
+
 def read_reply(answer: Any, latency_s: float) -> Reply:
     """Read a chat completion."""
     try:

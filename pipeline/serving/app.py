@@ -80,7 +80,7 @@ class Server:
         prompt = [(7 * (i % 12 + 1)) % loaded.model.config.get_text_config().vocab_size for i in range(24)]
         try:
             answers = [await self._generate(prompt, f"probe-{i}") for i in range(2)]
-        except CBWorkerDeadError as error:  # most often the cache, which is made now, does not fit
+        except RuntimeError as error:  # most often the cache, which is made now, does not fit
             raise EngineError(f"{loaded.name}: generation ended on its first request: {error}; when memory is short, "
                               f"lower serving.context_length ({loaded.serving.context_length}) or "
                               f"serving.concurrency ({loaded.serving.concurrency})") from None  # fmt: skip

@@ -20,11 +20,12 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
-from pipeline.errors import EngineError, RequestError
+from pipeline.errors import EngineError, IgnoredFieldError, RequestError
 from pipeline.serving.answers import (
     NonsenseError,
     Reply,
     TokenScores,
+    find_ignored,
     read_json,
     read_models,
     read_refusal,
@@ -135,6 +136,7 @@ class Client:
         Raises:
             RequestError: the server refused the request for good.
             EngineError: no answer after all tries, a server that is dead, or that is not the one it was.
+            IgnoredFieldError: the answer is longer than was asked for, or another model's.
         """
         body: dict[str, Any] = {
             "model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": max_tokens,
@@ -248,7 +250,12 @@ class Client:
                     call.done.set_result(result)
 
     async def _post(self, server: _Server, path: str, body: dict[str, Any], read: Callable[[Any, float], T]) -> T:
-        return await self._request(server, "POST", path, orjson.dumps(body), read)
+        def read_obedient(answer: Any, latency_s: float) -> T:
+            if problem := find_ignored(body, answer):
+                raise IgnoredFieldError(f"{server.url}{path}: {problem}")
+            return read(answer, latency_s)
+
+        return await self._request(server, "POST", path, orjson.dumps(body), read_obedient)
 
     async def _request(
         self, server: _Server, method: str, path: str, content: bytes | None, read: Callable[[Any, float], T]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import socket
@@ -21,6 +22,7 @@ from pipeline.params import EvalSettings, HarnessEval, PerplexityEval, ServingSe
 from pipeline.records import Candidate, Checkpoint, ServingConfig
 from pipeline.serving import client as client_module
 from pipeline.serving.engines.registry import start_engine
+from pipeline.serving.readiness import PROBE_TOKENS
 
 CONTEXT = 256
 PROSE = PerplexityEval(kind="perplexity", evalset="e")
@@ -40,6 +42,7 @@ class Endpoint:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.released = threading.Event()
         self.hangs_at: str | None = None
+        self.shows_tools = True
         self.url = ""
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -53,8 +56,12 @@ class Endpoint:
         if path == "/tokenize":
             return 200, {"tokens": [[1] for _ in body["prompt"]]}
         if path == "/v1/chat/completions":
-            return 200, CHAT
+            return 200, self.chat(body)
         return (200, score(body)) if path == "/v1/completions" else (404, {"detail": "Not Found"})
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        shown = self.shows_tools and len(body.get("tools", ()))
+        return CHAT | {"usage": {"prompt_tokens": 3 + 20 * shown, "completion_tokens": 1}}
 
     @property
     def posted(self) -> list[str]:
@@ -130,7 +137,7 @@ def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0) -> 
 
 def test_only_what_the_evals_will_use_is_asked_first(endpoint: Endpoint) -> None:
     assert attach(endpoint.url, {"calls": CALLS}) == ""
-    assert endpoint.posted == ["/v1/chat/completions"]
+    assert set(endpoint.posted) == {"/v1/chat/completions"}
     endpoint.asked.clear()
     assert attach(endpoint.url, {"prose": PROSE, "choices": CHOICES}) == ""
     assert endpoint.posted == ["/tokenize", "/v1/completions"]
@@ -163,11 +170,56 @@ def test_an_endpoint_that_can_not_chat_names_the_eval(endpoint: Endpoint) -> Non
 
 def test_tools_are_asked_for_when_an_eval_sends_them(endpoint: Endpoint) -> None:
     assert attach(endpoint.url, {"calls": CALLS, "flows": TOOLS}) == ""
-    assert ["tools" in body for path, body in endpoint.asked if path == "/v1/chat/completions"] == [False, True]
+    chats = [body for path, body in endpoint.asked if path == "/v1/chat/completions"]
+    assert ["tools" in body for body in chats[:3]] == [False, True, False]
+    assert [body["max_tokens"] for body in chats] == [1, 1, 1, PROBE_TOKENS, PROBE_TOKENS]
+    assert all(body["temperature"] == 0 for body in chats)
     endpoint.answers["/v1/chat/completions"] = 400, {"message": '"auto" tool choice requires --enable-auto-tool-choice'}
     said = attach(endpoint.url, {"flows": TOOLS})
     assert "evals.flows: trajectories needs chat answers to requests with tools" in said
     assert said.endswith("with automatic tool choice, set send_tools to false, or remove the eval")
+
+
+def test_tools_that_cost_no_prompt_token_were_not_shown_to_the_model(endpoint: Endpoint) -> None:
+    endpoint.shows_tools = False
+    assert attach(endpoint.url, {"calls": CALLS}) == "", "it sends none"
+    said = attach(endpoint.url, {"calls": CALLS, "flows": TOOLS})
+    assert said.startswith("evals.flows: a request took 3 prompt tokens with a tool and without; ")
+    assert said.endswith("use a template that shows them to the model, or set send_tools to false")
+
+
+def test_a_server_that_counts_no_prompt_tokens_is_believed(endpoint: Endpoint) -> None:
+    endpoint.answers["/v1/chat/completions"] = 200, CHAT | {"usage": {"prompt_tokens": 0, "completion_tokens": 1}}
+    assert attach(endpoint.url, {"flows": TOOLS}) == ""
+
+
+def test_a_server_that_samples_is_told_before_any_case(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = itertools.count()
+
+    def speak(body: dict[str, Any]) -> dict[str, Any]:
+        message = {"content": f"word {next(words)}"}
+        return CHAT | {"choices": [{"message": message, "finish_reason": "length"}]}
+
+    monkeypatch.setattr(endpoint, "chat", speak)
+    said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
+    assert said == ("evals.calls: expected one answer to one request, got 'word 1', then 'word 2'; the server samples "
+                    "as if it ignored temperature 0, or others keep it busy: have it decode greedily, and to itself")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"usage": {"prompt_tokens": 3, "completion_tokens": 9}},
+     "expected at most 1 completion tokens, as max_tokens asks, got 9; the server ignores max_tokens: use one that "
+     "obeys it"),
+    ({"model": "other"}, "expected an answer of model 'm', got one of 'other'; the server ignores which model is asked "
+                         "for: correct its name, or serve that model alone"),
+], ids=["max_tokens", "model"])
+def test_a_field_that_was_ignored_is_named_with_the_request(
+    endpoint: Endpoint, change: dict[str, Any], said: str
+) -> None:
+    endpoint.answers["/v1/chat/completions"] = 200, CHAT | change
+    assert attach(endpoint.url, {"calls": CALLS}) == f"evals.calls: {endpoint.url}/v1/chat/completions: {said}"
 
 
 @pytest.mark.parametrize(("longest", "evals", "is_ready"), [

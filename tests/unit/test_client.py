@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.errors import EngineError, RequestError
+from pipeline.errors import EngineError, IgnoredFieldError, RequestError
 from pipeline.serving import client as client_module
+from pipeline.serving.answers import find_ignored
 from pipeline.serving.client import Client
 
 Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
@@ -196,6 +197,29 @@ def test_an_answer_that_is_no_completion_is_an_engine_error() -> None:
     error, _ = ask(FakeServer(answer(200, {"choices": []})))
     assert isinstance(error, EngineError)
     assert str(error).endswith("""/completions: expected a chat completion with its usage, got '{"choices":[]}'""")
+
+
+@pytest.mark.parametrize("change", [{"model": "other"}, {"usage": {"prompt_tokens": 3, "completion_tokens": 8}}],
+                         ids=["another-model", "longer-than-asked"])  # fmt: skip
+def test_an_answer_that_ignores_the_request_is_neither_taken_nor_asked_again(change: dict[str, Any]) -> None:
+    server = FakeServer(answer(200, CHAT | change))
+    error, waits = ask(server)
+    assert isinstance(error, IgnoredFieldError) and "/v1/chat/completions: expected " in str(error)
+    assert len(server.bodies) == 1 and waits == []
+
+
+@pytest.mark.parametrize("change", [{"model": "m"}, {"model": None}, {}], ids=["named", "null", "unnamed"])
+def test_an_answer_as_long_as_was_asked_for_is_taken(change: dict[str, Any]) -> None:
+    reply, _ = ask(FakeServer(answer(200, CHAT | change | {"usage": {"prompt_tokens": 3, "completion_tokens": 7}})))
+    assert reply.num_completion_tokens == 7
+
+
+def test_scores_of_many_sequences_may_count_a_token_each() -> None:
+    """vLLM adds up what it generated after each prompt."""
+    body = {"model": "m", "prompt": [[1, 2], [3, 4]], "max_tokens": 1}
+    assert find_ignored(body, {"usage": {"completion_tokens": 2}}) is None
+    assert "at most 2 completion tokens" in (find_ignored(body, {"usage": {"completion_tokens": 3}}) or "")
+    assert find_ignored({"model": "m", "prompt": "text"}, {"tokens": [1]}) is None
 
 
 def test_turns_of_a_session_stay_on_one_server_and_sessions_spread() -> None:
