@@ -1,0 +1,144 @@
+"""vLLM as an engine that is started by a command: a stand-in for it, so that no vLLM is needed.
+
+That the real one takes the same configuration and answers is a manual check, in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoints import describe_checkpoint
+from pipeline.errors import EngineError, QuantgateError
+from pipeline.params import PerplexityEval, ToolCallsEval
+from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
+from pipeline.serving.client import Client
+from pipeline.serving.engines.engine import Engine
+from pipeline.serving.engines.registry import start_engine
+from tests.fake_vllm import TOKENS
+from tests.integration.test_serving import ROOT, SETTINGS, is_running
+from tests.tiny_llama import write_tiny_llama
+
+COMMAND = (sys.executable, str(ROOT / "tests/fake_vllm.py"), "serve")
+EVALS = {"prose": PerplexityEval(kind="perplexity", evalset="e"),
+         "calls": ToolCallsEval(kind="tool_calls", evalset="e")}  # fmt: skip
+DRAFT = SpeculativeConfig(method="prompt_lookup", num_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm")
+    write_tiny_llama(folder / "tiny")
+    return folder
+
+
+def make_candidate(root: Path, **changes: Any) -> Candidate:
+    serving: dict[str, Any] = {"engine": "vllm", "command": COMMAND, "version": "0.32.0", "context_length": 256}
+    checkpoint = describe_checkpoint(root / "tiny", root=root)
+    return Candidate(name="tiny", checkpoint=checkpoint, serving=ServingConfig(**serving | changes))
+
+
+def with_engine(candidate: Candidate, root: Path, look: Callable[[Engine, Client], Any], **limits: Any) -> Any:
+    async def run() -> Any:
+        settings = SETTINGS.model_copy(update=limits)
+        async with start_engine(candidate, settings, evals=EVALS, root=root, logs=root / "logs") as (engine, client):
+            return await look(engine, client)
+
+    return asyncio.run(run())
+
+
+def test_a_started_vllm_is_asked_and_says_what_it_is(root: Path) -> None:
+    candidate = make_candidate(root, speculative=DRAFT, environment={"VLLM_CPU_KVCACHE_SPACE": "1"})
+
+    async def look(engine: Engine, client: Client) -> tuple[Engine, Any]:
+        return engine, await client.chat([{"role": "user", "content": "x"}], max_tokens=4, return_token_ids=True)
+
+    engine, reply = with_engine(candidate, root, look)
+    assert reply.token_ids == tuple(TOKENS) and reply.fingerprint == candidate.fingerprint == engine.echo
+    assert engine.facts["serving"]["version"] == "0.32.0" and engine.facts["engine"]["cache_config.block_size"] == 128
+    assert engine.facts["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    counts = reply.speculation
+    assert (counts.num_target_forwards, counts.num_drafted, counts.accepted_by_position) == (2, 2, (1, 0))
+    assert 'speculative-config: {"method": "ngram", "num_speculative_tokens": 2}' in engine.config["vllm.yaml"]
+    assert engine.processes[0].popen.returncode is not None, "it is stopped"
+
+
+async def not_asked(engine: Engine, client: Client) -> None:
+    raise AssertionError("must not come up")
+
+
+@pytest.mark.parametrize(("changes", "limits", "said"), [
+    pytest.param({"environment": {"FAKE_VLLM_BREAKS": "1"}}, {},
+                 "exited with code 1: ValueError: no kernel for int4 in float32", id="root-cause"),
+    pytest.param({"environment": {"FAKE_VLLM_SLEEPS": "1"}}, {"start_timeout_s": 0.5}, "not ready after 0.5 s",
+                 id="never-ready"),
+    pytest.param({"version": "0.31.0"}, {},
+                 "serving.version: the candidate says '0.31.0', the server loaded '0.32.0'", id="another-release"),
+    pytest.param({"environment": {"FAKE_VLLM_DTYPE": "torch.bfloat16"}}, {},
+                 "serving.dtype: the candidate says 'float32', the server loaded 'bfloat16'", id="another-dtype"),
+    pytest.param({"command": ("/nowhere/vllm", "serve")}, {}, "No such file or directory: '/nowhere/vllm'",
+                 id="no-program"),
+    pytest.param({"options": {"enforce_eager": True}}, {}, "vLLM 0.32.0 does not take options", id="unknown-option"),
+])  # fmt: skip
+def test_what_goes_wrong_at_the_start_is_one_line(root: Path, changes: Any, limits: Any, said: str) -> None:
+    with pytest.raises(QuantgateError) as caught:
+        with_engine(make_candidate(root, **changes), root, not_asked, **limits)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_vllm_that_dies_is_noticed_at_once_and_its_child_goes_too(root: Path) -> None:
+    note = root / "child.pid"
+
+    async def look(engine: Engine, client: Client) -> None:
+        keeper = engine.processes[0].popen.pid
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(keeper)], capture_output=True, text=True).stdout
+        os.kill(int(children.split()[0]), signal.SIGKILL)
+        await client.chat([{"role": "user", "content": "x"}], max_tokens=4)
+
+    with pytest.raises(EngineError, match="server server-0: exited with code|killed by signal"):
+        with_engine(make_candidate(root, environment={"FAKE_VLLM_CHILD": str(note)}), root, look)
+    assert wait_for_end(int(note.read_text()))
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from pipeline.params import ServingSettings
+from pipeline.records import Candidate
+from pipeline.serving.engines.registry import start_engine
+async def run(candidate, settings, root):
+    async with start_engine(candidate, settings, evals={}, root=root, logs=root / "logs"):
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(run(Candidate.model_validate_json(sys.argv[1]), ServingSettings.model_validate_json(sys.argv[2]),
+                Path(sys.argv[3])))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
+def test_nothing_is_left_running_when_we_end(root: Path, number: signal.Signals) -> None:
+    note = root / f"child-{number}.pid"
+    candidate = make_candidate(root, environment={"FAKE_VLLM_CHILD": str(note)})
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, candidate.model_dump_json(), SETTINGS.model_dump_json(),
+                               str(root)], cwd=ROOT, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+    parent.send_signal(number)
+    parent.wait()
+    assert wait_for_end(int(note.read_text()))
+
+
+def wait_for_end(pid: int) -> bool:
+    deadline = time.monotonic() + 15
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
