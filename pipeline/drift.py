@@ -19,6 +19,7 @@ from pipeline.errors import EvidenceError
 from pipeline.evals.calls import describe_reply, openai_tools
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.fingerprints import find_difference
+from pipeline.gate.rates import predictive_quantile
 from pipeline.params import Params, ToolCallsEval, TrajectoriesEval
 from pipeline.records import Candidate, Evaluation, read_cases, read_record
 from pipeline.serving.client import Client
@@ -40,11 +41,15 @@ class Changed:
 
 @dataclass(frozen=True)
 class Drift:
-    """What was found: why the fingerprint differs (None: it agrees, or there is none), and the changed answers."""
+    """What was found: why the fingerprint differs (None: it agrees, or there is none), and the changed answers.
+
+    `num_explained` changed answers prove nothing: as many change from run to run of one server.
+    """
 
     fingerprint: str | None
     has_fingerprint: bool
     num_asked: int
+    num_explained: int
     changed: tuple[Changed, ...]
 
 
@@ -79,7 +84,16 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     if not num_asked:
         raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
                             f"{', '.join(evaluation.evals) or 'none'}; a canary needs an eval that chats")
-    return Drift(name_difference(evaluation, server), bool(server), num_asked, tuple(changed))
+    return Drift(name_difference(evaluation, server), bool(server), num_asked,
+                 _count_explained(evaluation, candidate, params, num_asked), tuple(changed))
+
+
+def _count_explained(evaluation: Evaluation, candidate: Candidate, params: Params, num_asked: int) -> int:
+    """Return how many changed answers the floor of the candidate's canary explains; none where it must be exact."""
+    canary = evaluation.canary
+    if canary is None or params.candidates[candidate.name].exact:
+        return 0
+    return predictive_quantile(canary.num_unstable, canary.num_prompts, num_asked, alpha=params.gate.alpha)
 
 
 def name_difference(evaluation: Evaluation, server: dict[str, Any]) -> str | None:

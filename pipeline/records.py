@@ -269,6 +269,7 @@ class CanaryFile(Record):
     """The canary's records on disk, and the digest of each run's answers: the behavioural fingerprint."""
 
     num_prompts: int
+    num_unstable: int  # prompts that were not answered alike alone, loaded and again: the floor
     records: str  # file name inside the evaluation folder
     sha256: str
     behaviour: dict[str, str]
@@ -279,6 +280,12 @@ def digest_behaviour(records: Sequence[CanaryRecord]) -> dict[str, str]:
     runs = dict.fromkeys(run for record in records for run in record.answers)
     return {run: digest_json([[r.input_digest, r.answers[run].content] for r in records if run in r.answers])
             for run in runs}
+
+
+def count_unstable(records: Sequence[CanaryRecord], runs: Sequence[str] = ("alone", "loaded", "again")) -> int:
+    """Count the prompts that were not answered alike in all of these runs."""
+    return sum(len({digest_json(record.answers[run].content) for run in runs if run in record.answers}) > 1
+               for record in records)
 
 
 class EvalFile(Record):

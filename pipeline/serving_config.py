@@ -18,8 +18,9 @@ def serve(built: BuiltCandidate, params: Params) -> Candidate:
     engine = params.candidates[built.name].engine
     shared |= {"engine": engine.kind, **engine.model_dump(exclude={"kind"})}
     if built.speculative is not None:
+        shared["speculative"] = built.speculative
         # transformers' continuous batching drops speculation without a word
-        shared |= {"speculative": built.speculative, "continuous_batching": False}
+        shared["continuous_batching"] &= engine.kind != "transformers"
     return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
 
 

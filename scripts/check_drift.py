@@ -4,8 +4,9 @@
 
 Asks the endpoint the first turn of cases of the candidate's last evaluation again and compares the answers;
 where the server offers a fingerprint, that is compared too. Ends with 0 when nothing differs, with 1 when
-something does or can't be told, and says what. `--max-changed` allows a share of changed answers, for servers in
-reduced precision, where the batch alone can flip a near tie.
+something does or can't be told, and says what. As many changed answers as the evaluation's canary saw from run to
+run of one server are no drift: in reduced precision the batch alone can flip a near tie. `--max-changed` sets
+another number.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
         raise SettingsError(f"expected one candidate of {', '.join(params.candidates)}, got {options.candidate!r}")
     drift = asyncio.run(_check(options, params))
     print(_describe(options.candidate, drift))
-    is_beyond = len(drift.changed) > options.max_changed * drift.num_asked
+    is_beyond = len(drift.changed) > (drift.num_explained if options.max_changed is None else options.max_changed)
     return 1 if drift.fingerprint or is_beyond else 0
 
 
@@ -47,7 +48,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--base-url", help="of the endpoint; else the candidate's endpoint in params.yaml")
     parser.add_argument("--model", help="the name it serves; else the endpoint's in params.yaml, or the candidate's")
     parser.add_argument("--cases", type=int, default=100, help="of each eval that chats (100)")
-    parser.add_argument("--max-changed", type=float, default=0.0, help="share of answers that may differ (0)")
+    parser.add_argument("--max-changed", type=int, help="answers that may differ; else what the floor explains")
     return parser.parse_args(argv)
 
 
@@ -67,7 +68,8 @@ def _describe(name: str, drift: Drift) -> str:
     counts = Counter(changed.kind for changed in drift.changed)
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
     proof = "offers none, so its behaviour is all there is" if not drift.has_fingerprint else "agrees"
-    lines = [f"{name}: {len(drift.changed)} of {drift.num_asked} answers changed{f' ({kinds})' if kinds else ''}; "
+    lines = [f"{name}: {len(drift.changed)} of {drift.num_asked} answers changed{f' ({kinds})' if kinds else ''}, "
+             f"up to {drift.num_explained} prove nothing; "
              f"fingerprint: {drift.fingerprint or proof}"]
     for changed in drift.changed[:MAX_SHOWN]:
         lines += [f"  {changed.eval_name} {changed.case_id!r}: {changed.kind}",

@@ -38,6 +38,7 @@ from pipeline.records import (
     Fallback,
     LayerCoverage,
     ServingConfig,
+    count_unstable,
     digest_behaviour,
     read_cases,
     read_record,
@@ -118,8 +119,8 @@ def write_canary(folder: Path, answers: dict[str, dict[int, str]], *, num_prompt
         run: CanaryAnswer(text=other.get(i, CALL), token_ids=(7, len(other.get(i, "")), 1))
         for run, other in said.items()}) for i in range(num_prompts)]
     write_cases(folder / "canary.jsonl", records)
-    return CanaryFile(num_prompts=num_prompts, records="canary.jsonl", sha256=digest_file(folder / "canary.jsonl"),
-                      behaviour=digest_behaviour(records))
+    return CanaryFile(num_prompts=num_prompts, num_unstable=count_unstable(records), records="canary.jsonl",
+                      sha256=digest_file(folder / "canary.jsonl"), behaviour=digest_behaviour(records))
 
 
 def write_candidate(build: Path, candidate: Candidate) -> None:

@@ -33,6 +33,7 @@ from pipeline.records import (
     CaseRecord,
     EvalFile,
     Evaluation,
+    count_unstable,
     describe_failures,
     digest_behaviour,
     read_cases,
@@ -171,8 +172,8 @@ def _write_canary(folder: Path, records: list[CanaryRecord]) -> CanaryFile | Non
     if not records:
         return None
     write_cases(folder / CANARY, records)
-    return CanaryFile(num_prompts=len(records), records=CANARY, sha256=digest_file(folder / CANARY),
-                      behaviour=digest_behaviour(records))  # fmt: skip
+    return CanaryFile(num_prompts=len(records), num_unstable=count_unstable(records), records=CANARY,
+                      sha256=digest_file(folder / CANARY), behaviour=digest_behaviour(records))  # fmt: skip
 
 
 def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:

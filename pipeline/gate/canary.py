@@ -24,7 +24,15 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
 from pipeline.params import CanarySettings
-from pipeline.records import CanaryAnswer, CanaryComparison, CanaryFlip, CanaryRecord, digest_behaviour, read_canary
+from pipeline.records import (
+    CanaryAnswer,
+    CanaryComparison,
+    CanaryFlip,
+    CanaryRecord,
+    count_unstable,
+    digest_behaviour,
+    read_canary,
+)
 
 MIN_POWER = 0.8
 DEPLOYED = "loaded"
@@ -59,7 +67,8 @@ def load_canary(evidence: Evidence) -> list[CanaryRecord]:
     if not path.is_file() or digest_file(path) != file.sha256:
         raise EvidenceError(f"{path}: expected the canary as it was written, found another; run `dvc repro`")
     records = read_canary(path)
-    if len(records) != file.num_prompts or digest_behaviour(records) != file.behaviour:
+    if (len(records), digest_behaviour(records), count_unstable(records)) != (
+            file.num_prompts, file.behaviour, file.num_unstable):
         raise EvidenceError(f"{path}: the behavioural fingerprint is not that of its answers; run `dvc repro`")
     return records
 
@@ -86,7 +95,7 @@ def compare_canary(
     baseline = _choose_baseline(reference, candidate, ours, theirs)
     pairs = [(a.answers[baseline.run], b.answers[DEPLOYED], a) for a, b in zip(baseline.records, theirs, strict=True)]
     different = [(a, b, record) for a, b, record in pairs if a.content != b.content]
-    n, unstable = len(theirs), _count_unstable(baseline.records, baseline.own_runs)
+    n, unstable = len(theirs), count_unstable(baseline.records, baseline.own_runs)
     allowed = predictive_quantile(unstable, n, n, alpha=alpha)
     margins = [gap for record in baseline.records for gap in record.margins.get(baseline.run, ())]
     risk = RISK_NATS.get(candidate.candidate.serving.dtype, 0.0)
@@ -97,7 +106,7 @@ def compare_canary(
         num_diverged=len(different),
         kinds=dict(Counter(classify_difference(a.text, b.text) or "tokens" for a, b, _ in different)),
         flips=tuple(_describe_flip(a, b, record, baseline.run) for a, b, record in different),
-        num_unstable=_count_unstable(theirs, ("alone", DEPLOYED, "again")),
+        num_unstable=count_unstable(theirs),
         floor=unstable,
         allowed=allowed,
         target_rate=settings.target_rate,
@@ -165,12 +174,6 @@ def _choose_baseline(
         own = ("plain alone", "plain loaded", "plain again")
         return _Baseline("its own path without drafts", theirs, "plain loaded", own, True)
     return _Baseline("the reference, whose weights are others", ours, DEPLOYED, ("alone", DEPLOYED, "again"), False)
-
-
-def _count_unstable(records: Sequence[CanaryRecord], runs: Sequence[str]) -> int:
-    """Count the prompts that were not answered alike in all runs."""
-    return sum(len({repr(record.answers[run].content) for run in runs if run in record.answers}) > 1
-               for record in records)
 
 
 def _describe_flip(reference: CanaryAnswer, candidate: CanaryAnswer, record: CanaryRecord, run: str) -> CanaryFlip:

@@ -160,8 +160,9 @@ def _candidate_section(verdict: Verdict, measured: Measured) -> str:
     lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
     if measured.evidence is not None:
         lines += ["", _describe_candidate(measured.evidence.candidate)]
-        if measured.evidence.evaluation.speculation is not None:
-            lines += ["", describe_speculation(measured.evidence.evaluation.speculation)]
+        counts, asked = measured.evidence.evaluation.speculation, measured.evidence.candidate.serving.speculative
+        if counts is not None and asked is not None:
+            lines += ["", describe_speculation(counts, asked.method)]
         if verdict.canary is not None and not verdict.canary.is_same_weights:
             lines += ["", describe_canary(verdict.canary)]
     gated = [c for c in verdict.comparisons if c.outcome != "reported"]

@@ -58,11 +58,11 @@ def evaluated(tmp_path: Path, endpoint: FakeEndpoint) -> Path:
 
 
 def test_the_same_server_has_not_drifted(evaluated: Path) -> None:
-    assert look(evaluated, {"fingerprint": "f1", "facts": FACTS}) == Drift(None, True, 3, ())
+    assert look(evaluated, {"fingerprint": "f1", "facts": FACTS}) == Drift(None, True, 3, 2, ())
 
 
 def test_a_server_without_a_fingerprint_is_known_by_its_behaviour(evaluated: Path) -> None:
-    assert look(evaluated) == Drift(None, False, 3, ())
+    assert look(evaluated) == Drift(None, False, 3, 2, ())
     (changed,) = look(evaluated, b=CALL.replace("2", "3")).changed
     assert (changed.eval_name, changed.case_id, changed.kind) == ("first", "t1", "argument value")
     assert changed.recorded == CALL
