@@ -14,12 +14,12 @@ from typing import Any
 
 from pipeline.cases import ToolCallCase, TrajectoryCase
 from pipeline.differences import classify_difference
-from pipeline.digests import digest_file, name_changed_file
+from pipeline.digests import name_changed_file
 from pipeline.errors import EvidenceError, RequestError
 from pipeline.evals.calls import describe_reply, openai_tools
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.params import Params, ToolCallsEval, TrajectoriesEval
-from pipeline.records import Candidate, Evaluation, read_cases, read_record
+from pipeline.records import Candidate, Evaluation, read_first_turns, read_record
 from pipeline.serving.client import Client
 
 CONCURRENCY = 8
@@ -66,7 +66,7 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     changed, num_asked = [], 0
     for name, settings in params.evals.items():
         if isinstance(settings, ToolCallsEval | TrajectoriesEval) and name in evaluation.evals:
-            recorded = _read_first_turns(folder, evaluation, name)
+            recorded = read_first_turns(folder, evaluation, name)
             evalset = load_evalset(root / settings.evalset)
             if evalset.digest != evaluation.evals[name].evalset_digest:
                 raise EvidenceError(f"{root / settings.evalset}: expected the cases that were evaluated, found others; "
@@ -102,13 +102,6 @@ async def _read_fingerprint(client: Client) -> dict[str, Any] | None:
     except RequestError:
         return None  # another server: its behaviour is all there is
     return answer if isinstance(answer, dict) and {"fingerprint", "facts"} <= answer.keys() else None
-
-
-def _read_first_turns(folder: Path, evaluation: Evaluation, name: str) -> dict[str, str]:
-    path = folder / evaluation.evals[name].records
-    if not path.is_file() or digest_file(path) != evaluation.evals[name].sha256:
-        raise EvidenceError(f"{path}: expected the records as they were written, found others; run `dvc repro`")
-    return {record.case_id: record.output.split("\n")[0] for record in read_cases(path)}
 
 
 def _tools(evalset: Evalset, settings: ToolCallsEval | TrajectoriesEval) -> list[dict[str, Any]] | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pipeline.digests import canonical_json, digest_file, digest_files, digest_json, name_changed_file
 from pipeline.errors import EvidenceError
+from pipeline.gate.speed import list_slow_cells
 from pipeline.gate.wording import (
     format_harm,
     format_p,
@@ -30,7 +31,9 @@ VERDICT_PATH = Path("reports/verdict.json")
 REPORT_PATH = Path("reports/report.md")
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
-FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
+DRAFTS_FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
+SPEED_FAILED = "fail: speed: "  # starts the reason of a candidate that is slower than tolerated
+FAILED = (DRAFTS_FAILED, SPEED_FAILED)  # start the reasons that no comparison stands for
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
 
@@ -52,6 +55,8 @@ class Policy(Record):
     tripwires: dict[str, float]
     evals: dict[str, dict[str, Any]]
     min_acceptance: dict[str, float] = {}  # of drafted tokens, by candidate
+    benchmarked: tuple[str, ...] = ()  # candidates
+    max_slowdown: float | None = None  # of their throughput, relative
 
     @property
     def eval_kinds(self) -> dict[str, str]:
@@ -86,6 +91,7 @@ def describe_policy(params: Params) -> Policy:
         evals={name: settings.model_dump(mode="json") for name, settings in params.evals.items()},
         min_acceptance={name: c.speculative.min_acceptance for name, c in params.candidates.items()
                         if c.speculative and c.speculative.min_acceptance is not None},
+        benchmarked=tuple(params.benchmark.candidates), max_slowdown=params.benchmark.max_slowdown,
     )
 
 
@@ -165,13 +171,21 @@ def check_outcomes(judgement: Judgement) -> None:
         wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, judgement.policy)]
         if verdict.outcome == "pass":
             wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
-        is_unfit = bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
+        is_unfit = (bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
+                    or _is_too_slow(verdict, judgement.policy))
         is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not is_unfit
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
         if wrong:
             raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
                                 "policy beside it; the file was edited: run `dvc repro -f -s compare`")
+
+
+def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether speeds are missing that were asked for, or are below what is tolerated."""
+    if verdict.speed is None:
+        return verdict.candidate in policy.benchmarked
+    return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
 
 
 def _list_gated(policy: Policy) -> list[tuple[str, str | None]]:
