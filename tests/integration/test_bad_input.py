@@ -236,7 +236,8 @@ def attach(url: str, evals: dict[str, Any]) -> None:
     params |= {"reference": "reference", "release": ["there"], "evals": evals, "candidates": {
                    "reference": {"checkpoint": "models/agent"},
                    "there": {"checkpoint": "models/agent", "endpoint": {"base_url": url, "model": MODEL}}},
-               "gate": params["gate"] | {"tolerances": {"e/perplexity_per_token": {"overall": 0.1}}, "tripwires": {}}}
+               "gate": params["gate"] | {"tolerances": {"e/perplexity_per_token": {"overall": 0.1}}, "tripwires": {}},
+               "benchmark": params["benchmark"] | {"candidates": []}}
     if evals["e"]["kind"] == "harness":
         params["gate"]["tolerances"] = {"e/accuracy": {"overall": 0.1}}
     Path("params.yaml").write_text(json.dumps(params), encoding="utf-8")  # JSON is YAML
