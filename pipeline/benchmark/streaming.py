@@ -80,11 +80,12 @@ class _Stream:
         reply = read_reply({"choices": [{"message": message, "finish_reason": self.finish_reason}],
                             "usage": self.usage, "system_fingerprint": self.fingerprint},
                            self.last_s - start_s)  # fmt: skip
-        if self.first_s is None or self.finish_reason is None or reply.num_completion_tokens < 2:
+        num_tokens = reply.num_completion_tokens
+        if self.first_s is None or self.finish_reason is None or not isinstance(num_tokens, int) or num_tokens < 2:
             raise NonsenseError("expected a stream with content, two tokens or more and an end, got "
-                                f"{self.text[:60]!r} with {reply.num_completion_tokens} tokens, finish_reason "
+                                f"{self.text[:60]!r} with {num_tokens!r} tokens, finish_reason "
                                 f"{self.finish_reason!r}")  # fmt: skip
-        per_token_s = (self.last_s - self.first_s) / (reply.num_completion_tokens - 1)
+        per_token_s = (self.last_s - self.first_s) / (num_tokens - 1)
         return TimedReply(reply, 1000 * (self.first_s - start_s), 1000 * per_token_s)
 
 
