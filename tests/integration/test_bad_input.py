@@ -23,7 +23,7 @@ from ruamel.yaml import YAML
 
 import stages.env
 import stages.evaluate
-from pipeline.records import BuiltCandidate, Checkpoint, write_record
+from pipeline.records import BuiltCandidate, Checkpoint, write_record, write_text
 from pipeline.serving import client as client_module
 from stages.cli import run_stage
 from tests.tiny_llama import write_documents
@@ -310,3 +310,18 @@ def test_a_task_that_lm_eval_can_not_run_is_one_line(
     code, line = run(stages.evaluate, monkeypatch, capsys, "there")
     assert (code, line.count("\n")) == (1, 0)
     assert re.search(f"evals.e.task: .*{said}", line)
+
+
+def test_results_of_candidates_that_are_timed_no_more_are_removed(project: Path) -> None:
+    """DVC leaves them, and a clone then looks changed; with nobody to time, compare still needs their folder."""
+    folder = project / "build/benchmarks"
+    for name in ("awq-long-g32", "gone"):
+        write_text(folder / f"{name}.json", "{}")
+    assert stages.env.main([]) == 0
+    assert [path.name for path in folder.iterdir()] == ["awq-long-g32.json"]
+    shutil.rmtree(folder)
+    stages.env.main([])
+    assert not folder.exists()
+    edit("params.yaml", r"  candidates: \[awq-long-g32\]", "  candidates: []")
+    stages.env.main([])
+    assert folder.is_dir()
