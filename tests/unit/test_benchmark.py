@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -203,8 +204,8 @@ def test_memory_of_a_process_and_its_children_is_added_up() -> None:
         code = "import subprocess, sys; print(flush=True); sys.stdin.read()"
         parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {json.dumps(code)}])"
         pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-        alone = await asyncio.create_subprocess_exec("python", "-c", code, **pipes)
-        family = await asyncio.create_subprocess_exec("python", "-c", parent, **pipes)
+        alone = await asyncio.create_subprocess_exec(sys.executable, "-c", code, **pipes)
+        family = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, **pipes)
         for process in (alone, family):
             await process.stdout.readline()  # type: ignore[union-attr]
         found = tuple(read_peak_memory_mib([process.pid]) for process in (alone, family))
