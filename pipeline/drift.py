@@ -14,14 +14,13 @@ from typing import Any
 
 from pipeline.cases import ToolCallCase, TrajectoryCase
 from pipeline.differences import classify_difference
-from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.evals.calls import describe_reply, openai_tools
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.fingerprints import find_difference
 from pipeline.gate.rates import predictive_quantile
 from pipeline.params import Params, ToolCallsEval, TrajectoriesEval
-from pipeline.records import Candidate, Evaluation, read_cases, read_record
+from pipeline.records import Candidate, Evaluation, read_first_turns, read_record
 from pipeline.serving.client import Client
 from pipeline.serving.engines.openai import read_facts
 
@@ -73,7 +72,7 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     changed, num_asked = [], 0
     for name, settings in params.evals.items():
         if isinstance(settings, ToolCallsEval | TrajectoriesEval) and name in evaluation.evals:
-            recorded = _read_first_turns(folder, evaluation, name)
+            recorded = read_first_turns(folder, evaluation, name)
             evalset = load_evalset(root / settings.evalset)
             if evalset.digest != evaluation.evals[name].evalset_digest:
                 raise EvidenceError(f"{root / settings.evalset}: expected the cases that were evaluated, found others; "
@@ -102,13 +101,6 @@ def name_difference(evaluation: Evaluation, server: dict[str, Any]) -> str | Non
     if difference is None:
         return None
     return f"{difference.field}: evaluated {difference.expected!r}, the endpoint has {difference.found!r}"
-
-
-def _read_first_turns(folder: Path, evaluation: Evaluation, name: str) -> dict[str, str]:
-    path = folder / evaluation.evals[name].records
-    if not path.is_file() or digest_file(path) != evaluation.evals[name].sha256:
-        raise EvidenceError(f"{path}: expected the records as they were written, found others; run `dvc repro`")
-    return {record.case_id: record.output.split("\n")[0] for record in read_cases(path)}
 
 
 def _tools(evalset: Evalset, settings: ToolCallsEval | TrajectoriesEval) -> list[dict[str, Any]] | None:

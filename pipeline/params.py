@@ -206,6 +206,20 @@ class GateSettings(Settings):
     tripwires: dict[str, Annotated[float, Field(gt=0)]] = {}
 
 
+_Count = Annotated[int, Field(ge=1)]
+
+
+class BenchmarkSettings(Settings):
+    """Which candidates are timed against the reference, and on what work."""
+
+    candidates: list[str]
+    concurrency: list[_Count] = Field(min_length=1)  # requests in flight
+    prompt_tokens: list[Annotated[list[_Count], Field(min_length=2, max_length=2)]] = Field(min_length=1)
+    num_tokens: int = Field(ge=2)  # completion tokens of every request; one has no inter-token latency
+    rounds: int = Field(ge=6, le=100)  # fewer have no 95 % interval of their median
+    max_slowdown: float | None = Field(default=None, gt=0, lt=1)  # of the throughput, relative; more fails
+
+
 class Params(Settings):
     """The whole of params.yaml."""
 
@@ -217,6 +231,12 @@ class Params(Settings):
     canary: CanarySettings
     evals: dict[str, EvalSettings] = Field(min_length=1)
     gate: GateSettings
+    benchmark: BenchmarkSettings
+
+    @property
+    def chat_evals(self) -> dict[str, ToolCallsEval | TrajectoriesEval]:
+        """The evals whose cases are conversations."""
+        return {name: e for name, e in self.evals.items() if isinstance(e, ToolCallsEval | TrajectoriesEval)}
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:
@@ -284,6 +304,34 @@ def _contradictions(params: Params) -> list[str]:
                         f"({params.serving.context_length}), which prompt and answer share, got "
                         f"{params.serving.max_tokens}; lower it")
     problems += _unknown_metrics(params)
+    problems += [f"benchmark.{problem}" for problem in _benchmark_problems(params)]
+    return problems
+
+
+def _benchmark_problems(params: Params) -> list[str]:
+    benchmark, serving, problems = params.benchmark, params.serving, []
+    for i, name in enumerate(benchmark.candidates):
+        if name not in params.candidates or name == params.reference:
+            others = ", ".join(c for c in params.candidates if c != params.reference)
+            problems.append(f"candidates.{i}: expected one of the candidates beside the reference ({others}), "
+                            f"got {name!r}")
+        if name in benchmark.candidates[:i]:
+            problems.append(f"candidates.{i}: {name!r} is listed twice; remove one")
+    if benchmark.candidates and not params.chat_evals:
+        problems.append("candidates: the prompts are those of evals of kind tool_calls or trajectories, found none; "
+                        "add one, or list no candidate")
+    for i, number in enumerate(benchmark.concurrency):
+        if number > serving.concurrency or number in benchmark.concurrency[:i]:
+            problems.append(f"concurrency.{i}: expected distinct numbers up to serving.concurrency "
+                            f"({serving.concurrency}), got {number}")
+    ends = [end for band in benchmark.prompt_tokens for end in band]
+    if ends != sorted(ends) or any(ends[i] == ends[i + 1] for i in range(1, len(ends) - 1, 2)):
+        problems.append("prompt_tokens: expected bands [least, most] that rise and don't overlap, got "
+                        f"{benchmark.prompt_tokens}")
+    if ends[-1] + benchmark.num_tokens > serving.context_length:
+        problems.append(f"num_tokens: expected at most {serving.context_length - ends[-1]}, as the longest prompts "
+                        f"({ends[-1]} tokens) share serving.context_length ({serving.context_length}) with the answer, "
+                        f"got {benchmark.num_tokens}")
     return problems
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from pipeline.digests import canonical_json, digest_json
+from pipeline.digests import canonical_json, digest_file, digest_json
 from pipeline.errors import EvidenceError, describe_problem
 from pipeline.fingerprints import fingerprint, read_environment
 
@@ -400,6 +400,42 @@ class CanaryComparison(Record):
         return self.is_same_weights and self.num_diverged > self.allowed
 
 
+class MedianInterval(Record):
+    """The median of one number over the rounds, with a distribution-free interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+class PairedMedians(Record):
+    """One number of both sides, and of candidate / reference round by round."""
+
+    reference: MedianInterval
+    candidate: MedianInterval
+    ratio: MedianInterval
+
+
+class SpeedCell(Record):
+    """One place of the benchmark's grid; the outcome is that of the throughput's ratio."""
+
+    concurrency: int  # requests in flight
+    prompt_tokens: tuple[int, int]
+    throughput_tokens_per_s: PairedMedians
+    ttft_ms: PairedMedians
+    inter_token_latency_ms: PairedMedians
+    outcome: Literal["faster", "slower", "no difference"]
+
+
+class Speed(Record):
+    """How fast a candidate does the reference's work, over the grid."""
+
+    cells: tuple[SpeedCell, ...]
+    confidence: float  # of each interval
+    reference_peak_memory_mib: float | None
+    candidate_peak_memory_mib: float | None
+
+
 class Verdict(Record):
     """The judgement on one candidate."""
 
@@ -413,6 +449,7 @@ class Verdict(Record):
     reasons: tuple[str, ...]
     comparisons: tuple[Comparison, ...]
     metrics: tuple[Metric, ...]
+    speed: Speed | None = None  # None: not in benchmark.candidates, or refused
 
 
 R = TypeVar("R", bound=Record)
@@ -489,6 +526,19 @@ def read_cases(path: Path) -> list[CaseRecord]:
 def read_canary(path: Path) -> list[CanaryRecord]:
     """Read the canary's records; a malformed line is an EvidenceError with its number."""
     return list(_iterate_records(path, CanaryRecord))
+
+
+def read_first_turns(folder: Path, evaluation: Evaluation, eval_name: str) -> dict[str, str]:
+    """Return what a candidate answered to the first turn of each case of an eval that chats, by case id.
+
+    Raises:
+        EvidenceError: the eval was not run, or its records are not as they were written.
+    """
+    file = evaluation.evals.get(eval_name)
+    path = folder / (file.records if file else f"{eval_name}.jsonl")
+    if file is None or not path.is_file() or digest_file(path) != file.sha256:
+        raise EvidenceError(f"{path}: expected the records as they were written, found others; run `dvc repro`")
+    return {record.case_id: record.output.split("\n")[0] for record in read_cases(path)}
 
 
 def _iterate_records(path: Path, kind: type[R]) -> Iterator[R]:

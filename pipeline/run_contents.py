@@ -19,7 +19,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, is_rate
 from pipeline.predictions import read_scored, select_predictions
-from pipeline.records import BuiltCandidate, Evaluation, Metric, R, Verdict, read_record
+from pipeline.records import BuiltCandidate, Evaluation, Metric, R, Speed, Verdict, read_record
 
 # Bars and dots: a reviewer tells the verdict by the colour.
 _COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c", "fail": "#cf222e",
@@ -74,7 +74,8 @@ def _describe_run(
     return RunContents(
         candidate=name,
         key=digest_json([*says, is_reference, predictions["id"]]),
-        metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline) | describe_gate(verdict),
+        metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline) | describe_gate(verdict)
+        | describe_speed(verdict.speed if verdict else None),
         params={"gate": describe_role(verdict, is_reference)} | describe_candidate(candidate, evaluation),
         predictions=predictions,
         note=_write_note(verdict, is_reference) + problem,
@@ -142,6 +143,21 @@ def describe_gate(verdict: Verdict | None) -> dict[str, float]:
     numbers |= {f"gate/num_{name}": float(outcomes.count(name)) for name in ("fail", "inconclusive") if gated}
     if gated:
         numbers["gate/worst_loss_over_tolerance"] = max(c.harm / tolerance for c, tolerance in gated)
+    return numbers
+
+
+def describe_speed(speed: Speed | None) -> dict[str, float]:
+    """Name a benchmark's medians: throughput in percent of the reference's, latencies and memory of the candidate."""
+    if speed is None:
+        return {}
+    numbers = {}
+    for cell in speed.cells:
+        where = f"{cell.concurrency} in flight {cell.prompt_tokens[0]}-{cell.prompt_tokens[1]} prompt tokens"
+        numbers[f"speed/{where} throughput_percent_of_reference"] = 100 * cell.throughput_tokens_per_s.ratio.median
+        numbers[f"speed/{where} ttft_ms"] = cell.ttft_ms.candidate.median
+        numbers[f"speed/{where} inter_token_latency_ms"] = cell.inter_token_latency_ms.candidate.median
+    if speed.candidate_peak_memory_mib is not None:
+        numbers["speed/peak_memory_mib"] = speed.candidate_peak_memory_mib
     return numbers
 
 

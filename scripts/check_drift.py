@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.drift import CONCURRENCY, Drift, check_drift  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.params import Params, load_params  # noqa: E402
+from pipeline.params import OpenaiEngine, Params, load_params  # noqa: E402
 from pipeline.serving.client import Client  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
@@ -45,19 +45,19 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="check_drift", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("candidate")
-    parser.add_argument("--base-url", help="of the endpoint; else the candidate's endpoint in params.yaml")
-    parser.add_argument("--model", help="the name it serves; else the endpoint's in params.yaml, or the candidate's")
+    parser.add_argument("--base-url", help="of the endpoint; else that of the candidate's engine")
+    parser.add_argument("--model", help="the name it serves; else the engine's, or the candidate's")
     parser.add_argument("--cases", type=int, default=100, help="of each eval that chats (100)")
     parser.add_argument("--max-changed", type=int, help="answers that may differ; else what the floor explains")
     return parser.parse_args(argv)
 
 
 async def _check(options: argparse.Namespace, params: Params) -> Drift:
-    endpoint = params.candidates[options.candidate].endpoint
-    url = options.base_url or (endpoint.base_url if endpoint else None)
+    engine = params.candidates[options.candidate].engine
+    url, model = (engine.base_url, engine.model) if isinstance(engine, OpenaiEngine) else (None, options.candidate)
+    url, model = options.base_url or url, options.model or model
     if url is None:
-        raise SettingsError(f"candidates.{options.candidate} has no endpoint in params.yaml: give --base-url")
-    model = options.model or (endpoint.model if endpoint else options.candidate)
+        raise SettingsError(f"candidates.{options.candidate}.engine has no address in params.yaml: give --base-url")
     candidate = read_candidate(Path("build"), options.candidate, params)
     async with Client([url.rstrip("/").removesuffix("/v1")], model, concurrency=CONCURRENCY,
                       timeout_s=params.serving.request_timeout_s, max_refusals=2) as client:  # fmt: skip

@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
     warnings = check_needs(estimate_needs(params, Path()), total_mib=total, available_mib=read_available_mib(total))
     for line in describe_problems(machine) + warnings:
         print(f"quantgate env: warning: {line}", file=sys.stderr)
+    _tidy_benchmarks(Path("build/benchmarks"), params.benchmark.candidates)
     write_if_changed(OUTPUT / "libraries.json", read_libraries())
     write_if_changed(OUTPUT / "machine.json", machine.model_dump())
     write_if_changed(OUTPUT / "drafts.json", digest_drafts(params, Path()))
@@ -32,6 +33,15 @@ def main(argv: list[str]) -> int:
     write_if_changed(OUTPUT / "engines.json", engines)
     write_if_changed(OUTPUT / "evalsets.json", digest_evalsets(params, Path()))
     return 0
+
+
+def _tidy_benchmarks(folder: Path, names: list[str]) -> None:
+    """Leave the folder that compare depends on as a clone would have it: the listed candidates' results, no others."""
+    for path in folder.glob("*.json"):
+        if path.stem not in names:
+            path.unlink()
+    if not names:
+        folder.mkdir(parents=True, exist_ok=True)  # no stage makes it, and DVC wants to see it
 
 
 if __name__ == "__main__":

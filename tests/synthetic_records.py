@@ -55,6 +55,9 @@ _EVALS = (TrajectoriesEval(kind="trajectories", evalset="evalsets/workflows", ma
 EVAL_SETTINGS = {name: settings.model_dump(mode="json")
                  for name, settings in zip(("workflows", "calls", "choices", "prose"), _EVALS, strict=True)}
 EVAL_KINDS = {name: settings["kind"] for name, settings in EVAL_SETTINGS.items()}
+# a grid that times nothing: settings need one
+NO_BENCHMARK = {"candidates": [], "concurrency": [1, 4], "prompt_tokens": [[10, 20], [30, 60]], "num_tokens": 8,
+                "rounds": 6}
 _TOP_K = 8
 CALL = '{"name": "move", "arguments": {"crate": 1, "to": "bay-1"}}'
 WEIGHTS = "model.safetensors"
@@ -75,8 +78,9 @@ class Behaviour:
     nll_shift: float = 0.0
 
 
-def make_params(candidates: Sequence[str], release: Sequence[str], **gate: Any) -> Params:
-    """Return settings for the four evals of the tree."""
+def make_params(candidates: Sequence[str], release: Sequence[str], *, benchmark: dict[str, Any] | None = None,
+                **gate: Any) -> Params:
+    """Return settings for the four evals of the tree; `benchmark` replaces parts of a grid that times nothing."""
     settings = {"alpha": 0.05, "on_inconclusive": "warn", "tripwires": {"prose/kl_nats_per_token": 0.02},
                 "tolerances": {
                     "workflows/task_completion_rate": {"overall": 0.02, "buckets": {"constraint_retention": 0.05}},
@@ -95,6 +99,7 @@ def make_params(candidates: Sequence[str], release: Sequence[str], **gate: Any) 
         "canary": {"num_prompts": 8, "target_rate": 0.3},
         "evals": EVAL_SETTINGS,
         "gate": settings | gate,
+        "benchmark": NO_BENCHMARK | (benchmark or {}),
     })
 
 

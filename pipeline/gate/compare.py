@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.benchmark_records import Benchmark, describe_work
 from pipeline.errors import EvidenceError
 from pipeline.gate.canary import compare_canary, describe_canary, find_path_failure
 from pipeline.gate.decision import Measurement, combine, judge_all
@@ -23,10 +24,21 @@ from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_bu
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.speculation import check_acceptance, check_speculation
-from pipeline.gate.verdicts import DECLARED, REFUSED, Judgement, Policy, describe_policy, is_blocking
+from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, list_slow_cells, load_benchmark
+from pipeline.gate.verdicts import (
+    DECLARED,
+    DRAFTS_FAILED,
+    PATH_FAILED,
+    REFUSED,
+    SPEED_FAILED,
+    Judgement,
+    Policy,
+    describe_policy,
+    is_blocking,
+)
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
-from pipeline.records import OUTGROWN, CanaryComparison, CaseRecord, Comparison, Metric, Verdict
+from pipeline.records import OUTGROWN, CanaryComparison, CaseRecord, Comparison, Metric, Speed, Verdict
 from pipeline.serving_config import read_candidate
 
 
@@ -41,8 +53,10 @@ class Measured:
     canary: CanaryComparison | None = None
     metrics: list[Metric] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # beside those of the comparisons
+    failures: list[str] = field(default_factory=list)  # beside those of the comparisons, as they start: FAILED
     notes: list[str] = field(default_factory=list)
+    benchmark: Benchmark | None = None
+    speed: Speed | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,8 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
     _check_room(reference, is_reference=True)
     measured = {name: _measure_candidate(_load(build, name, params, policy), reference, params, kinds)
                 for name in params.candidates if name != params.reference}
+    for name in params.benchmark.candidates:
+        _measure_speed(measured[name], reference, name, params, build)
     comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
                             alpha=params.gate.alpha)
     verdicts = [_conclude(name, measured[name], comparisons[name], params) for name in measured]
@@ -88,7 +104,7 @@ def _load(build: Path, name: str, params: Params, policy: Policy) -> Measured:
         measured.refusals += check_silence(measured.evidence)
         measured.refusals += check_speculation(measured.evidence)
         if failure := check_acceptance(measured.evidence, step.min_acceptance if step else None):
-            measured.failures.append(f"speculation: {failure}")
+            measured.failures.append(f"{DRAFTS_FAILED}{failure}")
     except EvidenceError as error:
         measured.refusals.append(str(error))
     return measured
@@ -156,7 +172,7 @@ def _measure_path(measured: Measured, reference: Evidence, params: Params) -> No
     if reference.candidate.checkpoint.digest == measured.evidence.candidate.checkpoint.digest:
         changed = sum(t.b or 0 for t in measured.tripwires)
     if failure := find_path_failure(measured.canary, exact=settings.exact, num_changed_outputs=changed):
-        measured.failures.append(f"path: {failure}")
+        measured.failures.append(f"{PATH_FAILED}{failure}")
     if measured.canary.is_same_weights:
         measured.notes.append(describe_canary(measured.canary))
 
@@ -199,12 +215,29 @@ def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, 
                                 low=t.low, high=t.high) for t in tripwires]
 
 
+def _measure_speed(measured: Measured, reference: Measured, name: str, params: Params, build: Path) -> None:
+    """Add the speed to what was measured of a candidate: a note, or a failure where it is slower than tolerated."""
+    if measured.evidence is None or reference.evidence is None:
+        return  # refused for that, and what was timed can't be told to be what was evaluated
+    fingerprints = reference.evidence.fingerprint, measured.evidence.fingerprint
+    try:
+        measured.benchmark = load_benchmark(build, name, describe_work(params.benchmark), fingerprints)
+        speed = measured.speed = judge_speed(measured.benchmark)
+    except EvidenceError as error:
+        measured.refusals.append(str(error))
+        return
+    limit = params.benchmark.max_slowdown
+    measured.failures += [f"{SPEED_FAILED}{describe_slow_cell(cell, speed, limit or 0.0)}"
+                          for cell in list_slow_cells(speed, limit)]
+    measured.notes.append(f"speed: {describe_speed(speed)}")
+
+
 def _conclude(name: str, measured: Measured, comparisons: list[Comparison], params: Params) -> Verdict:
     outcome = combine(comparisons, measured.refusals, measured.failures)
     headline = explain_flat_perplexity(name, comparisons, params)
     reasons = [headline] if headline else []
     reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
-    reasons += [f"fail: {failure}" for failure in measured.failures]
+    reasons += measured.failures
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
@@ -219,8 +252,9 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
     return Verdict(candidate=name, fingerprint=_fingerprint(measured), outcome=outcome,
                    facts=evaluation.served_by if evaluation else {},
                    behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
-                   canary=measured.canary, is_release=name in params.release, reasons=tuple(reasons),
-                   comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
+                   canary=measured.canary, speed=measured.speed, is_release=name in params.release,
+                   reasons=tuple(reasons), comparisons=(*comparisons, *measured.tripwires),
+                   metrics=tuple(measured.metrics))
 
 
 def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Params) -> str | None:

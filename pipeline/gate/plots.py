@@ -1,4 +1,4 @@
-"""The two plots of the report: harm against tolerance, and task completion by bucket.
+"""The plots of the report: harm against tolerance, task completion by bucket, throughput by cell of the benchmark.
 
 Drawn without pyplot (no global state, no display) and saved without dates or versions, so that
 equal numbers give equal files. Colours are from the Okabe-Ito set, and no meaning rests on colour
@@ -140,6 +140,30 @@ def _style_completion(axis: Axes, num_sides: int) -> None:
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def plot_speed(judgement: Judgement, path: Path) -> None:
+    """Draw the throughput's ratio of every benchmarked candidate in every cell, with its interval."""
+    found = {v.candidate: v.speed for v in judgement.verdicts if v.speed is not None}
+    cells = next(iter(found.values())).cells if found else ()
+    size = (max(7.0, 1.2 + len(cells) * (0.8 + 0.2 * len(found))), 3.6)
+    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+    axis = figure.subplots()
+    axis.axhline(1, color="#000000", linewidth=1.1, linestyle="--")
+    for number, (name, speed) in enumerate(found.items()):
+        shift = 0.15 * (number - (len(found) - 1) / 2)
+        ratios = [cell.throughput_tokens_per_s.ratio for cell in speed.cells]
+        errors = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
+        axis.errorbar([i + shift for i in range(len(ratios))], [r.median for r in ratios], yerr=errors, fmt="o",
+                      capsize=4, color=_SIDES[(number + 1) % len(_SIDES)], label=name)
+    axis.set_xticks(range(len(cells)), [f"{c.concurrency} in flight\n{c.prompt_tokens[0]} to {c.prompt_tokens[1]} "
+                                        "prompt tokens" for c in cells], fontsize=8)
+    axis.set_ylabel("throughput, candidate / reference", fontsize=9)
+    axis.set_title("Throughput on matched work, above 1 is faster" if found else "No candidate was benchmarked",
+                   fontsize=10, loc="left")
+    if found:
+        axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -2,8 +2,8 @@
 
 The table of candidates comes first, then per candidate what was done to it, every comparison with
 its counts and bounds, and a handful of the cases behind a failure. The text follows from the
-records alone: no times, no host, so that git shows a change only when a number changed. Names and texts from records
-and evalsets pass `escape_markdown` or `_block`.
+records alone: no date, so that git shows a change only when a number changed; where speeds were measured is one of
+their facts. Names and texts from records and evalsets pass `escape_markdown` or `_block`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_documents, worst_flips
 from pipeline.gate.speculation import describe_speculation
+from pipeline.gate.speed_section import describe_measurement, tabulate_speed
 from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
@@ -52,14 +54,21 @@ sign-flip test), after Holm's correction over {family}.
 """
 
 
-def render_report(compared: ReleaseComparison) -> str:
-    """Write the whole report as Markdown."""
+def render_report(compared: ReleaseComparison, here: Machine | None = None) -> str:
+    """Write the whole report as Markdown.
+
+    Args:
+        compared: what to report.
+        here: the machine that this runs on, where known: speeds may have been measured on another.
+    """
     judgement = compared.judgement
     parts = [_headline(judgement), _candidate_table(judgement)]
     parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
     if "trajectories" in judgement.policy.eval_kinds.values():
         parts.append("![Task completion by bucket](completion.png)\n")
-    parts += [_candidate_section(verdict, compared.measured[verdict.candidate]) for verdict in judgement.verdicts]
+    if any(verdict.speed for verdict in judgement.verdicts):
+        parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
+    parts += [_candidate_section(verdict, compared.measured[verdict.candidate], here) for verdict in judgement.verdicts]
     parts.append(_LEGEND.format(
         confidence=1 - judgement.policy.alpha, alpha=judgement.policy.alpha,
         family="all gated comparisons of the release (of the candidate alone where it is not released)",
@@ -155,7 +164,7 @@ def _compared_cell(comparison: Comparison | None) -> str:
     return f"{value} ({format_harm(c.metric, change, signed=True).replace(' points', '')}){mark}"
 
 
-def _candidate_section(verdict: Verdict, measured: Measured) -> str:
+def _candidate_section(verdict: Verdict, measured: Measured, here: Machine | None) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
     if measured.evidence is not None:
@@ -169,12 +178,21 @@ def _candidate_section(verdict: Verdict, measured: Measured) -> str:
     reported = [c for c in verdict.comparisons if c.outcome == "reported"]
     if gated:
         lines += ["", _comparison_table(gated)]
+    lines += _describe_speed(measured, here)
     if reported:
         lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
                   _comparison_table(reported), "</details>"]
     if verdict.outcome == "fail":
         lines += _explain_failure(verdict, measured)
     return "\n".join(lines) + "\n"
+
+
+def _describe_speed(measured: Measured, here: Machine | None) -> list[str]:
+    if measured.benchmark is None or measured.speed is None:
+        return []
+    paragraphs = describe_measurement(measured.benchmark, measured.speed, here)
+    return ["### Speed, beside the reference", "", _table(tabulate_speed(measured.speed)),
+            *(line for paragraph in paragraphs for line in (paragraph, ""))]
 
 
 def _describe_candidate(candidate: Candidate) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pipeline.digests import canonical_json, digest_file, digest_files, digest_json, name_changed_file
 from pipeline.errors import EvidenceError
 from pipeline.fingerprints import find_difference, fingerprint
+from pipeline.gate.speed import list_slow_cells
 from pipeline.gate.wording import (
     format_harm,
     format_p,
@@ -24,15 +25,17 @@ from pipeline.gate.wording import (
     show_unprintable,
 )
 from pipeline.params import Params
-from pipeline.records import CanaryComparison, Comparison, Metric, Record, Verdict, write_text
+from pipeline.records import Comparison, Metric, Record, Verdict, write_text
 from pipeline.serving_config import read_candidate
 
 VERDICT_PATH = Path("reports/verdict.json")
 REPORT_PATH = Path("reports/report.md")
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
-# starts the reason of a failure that is no comparison's: drafts accepted too seldom, a path that changes answers
-FAILED = ("fail: speculation: ", "fail: path: ")
+DRAFTS_FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
+PATH_FAILED = "fail: path: "  # starts the reason of a candidate whose path changes answers
+SPEED_FAILED = "fail: speed: "  # starts the reason of a candidate that is slower than tolerated
+FAILED = (DRAFTS_FAILED, PATH_FAILED, SPEED_FAILED)  # start the reasons that no comparison stands for
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
 
@@ -56,6 +59,8 @@ class Policy(Record):
     min_acceptance: dict[str, float] = {}  # of drafted tokens, by candidate
     canary: dict[str, float] = {}
     exact: tuple[str, ...] = ()  # candidates of which no answer may change
+    benchmarked: tuple[str, ...] = ()  # candidates
+    max_slowdown: float | None = None  # of their throughput, relative
 
     @property
     def eval_kinds(self) -> dict[str, str]:
@@ -91,6 +96,7 @@ def describe_policy(params: Params) -> Policy:
         min_acceptance={name: c.speculative.min_acceptance for name, c in params.candidates.items()
                         if c.speculative and c.speculative.min_acceptance is not None},
         canary=params.canary.model_dump(), exact=tuple(n for n, c in params.candidates.items() if c.exact),
+        benchmarked=tuple(params.benchmark.candidates), max_slowdown=params.benchmark.max_slowdown,
     )
 
 
@@ -170,8 +176,8 @@ def check_outcomes(judgement: Judgement) -> None:
         wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, judgement.policy)]
         if verdict.outcome == "pass":
             wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
-        is_unfit = bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
-        is_unfit |= verdict.canary is not None and _changes_answers(verdict.canary, verdict.candidate, judgement.policy)
+        is_unfit = (bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
+                    or _changes_answers(verdict, judgement.policy) or _is_too_slow(verdict, judgement.policy))
         is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not is_unfit
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
@@ -180,8 +186,20 @@ def check_outcomes(judgement: Judgement) -> None:
                                 "policy beside it; the file was edited: run `dvc repro -f -s compare`")
 
 
-def _changes_answers(canary: CanaryComparison, name: str, policy: Policy) -> bool:
-    return canary.is_beyond_floor or (name in policy.exact and canary.num_diverged + canary.num_unstable > 0)
+def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether the path changes more answers than its floor explains, or any where it must be exact."""
+    canary = verdict.canary
+    if canary is None:
+        return False
+    is_exact = verdict.candidate in policy.exact
+    return canary.is_beyond_floor or (is_exact and canary.num_diverged + canary.num_unstable > 0)
+
+
+def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether speeds are missing that were asked for, or are below what is tolerated."""
+    if verdict.speed is None:
+        return verdict.candidate in policy.benchmarked
+    return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
 
 
 def _list_gated(policy: Policy) -> list[tuple[str, str | None]]:

@@ -4,9 +4,10 @@ Chat goes through the request handler and the continuous batching of `transforme
 only: what that app would ignore without a word (other temperatures, stop strings, logprobs, n) is a
 400 here. Beside it: scoring of given tokens in vLLM's format, tokenisation, and the fingerprint.
 
-A candidate with speculative decoding takes the serial path: continuous batching would drop the drafts.
+A candidate with speculative decoding takes the serial path: continuous batching would drop the drafts. Every path
+streams when asked to, and decodes exactly `max_tokens` tokens when `ignore_eos` and `min_tokens` say so, as vLLM does.
 
-Not covered: streaming, other modalities.
+Not covered: sampling, other modalities.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from starlette.routing import Route
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState
+from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState, Modality
 
 from pipeline.errors import EngineError
 from pipeline.serving import paged_attention
@@ -36,7 +37,9 @@ from pipeline.serving.loading import LoadedModel
 from pipeline.serving.scoring import SequenceScores, score_sequences
 from pipeline.serving.speculation import SpeculativeManager
 
-CHAT_FIELDS = frozenset({"model", "messages", "max_tokens", "temperature", "tools", "return_token_ids"})
+EXACT_LENGTH_FIELDS = frozenset({"ignore_eos", "min_tokens"})
+CHAT_FIELDS = frozenset({"model", "messages", "max_tokens", "temperature", "tools", "return_token_ids", "stream",
+                         "stream_options", *EXACT_LENGTH_FIELDS})  # fmt: skip
 MAX_TOP_LOGPROBS = 100
 PROBE_TOKENS = 8
 
@@ -122,6 +125,7 @@ class Server:
             raise HTTPException(400, f"temperature: expected 0, got {body.get('temperature')!r}")
         if not isinstance(body.get("max_tokens"), int) or body["max_tokens"] < 1:
             raise HTTPException(400, f"max_tokens: expected a positive integer, got {body.get('max_tokens')!r}")
+        _check_streaming_and_length(body)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise HTTPException(400, "messages: expected at least one message")
         self._check_model(body)
@@ -149,8 +153,10 @@ class Server:
                       "system_fingerprint": self.loaded.fingerprint})  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`: token ids of a text, or of a list of texts."""
+        """`POST /tokenize`: token ids of a text, of a list of texts, or of messages as a chat would render them."""
         body = await _read_body(request)
+        if "messages" in body:
+            return _json({"tokens": self._tokenize_chat(body), "max_model_len": self.loaded.serving.context_length})
         prompt, special = body.get("prompt"), body.get("add_special_tokens", True)
         texts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
@@ -158,6 +164,14 @@ class Server:
         ids = self.loaded.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
         return _json({"tokens": ids[0] if isinstance(prompt, str) else ids,
                       "max_model_len": self.loaded.serving.context_length})  # fmt: skip
+
+    def _tokenize_chat(self, body: dict[str, Any]) -> list[int]:
+        if problem := find_problem(self.loaded.tokenizer, body["messages"], body.get("tools")):
+            raise HTTPException(400, f"messages: {problem}")
+        messages = ChatCompletionHandler.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+        return self.loaded.tokenizer.apply_chat_template(
+            messages, tools=body.get("tools"), add_generation_prompt=True, return_dict=True
+        )["input_ids"]
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
@@ -215,25 +229,47 @@ def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: An
             finally:
                 del noting.token_ids[request_id]
 
+        def _validate_request(self, body: dict[str, Any]) -> None:
+            super()._validate_request({key: body[key] for key in body.keys() - EXACT_LENGTH_FIELDS})
+
         def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
             return loaded.name, loaded.model, loaded.tokenizer
 
+        def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            config = super()._build_generation_config(body, *args, **kwargs)
+            if body.get("ignore_eos"):
+                config.eos_token_id = -1  # no token has this id; None would be filled in from the model's own config
+            return config
+
+        def _streaming(self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any,
+                       gen_config: Any, gen_manager: Any) -> Any:  # fmt: skip
+            _check_context(inputs["input_ids"], gen_config, loaded)
+            return super()._streaming(request_id, model, processor, model_id, inputs, gen_config, manager)
+
         async def _non_streaming(self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any,
                                  gen_config: Any, gen_manager: Any) -> Any:  # fmt: skip
-            ids = inputs["input_ids"]
-            total = (len(ids) if isinstance(ids, list) else ids.shape[-1]) + gen_config.max_new_tokens
-            if total > loaded.serving.context_length:
-                raise HTTPException(400, f"prompt plus max_tokens: expected at most {loaded.serving.context_length} "
-                                         f"tokens, got {total}")  # fmt: skip
+            _check_context(inputs["input_ids"], gen_config, loaded)
             return await super()._non_streaming(request_id, model, processor, model_id, inputs, gen_config, noting)
 
-        def _build_completion(self, request_id: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            completion = super()._build_completion(request_id, *args, **kwargs)
-            if isinstance(manager, SpeculativeManager):
-                completion["usage"]["speculation"] = manager.take_counts(request_id).model_dump()
+        def _build_completion(self, request_id: str, *args: Any, usage: Any, **kwargs: Any) -> dict[str, Any]:
+            completion = super()._build_completion(request_id, *args, usage=add_counts(request_id, usage), **kwargs)
             if found := noting.token_ids.get(request_id):
                 completion["prompt_token_ids"], completion["choices"][0]["token_ids"] = found
             return {**completion, "system_fingerprint": loaded.fingerprint}
+
+        def _build_chunk_sse(self, request_id: str = "", *args: Any, usage: Any = None, **kwargs: Any) -> str:
+            usage = usage and add_counts(request_id, usage)  # the last chunk alone has it
+            return super()._build_chunk_sse(request_id, *args, usage=usage, **kwargs)
+
+        def chunk_to_sse(self, chunk: Any) -> str:
+            chunk.system_fingerprint = loaded.fingerprint
+            return super().chunk_to_sse(chunk)
+
+    def add_counts(request_id: str, usage: Any) -> Any:
+        if not isinstance(manager, SpeculativeManager):
+            return usage
+        counts = manager.take_counts(request_id).model_dump()
+        return type(usage).model_validate({**usage.model_dump(), "speculation": counts})
 
     noting = _NotingManager(manager)
     return ChatHandler(model_manager=models, generation_state=state)
@@ -254,6 +290,25 @@ class _NotingManager:
             ids = inputs["input_ids"]
             self.token_ids[request_id] = (ids if isinstance(ids, list) else ids[0].tolist(), [int(t) for t in tokens])
         return text, num_prompt, tokens
+
+
+def _check_streaming_and_length(body: dict[str, Any]) -> None:
+    """Refuse what would be served otherwise than it was asked for."""
+    if not isinstance(body.get("stream", False), bool):
+        raise HTTPException(400, f"stream: expected true or false, got {body['stream']!r}")
+    if body.get("stream_options", {"include_usage": True}) != {"include_usage": True}:
+        raise HTTPException(400, f"stream_options: expected include_usage true, got {body['stream_options']!r}")
+    exact = {name: body[name] for name in sorted(EXACT_LENGTH_FIELDS & body.keys())}
+    if exact not in ({}, {"ignore_eos": True, "min_tokens": body["max_tokens"]}):
+        raise HTTPException(400, "ignore_eos and min_tokens: expected true and the number of max_tokens "
+                                 f"({body['max_tokens']}), or neither field, got {exact!r}")  # fmt: skip
+
+
+def _check_context(ids: Any, config: Any, loaded: LoadedModel) -> None:
+    total = (len(ids) if isinstance(ids, list) else ids.shape[-1]) + config.max_new_tokens
+    if total > loaded.serving.context_length:
+        raise HTTPException(400, f"prompt plus max_tokens: expected at most {loaded.serving.context_length} "
+                                 f"tokens, got {total}")  # fmt: skip
 
 
 def _render(scores: SequenceScores) -> dict[str, Any]:

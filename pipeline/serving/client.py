@@ -185,6 +185,16 @@ class Client:
                  for text in texts]  # fmt: skip
         return [ids for (ids,) in await asyncio.gather(*tasks)]
 
+    async def tokenize_chat(
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Return the token ids of a conversation as the server's chat template renders it, the answer begun."""
+        body: dict[str, Any] = {"model": self.model, "messages": list(messages)}
+        if tools:
+            body["tools"] = list(tools)
+        (ids,) = await self._post(self._pick(None), "/tokenize", body, lambda answer, _: read_tokens(answer))
+        return ids
+
     async def list_models(self) -> dict[str, int | None]:
         """Return the models that the first server serves, with the longest context of each where it tells."""
         return await self._request(self._servers[0], "GET", "/v1/models", None, lambda answer, _: read_models(answer))

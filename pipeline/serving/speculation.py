@@ -2,16 +2,17 @@
 
 Nothing is counted where it was asked for: a hook keeps the tokens that each forward pass of the
 target was fed, and the counts follow from them and the answer. When they do not explain the answer
-token by token, it is an error.
+token by token, it is an error. A streamed answer is counted like any other.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cli.serving.utils import GenerateManager
+from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 
 from pipeline.errors import EngineError
 from pipeline.records import SpeculationCounts, SpeculativeConfig
@@ -39,23 +40,62 @@ class SpeculativeManager(GenerateManager):
         tokens, self._counts[request_id] = await self.async_submit(self.generate, inputs, gen_config)
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
 
-    def generate(self, inputs: dict[str, Any], config: Any) -> tuple[torch.Tensor, SpeculationCounts]:
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
+        """Stream from the library's inference thread; arguments and result as in the base class."""
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        streamer = _DraftStreamer(processor._tokenizer, loop, queue, response_parser=response_parser)
+
+        def run() -> None:
+            try:
+                _, self._counts[request_id] = self.generate(inputs, gen_config, streamer)
+                streamer.finish()
+            except _GenerationCancelled:
+                loop.call_soon_threadsafe(queue.put_nowait, None)
+            except Exception as error:  # whatever it is, the client must not wait for more
+                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(" ".join(str(error).split())))
+
+        self.submit(run)
+        return queue, streamer
+
+    def generate(
+        self, inputs: dict[str, Any], config: Any, streamer: DirectStreamer | None = None
+    ) -> tuple[torch.Tensor, SpeculationCounts]:
         """Generate the answer to one prompt.
 
         Args:
             inputs: `input_ids` and `attention_mask`, int64 [1, n].
             config: the generation config, with `max_new_tokens`.
+            streamer: is given the tokens of each target forward pass.
 
         Returns:
             The completion's token ids, int64 [m], and the counts.
         """
         self._fed.clear()
         loaded, num_prompt = self._loaded, inputs["input_ids"].shape[-1]
-        sequence = loaded.model.generate(**inputs, generation_config=config, assistant_model=loaded.draft)[0]
+        sequence = loaded.model.generate(
+            **inputs, generation_config=config, assistant_model=loaded.draft, streamer=streamer
+        )[0]
         return sequence[num_prompt:], count_speculation(self._fed, sequence.tolist(), num_prompt, self._config)
 
     def _note_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._fed.append(kwargs["input_ids"][0].tolist())
+
+
+class _DraftStreamer(DirectStreamer):
+    """The library's streamer for passes of several tokens; it ends when these have been counted, not before."""
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value.flatten())
+
+    def end(self) -> None:
+        """Generation is over, the count is still to come."""
+
+    def finish(self) -> None:
+        super().end()
 
 
 def count_speculation(

@@ -23,7 +23,7 @@ from ruamel.yaml import YAML
 
 import stages.env
 import stages.evaluate
-from pipeline.records import BuiltCandidate, Checkpoint, write_record
+from pipeline.records import BuiltCandidate, Checkpoint, write_record, write_text
 from pipeline.serving import client as client_module
 from stages.cli import run_stage
 from tests.tiny_llama import write_documents
@@ -239,7 +239,8 @@ def attach(url: str, evals: dict[str, Any]) -> None:
                    "reference": {"checkpoint": "models/agent", "steps": []},
                    "there": {"checkpoint": "models/agent", "steps": [],
                              "engine": {"kind": "openai", "base_url": url, "model": MODEL}}},
-               "gate": params["gate"] | {"tolerances": {"e/perplexity_per_token": {"overall": 0.1}}, "tripwires": {}}}
+               "gate": params["gate"] | {"tolerances": {"e/perplexity_per_token": {"overall": 0.1}}, "tripwires": {}},
+               "benchmark": params["benchmark"] | {"candidates": []}}
     if evals["e"]["kind"] == "harness":
         params["gate"]["tolerances"] = {"e/accuracy": {"overall": 0.1}}
     Path("params.yaml").write_text(json.dumps(params), encoding="utf-8")  # JSON is YAML
@@ -291,7 +292,7 @@ def test_an_endpoint_that_is_not_there_is_one_line(
     code, line = run(stages.evaluate, monkeypatch, capsys, "there")
     assert code == 1
     assert "http://127.0.0.1:9/v1/models: no connection: " in line
-    assert "start it, or correct candidates.there.endpoint.base_url" in line
+    assert "start it, or correct candidates.there.engine.base_url" in line
 
 
 BAD_TASKS: dict[str, tuple[str, str, str]] = {
@@ -312,3 +313,18 @@ def test_a_task_that_lm_eval_can_not_run_is_one_line(
     code, line = run(stages.evaluate, monkeypatch, capsys, "there")
     assert (code, line.count("\n")) == (1, 0)
     assert re.search(f"evals.e.task: .*{said}", line)
+
+
+def test_results_of_candidates_that_are_timed_no_more_are_removed(project: Path) -> None:
+    """DVC leaves them, and a clone then looks changed; with nobody to time, compare still needs their folder."""
+    folder = project / "build/benchmarks"
+    for name in ("awq-long-g32", "gone"):
+        write_text(folder / f"{name}.json", "{}")
+    assert stages.env.main([]) == 0
+    assert [path.name for path in folder.iterdir()] == ["awq-long-g32.json"]
+    shutil.rmtree(folder)
+    stages.env.main([])
+    assert not folder.exists()
+    edit("params.yaml", r"  candidates: \[awq-long-g32\]", "  candidates: []")
+    stages.env.main([])
+    assert folder.is_dir()

@@ -25,6 +25,7 @@ from pipeline.optimize.registry import STEPS
 from pipeline.params import AwqStep, Calibration, GptqStep, Params, parse_params
 from pipeline.records import BuiltCandidate, read_record
 from pipeline.weight_files import read_tensors
+from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import build_tokenizer, write_documents, write_tiny_llama
 
 WORDS = ["courier", "parcel", "north", "gate", "before", "market", "opens", "call", "room", "blue", "wait", "result"]
@@ -287,6 +288,7 @@ def make_params(**candidates: object) -> Params:
         "gate": {
             "alpha": 0.05, "on_inconclusive": "block", "tolerances": {"prose/perplexity_per_token": {"overall": 0.02}},
         },
+        "benchmark": NO_BENCHMARK,
     })  # fmt: skip
 
 

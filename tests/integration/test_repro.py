@@ -40,6 +40,8 @@ GPTQ = {
     "kind": "gptq", "group_size": 64, "exclude": ["lm_head"],
     "calibration": {"sources": ["prose", "workflows"], "num_samples": 8, "max_tokens": 128, "length_exponent": 0},
 }  # fmt: skip
+# the smallest that there is: one cell, six rounds of four requests on each side
+BENCHMARK = {"candidates": ["int4"], "concurrency": [2], "prompt_tokens": [[10, 120]], "num_tokens": 4, "rounds": 6}
 JUDGING = ["compare", "track", "gate"]
 
 
@@ -146,6 +148,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
                     "int4": {"checkpoint": "models/agent", "steps": [GPTQ]}},
         serving=params["serving"] | {"num_servers": 1},
         gate={"alpha": 0.05, "on_inconclusive": "block", "tolerances": TOLERANCES},
+        benchmark=BENCHMARK,
     )  # fmt: skip
     project.run("git", "init", "--quiet")
     return project
@@ -173,9 +176,10 @@ def tolerance_edited(project: Project, repeated: Repro) -> Repro:
 
 @pytest.fixture(scope="module")
 def candidate_edited(project: Project, tolerance_edited: Repro) -> Repro:
-    """A run after the released candidate became one that must not pass."""
+    """A run after the released candidate became one that must not pass, and is not timed any more."""
     project.edit_params(candidates={"reference": {"checkpoint": "models/agent", "steps": []},
-                                    "int4": {"checkpoint": "models/noisy", "steps": []}})  # fmt: skip
+                                    "int4": {"checkpoint": "models/noisy", "steps": []}},
+                        benchmark=BENCHMARK | {"candidates": []})  # fmt: skip
     return project.repro()
 
 
@@ -188,7 +192,7 @@ def failed_again(project: Project, candidate_edited: Repro) -> Repro:
 def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: Repro) -> None:
     assert passed.code == 0, passed.output
     assert sorted(passed.ran) == sorted(["env", "optimize@reference", "optimize@int4", "evaluate@reference",
-                                         "evaluate@int4", *JUDGING])  # fmt: skip
+                                         "evaluate@int4", "benchmark@int4", *JUDGING])  # fmt: skip
     assert passed.ran[-3:] == JUDGING
     assert passed.gate_ok and passed.verdicts == {"int4": "pass"}
     evaluation = json.loads((project.root / "build/evaluations/int4/evaluation.json").read_text())
@@ -196,6 +200,12 @@ def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: R
     metrics = json.loads((project.root / "metrics/reference.json").read_text())
     assert metrics["workflows"]["task_completion_rate"] > 0.5, "the copy must evaluate a model that works"
     assert "int4" in (project.root / "reports/report.md").read_text()
+
+
+def test_the_candidate_was_timed_beside_the_reference(project: Project, passed: Repro) -> None:
+    timed = json.loads((project.root / "build/benchmarks/int4.json").read_text())
+    assert timed["refusal"] is None and len(timed["cells"][0]["candidate"]) == 6, passed.output
+    assert timed["candidate"]["num_changed"] == 0 and timed["candidate"]["peak_memory_mib"] > 100
 
 
 def test_a_second_run_does_nothing(repeated: Repro, passed: Repro) -> None:

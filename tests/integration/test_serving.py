@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +19,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from tokenizers.decoders import DecodeStream
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.errors import EngineError, RequestError
 from pipeline.fingerprints import find_difference, fingerprint
 from pipeline.params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
-from pipeline.records import Candidate, ServingConfig, SpeculativeConfig, sum_speculation
+from pipeline.records import Candidate, ServingConfig, SpeculationCounts, SpeculativeConfig, sum_speculation
 from pipeline.serving.client import Client
 from pipeline.serving.engines import registry as engines
 from pipeline.serving.engines import transformers
@@ -140,6 +143,11 @@ def test_fingerprint_is_the_candidates_and_computed_by_the_server(running: Runni
         ({"stop": ["x"]}, "unsupported field 'stop'"),
         ({"messages": []}, "expected at least one message"),
         ({"max_tokens": CONTEXT}, f"expected at most {CONTEXT} tokens"),
+        ({"max_tokens": CONTEXT, "stream": True}, f"expected at most {CONTEXT} tokens"),
+        ({"stream": "yes"}, "stream: expected true or false, got 'yes'"),
+        ({"stream_options": {"include_usage": False}}, "stream_options: expected include_usage true, got "),
+        ({"ignore_eos": True}, "expected true and the number of max_tokens (4), or neither field, got "),
+        ({"min_tokens": 3, "ignore_eos": True}, "or neither field, got {'ignore_eos': True, 'min_tokens': 3}"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -246,6 +254,78 @@ def test_speculation_gives_the_targets_own_answers_and_its_counts_add_up(
     assert total.num_drafted > 0
     if draft_seed == 0:
         assert total.acceptance_rate == 1 and total.num_target_forwards < total.num_completion_tokens / 2
+
+
+NUM_TOKENS = 24
+
+
+def decode_as_a_stream(tokenizer: Any, tokens: list[int]) -> str:
+    """What has been sent after the last token: one that ends within a character is held back."""
+    stream = DecodeStream([], skip_special_tokens=True)
+    return "".join(stream.step(tokenizer._tokenizer, token) or "" for token in tokens)
+
+
+async def stream_answer(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
+    """Stream an answer of exactly NUM_TOKENS tokens; return its text and the last chunk."""
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True,
+            "min_tokens": NUM_TOKENS, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks), chunks[-1]
+
+
+@pytest.mark.parametrize(("path", "draft_seed"), [("batched", None), ("serial", None), ("lookup", None), ("draft", 0)])
+def test_a_stream_decodes_exactly_as_many_tokens_as_asked(
+    running: Running, tmp_path: Path, path: str, draft_seed: int | None
+) -> None:
+    """Half of the vocabulary ends an answer here, so that none would come near the number by itself."""
+    from pipeline.serving.app import Server
+    from pipeline.serving.loading import load_candidate
+
+    folder = shutil.copytree(running.folder, tmp_path / "tiny")
+    config = json.loads((folder / "generation_config.json").read_text())
+    ends = list(range(0, len(running.tokenizer), 2))
+    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
+    draft = None if draft_seed is None else write_tiny_llama(tmp_path / "draft", seed=draft_seed)
+    candidate = (make_candidate(folder, continuous_batching=path == "batched") if path in ("batched", "serial")
+                 else speculative_candidate(folder, draft, 3))
+    server = Server(load_candidate(candidate, folder, draft_folder=draft))
+    conversations = [[{"role": "user", "content": text}] for text in make_texts(8)]
+
+    async def ask_all() -> tuple[list[Any], list[Any]]:
+        transport = httpx.ASGITransport(app=server.build_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
+            plain = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS}
+            answers = [(await client.post("/v1/chat/completions", json=plain | {"messages": m})).json()
+                       for m in conversations]  # fmt: skip
+            return answers, await asyncio.gather(*(stream_answer(client, m) for m in conversations))
+
+    try:
+        answers, streamed = running.runner.run(ask_all())
+    finally:
+        server._manager.stop()
+    for messages, (text, last) in zip(conversations, streamed, strict=True):
+        inputs = running.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
+                                                       return_dict=True)  # fmt: skip
+        num_prompt = inputs["input_ids"].shape[1]
+        plain = running.model.generate(**inputs, max_new_tokens=NUM_TOKENS, eos_token_id=-1, do_sample=False)[0]
+        assert text == decode_as_a_stream(running.tokenizer, plain[num_prompt:].tolist())
+        assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (num_prompt, NUM_TOKENS)
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["system_fingerprint"] == candidate.fingerprint
+        assert ("speculation" in last["usage"]) == (path in ("lookup", "draft"))
+        if draft is not None:  # the target's twin: what it drafts is always right
+            counts = SpeculationCounts(**last["usage"]["speculation"])
+            assert counts.acceptance_rate == 1 and counts.num_target_forwards == NUM_TOKENS / 4
+    assert min(answer["usage"]["completion_tokens"] for answer in answers) < NUM_TOKENS
+
+
+def test_messages_are_tokenised_as_a_chat_renders_them(running: Running) -> None:
+    messages = [{"role": "user", "content": "the courier"}]
+    ids = running.runner.run(running.client.tokenize_chat(messages))
+    assert ids == running.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert len(ids) == running.chat(messages).num_prompt_tokens
 
 
 def test_another_draft_than_the_candidates_is_named(running: Running, tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from tests.structure.import_closure import ROOT, direct_imports
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
     ("errors", "digests", "differences", "fingerprints", "records", "params", "serving_config", "gate.metrics",
-     "gate.rates"),
+     "gate.rates", "benchmark_records"),
     ("numerics", "environment"),
     ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
-    ("preflight", "drift"),
+    ("preflight", "drift", "benchmark"),
 )
 # These judge and show records; the model is none of their business.
 RECORDS_ONLY = ("gate", "tracking", "run_contents", "predictions")

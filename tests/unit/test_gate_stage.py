@@ -258,7 +258,7 @@ def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
     (tmp_path / "metrics/gone.json").write_text("{}")  # of a candidate that is no more
     assert stages.compare.main([]) == 0
     names = ["reports/verdict.json", "reports/report.md", "reports/harm.png", "reports/completion.png",
-             "metrics/reference.json", "metrics/good.json", "metrics/bad.json"]
+             "reports/speed.png", "metrics/reference.json", "metrics/good.json", "metrics/bad.json"]
     assert sorted(p.name for p in (tmp_path / "metrics").iterdir()) == ["bad.json", "good.json", "reference.json"]
     first = {name: digest_file(tmp_path / name) for name in names}
     stages.compare.main([])

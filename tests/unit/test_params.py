@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 from pipeline.errors import SettingsError
 from pipeline.params import AwqStep, GptqStep, SpeculativeStep, load_params, parse_params
 from tests.structure.import_closure import ROOT
+from tests.synthetic_records import NO_BENCHMARK
 
 CALIBRATION = {"sources": ["prose"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
 VALID: dict[str, Any] = {
@@ -37,6 +38,7 @@ VALID: dict[str, Any] = {
              "tolerances": {"workflows/task_completion_rate": {"overall": 0.02, "buckets": {"long": 0.05}},
                             "prose/perplexity_per_token": {"overall": 0.02}},
              "tripwires": {"prose/kl_nats_per_token": 0.02}},
+    "benchmark": {**NO_BENCHMARK, "candidates": ["int4"]},
 }  # fmt: skip
 VLLM = {"kind": "vllm", "command": ["vllm", "serve"], "version": "0.32.0"}
 REMOVE = object()
@@ -165,6 +167,19 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
          "reference: expected one of the candidates (reference, int4, awq), got 'refrence'"),
         ("release", ["int4", "int8"], "release.1: expected one of the candidates (reference, int4, awq), got 'int8'"),
         ("release", ["int4", "int4"], "release.1: 'int4' is listed twice; remove one"),
+        ("benchmark//candidates", ["reference"],
+         "benchmark.candidates.0: expected one of the candidates beside the reference (int4, awq), got 'reference'"),
+        ("benchmark//candidates", ["int4", "int4"], "benchmark.candidates.1: 'int4' is listed twice; remove one"),
+        ("benchmark//concurrency", [1, 9],
+         "benchmark.concurrency.1: expected distinct numbers up to serving.concurrency (8), got 9"),
+        ("benchmark//concurrency", [2, 2], "benchmark.concurrency.1: expected distinct numbers up to "),
+        ("benchmark//prompt_tokens", [[10, 20], [20, 30]],
+         "benchmark.prompt_tokens: expected bands [least, most] that rise and don't overlap, got [[10, 20], [20, 30]]"),
+        ("benchmark//prompt_tokens", [[20, 10]], "benchmark.prompt_tokens: expected bands [least, most] that rise"),
+        ("benchmark//num_tokens", 453, "benchmark.num_tokens: expected at most 452, as the longest prompts (60 tokens) "
+         "share serving.context_length (512) with the answer, got 453"),
+        ("benchmark//rounds", 5, "benchmark.rounds: expected 6 or more, got 5"),
+        ("benchmark//max_slowdown", 0.0, "benchmark.max_slowdown: expected more than 0, got 0.0"),
         ("candidates//Int 4", {"checkpoint": "x", "steps": []},
          "candidates.Int 4: a name is lower-case letters, digits and dashes"),
         ("candidates//../up", {"checkpoint": "x", "steps": []}, "candidates.../up: a name is "),
@@ -286,3 +301,13 @@ def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
     YAML(typ="safe").dump(VALID, path)
     path.write_text(path.read_text().replace("alpha: 0.05", "alpha: 5e-2"))
     assert load_params(path).gate.alpha == 0.05
+
+
+def test_a_benchmark_needs_an_eval_that_chats() -> None:
+    data = copy.deepcopy(VALID)
+    data["gate"]["tolerances"] = {"choices/accuracy": {"overall": 0.02}}
+    data["evals"] = {"choices": data["evals"]["choices"]}
+    data["gate"]["tripwires"] = {}
+    assert refusal(data).startswith("benchmark.candidates: the prompts are those of evals of kind tool_calls or ")
+    data["benchmark"]["candidates"] = []
+    assert not parse_params(data).chat_evals

@@ -20,6 +20,7 @@ from pipeline.evalsets import Evalset, load_evalset
 from pipeline.params import load_params, parse_params
 from pipeline.preflight import check_project
 from tests.structure.import_closure import ROOT
+from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import write_documents, write_tiny_llama
 
 CALIBRATION = {"sources": ["prose", "long"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
@@ -40,6 +41,7 @@ SETTINGS: dict[str, Any] = {
               "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8}},
     "gate": {"alpha": 0.05, "on_inconclusive": "block",
              "tolerances": {"prose/perplexity_per_token": {"overall": 0.02, "buckets": {"long": 0.05}}}},
+    "benchmark": NO_BENCHMARK,
 }  # fmt: skip
 
 

@@ -1,0 +1,74 @@
+"""Was the timed work the work that was asked for? In the spirit of MLPerf's audits, on every timed request.
+
+The same number of completion tokens for all, prompts of the length that their cell says, and the answers that
+were evaluated: a server that is fast because it answers something else is not fast. Token counts are the
+server's usage, which an attached server could misstate; what it answered it can't.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipeline.benchmark.prompts import Plan, Prompt
+from pipeline.benchmark.streaming import TimedReply
+from pipeline.evals.calls import describe_reply
+
+_SHOWN = 60  # characters of an answer
+
+
+class UnequalWorkError(Exception):
+    """The two sides did not do the same work, or not the evaluated one: the benchmark is refused, never a number."""
+
+
+def check_work(timed: TimedReply, prompt: Prompt, plan: Plan, num_tokens: int) -> None:
+    """Refuse an answer of another length than asked, or a prompt outside of its band."""
+    reply = timed.reply
+    if reply.num_completion_tokens != num_tokens:
+        raise UnequalWorkError(f"{prompt.name}: expected {num_tokens} completion tokens, as every request decodes, got "
+                               f"{reply.num_completion_tokens}")
+    if not plan.band[0] <= reply.num_prompt_tokens <= plan.band[1]:
+        raise UnequalWorkError(f"{prompt.name}: expected {plan.band[0]} to {plan.band[1]} prompt tokens, got "
+                               f"{reply.num_prompt_tokens}")
+
+
+def is_evaluated_answer(timed: TimedReply, expected: str) -> bool:
+    """Say whether a timed answer is the evaluated one, as far as both go.
+
+    The timed one goes on where the model would have ended, or is cut before.
+
+    Args:
+        timed: an answer of a fixed number of tokens.
+        expected: the evaluated first turn, in the words of `describe_reply`.
+    """
+    answer = describe_reply(timed.reply)
+    return answer.startswith(expected) or expected.startswith(answer)
+
+
+def describe_change(timed: TimedReply, expected: str) -> str:
+    """Say what was answered and what was evaluated."""
+    return f"answered {describe_reply(timed.reply)[:_SHOWN]!r}, evaluated was {expected[:_SHOWN]!r}"
+
+
+def read_peak_memory_mib(pids: Iterable[int]) -> float | None:
+    """Return the largest resident set since the start, in MiB, summed over processes and their descendants.
+
+    A GPU's memory is not in it. None where the system does not tell, or when there are no processes.
+    """
+    try:
+        peaks = [_read_peak_kib(pid) for root in pids for pid in _list_tree(root)]
+    except OSError:
+        return None
+    return round(sum(peaks) / 1024, 1) if peaks else None
+
+
+def _list_tree(pid: int) -> list[int]:
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+                for child in (task / "children").read_text().split()]  # fmt: skip
+    return [pid, *(below for child in children for below in _list_tree(child))]
+
+
+def _read_peak_kib(pid: int) -> int:
+    found = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(found.group(1)) if found else 0  # a process that has just ended holds nothing

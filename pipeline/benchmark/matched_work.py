@@ -1,0 +1,109 @@
+"""Time a candidate against the reference: both served side by side, the same prompts, the same number of tokens.
+
+The two servers are the ones that would ship, one of each, on the same machine; while one is asked the other
+waits. Either must be the very endpoint that was evaluated, and answer as it did. Whatever is not equal work
+refuses the benchmark: the result then says why and holds no number.
+
+Not covered: a GPU's memory, and speed at another sampling than the deployed one, which is greedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+
+from pipeline.benchmark.audits import UnequalWorkError, read_peak_memory_mib
+from pipeline.benchmark.prompts import Plan, load_prompts, plan_grid, read_expected
+from pipeline.benchmark.rounds import Contender, run_rounds, time_repeats
+from pipeline.benchmark.streaming import DEFINITIONS
+from pipeline.benchmark_records import Benchmark, Machine, Side, describe_work
+from pipeline.environment import read_machine
+from pipeline.errors import SettingsError
+from pipeline.params import Params
+from pipeline.records import Candidate, Evaluation, read_record
+from pipeline.serving.client import Client
+from pipeline.serving.engines.registry import start_engine
+from pipeline.serving_config import read_candidate
+
+
+async def run_benchmark(name: str, params: Params, *, root: Path, build: Path) -> Benchmark:
+    """Benchmark one candidate.
+
+    Args:
+        name: of the candidate.
+        params: the grid, how to serve, and the evals whose prompts are used.
+        root: project root, which paths of checkpoints and evalsets are relative to.
+        build: the folder of candidates, evaluations and server logs.
+
+    Returns:
+        The rounds as they were timed, or the reason why the work was not equal.
+
+    Raises:
+        SettingsError: too few prompts, or one server for both sides.
+        EvidenceError: a candidate or an evaluation is missing, or not what was written.
+        EngineError: a server did not come up, died or did not answer.
+    """
+    pair = [read_candidate(build, side, params) for side in (params.reference, name)]
+    _check_two_servers(pair)
+    benchmark = Benchmark(name=name, work=describe_work(params.benchmark), machine=_describe_machine(),
+                          definitions=DEFINITIONS)  # fmt: skip
+    reference, candidate = (_serve(side, role, params, root=root, build=build, logs=build / "logs" / name / role)
+                            for side, role in zip(pair, ("reference", "candidate"), strict=True))  # fmt: skip
+    try:
+        async with reference as (ours, client), candidate as (theirs, _):
+            plans = await plan_grid(load_prompts(params, root), client, params.benchmark)
+            cells = await run_rounds(plans, ours, theirs, num_tokens=params.benchmark.num_tokens)
+            # the longest prompts with the fewest in flight: where a cached prefix shows best
+            number = min(range(len(plans)), key=lambda i: (-plans[i].band[0], plans[i].concurrency))
+            found = {side.role: await _describe_side(side, plans[number], getattr(cells[number], side.role)[-1].ttft_ms,
+                                                     num_tokens=params.benchmark.num_tokens)
+                     for side in (ours, theirs)}  # fmt: skip
+    except UnequalWorkError as error:
+        return benchmark.model_copy(update={"refusal": str(error)})
+    return benchmark.model_copy(update={"cells": tuple(cells), **found})
+
+
+def _check_two_servers(pair: list[Candidate]) -> None:
+    url, other = (c.serving.base_url for c in pair)
+    if url and other and url.rstrip("/") == other.rstrip("/"):
+        raise SettingsError(f"candidates.{pair[1].name}.engine.base_url: expected another server than the "
+                            f"reference's, which would be sent each prompt twice, got {other!r}")
+
+
+@contextlib.asynccontextmanager
+async def _serve(
+    candidate: Candidate, role: str, params: Params, *, root: Path, build: Path, logs: Path
+) -> AsyncIterator[tuple[Contender, Client]]:
+    """Bring up one side, and check that it is what was evaluated."""
+    folder = build / "evaluations" / candidate.name
+    evaluation = read_record(folder / "evaluation.json", Evaluation)
+    expected = read_expected(params, root, folder, evaluation)
+    settings = params.serving.model_copy(update={"num_servers": 1})
+    # each request in flight has a connection, as its users would have
+    http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0),
+                                 timeout=aiohttp.ClientTimeout(total=settings.request_timeout_s))  # fmt: skip
+    starting = start_engine(candidate, settings, evals=params.evals, root=root, logs=logs)
+    async with http, starting as (engine, client):
+        if engine.fingerprint != evaluation.fingerprint:
+            raise UnequalWorkError(f"{role}: its server has the fingerprint {engine.fingerprint[:12]}, evaluated was "
+                                   f"{evaluation.fingerprint[:12]}; run `dvc repro`")
+        is_ours = candidate.serving.engine == "transformers"  # others don't count drafts while they stream
+        yield Contender(role, engine, http, expected, is_exact=is_ours and candidate.serving.dtype == "float32",
+                        has_drafts=is_ours and candidate.serving.speculative is not None), client
+
+
+async def _describe_side(side: Contender, plan: Plan, first_ms: float, *, num_tokens: int) -> Side:
+    peak_memory_mib = read_peak_memory_mib(process.popen.pid for process in side.engine.processes)
+    return Side(
+        fingerprint=side.engine.fingerprint, peak_memory_mib=peak_memory_mib, num_requests=side.num_requests,
+        num_changed=side.num_changed, speculation=side.speculation,
+        repeat_ttft_ratio=await time_repeats(plan, side, num_tokens=num_tokens, first_ms=first_ms),
+    )  # fmt: skip
+
+
+def _describe_machine() -> Machine:
+    machine = read_machine()
+    return Machine(cpu=machine.cpu, num_cores=machine.num_cores, gpus=tuple(gpu.name for gpu in machine.gpus))

@@ -1,0 +1,144 @@
+"""From timed rounds to a verdict over the grid: where the candidate is faster, where it is slower.
+
+Each number is the median over the rounds. Its interval is that of order statistics, which assumes nothing
+about how times are distributed: of n rounds the k-th smallest to the k-th largest, with the largest k that
+still covers the median with 95 % (six rounds: smallest to largest, 96.9 %). Ratios are taken within a round,
+where both sides answered the same prompts in the same minute. A cell is faster, or slower, when the whole
+interval of its throughput's ratio is above, or below, 1; each cell speaks for itself, with no correction for
+their number.
+
+Pure Python: the stage that decides the exit code reads speeds here. Not covered: the times of single requests.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.benchmark_records import Benchmark, Cell, Work
+from pipeline.errors import EvidenceError
+from pipeline.records import MedianInterval, PairedMedians, Speed, SpeedCell, read_record
+
+CONFIDENCE = 0.95
+
+
+def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, str]) -> Benchmark:
+    """Read a benchmark and check that it is about this work and these two endpoints.
+
+    Args:
+        build: the folder that holds `benchmarks/`.
+        name: of the candidate.
+        work: what params.yaml asks for.
+        fingerprints: of the reference and the candidate, as they were evaluated.
+
+    Raises:
+        EvidenceError: there is none, it was refused, or it is about something else.
+    """
+    path = build / "benchmarks" / f"{name}.json"
+    benchmark = read_record(path, Benchmark)
+    if benchmark.refusal is not None:
+        raise EvidenceError(f"benchmark of {name}: {benchmark.refusal}")
+    if benchmark.name != name or benchmark.work != work:
+        raise EvidenceError(f"{path}: expected {name!r} timed on the work that params.yaml asks for, got "
+                            f"{benchmark.name!r} on {benchmark.work.model_dump(mode='json')}; run `dvc repro`")
+    for role, expected in zip(("reference", "candidate"), fingerprints, strict=True):
+        side = getattr(benchmark, role)
+        if side is None or side.fingerprint != expected:
+            found = side.fingerprint[:12] if side else "none"
+            raise EvidenceError(f"{path}: expected the {role} that was evaluated ({expected[:12]}), found {found}; "
+                                "run `dvc repro`")
+    return benchmark
+
+
+def judge_speed(benchmark: Benchmark) -> Speed:
+    """Turn the rounds of a benchmark that was not refused into medians, intervals and outcomes."""
+    assert benchmark.reference is not None and benchmark.candidate is not None
+    return Speed(
+        cells=tuple(map(_judge_cell, benchmark.cells)), confidence=cover_median(benchmark.work.rounds)[1],
+        reference_peak_memory_mib=benchmark.reference.peak_memory_mib,
+        candidate_peak_memory_mib=benchmark.candidate.peak_memory_mib,
+    )  # fmt: skip
+
+
+def _judge_cell(cell: Cell) -> SpeedCell:
+    throughput = _pair(cell, "throughput_tokens_per_s")
+    ratio = throughput.ratio
+    return SpeedCell(
+        concurrency=cell.concurrency, prompt_tokens=cell.prompt_tokens, throughput_tokens_per_s=throughput,
+        ttft_ms=_pair(cell, "ttft_ms"), inter_token_latency_ms=_pair(cell, "inter_token_latency_ms"),
+        outcome="faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "no difference",
+    )  # fmt: skip
+
+
+def _pair(cell: Cell, name: str) -> PairedMedians:
+    ours, theirs = ([getattr(batch, name) for batch in side] for side in (cell.reference, cell.candidate))
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return PairedMedians(reference=bound_median(ours), candidate=bound_median(theirs), ratio=bound_median(ratios))
+
+
+def bound_median(values: Sequence[float]) -> MedianInterval:
+    """Return the median of the rounds and its interval by order statistics.
+
+    Raises:
+        EvidenceError: too few rounds for an interval.
+    """
+    rank, _ = cover_median(len(values))
+    ordered = sorted(values)
+    return MedianInterval(median=statistics.median(ordered), low=ordered[rank - 1], high=ordered[-rank])
+
+
+def cover_median(num_values: int) -> tuple[int, float]:
+    """Return the largest k whose k-th smallest to k-th largest value cover the median with 95 %, and how often they do.
+
+    The median is below the k-th smallest when fewer than k of n values are below it, and each of them is with
+    probability 1/2: 1 - 2 P(Binomial(n, 1/2) < k) is covered.
+
+    Raises:
+        EvidenceError: fewer than six values.
+    """
+    missed, best = 0.0, None
+    for rank in range(1, num_values // 2 + 1):
+        missed += math.comb(num_values, rank - 1) / 2**num_values
+        if 1 - 2 * missed < CONFIDENCE:
+            break
+        best = rank, 1 - 2 * missed
+    if best is None:
+        raise EvidenceError(f"benchmark: expected six rounds or more, which an interval of a median needs, got "
+                            f"{num_values}")
+    return best
+
+
+def list_slow_cells(speed: Speed, max_slowdown: float | None) -> list[SpeedCell]:
+    """Return the cells whose throughput is surely below what is tolerated: their whole interval is."""
+    if max_slowdown is None:
+        return []
+    return [cell for cell in speed.cells if cell.throughput_tokens_per_s.ratio.high < 1 - max_slowdown]
+
+
+def describe_slow_cell(cell: SpeedCell, speed: Speed, max_slowdown: float) -> str:
+    """Say by how much a cell is too slow."""
+    return (f"{name_cell(cell)}: throughput is {format_ratio(cell.throughput_tokens_per_s.ratio)} of the reference's "
+            f"({speed.confidence:.1%} interval), expected {1 - max_slowdown:g} or more (benchmark.max_slowdown)")
+
+
+def describe_speed(speed: Speed) -> str:
+    """Say in one sentence where the candidate wins and where it loses."""
+    parts = []
+    for outcome in ("faster", "slower"):
+        cells = [name_cell(cell) for cell in speed.cells if cell.outcome == outcome]
+        parts.append(f"{outcome} in {len(cells)} of {len(speed.cells)} cells"
+                     + (f" ({'; '.join(cells)})" if cells else ""))  # fmt: skip
+    return ", ".join(parts)
+
+
+def name_cell(cell: SpeedCell) -> str:
+    """Name a cell of the grid."""
+    return f"{cell.concurrency} in flight, {cell.prompt_tokens[0]} to {cell.prompt_tokens[1]} prompt tokens"
+
+
+def format_ratio(ratio: MedianInterval) -> str:
+    """Write a ratio with its interval: "0.94 (0.91 to 0.98)"; a third digit where two would read as no difference."""
+    digits = 2 if all(round(x, 2) != 1 or x == 1 for x in (ratio.low, ratio.high)) else 3
+    return f"{ratio.median:.{digits}f} ({ratio.low:.{digits}f} to {ratio.high:.{digits}f})"

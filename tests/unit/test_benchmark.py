@@ -1,0 +1,221 @@
+"""The benchmark against two fake servers: what is sent to whom and when, and what refuses it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.benchmark import matched_work, prompts
+from pipeline.benchmark.audits import read_peak_memory_mib
+from pipeline.benchmark_records import Benchmark
+from pipeline.errors import EngineError, EvidenceError, SettingsError
+from pipeline.params import Params, parse_params
+from pipeline.records import BuiltCandidate, Candidate, SpeculativeConfig, read_record, write_record
+from pipeline.serving.client import Client
+from tests.synthetic_records import make_candidate, make_params, write_candidate
+from tests.unit.test_client import FakeServer, answer
+from tests.unit.test_evalsets import write
+from tests.unit.test_evaluate import CALL, FakeEndpoint, write_questions
+from tests.unit.test_evaluate import endpoint as endpoint
+from tests.unit.test_evaluate import run as evaluate
+from tests.unit.test_streaming import chunk, stream, usage
+
+BATCH = 4  # the least: a cell of one request in flight has as many
+BENCHMARK = {"candidates": ["a"], "concurrency": [1, 3], "prompt_tokens": [[1, 5], [6, 20]], "num_tokens": 8,
+             "rounds": 6}  # fmt: skip
+NEEDED = 7 * (BATCH + BATCH)  # prompts of a band: warm-up and six rounds of two cells
+QUESTIONS = [f"q{i} " + "word " * words for words in (1, 8) for i in range(NEEDED)]
+
+
+@dataclass
+class World:
+    """Two fake servers, what they were sent, and what one of them does otherwise than expected."""
+
+    root: Path
+    sent: list[tuple[str, str]] = field(default_factory=list)  # (model, question) of each streamed request
+    changes: dict[str, Any] = field(default_factory=dict)  # of the candidate: num_tokens, num_prompt, text, fingerprint
+    settings: dict[str, Any] = field(default_factory=dict)
+    serving: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Params:
+        data = make_params(["a"], ["a"], benchmark=BENCHMARK | self.settings).model_dump()
+        data["evals"] = {name: {"kind": "tool_calls", "evalset": name} for name in ("first", "second")}
+        data["serving"] |= self.serving
+        data["gate"] |= {"tolerances": {"first/tool_call_exact_match": {"overall": 0.1}}, "tripwires": {}}
+        return parse_params(data)
+
+    def run(self) -> Benchmark:
+        work = matched_work.run_benchmark("a", self.params, root=self.root, build=self.root / "build")
+        return asyncio.run(work)
+
+    @contextlib.asynccontextmanager
+    async def start(self, candidate: Candidate, *_: Any, **__: Any) -> AsyncIterator[tuple[Any, Client]]:
+        changes = self.changes if candidate.name == "a" else {}
+
+        async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            question = body["messages"][-1]["content"]
+            num_prompt = len(question.split())
+            if not body.get("stream"):
+                return await answer(200, {"tokens": [0] * num_prompt})(body, writer)
+            self.sent.append((body["model"], question))
+            text = changes.get("text", CALL + "and more")
+            events = [chunk(text[:9]), chunk(text[9:]), chunk(finish="length"),
+                      usage(changes.get("num_tokens", body["max_tokens"]), changes.get("num_prompt", num_prompt))]
+            await stream(*events)(body, writer)
+
+        async with FakeServer(behave) as server, Client([server.url], candidate.name, concurrency=8, timeout_s=5) as c:
+            yield SimpleNamespace(base_urls=(server.url,), model=candidate.name, processes=(), check_alive=lambda: None,
+                                  fingerprint=changes.get("fingerprint", "f1")), c  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A reference and a candidate that were built and evaluated."""
+    write_questions(tmp_path / "first", *QUESTIONS)
+    for name in ("reference", "a"):
+        evaluate(tmp_path, make_candidate(name))
+        write_candidate(tmp_path / "build", make_candidate(name))
+    world = World(tmp_path)
+    monkeypatch.setattr(matched_work, "start_engine", world.start)
+    return world
+
+
+def test_both_sides_do_the_same_work_in_turn_and_no_prompt_is_repeated(world: World) -> None:
+    benchmark = world.run()
+    assert benchmark.refusal is None
+    batches = [world.sent[i : i + BATCH] for i in range(0, len(world.sent), BATCH)]
+    warm_up, timed, repeats = batches[:8], batches[8:-2], batches[-2:]
+    assert all(len({model for model, _ in batch}) == 1 for batch in batches)
+    # six rounds of four cells, and who begins changes from round to round
+    first = [[cell[0][0][0] for cell in zip(timed[i : i + 8 : 2], strict=True)] for i in range(0, len(timed), 8)]
+    assert first == [["reference"] * 4, ["a"] * 4] * 3
+    for one, other in zip(timed[::2], timed[1::2], strict=True):
+        assert sorted(q for _, q in one) == sorted(q for _, q in other)
+    sent = Counter(world.sent) - Counter(request for batch in repeats for request in batch)
+    assert set(sent.values()) == {1} and len(sent) == 2 * 2 * NEEDED
+    assert {q for b in repeats for _, q in b} <= {q for b in timed for _, q in b}
+    assert not {q for b in warm_up for _, q in b} & {q for b in timed for _, q in b}
+
+
+def test_the_result_holds_every_round_and_what_the_audits_found(world: World) -> None:
+    benchmark = world.run()
+    assert [(cell.concurrency, cell.prompt_tokens) for cell in benchmark.cells] == [
+        (1, (1, 5)), (3, (1, 5)), (1, (6, 20)), (3, (6, 20))]  # fmt: skip
+    assert all(len(cell.reference) == len(cell.candidate) == 6 for cell in benchmark.cells)
+    assert benchmark.candidate is not None and benchmark.candidate.peak_memory_mib is None, "not ours to look into"
+    assert (benchmark.candidate.num_requests, benchmark.candidate.num_changed) == (6 * 4 * BATCH, 0)
+    assert benchmark.candidate.repeat_ttft_ratio > 0
+    assert "completion tokens less one" in benchmark.definitions
+    path = world.root / "benchmark.json"
+    write_record(path, benchmark)
+    assert read_record(path, Benchmark) == benchmark
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"num_tokens": 7}, "expected 8 completion tokens, as every request decodes, got 7"),
+    ({"num_prompt": 21}, "expected 1 to 5 prompt tokens, got 21"),
+    ({"text": "Sorry, no."}, "answered 'Sorry, no.', evaluated was '{\"name\": \"order\""),
+])  # fmt: skip
+def test_work_that_is_not_equal_is_refused_without_a_number(world: World, change: dict[str, Any], said: str) -> None:
+    world.changes = change
+    benchmark = world.run()
+    assert benchmark.refusal is not None and benchmark.cells == () and benchmark.candidate is None
+    assert benchmark.refusal.startswith("candidate, 1 in flight, 1 to 5 prompt tokens: first/t")
+    assert said in benchmark.refusal
+
+
+def test_another_server_than_the_evaluated_one_is_refused(world: World) -> None:
+    world.changes = {"fingerprint": "f2"}
+    assert world.run().refusal == ("candidate: its server has the fingerprint f2, evaluated was f1; run `dvc repro`")
+    assert world.sent == []
+
+
+def test_in_reduced_precision_changed_answers_are_counted(world: World) -> None:
+    """There the composition of a batch alone flips an answer."""
+    world.serving, world.changes = {"dtype": "bfloat16"}, {"text": "Sorry, no."}
+    benchmark = world.run()
+    assert benchmark.refusal is None and benchmark.candidate is not None and benchmark.reference is not None
+    assert (benchmark.reference.num_changed, benchmark.candidate.num_changed) == (0, 6 * 4 * BATCH)
+
+
+def test_an_answer_cut_before_the_evaluated_one_ends_is_the_same(world: World) -> None:
+    world.changes = {"text": CALL[:20]}
+    assert world.run().refusal is None
+
+
+def test_drafts_that_never_came_are_refused(world: World) -> None:
+    path = world.root / "build/candidates/a/candidate.json"
+    drafts = SpeculativeConfig(method="prompt_lookup", num_tokens=2)
+    write_record(path, read_record(path, BuiltCandidate).model_copy(update={"speculative": drafts}))
+    assert world.run().refusal == "candidate: expected drafted tokens, as it is served with speculation, got none"
+
+
+def test_too_few_prompts_are_told_with_how_many_it_takes(world: World) -> None:
+    world.settings = {"rounds": 8}
+    with pytest.raises(SettingsError, match=r"^benchmark\.prompt_tokens\.0: expected 72 distinct prompts of 1 to 5 "
+                                            r"tokens, so that none is sent twice, found 57 in the evals"):  # fmt: skip
+        world.run()
+
+
+def test_an_evalset_that_was_edited_since_is_refused(world: World) -> None:
+    write_questions(world.root / "first", *QUESTIONS, "new")
+    with pytest.raises(EvidenceError, match="first: expected the cases that were evaluated, found others"):
+        world.run()
+
+
+def test_a_server_that_fails_ends_the_stage(world: World) -> None:
+    world.changes = {"num_tokens": None}
+    with pytest.raises(EngineError, match="expected a stream with content"):
+        world.run()
+
+
+def test_one_server_for_both_sides_is_refused(world: World) -> None:
+    data = world.params.model_dump()
+    engine = {"kind": "openai", "base_url": "http://there:8000/", "model": "m"}
+    for name in ("reference", "a"):
+        data["candidates"][name] |= {"engine": engine, "steps": []}
+        write_candidate(world.root / "build", make_candidate(name).model_copy(update={"steps": ()}))
+    work = matched_work.run_benchmark("a", parse_params(data), root=world.root, build=world.root / "build")
+    with pytest.raises(SettingsError, match=r"^candidates\.a\.engine\.base_url: expected another server than the "):
+        asyncio.run(work)
+
+
+def test_cases_that_ask_the_same_are_one_prompt(world: World) -> None:
+    """As cases they differ in what they expect; sent both, the second would come from a cache."""
+    case = {"messages": [{"role": "user", "content": "same"}], "cluster": "c"}
+    write(world.root / "first", "tool_calls", [
+        case | {"id": str(n), "expected": {"name": "order", "arguments": {"n": n}}} for n in range(3)])  # fmt: skip
+    found = prompts.load_prompts(world.params, world.root)
+    assert sorted(p.messages[0]["content"] for p in found) == ["c", "same"]
+
+
+def test_memory_of_a_process_and_its_children_is_added_up() -> None:
+    async def measure() -> tuple[float | None, float | None]:
+        code = "import subprocess, sys; print(flush=True); sys.stdin.read()"
+        parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {json.dumps(code)}])"
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        alone = await asyncio.create_subprocess_exec(sys.executable, "-c", code, **pipes)
+        family = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, **pipes)
+        for process in (alone, family):
+            await process.stdout.readline()  # type: ignore[union-attr]
+        found = tuple(read_peak_memory_mib([process.pid]) for process in (alone, family))
+        for process in (alone, family):
+            process.stdin.close()  # type: ignore[union-attr]
+            await process.wait()
+        return found
+
+    alone, family = asyncio.run(measure())
+    if alone is not None and family is not None:  # Linux tells
+        assert alone > 1 and family > 1.7 * alone
+    assert read_peak_memory_mib([]) is None
