@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
+from pipeline.params import parse_params
 from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
 from pipeline.serving.vllm_config import build_config, check_config, render_config
+from tests.structure.import_closure import ROOT
 from tests.synthetic_records import make_candidate
 
 DRAFT = SpeculativeConfig(method="draft_model", num_tokens=5, draft_digest="d", draft_path="models/agent-draft")
@@ -55,3 +58,12 @@ def test_what_the_recorded_release_does_not_take_is_refused_before_it_starts(can
 def test_a_release_that_was_not_recorded_checks_the_file_itself() -> None:
     candidate = make(version="0.99.0", options={"anything": 1})
     check_config(build_config(candidate, needs_scores=False), candidate)
+
+
+def test_the_readmes_example_of_engines_is_valid() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Engines")[1].split("\n## ")[0]
+    yaml = YAML(typ="safe")
+    example = yaml.load(re.search(r"```yaml\n(.*?)```", section, re.DOTALL).group(1))  # type: ignore[union-attr]
+    data = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    params = parse_params(data | {"candidates": data["candidates"] | example["candidates"]})
+    assert [params.candidates[name].engine.kind for name in ("on-vllm", "on-my-server")] == ["vllm", "openai"]
