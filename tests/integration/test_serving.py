@@ -313,7 +313,7 @@ def test_a_stream_decodes_exactly_as_many_tokens_as_asked(
         assert text == decode_as_a_stream(running.tokenizer, plain[num_prompt:].tolist())
         assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (num_prompt, NUM_TOKENS)
         assert last["choices"][0]["finish_reason"] == "length"
-        assert last["system_fingerprint"] == candidate.fingerprint
+        assert last["system_fingerprint"] == server.loaded.fingerprint
         assert ("speculation" in last["usage"]) == (path in ("lookup", "draft"))
         if draft is not None:  # the target's twin: what it drafts is always right
             counts = SpeculationCounts(**last["usage"]["speculation"])
