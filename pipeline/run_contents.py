@@ -75,7 +75,7 @@ def _describe_run(
         candidate=name,
         key=digest_json([*says, is_reference, predictions["id"]]),
         metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline) | describe_gate(verdict)
-        | describe_speed(verdict.speed if verdict else None),
+        | describe_speed(verdict.speed if verdict else None) | describe_path(verdict, evaluation),
         params={"gate": describe_role(verdict, is_reference)} | describe_candidate(candidate, evaluation),
         predictions=predictions,
         note=_write_note(verdict, is_reference) + problem,
@@ -143,6 +143,19 @@ def describe_gate(verdict: Verdict | None) -> dict[str, float]:
     numbers |= {f"gate/num_{name}": float(outcomes.count(name)) for name in ("fail", "inconclusive") if gated}
     if gated:
         numbers["gate/worst_loss_over_tolerance"] = max(c.harm / tolerance for c, tolerance in gated)
+    return numbers
+
+
+def describe_path(verdict: Verdict | None, evaluation: Evaluation | None) -> dict[str, float]:
+    """Say as numbers what the path does beside the weights: answers of the canary that differ, drafts accepted."""
+    numbers = {}
+    if verdict is not None and verdict.canary is not None:
+        numbers["path/canary_diverged_percent"] = 100 * verdict.canary.num_diverged / verdict.canary.num_prompts
+    counts = evaluation.speculation if evaluation else None
+    if counts is not None:
+        numbers["path/acceptance_percent"] = 100 * counts.acceptance_rate
+        numbers["path/acceptance_length"] = counts.acceptance_length
+        numbers["path/target_forwards_per_token"] = counts.forwards_per_token
     return numbers
 
 

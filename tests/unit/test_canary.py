@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import check_outcomes, render_gate
-from pipeline.records import Evaluation, Verdict, read_record, write_record, write_text
+from pipeline.records import Evaluation, SpeculationCounts, Verdict, read_record, write_record, write_text
+from pipeline.run_contents import describe_runs
 from tests.synthetic_records import (
     CALL,
     Behaviour,
@@ -158,3 +159,18 @@ def test_other_hardware_on_the_two_sides_is_refused(tmp_path: Path) -> None:
         write_record(path, evaluation.model_copy(update={"served_by": facts}))
     reasons = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0].reasons
     assert any("fingerprint: expected" in reason for reason in reasons), "facts are sealed by the fingerprint"
+
+
+def test_mlflow_shows_what_the_path_changed_and_what_drafts_came_to(tmp_path: Path) -> None:
+    build = tmp_path / "build"
+    write_tree(build, {"a": Behaviour()}, num_cases=60)
+    path = build / "evaluations/a/evaluation.json"
+    counts = SpeculationCounts(method="draft_model", num_tokens=2, num_target_forwards=100, num_completion_tokens=230,
+                               num_drafted=200, accepted_by_position=(80, 50))
+    canary = write_canary(path.parent, {"loaded": changed(1, 2, 3)})
+    update = {"speculation": counts, "canary": canary}
+    write_record(path, read_record(path, Evaluation).model_copy(update=update))
+    _, run = describe_runs(compare_release(make_params(["a"], ["a"]), build).judgement, build)
+    shown = {name.removeprefix("path/"): value for name, value in run.metrics.items() if name.startswith("path/")}
+    assert shown == {"canary_diverged_percent": 3.0, "acceptance_percent": 65.0, "acceptance_length": 1.3,
+                     "target_forwards_per_token": pytest.approx(100 / 230)}  # fmt: skip
