@@ -13,6 +13,7 @@ Not covered: sampling, other modalities.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -129,12 +130,16 @@ class Server:
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise HTTPException(400, "messages: expected at least one message")
         self._check_model(body)
-        if problem := find_problem(self.loaded.tokenizer, body["messages"], body.get("tools")):
-            raise HTTPException(400, f"messages: {problem}")
         try:
             return await self._chat.answer(body, f"chat-{next(self._request_numbers)}")
         except CBWorkerDeadError as error:
             raise HTTPException(503, str(error)) from None
+        except HTTPException:
+            raise
+        except Exception:  # most often the template's own, of whatever type; rendered again to tell
+            if problem := find_problem(self.loaded.tokenizer, body["messages"], body.get("tools")):
+                raise HTTPException(400, f"messages: {problem}") from None
+            raise
 
     async def score(self, request: Request) -> Response:
         """`POST /v1/completions`: log-likelihoods of prompts given as token ids; generates nothing."""
@@ -235,8 +240,9 @@ def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: An
         def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
             return loaded.name, loaded.model, loaded.tokenizer
 
-        def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            config = super()._build_generation_config(body, *args, **kwargs)
+        def _build_generation_config(self, body: dict[str, Any], model_config: Any, use_cb: bool = False) -> Any:
+            config = copy.copy(model_config)  # the library's deep copy takes longer than many a token
+            config.max_new_tokens, config.use_cache = body["max_tokens"], not use_cb
             if body.get("ignore_eos"):
                 config.eos_token_id = -1  # no token has this id; None would be filled in from the model's own config
             return config
