@@ -17,7 +17,7 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,10 @@ class LocalClient:
         return Reply(text=self.loaded.tokenizer.decode(tokens, skip_special_tokens=True), tool_calls=(),
                      finish_reason="stop", num_prompt_tokens=inputs["input_ids"].shape[1],
                      num_completion_tokens=len(tokens), latency_s=0.0, fingerprint="")  # fmt: skip
+
+    async def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of each text."""
+        return self.loaded.tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
 
     def end_session(self, session: str) -> None:
         """Nothing to forget."""
