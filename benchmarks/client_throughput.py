@@ -199,8 +199,12 @@ def report(kind: str, rounds: list[tuple[Round, Round]]) -> bool:
     """Print what was found; return whether both ways gave the same answers."""
     num_cases = sum(len(ours.answers) for ours, _ in rounds)
     ours_total, direct_total = (sum(pair[side].total for pair in rounds) for side in (0, 1))
-    other = [name for ours, direct in rounds for name, text in direct.answers.items()
-             if (ours.answers[name], ours.num_tokens[name]) != (text.replace("\n", "\\n"), direct.num_tokens[name])]
+    other = [
+        name
+        for ours, direct in rounds
+        for name, text in direct.answers.items()
+        if (ours.answers[name], ours.num_tokens[name]) != (text.replace("\n", "\\n"), direct.num_tokens[name])
+    ]
     print(f"{kind}: {num_cases} cases in {len(rounds)} rounds, {ours_total} completion tokens through the client, "
           f"{direct_total} straight from the engine, {len(other)} answers differ {other[:3] or ''}")  # fmt: skip
     for name, side in (("client", 0), ("engine", 1)):
