@@ -1,11 +1,19 @@
 """What speculative decoding changes and costs: the same prompts with and without drafts, in one process.
 
-The prompts are those of shipped tool calls and of every turn of shipped workflows, as the target itself
-plays them in float32. Each prompt goes through all settings in turn, so that they share the machine's
+Each prompt goes through all settings, in an order drawn anew each time, so that they share the machine's
 weather. Target-only decoding is the plain serial `generate` that speculation builds on, one thread; time is
-the process's CPU seconds in `generate`, prefill included.
+the process's CPU seconds in `generate`, prefill included. Prints, for each kind of prompt,
 
-    python -m benchmarks.speculation [--calls 150] [--workflows 60]
+- what drafts changed: answers that differ from target-only decoding in the same dtype, by kind of difference,
+  and the gap between the two largest logits of target-only decoding where they part (`--flips` writes each),
+- what drafts cost: acceptance, forward passes, tokens/s with a 95 % bootstrap interval over prompts,
+- how near target-only decoding comes to a tie, and how far the gap moves when the same tokens go through one
+  forward pass instead of one each: an answer can flip only where the second reaches the first.
+
+A gap is also given in steps: neighbouring numbers of the dtype at the size of the largest logit. Drafts must
+change nothing in float32, else the script ends with 1; in bfloat16 they may, at near-ties.
+
+    python -m benchmarks.speculation [--calls 150] [--workflows 60] [--documents 200] [--flips FILE]
 
 Not covered: HTTP, several requests at once, sampling. What continuous batching makes of the same prompts is
 in `dvc repro`'s own log.
@@ -14,150 +22,214 @@ in `dvc repro`'s own log.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import tempfile
+import copy
+import json
+import random
+import sys
 import time
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from pipeline.checkpoints import describe_checkpoint
-from pipeline.evals import tool_calls, trajectories
-from pipeline.evals.context import EvalContext
-from pipeline.evals.journal import Journal
-from pipeline.evalsets import Evalset, load_evalset
-from pipeline.params import ToolCallsEval, TrajectoriesEval
-from pipeline.records import Candidate, ServingConfig, SpeculationCounts, SpeculativeConfig, sum_speculation
-from pipeline.serving.client import Reply
-from pipeline.serving.loading import LoadedModel, load_candidate
-from pipeline.serving.speculation import SpeculativeManager
+from benchmarks.speculation_prompts import Decode, Inputs, collect_prompts, load
+from pipeline.differences import classify_difference
+from pipeline.records import SpeculationCounts, sum_speculation
+from pipeline.serving.loading import LoadedModel
 
-TARGET, DRAFT = Path("models/agent"), Path("models/agent-draft")
-MAX_TOKENS = 64
 METHODS = (("target only", None), *((f"draft, k = {k}", ("draft_model", k)) for k in (2, 5, 8)),
            ("prompt lookup, k = 5", ("prompt_lookup", 5)))  # fmt: skip
-Decode = Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, SpeculationCounts | None]]
+DIFFERENCES = ("argument value", "argument name", "tool name", "JSON shape", "prose")
+NUM_RESAMPLES = 2000
 
 
 @dataclass
 class Setting:
-    """One way to decode, and what it came to."""
+    """One way to decode, and what each prompt came to."""
 
     dtype: str
     name: str
     decode: Decode
     answers: list[list[int]] = field(default_factory=list)
     counts: list[SpeculationCounts | None] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> None:
+    def run(self, inputs: Inputs) -> None:
         """Decode one prompt."""
         start = time.process_time()
         tokens, counts = self.decode(inputs)
-        self.seconds += time.process_time() - start
+        self.seconds.append(time.process_time() - start)
         self.answers.append(tokens.tolist())
         self.counts.append(counts)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Completion tokens per CPU second."""
-        return sum(map(len, self.answers)) / self.seconds
+
+@dataclass(frozen=True)
+class Margins:
+    """How near one answer of target-only decoding came to another; an entry per token."""
+
+    gaps: np.ndarray  # largest logit less the second
+    steps: np.ndarray  # the same in steps of the dtype
+    moves: np.ndarray  # by how many steps the gap differs when the whole answer goes through one forward pass
+    is_other: np.ndarray  # whether another token is largest then
 
 
-class LocalClient:
-    """Stands in for the HTTP client: answers in this process and keeps every prompt."""
+@dataclass(frozen=True)
+class Flip:
+    """One answer that differs from target-only decoding, and the gap that target-only decoding saw there."""
 
-    def __init__(self, loaded: LoadedModel, decode: Decode) -> None:
-        self.loaded, self.decode = loaded, decode
-        self.prompts: list[dict[str, torch.Tensor]] = []
-
-    async def chat(self, messages: list[dict[str, Any]], **_: Any) -> Reply:
-        """Answer a conversation greedily."""
-        inputs = dict(self.loaded.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True))  # fmt: skip
-        self.prompts.append(inputs)
-        tokens, _ = self.decode(inputs)
-        return Reply(text=self.loaded.tokenizer.decode(tokens, skip_special_tokens=True), tool_calls=(),
-                     finish_reason="stop", num_prompt_tokens=inputs["input_ids"].shape[1],
-                     num_completion_tokens=len(tokens), latency_s=0.0, fingerprint="")  # fmt: skip
-
-    def end_session(self, session: str) -> None:
-        """Nothing to forget."""
+    prompt: int
+    kind: str
+    at: int  # first token that differs, 0-based
+    gap: float
+    steps: float
 
 
-def load(dtype: str, asked: tuple[str, int] | None) -> tuple[LoadedModel, Decode]:
-    """Load the target for one setting, and return how it decodes."""
-    uses_draft = asked is not None and asked[0] == "draft_model"
-    config = SpeculativeConfig(method=asked[0], num_tokens=asked[1]) if asked else None
-    candidate = Candidate(
-        name="speculation", checkpoint=describe_checkpoint(TARGET, root=Path()),
-        serving=ServingConfig(dtype=dtype, continuous_batching=False, speculative=config))  # fmt: skip
-    loaded = load_candidate(candidate, TARGET, draft_folder=DRAFT if uses_draft else None)
-    generation_config = loaded.model.generation_config
-    generation_config.max_new_tokens = MAX_TOKENS
-    if config is not None:
-        manager = SpeculativeManager(loaded, config)
-        return loaded, lambda inputs: manager.generate(inputs, generation_config)
-    return loaded, lambda inputs: (
-        loaded.model.generate(**inputs, generation_config=generation_config)[0, inputs["input_ids"].shape[1] :], None)
+def measure_margins(loaded: LoadedModel, inputs: Inputs, answer: list[int]) -> Margins:
+    """Decode a prompt once more by the target alone, untimed, and look at the logits."""
+    config = copy.deepcopy(loaded.model.generation_config)
+    config.return_dict_in_generate = config.output_logits = True
+    output = loaded.model.generate(**inputs, generation_config=config)
+    num_prompt = inputs["input_ids"].shape[1]
+    chosen = output.sequences[0, num_prompt:]
+    if chosen.tolist() != answer:
+        raise SystemExit("expected target-only decoding to repeat itself, got another answer")
+    top = torch.stack(output.logits, dim=1)[0].topk(2)
+    with torch.inference_mode():
+        logits = loaded.scorer(output.sequences).logits[0, num_prompt - 1 : -1].float()
+    other = logits.gather(1, top.indices)
+    # eps is the distance from 1 to the next number
+    step = torch.finfo(loaded.model.dtype).eps * torch.exp2(top.values[:, 0].abs().log2().floor())
+    gaps = top.values[:, 0] - top.values[:, 1]
+    moves = (other[:, 0] - other[:, 1] - gaps).abs() / step
+    is_other = logits.argmax(1) != chosen  # topk orders equal logits otherwise than argmax
+    return Margins(*(x.numpy() for x in (gaps, gaps / step, moves, is_other)))
 
 
-def collect_prompts(num_calls: int, num_workflows: int, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Return the prompts of evenly spaced cases, every turn of a workflow one prompt."""
-    client = LocalClient(*load("float32", None))
-    calls, workflows = (Path("evalsets") / name for name in ("tool_calls", "workflows"))
-    for module, settings, count in (
-        (tool_calls, ToolCallsEval(kind="tool_calls", evalset=str(calls)), num_calls),
-        (trajectories, TrajectoriesEval(kind="trajectories", evalset=str(workflows), max_turns=16), num_workflows),
-    ):
-        with Journal(folder / f"{settings.kind}.jsonl", fingerprint="", key="") as journal:
-            asyncio.run(module.evaluate(EvalContext(
-                name=settings.kind, settings=settings, evalset=_thin_out(load_evalset(Path(settings.evalset)), count),
-                client=client, journal=journal, checkpoint=TARGET, folder=folder, concurrency=1,  # type: ignore[arg-type]
-                max_tokens=MAX_TOKENS, context_length=1024, fingerprint="")))  # fmt: skip
-    return client.prompts
+def find_flips(setting: Setting, plain: Setting, margins: list[Margins], prompts: slice, tokenizer: Any) -> list[Flip]:
+    """Return every answer that is not that of target-only decoding."""
+    flips = []
+    for i in range(prompts.start, prompts.stop):
+        ours, theirs = plain.answers[i], setting.answers[i]
+        if ours == theirs:
+            continue
+        texts = [tokenizer.decode(ids, skip_special_tokens=True).replace("\n", "\\n") for ids in (ours, theirs)]
+        at = next(j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        flips.append(Flip(i - prompts.start, classify_difference(*texts) or "same text, other tokens", at,
+                          float(margins[i].gaps[at]), float(margins[i].steps[at])))  # fmt: skip
+    return flips
 
 
-def _thin_out(evalset: Evalset, count: int) -> Evalset:
-    return evalset.__class__(**vars(evalset) | {"cases": evalset.cases[:: len(evalset.cases) // count][:count]})
+def compare_speed(setting: Setting, plain: Setting, prompts: slice) -> str:
+    """Return the ratio of tokens per second over all prompts, with its 95 % bootstrap interval over prompts."""
+    columns = np.array([[len(a) for a in setting.answers[prompts]], setting.seconds[prompts],
+                        [len(a) for a in plain.answers[prompts]], plain.seconds[prompts]])  # fmt: skip
+    draws = np.random.default_rng(0).integers(columns.shape[1], size=(NUM_RESAMPLES, columns.shape[1]))
+    tokens, seconds, plain_tokens, plain_seconds = np.concatenate(
+        [columns.sum(1, keepdims=True), columns[:, draws].sum(2)], axis=1)  # fmt: skip
+    ratios = (tokens / seconds) / (plain_tokens / plain_seconds)
+    low, high = np.quantile(ratios[1:], (0.025, 0.975))
+    return f"{ratios[0]:.2f} ({low:.2f} to {high:.2f})"
 
 
-def describe(setting: Setting, plain: Setting) -> str:
-    """Return one row of the table."""
-    num_other = sum(a != b for a, b in zip(setting.answers, plain.answers, strict=True))
-    row = [setting.dtype, setting.name, f"{num_other} of {len(plain.answers)}"]
-    total = sum_speculation(setting.counts)
-    row += ["–", "–", "1"] if total is None else [
-        f"{total.acceptance_rate:.3f}", f"{total.acceptance_length:.2f}", f"{total.forwards_per_token:.3f}"]
-    return "| " + " | ".join([*row, f"{setting.tokens_per_s / plain.tokens_per_s:.2f}"]) + " |"
+def print_row(*cells: Any) -> None:
+    """Print one row of a table."""
+    print("| " + " | ".join(map(str, cells)) + " |")
+
+
+def print_header(*names: str, num_text: int) -> None:
+    """Print the head of a table whose first columns are text."""
+    print()
+    print_row(*names)
+    print("|" + "---|" * num_text + "---:|" * (len(names) - num_text))
+
+
+def describe(setting: Setting, plain: Setting, flips: list[Flip], prompts: slice) -> list[str]:
+    """Return what one setting made of one kind of prompt."""
+    kinds = Counter(flip.kind for flip in flips)
+    row = [f"{len(flips)} of {prompts.stop - prompts.start}", *(str(kinds[kind]) for kind in DIFFERENCES),
+           str(sum(n for kind, n in kinds.items() if kind not in DIFFERENCES)),
+           *([str(sum(flip.steps == 0 for flip in flips)), f"{max(flip.steps for flip in flips):.3g}"]
+             if flips else ["–", "–"])]  # fmt: skip
+    total = sum_speculation(setting.counts[prompts])
+    return row + (
+        ["–", "1", "1"]
+        if total is None
+        else [f"{total.acceptance_rate:.3f}", f"{total.forwards_per_token:.3f}", compare_speed(setting, plain, prompts)]
+    )
+
+
+def describe_margins(margins: list[Margins]) -> list[str]:
+    """Return how near target-only decoding came to other answers."""
+    steps, moves, is_other = (np.concatenate([getattr(m, name) for m in margins])
+                              for name in ("steps", "moves", "is_other"))  # fmt: skip
+    answers = sum(bool((m.steps <= 1).any()) for m in margins)
+    low, middle = np.quantile(steps, (0.01, 0.5))
+    return [f"{len(steps):,}", f"{(steps == 0).mean():.2%}", f"{(steps <= 1).mean():.2%}",
+            f"{answers} of {len(margins)}", f"{low:,.3g}", f"{middle:,.3g}", f"{(moves > 0).mean():.1%}",
+            f"{np.quantile(moves, 0.99):.3g}", f"{moves.max():.3g}", str(is_other.sum())]  # fmt: skip
 
 
 def main() -> int:
-    """Decode everything in every setting and print the table."""
+    """Decode everything in every setting and print the tables; 1 when drafts changed an answer in float32."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=150)
     parser.add_argument("--workflows", type=int, default=60)
+    parser.add_argument("--documents", type=int, default=200)
+    parser.add_argument("--flips", type=Path, help="write every answer that differs here, one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        prompts = collect_prompts(options.calls, options.workflows, Path(temporary))
-    settings = [Setting(dtype, name, load(dtype, asked)[1])
-                for dtype in ("float32", "bfloat16") for name, asked in METHODS]  # fmt: skip
-    for inputs in prompts:
-        for setting in settings:
+    kinds, prompts, parts = collect_prompts(options.calls, options.workflows, options.documents), [], {}
+    for kind, found in kinds.items():
+        parts[kind] = slice(len(prompts), len(prompts) + len(found))
+        prompts += found
+    settings, plain, targets = [], {}, {}
+    for dtype in ("float32", "bfloat16"):
+        loaded = [load(dtype, asked) for _, asked in METHODS]
+        settings += [Setting(dtype, name, decode) for (name, _), (_, decode) in zip(METHODS, loaded, strict=True)]
+        plain[dtype], targets[dtype] = settings[-len(METHODS)], loaded[0][0]
+    order = random.Random(0)
+    for number, inputs in enumerate(prompts, start=1):
+        for setting in order.sample(settings, len(settings)):
             setting.run(inputs)
-    plain = {s.dtype: s for s in settings if s.name == METHODS[0][0]}
-    speed = ", ".join(f"{s.tokens_per_s:.0f} tokens/s in {dtype}" for dtype, s in plain.items())
-    print(f"{len(prompts)} prompts; target only: {speed}; {time.process_time():.0f} CPU s in all\n")
-    print("| dtype | setting | answers that differ | acceptance rate | accepted per target forward | "
-          "target forwards per token | tokens/s against target only |")  # fmt: skip
-    print("|---|---|---:|---:|---:|---:|---:|")
-    for setting in settings:
-        print(describe(setting, plain[setting.dtype]))
-    return 0
+        if number % 100 == 0:
+            print(f"{number} of {len(prompts)} prompts", file=sys.stderr, flush=True)
+    margins = {dtype: [measure_margins(loaded, *pair) for pair in zip(prompts, plain[dtype].answers, strict=True)]
+               for dtype, loaded in targets.items()}  # fmt: skip
+    flips = {(kind, setting.dtype, setting.name):
+             find_flips(setting, plain[setting.dtype], margins[setting.dtype], part, targets["float32"].tokenizer)
+             for kind, part in parts.items() for setting in settings}  # fmt: skip
+    print_tables(settings, plain, margins, parts, flips)
+    print(f"\n{len(prompts)} prompts, {time.process_time():.0f} CPU s in all")
+    if options.flips:
+        lines = [dict(zip(("prompts", "dtype", "setting"), key, strict=True)) | vars(flip)
+                 for key, found in flips.items() for flip in found]  # fmt: skip
+        options.flips.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    holds = not any(found for (_, dtype, _), found in flips.items() if dtype == "float32")
+    print("float32: " + ("no answer differs" if holds else "ANSWERS DIFFER"))
+    return 0 if holds else 1
+
+
+def print_tables(
+    settings: list[Setting], plain: dict[str, Setting], margins: dict[str, list[Margins]],
+    parts: dict[str, slice], flips: dict[tuple[str, str, str], list[Flip]],
+) -> None:  # fmt: skip
+    """Print what drafts changed and cost, and how near to a tie the target came."""
+    print_header("prompts", "dtype", "setting", "answers that differ", *DIFFERENCES, "other", "parted at a gap of 0",
+                 "largest gap there, steps", "acceptance", "target forwards per token",
+                 "tokens/s against target only", num_text=3)  # fmt: skip
+    for key, found in flips.items():
+        setting = next(s for s in settings if (s.dtype, s.name) == key[1:])
+        print_row(*key, *describe(setting, plain[setting.dtype], found, parts[key[0]]))
+    print_header("prompts", "dtype", "target only, tokens/s", "tokens", "gap 0", "gap of at most 1 step",
+                 "answers with such a token", "gap, 1 % quantile, steps", "median", "gaps that move",
+                 "99 % quantile of the move, steps", "largest", "tokens that one pass changes", num_text=2)  # fmt: skip
+    for kind, part in parts.items():
+        for dtype, setting in plain.items():
+            speed = sum(map(len, setting.answers[part])) / sum(setting.seconds[part])
+            print_row(kind, dtype, f"{speed:.0f}", *describe_margins(margins[dtype][part]))
 
 
 if __name__ == "__main__":
