@@ -30,8 +30,11 @@ from pipeline.params import (
     Params,
     SpeculativeStep,
     Step,
+    VllmEngine,
     describe_yaml_error,
 )
+from pipeline.records import SpeculativeConfig
+from pipeline.serving.vllm_config import build_speculative_config, check_config, check_options
 
 Load = Callable[[Path], Evalset]
 
@@ -71,6 +74,8 @@ def _check_candidate(
         check_folder(folder, candidate.engine.kind != "openai")
     except CheckpointError as error:
         raise SettingsError(f"{where}.checkpoint: {error}") from None
+    if isinstance(candidate.engine, VllmEngine):
+        _check_vllm(where, candidate.engine, candidate.speculative)
     for i, step in enumerate(candidate.steps):
         at = f"{where}.steps.{i}"
         if not isinstance(step, SpeculativeStep):
@@ -79,6 +84,17 @@ def _check_candidate(
             _check_folders(step, folder, root)
         except QuantgateError as error:
             raise SettingsError(f"{at}: {error}") from None
+
+
+def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) -> None:
+    """Check the options that vLLM will be given against those of its release, as far as they are known by now."""
+    check_options(engine.options, where=where)
+    config: dict[str, Any] = dict(engine.options)
+    if step is not None:
+        drafts = SpeculativeConfig(method=step.method, num_tokens=step.num_tokens, options=step.options,
+                                   draft_path=step.draft)  # fmt: skip
+        config["speculative-config"] = build_speculative_config(drafts)
+    check_config(config, version=engine.version, where=where)
 
 
 def _check_folder(folder: Path, params: Params, is_served: bool) -> None:

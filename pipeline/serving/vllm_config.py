@@ -9,6 +9,7 @@ was not recorded checks the file itself when it starts.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,18 @@ def render_config(config: dict[str, Any]) -> str:
     return "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
 
 
-def check_config(config: dict[str, Any], candidate: Candidate) -> None:
+def check_config(config: dict[str, Any], *, version: str, where: str) -> None:
     """Refuse options that the recorded release of vLLM does not have, or of another type.
+
+    Args:
+        config: some of the options, or all of them.
+        version: of the release; one that was not recorded checks them itself when it starts.
+        where: the candidate, as a path into params.yaml.
 
     Raises:
         SettingsError: names the option, what the release takes, and what came.
     """
-    where = f"candidates.{candidate.name}"
-    for key in candidate.serving.options:
-        if key in OWN_OPTIONS:
-            raise SettingsError(f"{where}.engine.options.{key}: expected an option that quantgate does not set itself; "
-                                "remove it, it follows from `serving`, the checkpoint or the steps")  # fmt: skip
-    path = SCHEMAS / f"vllm-{candidate.serving.version}.json"
+    path = SCHEMAS / f"vllm-{version}.json"
     if not path.is_file():
         return
     import jsonschema
@@ -83,5 +84,13 @@ def check_config(config: dict[str, Any], candidate: Candidate) -> None:
     validator = jsonschema.Draft202012Validator(json.loads(path.read_text(encoding="utf-8")))
     for error in validator.iter_errors(config):
         at = ".".join(map(str, error.absolute_path)) or "options"
-        raise SettingsError(f"{where}: vLLM {candidate.serving.version} does not take {at}: {error.message[:300]}; "
-                            "correct engine.options or the speculative step")  # fmt: skip
+        raise SettingsError(f"{where}: vLLM {version} does not take {at}: {error.message[:300]}; correct "
+                            "engine.options or the speculative step")  # fmt: skip
+
+
+def check_options(options: Collection[str], *, where: str) -> None:
+    """Refuse options that quantgate sets itself: they would contradict what is fingerprinted."""
+    for key in options:
+        if key in OWN_OPTIONS:
+            raise SettingsError(f"{where}.engine.options.{key}: expected an option that quantgate does not set itself; "
+                                "remove it, it follows from `serving`, the checkpoint or the steps")  # fmt: skip

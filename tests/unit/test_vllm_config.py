@@ -11,8 +11,9 @@ from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
 from pipeline.params import parse_params
+from pipeline.preflight import check_project
 from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
-from pipeline.serving.vllm_config import build_config, check_config, render_config
+from pipeline.serving.vllm_config import build_config, check_config, check_options, render_config
 from tests.structure.import_closure import ROOT
 from tests.synthetic_records import make_candidate
 
@@ -24,6 +25,10 @@ def make(speculative: SpeculativeConfig | None = DRAFT, **serving: Any) -> Candi
     return make_candidate("a").model_copy(update={"serving": config.model_copy(update=serving)})
 
 
+def check(config: dict[str, Any], version: str = "0.32.0") -> None:
+    check_config(config, version=version, where="candidates.a")
+
+
 def test_the_file_is_the_engines_own_with_its_nested_speculative_config() -> None:
     config = build_config(make(context_length=1022, options={"enforce-eager": True}), needs_scores=True)
     read = YAML(typ="safe").load(io.StringIO(render_config(config)))
@@ -32,14 +37,14 @@ def test_the_file_is_the_engines_own_with_its_nested_speculative_config() -> Non
                                           "model": "models/agent-draft"}  # fmt: skip
     assert (read["max-model-len"], read["dtype"], read["enforce-eager"]) == (1024, "float32", True)
     assert read["fingerprint-value"] == make(context_length=1022, options={"enforce-eager": True}).fingerprint
-    check_config(config, make())
+    check(config)
 
 
 def test_prompt_lookup_has_another_name_there_and_takes_options() -> None:
     lookup = SpeculativeConfig(method="prompt_lookup", num_tokens=4, options={"prompt_lookup_max": 3})
     config = build_config(make(lookup), needs_scores=False)
     assert config["speculative-config"] == {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-    check_config(config, make(lookup))
+    check(config)
 
 
 @pytest.mark.parametrize(("candidate", "said"), [
@@ -47,17 +52,35 @@ def test_prompt_lookup_has_another_name_there_and_takes_options() -> None:
     (make(options={"max-num-seqs": "many"}), "does not take max-num-seqs: 'many' is not of type 'integer'"),
     (make(DRAFT.model_copy(update={"method": "eagle9"})), "does not take speculative-config.method: 'eagle9' is not"),
     (make(DRAFT.model_copy(update={"options": {"lookahead": 2}})), "does not take speculative-config: Additional"),
-    (make(options={"port": 80}), "engine.options.port: expected an option that quantgate does not set itself"),
 ])  # fmt: skip
 def test_what_the_recorded_release_does_not_take_is_refused_before_it_starts(candidate: Candidate, said: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_config(build_config(candidate, needs_scores=False), candidate)
+        check(build_config(candidate, needs_scores=False))
     assert said in str(caught.value) and str(caught.value).startswith("candidates.a")
 
 
 def test_a_release_that_was_not_recorded_checks_the_file_itself() -> None:
-    candidate = make(version="0.99.0", options={"anything": 1})
-    check_config(build_config(candidate, needs_scores=False), candidate)
+    check(build_config(make(options={"anything": 1}), needs_scores=False), version="0.99.0")
+
+
+def test_an_option_that_follows_from_other_settings_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"^candidates\.a\.engine\.options\.port: expected an option that"):
+        check_options({"port": 80}, where="candidates.a")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"options": {"enforce-eagerly": True}}, "candidates.fast: vLLM 0.32.0 does not take options: Additional prop"),
+    ({"method": "eagle9"}, "candidates.fast: vLLM 0.32.0 does not take speculative-config.method: 'eagle9' is not"),
+])  # fmt: skip
+def test_the_stage_env_tells_before_any_work(change: dict[str, Any], said: str) -> None:
+    data = YAML(typ="safe").load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    engine = {"kind": "vllm", "command": ["vllm", "serve"], "version": "0.32.0", "options": change.get("options", {})}
+    step = {"kind": "speculative", "method": change.get("method", "draft_model"), "draft": "models/agent-draft",
+            "num_tokens": 5}  # fmt: skip
+    data["candidates"]["fast"] = {"checkpoint": "models/agent", "steps": [step], "engine": engine}
+    with pytest.raises(SettingsError) as caught:
+        check_project(parse_params(data), ROOT)
+    assert str(caught.value).startswith(said)
 
 
 def test_the_readmes_example_of_engines_is_valid() -> None:

@@ -49,7 +49,7 @@ async def start(order: Order) -> AsyncIterator[Engine]:
     candidate, port = order.candidate, _find_free_port()
     checkpoint = _digest(order.root / candidate.checkpoint.path)
     config = build_config(candidate, needs_scores=order.needs_scores)
-    check_config(config, candidate)
+    check_config(config, version=str(candidate.serving.version), where=f"candidates.{candidate.name}")
     path = order.logs / CONFIG_FILE
     write_text(path, render_config(config))
     process = _spawn(candidate, order.root, path, port, order.logs / "server-0.log")
