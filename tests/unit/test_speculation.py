@@ -117,6 +117,12 @@ def test_the_gates_threshold_is_no_part_of_what_is_built(project: Path) -> None:
     assert first == second
 
 
+def test_a_candidate_with_a_threshold_is_served_and_judged_all_the_same(project: Path) -> None:
+    """The record does not hold the threshold, and must not be missed there."""
+    with_threshold = build(project, make_params("draft", min_acceptance=0.4))
+    assert with_threshold.fingerprint == build(project, make_params("draft")).fingerprint
+
+
 def test_a_draft_of_another_tokenizer_is_not_built(project: Path) -> None:
     (project / "draft/tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="expected the same bytes as"):
