@@ -17,12 +17,12 @@ from pipeline.differences import classify_difference
 from pipeline.errors import EvidenceError
 from pipeline.evals.calls import describe_reply, openai_tools
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.fingerprints import find_difference
+from pipeline.fingerprints import find_difference, fingerprint
 from pipeline.gate.rates import predictive_quantile
 from pipeline.params import Params, ToolCallsEval, TrajectoriesEval
 from pipeline.records import Candidate, Evaluation, read_first_turns, read_record
 from pipeline.serving.client import Client
-from pipeline.serving.engines.openai import read_facts
+from pipeline.serving.engines.openai import adopt, read_facts
 
 CONCURRENCY = 8
 
@@ -69,6 +69,8 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     folder = root / "build/evaluations" / candidate.name
     evaluation = read_record(folder / "evaluation.json", Evaluation)
     server, _ = await read_facts(client)
+    if "serving" in server and candidate.serving.engine == "openai":
+        server = adopt(candidate, server)
     changed, num_asked = [], 0
     for name, settings in params.evals.items():
         if isinstance(settings, ToolCallsEval | TrajectoriesEval) and name in evaluation.evals:
@@ -83,7 +85,8 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     if not num_asked:
         raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
                             f"{', '.join(evaluation.evals) or 'none'}; a canary needs an eval that chats")
-    return Drift(name_difference(evaluation, server), bool(server), num_asked,
+    difference = name_difference(evaluation, server) or _compare_echo(candidate, client.echo)
+    return Drift(difference, bool(server), num_asked,
                  _count_explained(evaluation, candidate, params, num_asked), tuple(changed))
 
 
@@ -101,6 +104,14 @@ def name_difference(evaluation: Evaluation, server: dict[str, Any]) -> str | Non
     if difference is None:
         return None
     return f"{difference.field}: evaluated {difference.expected!r}, the endpoint has {difference.found!r}"
+
+
+def _compare_echo(candidate: Candidate, said: str | None) -> str | None:
+    """Say that a vLLM was not started with the configuration that was evaluated, which has its replies say so."""
+    expected = fingerprint(candidate.facts)
+    if candidate.serving.engine != "vllm" or said is None or len(said) != len(expected) or said == expected:
+        return None
+    return f"system_fingerprint: evaluated {expected[:12]!r}, the endpoint says {said[:12]!r}"
 
 
 def _tools(evalset: Evalset, settings: ToolCallsEval | TrajectoriesEval) -> list[dict[str, Any]] | None:

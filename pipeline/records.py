@@ -84,7 +84,7 @@ class ServingConfig(Record):
 
     def identity(self) -> dict[str, Any]:
         """Return every setting that makes one way of serving another, by name: no address, no path."""
-        plain = self.model_dump(exclude={"base_url", "command", "environment", "speculative"})
+        plain = self.model_dump(exclude={"base_url", "command", "version", "environment", "speculative"})
         parts = ("method", "num_tokens", "draft_digest", "options")
         return plain | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts} | {
             "environment": read_environment(self.environment)
@@ -135,7 +135,8 @@ class Candidate(BuiltCandidate):
         checkpoint = {"digest": self.checkpoint.digest, "files": self.checkpoint.files}
         facts = {"checkpoint": checkpoint, "serving": self.serving.identity()}
         # other engines bring libraries of their own
-        return facts | {"libraries": self.libraries} if self.serving.engine == "transformers" else facts
+        libraries = {"transformers": self.libraries, "vllm": {"vllm": self.serving.version}}.get(self.serving.engine)
+        return facts | {"libraries": libraries} if libraries else facts
 
     @property
     def fingerprint(self) -> str:

@@ -94,7 +94,7 @@ class Client:
         """
         self.model = model
         self.check_alive = check_alive
-        self._echo = echo
+        self.echo = echo
         self._sleep = sleep
         self._sessions: dict[str, _Server] = {}
         self._scores: asyncio.Queue[_ScoreCall] = asyncio.Queue()
@@ -205,9 +205,9 @@ class Client:
 
     def _check_echo(self, server: _Server, said: str) -> None:
         """Refuse a reply of another server than the one that was asked first, as far as servers say who they are."""
-        self._echo = self._echo or said
-        if said and said != self._echo:
-            raise EngineError(f"{server.url}: expected answers of system_fingerprint {self._echo[:20]!r}, got "
+        self.echo = self.echo or said
+        if said and said != self.echo:
+            raise EngineError(f"{server.url}: expected answers of system_fingerprint {self.echo[:20]!r}, got "
                               f"{said[:20]!r}: another server, or another model, answers there now; start the right "
                               "one and run `dvc repro`")  # fmt: skip
 

@@ -64,7 +64,7 @@ def test_a_started_vllm_is_asked_and_says_what_it_is(root: Path) -> None:
 
     engine, reply = with_engine(candidate, root, look)
     assert reply.token_ids == tuple(TOKENS) and reply.fingerprint == candidate.fingerprint == engine.echo
-    assert engine.facts["serving"]["version"] == "0.32.0" and engine.facts["engine"]["cache_config.block_size"] == 128
+    assert engine.facts["libraries"] == {"vllm": "0.32.0"} and engine.facts["engine"]["cache_config.block_size"] == 128
     assert engine.facts["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
     counts = reply.speculation
     assert (counts.num_target_forwards, counts.num_drafted, counts.accepted_by_position) == (2, 2, (1, 0))
@@ -82,7 +82,7 @@ async def not_asked(engine: Engine, client: Client) -> None:
     pytest.param({"environment": {"FAKE_VLLM_SLEEPS": "1"}}, {"start_timeout_s": 0.5}, "not ready after 0.5 s",
                  id="never-ready"),
     pytest.param({"version": "0.31.0"}, {},
-                 "serving.version: the candidate says '0.31.0', the server loaded '0.32.0'", id="another-release"),
+                 "libraries.vllm: the candidate says '0.31.0', the server loaded '0.32.0'", id="another-release"),
     pytest.param({"environment": {"FAKE_VLLM_DTYPE": "torch.bfloat16"}}, {},
                  "serving.dtype: the candidate says 'float32', the server loaded 'bfloat16'", id="another-dtype"),
     pytest.param({"command": ("/nowhere/vllm", "serve")}, {}, "No such file or directory: '/nowhere/vllm'",

@@ -11,7 +11,8 @@ import pytest
 from pipeline.drift import Drift, check_drift
 from pipeline.errors import EvidenceError, RequestError
 from pipeline.params import Params
-from pipeline.records import Evaluation, read_record, write_record
+from pipeline.records import Candidate, Evaluation, ServingConfig, read_record, write_record
+from pipeline.serving.engines.openai import adopt
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evaluate import CALL, FakeEndpoint, run, write_questions
 from tests.unit.test_evaluate import endpoint as endpoint
@@ -26,7 +27,7 @@ class LiveEndpoint(FakeEndpoint):
 
     def __init__(self, server: dict[str, Any] | None, answers: dict[str, str]) -> None:
         super().__init__()
-        self.server, self.answers = server, answers
+        self.server, self.answers, self.echo = server, answers, None
 
     async def get(self, path: str) -> Any:
         if self.server is None:
@@ -39,12 +40,16 @@ class LiveEndpoint(FakeEndpoint):
         return type(reply)(**{**reply.__dict__, "text": text})
 
 
-def look(root: Path, server: dict[str, Any] | None = None, **answers: str) -> Drift:
+def look(
+    root: Path, server: dict[str, Any] | None = None, *, candidate: Candidate | None = None, echo: str | None = None,
+    **answers: str,
+) -> Drift:
     params = make_params(["a"], ["a"])
     evals = {name: {"kind": "tool_calls", "evalset": name} for name in ("first", "second")}
     params = Params.model_validate(params.model_dump() | {"evals": evals})
     client: Any = LiveEndpoint(server, answers)
-    return asyncio.run(check_drift(make_candidate("a"), params, client, root=root, num_cases=10))
+    client.echo = echo
+    return asyncio.run(check_drift(candidate or make_candidate("a"), params, client, root=root, num_cases=10))
 
 
 @pytest.fixture
@@ -78,6 +83,29 @@ def test_a_server_without_a_fingerprint_is_known_by_its_behaviour(evaluated: Pat
 ])  # fmt: skip
 def test_the_field_that_drifted_is_named(evaluated: Path, section: str, change: dict[str, Any], said: str) -> None:
     assert look(evaluated, {"fingerprint": "f2", "facts": FACTS | {section: change}}).fingerprint == said
+
+
+def test_an_attached_server_of_ours_has_not_drifted_when_it_is_as_it_was(evaluated: Path) -> None:
+    """How it serves is a fact about the engine there, and stays one."""
+    attached = make_candidate("a").model_copy(update={"serving": ServingConfig(engine="openai", model="m")})
+    path = evaluated / "build/evaluations/a/evaluation.json"
+    facts = adopt(attached, FACTS)
+    write_record(path, read_record(path, Evaluation).model_copy(update={"served_by": facts}))
+    assert look(evaluated, {"facts": FACTS}, candidate=attached).fingerprint is None
+    changed = FACTS | {"serving": {"dtype": "float16"}}
+    said = look(evaluated, {"facts": changed}, candidate=attached).fingerprint
+    assert said == "engine.serving.dtype: evaluated 'float32', the endpoint has 'float16'"
+
+
+def test_a_vllm_that_was_started_otherwise_says_so_in_its_replies(evaluated: Path) -> None:
+    serving = ServingConfig(engine="vllm", version="0.32.0", command=("vllm", "serve"))
+    candidate = make_candidate("a").model_copy(update={"serving": serving})
+    path = evaluated / "build/evaluations/a/evaluation.json"
+    write_record(path, read_record(path, Evaluation).model_copy(update={"served_by": candidate.facts}))
+    assert look(evaluated, None, candidate=candidate, echo=candidate.fingerprint).fingerprint is None
+    assert look(evaluated, None, candidate=candidate, echo="vllm-0.32.0-389eb09e").fingerprint is None, "its own"
+    said = look(evaluated, None, candidate=candidate, echo="f" * 64).fingerprint
+    assert said is not None and said.startswith("system_fingerprint: evaluated ")
 
 
 def test_other_cases_or_records_than_were_evaluated_are_refused(evaluated: Path) -> None:

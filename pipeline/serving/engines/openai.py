@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.errors import EngineError
 from pipeline.params import EvalSettings
+from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine, Order, check_facts
 from pipeline.serving.readiness import check_context, probe
@@ -42,12 +43,20 @@ async def start(order: Order) -> AsyncIterator[Engine]:
     if "checkpoint" in facts:
         # its way of serving is its operator's choice, the weights are what is judged
         check_facts(candidate, {"checkpoint": facts["checkpoint"]}, where=url)
-        served = {f"serving.{key}": value for key, value in facts["serving"].items()}
-        facts |= {"serving": candidate.serving.identity(), "engine": facts["engine"] | served}
+        facts = adopt(candidate, facts)
     engine = Engine((url,), serving.model, candidate.facts | facts, proof or DECLARED)
     async with engine.connect(order.settings, concurrency=serving.concurrency) as client:
         await probe(client, order.evals, attached_as=candidate.name)
     yield engine
+
+
+def adopt(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a quantgate server as those of a candidate that is attached to it.
+
+    How it serves is its operator's choice, and so a fact about the engine.
+    """
+    served = {f"serving.{key}": value for key, value in facts["serving"].items()}
+    return {**facts, "serving": candidate.serving.identity(), "engine": facts["engine"] | served}
 
 
 async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
@@ -57,7 +66,7 @@ async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
         return own, "computed by the server from the files and objects it loaded"
     if not (version := (await _get(client, "/version")).get("version")):
         return {}, ""
-    facts: dict[str, Any] = {"libraries": {"vllm": str(version)}}
+    facts: dict[str, Any] = {"libraries": {"vllm": str(version).split("+")[0]}}
     if resolved := read_resolved(await _get(client, "/server_info?config_format=json")):
         facts["engine"] = resolved
     return facts, f"{DECLARED}, but for its version"

@@ -95,7 +95,7 @@ async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
     version = str((await client.get("/version"))["version"])
     info = await client.get("/server_info?config_format=json")
     resolved, system = read_resolved(info), info.get("system_env") or {}
-    serving = candidate.serving.identity() | {"version": version.split("+")[0]}
+    serving = candidate.serving.identity()
     if "model_config.dtype" in resolved:
         serving["dtype"] = str(resolved["model_config.dtype"]).removeprefix("torch.")
     if candidate.serving.speculative and "speculative_config.num_speculative_tokens" in resolved:
@@ -104,6 +104,7 @@ async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
         serving["speculative.draft_digest"] = digest_checkpoint(order.root / draft.draft_path)
     return {
         "serving": serving,
+        "libraries": {"vllm": version.split("+")[0]},
         "engine": resolved,
         "sampling": read_sampling(order.root / candidate.checkpoint.path, candidate.serving.options),
         "environment": read_environment(os.environ | candidate.serving.environment),
