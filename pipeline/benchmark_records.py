@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pydantic import Field
+
 from pipeline.params import BenchmarkSettings
 from pipeline.records import Record, SpeculationCounts
 
@@ -16,9 +18,9 @@ from pipeline.records import Record, SpeculationCounts
 class Batch(Record):
     """One timed batch of requests; latencies are medians over its requests."""
 
-    throughput_tokens_per_s: float  # completion tokens over the batch's wall time
-    ttft_ms: float
-    inter_token_latency_ms: float
+    throughput_tokens_per_s: float = Field(gt=0)  # completion tokens over the batch's wall time
+    ttft_ms: float = Field(gt=0)
+    inter_token_latency_ms: float = Field(ge=0)
 
 
 class Cell(Record):

@@ -81,6 +81,9 @@ class SpeculativeStep(Settings):
 Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]
 
 
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
 class TransformersEngine(Settings):
     """The embedded engine: `transformers serve` in processes of this environment."""
 
@@ -91,8 +94,8 @@ class VllmEngine(Settings):
     """vLLM, started from an environment or a container of its own."""
 
     kind: Literal["vllm"]
-    command: list[str] = Field(min_length=1)  # that runs `vllm serve`; `--config FILE --port N` is put behind it
-    version: str  # the release it must be
+    command: list[NonEmpty] = Field(min_length=1)  # that runs `vllm serve`; `--config FILE --port N` is put behind it
+    version: str = Field(pattern=r"^\d+\.\d+\.\d+")  # the release it must be
     options: dict[str, Any] = {}  # of `vllm serve`, as its config file spells them
     environment: dict[str, str] = {}  # variables that it is started with
 
@@ -102,7 +105,7 @@ class OpenaiEngine(Settings):
 
     kind: Literal["openai"]
     base_url: str
-    model: str
+    model: NonEmpty
 
 
 EngineSettings = Annotated[TransformersEngine | VllmEngine | OpenaiEngine, Field(discriminator="kind")]
@@ -146,8 +149,8 @@ class ServingSettings(Settings):
 class CanarySettings(Settings):
     """The prompts that every candidate answers several ways, and what a difference means."""
 
-    num_prompts: int = Field(ge=8)  # spread over the evals that chat
-    target_rate: float = Field(gt=0, lt=0.5)  # of answers that another path changes: what must be noticed
+    num_prompts: int = Field(ge=8, le=10_000)  # spread over the evals that chat
+    target_rate: float = Field(ge=0.001, lt=0.5)  # of answers that another path changes: what must be noticed
     session_calls: int = Field(default=5, ge=1)  # of a user's session: what a rate comes to over one
 
 
@@ -299,6 +302,11 @@ def _contradictions(params: Params) -> list[str]:
                  for problem in _speculative_problems(step, c.engine, c.steps[i + 1:])]
     problems += [f"candidates.{name}.{problem}" for name, c in params.candidates.items()
                  for problem in _quantising_problems(c.steps)]
+    problems += [f"candidates.{name}.engine.command.{problem}" for name, c in params.candidates.items()
+                 if isinstance(c.engine, VllmEngine) for problem in _command_problems(c.engine.command)]
+    problems += [f"candidates.{name}.exact: expected an eval of kind tool_calls or trajectories, whose answers show "
+                 "whether it is, found none; add one, or remove exact"
+                 for name, c in params.candidates.items() if c.exact and not params.chat_evals]
     if params.serving.max_tokens >= params.serving.context_length:
         problems.append(f"serving.max_tokens: expected less than serving.context_length "
                         f"({params.serving.context_length}), which prompt and answer share, got "
@@ -335,6 +343,12 @@ def _benchmark_problems(params: Params) -> list[str]:
     return problems
 
 
+def _command_problems(command: list[str]) -> list[str]:
+    first = command.index("serve") + 1 if "serve" in command else len(command)
+    return [f"{i}: expected no option behind `serve`, got {command[i]!r}; it would not be in the fingerprint: put it "
+            "into engine.options, or into a speculative step" for i in range(first, len(command))]
+
+
 def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: list[Step]) -> list[str]:
     problems = []
     if step.method == "draft_model" and step.draft is None:
@@ -346,6 +360,9 @@ def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: 
                         f"{step.method!r}; name another engine")
     if isinstance(engine, TransformersEngine) and step.options:
         problems.append(f".options: expected none for engine transformers, got {step.options!r}; remove them")
+    own = [key for key in step.options if key in ("method", "model", "num_speculative_tokens")]
+    problems += [f".options.{key}: expected an option that the step does not set itself; it is method, draft or "
+                 "num_tokens: remove it" for key in own]
     if reason := _name_loss(step):
         problems.append(f".lossy: expected true, as {reason}, got false; say so, or remove the option")
     if any(key.startswith("synthetic") for key in step.options) or "synthetic" in step.options.values():

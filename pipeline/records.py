@@ -225,6 +225,8 @@ class CaseRecord(Record):
     fingerprint: str
 
 
+MIN_POWER = 0.8  # of a canary, to notice the rate that it is there for
+
 # the last line of an output when a conversation had no room left
 OUTGROWN = "(not asked: the conversation outgrew serving.context_length)"
 
@@ -248,8 +250,14 @@ class CanaryAnswer(Record):
 
     @property
     def content(self) -> Any:
-        """What is compared: the token ids where they are known."""
+        """What is digested: the token ids where they are known."""
         return self.text if self.token_ids is None else self.token_ids
+
+    def is_same(self, other: CanaryAnswer) -> bool:
+        """Compare by token ids where both sides know them, else by text."""
+        if self.token_ids is None or other.token_ids is None:
+            return self.text == other.text
+        return self.token_ids == other.token_ids
 
 
 class CanaryRecord(Record):
@@ -269,8 +277,9 @@ class CanaryRecord(Record):
 class CanaryFile(Record):
     """The canary's records on disk, and the digest of each run's answers: the behavioural fingerprint."""
 
+    num_asked: int  # of params.yaml; there may be fewer cases
     num_prompts: int
-    num_unstable: int  # prompts that were not answered alike alone, loaded and again: the floor
+    num_unstable: int  # prompts on which the path differs from itself: the floor
     records: str  # file name inside the evaluation folder
     sha256: str
     behaviour: dict[str, str]
@@ -283,10 +292,11 @@ def digest_behaviour(records: Sequence[CanaryRecord]) -> dict[str, str]:
             for run in runs}
 
 
-def count_unstable(records: Sequence[CanaryRecord], runs: Sequence[str] = ("alone", "loaded", "again")) -> int:
-    """Count the prompts that were not answered alike in all of these runs."""
-    return sum(len({digest_json(record.answers[run].content) for run in runs if run in record.answers}) > 1
-               for record in records)
+def count_unstable(records: Sequence[CanaryRecord], prefix: str = "") -> int:
+    """Count the prompts on which a path differs from itself: alone or again from loaded, whichever differs more."""
+    pairs = [(prefix + "loaded", prefix + other) for other in ("alone", "again")]
+    return max(sum(not r.answers[a].is_same(r.answers[b]) for r in records if {a, b} <= r.answers.keys())
+               for a, b in pairs)
 
 
 class EvalFile(Record):
@@ -381,8 +391,8 @@ class CanaryComparison(Record):
     num_diverged: int
     kinds: dict[str, int]
     flips: tuple[CanaryFlip, ...]
-    num_unstable: int  # prompts that the candidate itself answers otherwise alone, loaded, or again
-    floor: int  # prompts that the baseline itself answers otherwise from run to run
+    num_unstable: int  # prompts on which the candidate differs from itself, alone or again from loaded
+    floor: int  # prompts on which the baseline differs from itself in that way
     allowed: int  # differences that the floor explains
     power: float  # chance that the target rate is noticed
     target_rate: float
@@ -397,8 +407,13 @@ class CanaryComparison(Record):
 
     @property
     def is_beyond_floor(self) -> bool:
-        """More answers differ, for equal weights, than the floor explains."""
-        return self.is_same_weights and self.num_diverged > self.allowed
+        """More answers differ than the floor explains: for equal weights from the baseline, else from run to run."""
+        return self.num_unstable > self.allowed or (self.is_same_weights and self.num_diverged > self.allowed)
+
+    @property
+    def is_blind(self) -> bool:
+        """The path is judged, and the canary would most likely not notice the target rate."""
+        return self.is_same_weights and self.power < MIN_POWER
 
 
 class MedianInterval(Record):
@@ -425,7 +440,7 @@ class SpeedCell(Record):
     throughput_tokens_per_s: PairedMedians
     ttft_ms: PairedMedians
     inter_token_latency_ms: PairedMedians
-    outcome: Literal["faster", "slower", "no difference"]
+    outcome: Literal["faster", "slower", "no difference shown"]
 
 
 class Speed(Record):
@@ -445,6 +460,7 @@ class Verdict(Record):
     facts: dict[str, Any] = {}  # about the endpoint that was evaluated; `fingerprint` is their digest
     behaviour: dict[str, str] = {}  # digest of each run of the canary: the behavioural fingerprint
     canary: CanaryComparison | None = None
+    speculation: SpeculationCounts | None = None
     outcome: Literal["pass", "fail", "inconclusive", "refused"]
     is_release: bool
     reasons: tuple[str, ...]

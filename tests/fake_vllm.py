@@ -28,7 +28,7 @@ def resolve(config: dict[str, Any]) -> dict[str, Any]:
     return {"vllm_config": {
         "model_config": {"dtype": os.environ.get("FAKE_VLLM_DTYPE", f"torch.{config['dtype']}"), "seed": 0},
         "cache_config": {"block_size": 128}, "device_config": {"device": "cpu"},
-        "speculative_config": speculative and {"num_speculative_tokens": speculative["num_speculative_tokens"]},
+        "speculative_config": speculative and {key: speculative[key] for key in ("num_speculative_tokens", "method")},
     }, "system_env": {}}  # fmt: skip
 
 

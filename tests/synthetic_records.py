@@ -96,7 +96,7 @@ def make_params(candidates: Sequence[str], release: Sequence[str], *, benchmark:
         "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 32, "num_servers": 2,
                     "num_threads": 1, "context_length": 1024, "max_tokens": 128, "request_timeout_s": 60.0,
                     "start_timeout_s": 60.0},
-        "canary": {"num_prompts": 8, "target_rate": 0.3},
+        "canary": {"num_prompts": 100, "target_rate": 0.3},
         "evals": EVAL_SETTINGS,
         "gate": settings | gate,
         "benchmark": NO_BENCHMARK | (benchmark or {}),
@@ -124,8 +124,9 @@ def write_canary(folder: Path, answers: dict[str, dict[int, str]], *, num_prompt
         run: CanaryAnswer(text=other.get(i, CALL), token_ids=(7, len(other.get(i, "")), 1))
         for run, other in said.items()}) for i in range(num_prompts)]
     write_cases(folder / "canary.jsonl", records)
-    return CanaryFile(num_prompts=num_prompts, num_unstable=count_unstable(records), records="canary.jsonl",
-                      sha256=digest_file(folder / "canary.jsonl"), behaviour=digest_behaviour(records))
+    return CanaryFile(num_asked=num_prompts, num_prompts=num_prompts, num_unstable=count_unstable(records),
+                      records="canary.jsonl", sha256=digest_file(folder / "canary.jsonl"),
+                      behaviour=digest_behaviour(records))
 
 
 def write_candidate(build: Path, candidate: Candidate) -> None:

@@ -2,7 +2,7 @@
 
 The same number of completion tokens for all, prompts of the length that their cell says, and the answers that
 were evaluated: a server that is fast because it answers something else is not fast. Token counts are the
-server's usage, which an attached server could misstate; what it answered it can't.
+server's usage, which an attached server could misstate: a text too short for its count is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,21 @@ def check_work(timed: TimedReply, prompt: Prompt, plan: Plan, num_tokens: int) -
     if not plan.band[0] <= reply.num_prompt_tokens <= plan.band[1]:
         raise UnequalWorkError(f"{prompt.name}: expected {plan.band[0]} to {plan.band[1]} prompt tokens, got "
                                f"{reply.num_prompt_tokens}")
+
+
+def check_text(timed: TimedReply, expected: str, num_text_tokens: int, prompt: Prompt) -> None:
+    """Refuse an answer that ends before the evaluated one and is too short for the tokens that the server says it has.
+
+    Args:
+        timed: an answer of a fixed number of tokens.
+        expected: the evaluated first turn.
+        num_text_tokens: of the answer's text. Another spelling of it may take fewer than were generated.
+        prompt: that was asked.
+    """
+    claimed = timed.reply.num_completion_tokens
+    if expected.startswith(timed.reply.text) and timed.reply.text != expected and num_text_tokens < claimed / 2:
+        raise UnequalWorkError(f"{prompt.name}: expected a text of about {claimed} tokens, as the server says, got "
+                               f"{timed.reply.text[:_SHOWN]!r} with {num_text_tokens}")
 
 
 def is_evaluated_answer(timed: TimedReply, expected: str) -> bool:

@@ -91,7 +91,7 @@ async def _serve(
             raise UnequalWorkError(f"{role}: its server has the fingerprint {engine.fingerprint[:12]}, evaluated was "
                                    f"{evaluation.fingerprint[:12]}; run `dvc repro`")
         is_ours = candidate.serving.engine == "transformers"  # others don't count drafts while they stream
-        yield Contender(role, engine, http, expected, is_exact=is_ours and candidate.serving.dtype == "float32",
+        yield Contender(role, engine, client, http, expected, is_exact=is_ours and candidate.serving.dtype == "float32",
                         has_drafts=is_ours and candidate.serving.speculative is not None), client
 
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from pipeline.benchmark.audits import UnequalWorkError, check_work, describe_change, is_evaluated_answer
+from pipeline.benchmark.audits import UnequalWorkError, check_text, check_work, describe_change, is_evaluated_answer
 from pipeline.benchmark.prompts import Plan, Prompt
 from pipeline.benchmark.streaming import TimedReply, ask
 from pipeline.benchmark_records import Batch, Cell
 from pipeline.errors import EngineError
 from pipeline.records import SpeculationCounts, sum_speculation
+from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
 
 
@@ -31,6 +32,7 @@ class Contender:
 
     role: str  # "reference" or "candidate"
     engine: Engine
+    client: Client
     http: aiohttp.ClientSession
     expected: Mapping[str, str]  # by name of the prompt: the evaluated first turn
     is_exact: bool  # served so that a batch changes no answer: one that differs from the evaluated one is refused
@@ -67,9 +69,11 @@ class Contender:
         start = time.perf_counter()
         replies = await self.answer(prompts, concurrency=plan.concurrency, num_tokens=num_tokens)
         seconds = time.perf_counter() - start
-        for prompt, reply in zip(prompts, replies, strict=True):
+        tokens = await self.client.tokenize([r.reply.text for r in replies], add_special_tokens=False)
+        for prompt, reply, ids in zip(prompts, replies, tokens, strict=True):
             try:
                 check_work(reply, prompt, plan, num_tokens)
+                check_text(reply, self.expected[prompt.name], len(ids), prompt)
                 self._audit(reply, prompt)
             except UnequalWorkError as error:
                 raise UnequalWorkError(f"{self.role}, {plan.name}: {error}") from None

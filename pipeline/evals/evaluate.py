@@ -116,7 +116,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
         served_by=engine.facts,
         proof=engine.proof,
         config=_write_config(paths.folder, engine.config),
-        canary=_write_canary(paths.folder, canary),
+        canary=_write_canary(paths.folder, canary, params.canary.num_prompts),
         speculation=sum_speculation(r.speculation for found in records.values() for r in found),
         seconds=round(time.monotonic() - start, 3),
     )
@@ -168,12 +168,13 @@ async def _run_canary(
     return merge_records(plain, make_records(prompts, answers, margins))
 
 
-def _write_canary(folder: Path, records: list[CanaryRecord]) -> CanaryFile | None:
+def _write_canary(folder: Path, records: list[CanaryRecord], num_asked: int) -> CanaryFile | None:
     if not records:
         return None
     write_cases(folder / CANARY, records)
-    return CanaryFile(num_prompts=len(records), num_unstable=count_unstable(records), records=CANARY,
-                      sha256=digest_file(folder / CANARY), behaviour=digest_behaviour(records))  # fmt: skip
+    return CanaryFile(num_asked=num_asked, num_prompts=len(records), num_unstable=count_unstable(records),
+                      records=CANARY, sha256=digest_file(folder / CANARY),
+                      behaviour=digest_behaviour(records))  # fmt: skip
 
 
 def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:

@@ -3,8 +3,10 @@
 The weights of a quantised candidate are others than the reference's, and so are its answers; the path
 that serves them may change no more than rounding does. So the path is judged where weights are equal on
 both sides: against the reference, when the candidate has its weights (drafts, another engine, another
-precision of serving), else against itself with its drafts switched off. How much the baseline differs from
-itself, alone and under load, is the floor. More differences than that floor explains are a failure.
+precision of serving), and against itself with its drafts switched off. How much the baseline differs from
+itself, alone or again from loaded, is the floor. More differences than that floor explains are a failure, and so
+are more differences of the candidate from itself. A canary that would most likely not notice the rate it is
+there for proves no pass.
 
 The number of differences that the floor explains is a quantile of the beta-binomial distribution that the
 floor predicts (Jeffreys prior): a floor of 0 in 100 prompts is no proof of 0.
@@ -25,6 +27,7 @@ from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
 from pipeline.params import CanarySettings
 from pipeline.records import (
+    MIN_POWER,
     CanaryAnswer,
     CanaryComparison,
     CanaryFlip,
@@ -34,7 +37,6 @@ from pipeline.records import (
     read_canary,
 )
 
-MIN_POWER = 0.8
 DEPLOYED = "loaded"
 # margin below which rounding can turn a token, in nat: one step of the dtype at a logit of 32, and for float32 what
 # sums of its terms in another order come to
@@ -43,12 +45,11 @@ RISK_NATS = {"float32": 1e-4, "bfloat16": 0.125, "float16": 0.016}
 
 @dataclass(frozen=True)
 class _Baseline:
-    """The path that a candidate's is compared with, its answers, and its runs against itself."""
+    """A path that a candidate's is compared with, and its answers."""
 
     name: str
     records: Sequence[CanaryRecord]
-    run: str
-    own_runs: tuple[str, ...]
+    run: str  # of it, at the deployed concurrency
     is_same_weights: bool
 
 
@@ -90,13 +91,27 @@ def compare_canary(
     ours, theirs = load_canary(reference), load_canary(candidate)
     if not ours and not theirs:
         return None
+    for name, evidence in (("reference", reference), ("candidate", candidate)):
+        file = evidence.evaluation.canary
+        if file and file.num_asked != settings.num_prompts:
+            raise EvidenceError(f"canary of the {name}: expected {settings.num_prompts} prompts, as params.yaml asks, "
+                                f"got {file.num_asked}; run `dvc repro`")
     if [r.input_digest for r in ours] != [r.input_digest for r in theirs]:
         raise EvidenceError("canary: reference and candidate were asked different prompts; run `dvc repro`")
-    baseline = _choose_baseline(reference, candidate, ours, theirs)
+    own = theirs if all("plain loaded" in record.answers for record in theirs) else []
+    baselines = _list_baselines(reference, candidate, ours, own)
+    # the baseline from which it differs most
+    compared = [_compare(baseline, theirs, candidate, settings, alpha=alpha) for baseline in baselines]
+    return max(compared, key=lambda c: (c.num_diverged - c.allowed, c.is_same_weights))
+
+
+def _compare(
+    baseline: _Baseline, theirs: Sequence[CanaryRecord], candidate: Evidence, settings: CanarySettings, *, alpha: float
+) -> CanaryComparison:
     pairs = [(a.answers[baseline.run], b.answers[DEPLOYED], a) for a, b in zip(baseline.records, theirs, strict=True)]
-    different = [(a, b, record) for a, b, record in pairs if a.content != b.content]
-    n, unstable = len(theirs), count_unstable(baseline.records, baseline.own_runs)
-    allowed = predictive_quantile(unstable, n, n, alpha=alpha)
+    different = [(a, b, record) for a, b, record in pairs if not a.is_same(b)]
+    n, floor = len(theirs), count_unstable(baseline.records, baseline.run.removesuffix(DEPLOYED))
+    allowed = predictive_quantile(floor, n, n, alpha=alpha)
     margins = [gap for record in baseline.records for gap in record.margins.get(baseline.run, ())]
     risk = RISK_NATS.get(candidate.candidate.serving.dtype, 0.0)
     return CanaryComparison(
@@ -107,7 +122,7 @@ def compare_canary(
         kinds=dict(Counter(classify_difference(a.text, b.text) or "tokens" for a, b, _ in different)),
         flips=tuple(_describe_flip(a, b, record, baseline.run) for a, b, record in different),
         num_unstable=count_unstable(theirs),
-        floor=unstable,
+        floor=floor,
         allowed=allowed,
         target_rate=settings.target_rate,
         session_calls=settings.session_calls,
@@ -135,10 +150,13 @@ def find_path_failure(compared: CanaryComparison, *, exact: bool, num_changed_ou
         return (f"exact is asked for, and answers changed: {compared.num_diverged} of the canary against "
                 f"{compared.baseline}, {compared.num_unstable} between its own runs, {num_changed_outputs} outputs of "
                 "the evals against the reference; serve it without drafts, in float32, or without `exact`")
-    if compared.is_beyond_floor:
-        return (f"{compared.num_diverged} of {compared.num_prompts} canary answers differ from {compared.baseline}, "
-                f"{compared.floor} from run to run there: more than {compared.allowed} are not explained by that")
-    return None
+    if not compared.is_beyond_floor:
+        return None
+    found, where = compared.num_unstable, "between its own runs alone and under load"
+    if compared.is_same_weights and compared.num_diverged > compared.allowed:
+        found, where = compared.num_diverged, f"from {compared.baseline}"
+    return (f"{found} of {compared.num_prompts} canary answers differ {where}, {compared.floor} do from run to run of "
+            f"{compared.baseline}: more than {compared.allowed} are not explained by that")
 
 
 def describe_canary(compared: CanaryComparison) -> str:
@@ -159,21 +177,30 @@ def describe_canary(compared: CanaryComparison) -> str:
     return said
 
 
+def describe_blind(compared: CanaryComparison) -> str:
+    """Say that a canary is too small, or its floor too high, to notice what it is there for."""
+    return (f"canary: {compared.num_prompts} prompts with a floor of {compared.floor} notice a path that changes "
+            f"{compared.target_rate:.1%} of answers with probability {compared.power:.0%} only, expected "
+            f"{MIN_POWER:.0%}; raise canary.num_prompts ({compared.num_planned:,} do when the floor is none) or "
+            "canary.target_rate")
+
+
 def _describe_threshold(c: CanaryComparison) -> str:
     more = f" ({c.num_planned:,} prompts would for {MIN_POWER:.0%})" if c.power < MIN_POWER else ""
     return (f" Floor: {c.floor} differ there from run to run, so up to {c.allowed} prove nothing; a path that changes "
             f"{c.target_rate:.1%} of answers is noticed with probability {c.power:.0%}{more}.")
 
 
-def _choose_baseline(
-    reference: Evidence, candidate: Evidence, ours: Sequence[CanaryRecord], theirs: Sequence[CanaryRecord]
-) -> _Baseline:
+def _list_baselines(
+    reference: Evidence, candidate: Evidence, ours: Sequence[CanaryRecord], own: Sequence[CanaryRecord]
+) -> list[_Baseline]:
+    """Return the paths that serve the same weights; the reference, when there is none."""
+    found = []
     if reference.candidate.checkpoint.digest == candidate.candidate.checkpoint.digest:
-        return _Baseline("the reference's path", ours, DEPLOYED, ("alone", DEPLOYED, "again"), True)
-    if all("plain loaded" in record.answers for record in theirs):
-        own = ("plain alone", "plain loaded", "plain again")
-        return _Baseline("its own path without drafts", theirs, "plain loaded", own, True)
-    return _Baseline("the reference, whose weights are others", ours, DEPLOYED, ("alone", DEPLOYED, "again"), False)
+        found.append(_Baseline("the reference's path", ours, DEPLOYED, True))
+    if own:
+        found.append(_Baseline("its own path without drafts", own, f"plain {DEPLOYED}", True))
+    return found or [_Baseline("the reference, whose weights are others", ours, DEPLOYED, False)]
 
 
 def _describe_flip(reference: CanaryAnswer, candidate: CanaryAnswer, record: CanaryRecord, run: str) -> CanaryFlip:

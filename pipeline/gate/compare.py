@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.benchmark_records import Benchmark, describe_work
 from pipeline.errors import EvidenceError
-from pipeline.gate.canary import compare_canary, describe_canary, find_path_failure
+from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness
@@ -54,6 +54,7 @@ class Measured:
     metrics: list[Metric] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # beside those of the comparisons, as they start: FAILED
+    unproven: list[str] = field(default_factory=list)  # what keeps a pass from being one
     notes: list[str] = field(default_factory=list)
     benchmark: Benchmark | None = None
     speed: Speed | None = None
@@ -175,6 +176,8 @@ def _measure_path(measured: Measured, reference: Evidence, params: Params) -> No
         measured.failures.append(f"{PATH_FAILED}{failure}")
     if measured.canary.is_same_weights:
         measured.notes.append(describe_canary(measured.canary))
+    if measured.canary.is_blind:
+        measured.unproven.append(describe_blind(measured.canary))
 
 
 def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
@@ -234,10 +237,13 @@ def _measure_speed(measured: Measured, reference: Measured, name: str, params: P
 
 def _conclude(name: str, measured: Measured, comparisons: list[Comparison], params: Params) -> Verdict:
     outcome = combine(comparisons, measured.refusals, measured.failures)
+    if outcome == "pass" and measured.unproven:
+        outcome = "inconclusive"
     headline = explain_flat_perplexity(name, comparisons, params)
     reasons = [headline] if headline else []
     reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
     reasons += measured.failures
+    reasons += [f"inconclusive: {reason}" for reason in measured.unproven]
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
@@ -252,9 +258,9 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
     return Verdict(candidate=name, fingerprint=_fingerprint(measured), outcome=outcome,
                    facts=evaluation.served_by if evaluation else {},
                    behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
-                   canary=measured.canary, speed=measured.speed, is_release=name in params.release,
-                   reasons=tuple(reasons), comparisons=(*comparisons, *measured.tripwires),
-                   metrics=tuple(measured.metrics))
+                   canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
+                   speed=measured.speed, is_release=name in params.release, reasons=tuple(reasons),
+                   comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
 
 
 def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Params) -> str | None:

@@ -80,6 +80,8 @@ def load_evidence(build: Path, candidate: Candidate, evals: Mapping[str, dict[st
     folder = build / "evaluations" / name
     evaluation = read_record(folder / "evaluation.json", Evaluation)
     _check_identity(candidate, evaluation, folder / "evaluation.json")
+    for file, sha256 in evaluation.config.items():
+        _check_sealed(folder / "config" / file, sha256, "configuration")
     records: dict[str, list[CaseRecord]] = {}
     problems: dict[str, str] = {}
     for eval_name, settings in evals.items():

@@ -43,6 +43,8 @@ def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, 
     if benchmark.name != name or benchmark.work != work:
         raise EvidenceError(f"{path}: expected {name!r} timed on the work that params.yaml asks for, got "
                             f"{benchmark.name!r} on {benchmark.work.model_dump(mode='json')}; run `dvc repro`")
+    if problem := _find_gap(benchmark):
+        raise EvidenceError(f"{path}: {problem}; run `dvc repro`")
     for role, expected in zip(("reference", "candidate"), fingerprints, strict=True):
         side = getattr(benchmark, role)
         if side is None or side.fingerprint != expected:
@@ -50,6 +52,18 @@ def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, 
             raise EvidenceError(f"{path}: expected the {role} that was evaluated ({expected[:12]}), found {found}; "
                                 "run `dvc repro`")
     return benchmark
+
+
+def _find_gap(benchmark: Benchmark) -> str | None:
+    """Say which cell or round of the grid is missing, or is more than was asked."""
+    work = benchmark.work
+    asked = sorted((band, concurrency) for band in work.prompt_tokens for concurrency in work.concurrency)
+    if (found := sorted((cell.prompt_tokens, cell.concurrency) for cell in benchmark.cells)) != asked:
+        return f"expected the cells {asked}, got {found}"
+    for cell in benchmark.cells:
+        if {len(cell.reference), len(cell.candidate)} != {work.rounds}:
+            return f"expected {work.rounds} rounds of both sides, got {len(cell.reference)} and {len(cell.candidate)}"
+    return None
 
 
 def judge_speed(benchmark: Benchmark) -> Speed:
@@ -68,7 +82,7 @@ def _judge_cell(cell: Cell) -> SpeedCell:
     return SpeedCell(
         concurrency=cell.concurrency, prompt_tokens=cell.prompt_tokens, throughput_tokens_per_s=throughput,
         ttft_ms=_pair(cell, "ttft_ms"), inter_token_latency_ms=_pair(cell, "inter_token_latency_ms"),
-        outcome="faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "no difference",
+        outcome="faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "no difference shown",
     )  # fmt: skip
 
 

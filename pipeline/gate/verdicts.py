@@ -177,7 +177,8 @@ def check_outcomes(judgement: Judgement) -> None:
         if verdict.outcome == "pass":
             wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
         is_unfit = (bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
-                    or _changes_answers(verdict, judgement.policy) or _is_too_slow(verdict, judgement.policy))
+                    or _changes_answers(verdict, judgement.policy) or _drafts_too_few(verdict, judgement.policy)
+                    or _is_too_slow(verdict, judgement.policy))
         is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not is_unfit
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
@@ -187,12 +188,18 @@ def check_outcomes(judgement: Judgement) -> None:
 
 
 def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
-    """Say whether the path changes more answers than its floor explains, or any where it must be exact."""
+    """Say whether the path changes more answers than explained, or any where it must be exact, or nobody knows."""
     canary = verdict.canary
-    if canary is None:
-        return False
+    if canary is None:  # it must be there where evals chat
+        return bool({"tool_calls", "trajectories"} & set(policy.eval_kinds.values()))
     is_exact = verdict.candidate in policy.exact
-    return canary.is_beyond_floor or (is_exact and canary.num_diverged + canary.num_unstable > 0)
+    return canary.is_beyond_floor or canary.is_blind or (is_exact and canary.num_diverged + canary.num_unstable > 0)
+
+
+def _drafts_too_few(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether fewer drafts were accepted than must be, or nobody knows."""
+    least = policy.min_acceptance.get(verdict.candidate)
+    return least is not None and (verdict.speculation is None or verdict.speculation.acceptance_rate < least)
 
 
 def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
@@ -247,6 +254,9 @@ def check_candidates(judgement: Judgement, params: Params, root: Path) -> bool:
         if fingerprint(verdict.facts) != verdict.fingerprint:
             raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: expected the fingerprint of the facts beside "
                                 "it, found another; the file was edited: run `dvc repro -f -s compare`")
+        if missing := candidate.facts.keys() - verdict.facts.keys():
+            raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: expected facts about {min(missing)}, found "
+                                "none; the file was edited: run `dvc repro -f -s compare`")
         if difference := find_difference(verdict.facts, candidate.facts):
             raise EvidenceError(f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
                                 f"{difference.found!r}; run `dvc repro` so that it is evaluated again")

@@ -9,7 +9,7 @@ was not recorded checks the file itself when it starts.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ SCHEMAS = Path(__file__).with_name("schemas")
 SCORE_TOKENS = 2  # beyond the context: a scored sequence has one token more, and vLLM must generate another
 OWN_OPTIONS = ("model", "served-model-name", "host", "port", "dtype", "max-model-len", "speculative-config", "config",
                "fingerprint-mode", "fingerprint-value", "per-request-spec-decode-metrics")  # fmt: skip
+# what names a file beside the checkpoint, which no digest would cover
+FILE_OPTIONS = ("chat-template", "tokenizer", "hf-config-path", "lora-modules", "generation-config")
 _METHODS = {"prompt_lookup": "ngram"}  # vLLM's name for it
 
 
@@ -52,12 +54,17 @@ def build_config(candidate: Candidate, *, needs_scores: bool) -> dict[str, Any]:
 def build_speculative_config(speculative: SpeculativeConfig) -> dict[str, Any]:
     """Return vLLM's nested speculative config."""
     config: dict[str, Any] = {
-        "method": _METHODS.get(speculative.method, speculative.method),
+        "method": rename_method(speculative.method),
         "num_speculative_tokens": speculative.num_tokens,
     }
     if speculative.draft_path:
         config["model"] = speculative.draft_path
     return config | speculative.options
+
+
+def rename_method(method: str | None) -> str | None:
+    """Return vLLM's name of a speculative method."""
+    return _METHODS.get(method, method) if method else None
 
 
 def render_config(config: dict[str, Any]) -> str:
@@ -88,9 +95,12 @@ def check_config(config: dict[str, Any], *, version: str, where: str) -> None:
                             "engine.options or the speculative step")  # fmt: skip
 
 
-def check_options(options: Collection[str], *, where: str) -> None:
-    """Refuse options that quantgate sets itself: they would contradict what is fingerprinted."""
-    for key in options:
+def check_options(options: Mapping[str, Any], *, where: str) -> None:
+    """Refuse options that quantgate sets itself, and those that name files: neither would be fingerprinted."""
+    for key, value in options.items():
+        if key in FILE_OPTIONS and (key, value) not in (("generation-config", "auto"), ("generation-config", "vllm")):
+            raise SettingsError(f"{where}.engine.options.{key}: expected no file beside the checkpoint, whose changes "
+                                f"nobody would see, got {value!r}; put it into the checkpoint's folder")  # fmt: skip
         if key in OWN_OPTIONS:
             raise SettingsError(f"{where}.engine.options.{key}: expected an option that quantgate does not set itself; "
                                 "remove it, it follows from `serving`, the checkpoint or the steps")  # fmt: skip

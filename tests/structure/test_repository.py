@@ -38,6 +38,12 @@ def test_no_path_of_a_machine() -> None:
     assert not found
 
 
+def test_no_merge_was_left_half_done() -> None:
+    marks = re.compile("^(?:" + "<" * 7 + "|" + ">" * 7 + ") ", re.MULTILINE)
+    texts = {path: path.read_text(encoding="utf-8") for path in list_files() if path.suffix in TEXT_SUFFIXES}
+    assert not [path.name for path, text in texts.items() if marks.search(text)]
+
+
 def test_readme_names_commands_that_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", readme, re.DOTALL))

@@ -64,6 +64,8 @@ class World:
         changes = self.changes if candidate.name == "a" else {}
 
         async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            if "prompt" in body:
+                return await answer(200, {"tokens": [[0] * len(text) for text in body["prompt"]]})(body, writer)
             question = body["messages"][-1]["content"]
             num_prompt = len(question.split())
             if not body.get("stream"):
@@ -124,6 +126,7 @@ def test_the_result_holds_every_round_and_what_the_audits_found(world: World) ->
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"num_tokens": 7}, "expected 8 completion tokens, as every request decodes, got 7"),
+    ({"text": "{"}, "expected a text of about 8 tokens, as the server says, got '{' with 1"),
     ({"num_prompt": 21}, "expected 1 to 5 prompt tokens, got 21"),
     ({"text": "Sorry, no."}, "answered 'Sorry, no.', evaluated was '{\"name\": \"order\""),
 ])  # fmt: skip

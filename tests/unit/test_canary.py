@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import check_outcomes, render_gate
-from pipeline.records import Evaluation, SpeculationCounts, Verdict, read_record, write_record, write_text
+from pipeline.records import CanaryAnswer, Evaluation, SpeculationCounts, Verdict, read_record, write_record, write_text
 from pipeline.run_contents import describe_runs
 from tests.synthetic_records import (
     CALL,
@@ -37,6 +37,8 @@ def judge(root: Path, answers: dict[str, dict[int, str]], *, floor: dict[str, di
         canary = write_canary(path.parent, said, num_prompts=num_prompts)
         write_record(path, evaluation.model_copy(update={"canary": canary}))
     params = make_params(["a"], ["a"])
+    canary = params.canary.model_copy(update={"num_prompts": num_prompts})
+    params = params.model_copy(update={"canary": canary})
     changed = params.candidates["a"].model_copy(update={"exact": exact})
     params = params.model_copy(update={"candidates": params.candidates | {"a": changed}})
     judgement = compare_release(params, build).judgement
@@ -82,7 +84,7 @@ def test_more_differences_than_a_floor_of_none_explains_fail(tmp_path: Path, num
 def test_a_floor_of_its_own_is_no_fault_of_the_candidate(tmp_path: Path) -> None:
     """In bfloat16 the batch alone flips some answers: as many more are no evidence against a draft."""
     noisy = {"alone": changed(*range(50, 56))}
-    verdict = judge(tmp_path, {"loaded": changed(*range(6))}, floor=noisy)
+    verdict = judge(tmp_path, {"loaded": changed(*range(6)), "again": changed(*range(6))}, floor=noisy)
     assert verdict.outcome == "pass" and verdict.canary is not None
     assert (verdict.canary.floor, verdict.canary.num_diverged) == (6, 6)
 
@@ -95,7 +97,7 @@ def test_where_exactness_is_asked_for_one_answer_fails(tmp_path: Path, answers: 
 
 
 def test_other_weights_may_answer_otherwise(tmp_path: Path) -> None:
-    verdict = judge(tmp_path, {"loaded": changed(*range(40))}, same_weights=False)
+    verdict = judge(tmp_path, dict.fromkeys(("alone", "loaded", "again"), changed(*range(40))), same_weights=False)
     assert verdict.outcome == "pass" and verdict.canary is not None and not verdict.canary.is_same_weights
 
 
@@ -116,9 +118,29 @@ def test_a_flip_is_shown_with_its_kind_its_token_and_its_margin(tmp_path: Path) 
     assert canary.session_rate == pytest.approx(1 - 0.99**5)
 
 
-def test_a_small_canary_says_how_many_prompts_it_would_take(tmp_path: Path) -> None:
+def test_a_canary_that_would_notice_nothing_proves_no_pass(tmp_path: Path) -> None:
     verdict = judge(tmp_path, {}, num_prompts=8)
-    assert any("prompts would for 80%" in r for r in verdict.reasons)
+    assert verdict.outcome == "inconclusive"
+    assert any("inconclusive: canary: 8 prompts with a floor of 0 notice a path" in r for r in verdict.reasons)
+
+
+def test_a_path_that_breaks_under_load_fails_whatever_its_weights(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, {"alone": changed(*range(40))}, same_weights=False)
+    assert verdict.outcome == "fail"
+    assert any("40 of 100 canary answers differ between its own runs" in r for r in verdict.reasons)
+
+
+def test_drafts_are_also_compared_with_the_same_server_without_them(tmp_path: Path) -> None:
+    plain = {"plain alone": changed(*range(40)), "plain loaded": changed(*range(40))}
+    verdict = judge(tmp_path, plain)
+    assert verdict.outcome == "fail" and verdict.canary is not None
+    assert verdict.canary.baseline == "its own path without drafts"
+
+
+def test_where_one_side_has_no_token_ids_texts_are_compared(tmp_path: Path) -> None:
+    ids, text = CanaryAnswer(text=CALL, token_ids=(1, 2)), CanaryAnswer(text=CALL)
+    assert ids.is_same(text) and text.is_same(ids)
+    assert not ids.is_same(CanaryAnswer(text=CALL, token_ids=(1, 3))), "two tokens may spell one text"
 
 
 def forget(folder: Path) -> None:
@@ -139,7 +161,7 @@ def ask_others(folder: Path) -> None:
 @pytest.mark.parametrize(("spoil", "said"), [
     (forget, "expected a canary, as evals chat, found none"),
     (edit, "expected the canary as it was written, found another"),
-    (ask_others, "reference and candidate were asked different prompts"),
+    (ask_others, "canary of the candidate: expected 100 prompts, as params.yaml asks, got 9"),
 ])  # fmt: skip
 def test_a_canary_that_is_not_fit_is_refused(tmp_path: Path, spoil: Any, said: str) -> None:
     build = tmp_path / "build"

@@ -18,7 +18,7 @@ from tests.unit.test_evaluate import CALL, FakeEndpoint, run, write_questions
 from tests.unit.test_evaluate import endpoint as endpoint
 
 FACTS = {"checkpoint": {"digest": "c" * 64, "files": {"config.json": "1"}}, "serving": {"dtype": "float32"},
-         "libraries": {"torch": "2.13.0"}, "engine": {"max_batch_tokens": 512},
+         "libraries": {"torch": "2.13.0"}, "engine": {"max_batch_tokens": 512}, "sampling": {}, "environment": {},
          "hardware": {"device": "cpu x86_64"}}  # fmt: skip
 
 
@@ -63,11 +63,11 @@ def evaluated(tmp_path: Path, endpoint: FakeEndpoint) -> Path:
 
 
 def test_the_same_server_has_not_drifted(evaluated: Path) -> None:
-    assert look(evaluated, {"fingerprint": "f1", "facts": FACTS}) == Drift(None, True, 3, 2, ())
+    assert look(evaluated, {"fingerprint": "f1", "facts": FACTS}) == Drift(None, True, 3, 0, ())
 
 
 def test_a_server_without_a_fingerprint_is_known_by_its_behaviour(evaluated: Path) -> None:
-    assert look(evaluated) == Drift(None, False, 3, 2, ())
+    assert look(evaluated) == Drift(None, False, 3, 0, ())
     (changed,) = look(evaluated, b=CALL.replace("2", "3")).changed
     assert (changed.eval_name, changed.case_id, changed.kind) == ("first", "t1", "argument value")
     assert changed.recorded == CALL
@@ -83,6 +83,19 @@ def test_a_server_without_a_fingerprint_is_known_by_its_behaviour(evaluated: Pat
 ])  # fmt: skip
 def test_the_field_that_drifted_is_named(evaluated: Path, section: str, change: dict[str, Any], said: str) -> None:
     assert look(evaluated, {"fingerprint": "f2", "facts": FACTS | {section: change}}).fingerprint == said
+
+
+@pytest.mark.parametrize("facts", [{"x": 1}, {"checkpoint": {}}, FACTS | {"checkpoint": {}}, []])
+def test_half_of_the_facts_prove_nothing(evaluated: Path, facts: Any) -> None:
+    assert not look(evaluated, {"facts": facts}).has_fingerprint
+
+
+def test_where_runs_differ_as_many_changes_prove_nothing(evaluated: Path) -> None:
+    path = evaluated / "build/evaluations/a/evaluation.json"
+    evaluation = read_record(path, Evaluation)
+    canary = evaluation.canary.model_copy(update={"num_unstable": 1})
+    write_record(path, evaluation.model_copy(update={"canary": canary}))
+    assert look(evaluated).num_explained == 3
 
 
 def test_an_attached_server_of_ours_has_not_drifted_when_it_is_as_it_was(evaluated: Path) -> None:

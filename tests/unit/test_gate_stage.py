@@ -13,6 +13,7 @@ import stages.compare
 import stages.gate
 from pipeline.digests import digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError
+from pipeline.fingerprints import fingerprint
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import VERDICT_PATH, Judgement
 from pipeline.params import SpeculativeStep
@@ -179,6 +180,18 @@ def test_gate_refuses_a_verdict_that_was_edited_into_a_pass(project, edit):
     verdicts = tuple(edit(v) if v.candidate == "bad" else v for v in judgement.verdicts)
     write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": verdicts, "outcome": "pass", "blocked_by": ()}))
     with pytest.raises(EvidenceError, match="bad: .* contradicts the numbers or the policy beside it"):
+        run_gate()
+
+
+@pytest.mark.parametrize("edit", [
+    pytest.param({"canary": None}, id="no-canary"),
+    pytest.param({"facts": {}, "fingerprint": fingerprint({})}, id="no-facts"),
+])
+def test_gate_refuses_a_pass_without_what_it_must_rest_on(project, edit):
+    judgement = project("good")
+    verdicts = tuple(v.model_copy(update=edit) if v.candidate == "good" else v for v in judgement.verdicts)
+    write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": verdicts}))
+    with pytest.raises(EvidenceError, match="good: .*(contradicts the numbers|expected facts about checkpoint)"):
         run_gate()
 
 

@@ -74,7 +74,7 @@ def judge(build: Path, benchmark: Benchmark | None = MIXED, **settings: Any) -> 
 
 def test_a_cell_is_faster_or_slower_when_its_whole_interval_is() -> None:
     speed = judge_speed(MIXED)
-    assert [cell.outcome for cell in speed.cells] == ["faster", "no difference", "slower", "faster"]
+    assert [cell.outcome for cell in speed.cells] == ["faster", "no difference shown", "slower", "faster"]
     assert describe_speed(speed) == (
         "faster in 2 of 4 cells (1 in flight, 10 to 20 prompt tokens; 4 in flight, 30 to 60 prompt tokens), "
         "slower in 1 of 4 cells (1 in flight, 30 to 60 prompt tokens)")  # fmt: skip
@@ -88,6 +88,22 @@ def test_ratios_are_paired_within_a_round() -> None:
     assert cell.throughput_tokens_per_s.candidate.low < cell.throughput_tokens_per_s.reference.median
     assert cell.throughput_tokens_per_s.ratio.low == pytest.approx(1.1)
     assert cell.ttft_ms.ratio.median == pytest.approx(1 / 1.175, abs=1e-3)
+
+
+def cut(**change: Any) -> Benchmark:
+    return MIXED.model_copy(update=change)
+
+
+@pytest.mark.parametrize(("benchmark", "said"), [
+    (cut(cells=()), "expected the cells"), (cut(cells=MIXED.cells[1:]), "expected the cells"),
+    (cut(cells=(*MIXED.cells, MIXED.cells[0])), "expected the cells"),
+    (cut(cells=(MIXED.cells[0].model_copy(update={"reference": MIXED.cells[0].reference[:5]}), *MIXED.cells[1:])),
+     "expected 6 rounds of both sides, got 5 and 6"),
+], ids=["empty", "a-cell-gone", "a-cell-twice", "a-round-gone"])  # fmt: skip
+def test_a_grid_with_a_gap_is_refused(build: Path, benchmark: Benchmark, said: str) -> None:
+    """A cell that is too slow must not be left out."""
+    _, verdict = judge(build, benchmark, max_slowdown=0.1)
+    assert verdict.outcome == "refused" and any(said in reason for reason in verdict.reasons)
 
 
 def test_speed_is_a_note_as_long_as_nothing_limits_it(build: Path) -> None:

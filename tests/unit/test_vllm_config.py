@@ -68,6 +68,12 @@ def test_an_option_that_follows_from_other_settings_is_refused() -> None:
         check_options({"port": 80}, where="candidates.a")
 
 
+def test_an_option_that_names_a_file_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"engine\.options\.chat-template: expected no file beside the checkpoint"):
+        check_options({"chat-template": "other.jinja"}, where="candidates.a")
+    check_options({"generation-config": "vllm"}, where="candidates.a")
+
+
 @pytest.mark.parametrize(("change", "said"), [
     ({"options": {"enforce-eagerly": True}}, "candidates.fast: vLLM 0.32.0 does not take options: Additional prop"),
     ({"method": "eagle9"}, "candidates.fast: vLLM 0.32.0 does not take speculative-config.method: 'eagle9' is not"),

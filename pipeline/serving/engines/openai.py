@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from pipeline.errors import EngineError
+from pipeline.fingerprints import SECTIONS
 from pipeline.params import EvalSettings
 from pipeline.records import Candidate
 from pipeline.serving.client import Client
@@ -62,7 +63,7 @@ def adopt(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
 async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
     """Ask a server what it is: its facts by section as far as it tells them, and what they prove."""
     own = (await _get(client, "/v1/fingerprint")).get("facts")
-    if isinstance(own, dict):
+    if isinstance(own, dict) and _are_facts(own):
         return own, "computed by the server from the files and objects it loaded"
     if not (version := (await _get(client, "/version")).get("version")):
         return {}, ""
@@ -70,6 +71,12 @@ async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
     if resolved := read_resolved(await _get(client, "/server_info?config_format=json")):
         facts["engine"] = resolved
     return facts, f"{DECLARED}, but for its version"
+
+
+def _are_facts(told: Mapping[str, Any]) -> bool:
+    """Say whether a server told all of its facts: one that tells half of them proves nothing."""
+    sections = [told.get(name) for name in SECTIONS]
+    return all(isinstance(section, dict) for section in sections) and isinstance(told["checkpoint"].get("digest"), str)
 
 
 async def _get(client: Client, path: str) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ _NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}|Loading weights
 # what a logger puts before the text: "(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] "
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?((INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: \S|(^|\s)error: \S|Value error, ")
-_NO_CAUSE = re.compile(r"[Ee]ngine core init|See root cause|Failed core proc|validation errors? for ")
+_NO_CAUSE = re.compile(r"[Ee]ngine core init|See root cause|Failed core proc|EngineDeadError|validation errors? for ")
 
 
 @dataclass

@@ -26,7 +26,7 @@ from pipeline.serving.client import Client
 from pipeline.serving.engines import keeper
 from pipeline.serving.engines.engine import Engine, Order, check_facts, probe_servers
 from pipeline.serving.engines.processes import ServerProcess, spawn, stop_kept
-from pipeline.serving.vllm_config import CONFIG_FILE, build_config, check_config, render_config
+from pipeline.serving.vllm_config import CONFIG_FILE, build_config, check_config, rename_method, render_config
 from pipeline.serving.vllm_facts import read_resolved, read_sampling
 
 STOP_TIMEOUT_S = 2 * keeper.TERMINATE_TIMEOUT_S
@@ -98,8 +98,10 @@ async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
     serving = candidate.serving.identity()
     if "model_config.dtype" in resolved:
         serving["dtype"] = str(resolved["model_config.dtype"]).removeprefix("torch.")
-    if candidate.serving.speculative and "speculative_config.num_speculative_tokens" in resolved:
-        serving["speculative.num_tokens"] = resolved["speculative_config.num_speculative_tokens"]
+    serving["speculative.num_tokens"] = resolved.get("speculative_config.num_speculative_tokens")
+    method = resolved.get("speculative_config.method")
+    if method != rename_method(serving["speculative.method"]):
+        serving["speculative.method"] = method
     if (draft := candidate.serving.speculative) and draft.draft_path:
         serving["speculative.draft_digest"] = digest_checkpoint(order.root / draft.draft_path)
     return {
