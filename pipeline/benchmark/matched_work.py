@@ -82,8 +82,8 @@ async def _serve(
     evaluation = read_record(folder / "evaluation.json", Evaluation)
     expected = read_expected(params, root, folder, evaluation)
     settings = params.serving.model_copy(update={"num_servers": 1})
-    # each request in flight has a connection, as its users would have
-    http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0),
+    # a connection for each request: while the other side is timed a server may close one that was kept open
+    http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True),
                                  timeout=aiohttp.ClientTimeout(total=settings.request_timeout_s))  # fmt: skip
     starting = start_engine(candidate, settings, evals=params.evals, root=root, logs=logs)
     async with http, starting as (engine, client):
