@@ -19,6 +19,7 @@ from pipeline.checkpoints import describe_checkpoint
 from pipeline.params import ServingSettings
 from pipeline.records import BuiltCandidate, Candidate, ServingConfig, write_record
 from pipeline.serving.engines.registry import start_engine
+from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import CHAT_TEMPLATE, write_documents, write_tiny_llama
 
 MODEL = "tiny"  # the name that the server answers to
@@ -80,7 +81,7 @@ def write_project(folder: Path, url: str, there: dict[str, Any], **serving: Any)
     (folder / "params.yaml").write_text(json.dumps({  # JSON is YAML
         "reference": "reference", "release": ["there"], "candidates": candidates, "serving": SERVING | serving,
         "optimize": {"calibration_texts": "evalsets/prose", "num_threads": 1}, "evals": EVALS, "gate": GATE,
-        "canary": {"num_prompts": 8, "target_rate": 0.49},
+        "canary": {"num_prompts": 8, "target_rate": 0.49}, "benchmark": NO_BENCHMARK,
     }))  # fmt: skip
     for name, settings in candidates.items():
         checkpoint = describe_checkpoint(folder / settings["checkpoint"], root=folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import shutil
@@ -50,7 +51,8 @@ WORDS = ["the", "courier", "takes", "12", "parcels", "to", "gate", "before", "no
 
 def make_candidate(folder: Path, **serving: Any) -> Candidate:
     checkpoint = describe_checkpoint(folder, root=folder.parent)
-    return Candidate(name="tiny", checkpoint=checkpoint, serving=SERVING.model_copy(update=serving))
+    libraries = {"safetensors": importlib.metadata.version("safetensors")}
+    return Candidate(name="tiny", checkpoint=checkpoint, serving=SERVING.model_copy(update=serving), libraries=libraries)
 
 
 def make_texts(count: int) -> list[str]:
