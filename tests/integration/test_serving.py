@@ -51,8 +51,8 @@ WORDS = ["the", "courier", "takes", "12", "parcels", "to", "gate", "before", "no
 
 def make_candidate(folder: Path, **serving: Any) -> Candidate:
     checkpoint = describe_checkpoint(folder, root=folder.parent)
-    libraries = {"safetensors": importlib.metadata.version("safetensors")}
-    return Candidate(name="tiny", checkpoint=checkpoint, serving=SERVING.model_copy(update=serving), libraries=libraries)
+    return Candidate(name="tiny", checkpoint=checkpoint, serving=SERVING.model_copy(update=serving),
+                     libraries={"safetensors": importlib.metadata.version("safetensors")})  # fmt: skip
 
 
 def make_texts(count: int) -> list[str]:
