@@ -15,11 +15,11 @@ from typing import Any
 from pipeline.cases import ToolCallCase, TrajectoryCase
 from pipeline.differences import classify_difference
 from pipeline.errors import EvidenceError
-from pipeline.evals.calls import describe_reply, openai_tools
-from pipeline.evalsets import Evalset, load_evalset
+from pipeline.evals.calls import describe_reply
 from pipeline.fingerprints import find_difference, fingerprint
+from pipeline.first_turns import declare_tools, load_evaluated
 from pipeline.gate.rates import predictive_quantile
-from pipeline.params import Params, ToolCallsEval, TrajectoriesEval
+from pipeline.params import Params
 from pipeline.records import Candidate, Evaluation, read_first_turns, read_record
 from pipeline.serving.client import Client
 from pipeline.serving.engines.openai import adopt, read_facts
@@ -72,15 +72,12 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     if "serving" in server and candidate.serving.engine == "openai":
         server = adopt(candidate, server)
     changed, num_asked = [], 0
-    for name, settings in params.evals.items():
-        if isinstance(settings, ToolCallsEval | TrajectoriesEval) and name in evaluation.evals:
+    for name, settings in params.chat_evals.items():
+        if name in evaluation.evals:
             recorded = read_first_turns(folder, evaluation, name)
-            evalset = load_evalset(root / settings.evalset)
-            if evalset.digest != evaluation.evals[name].evalset_digest:
-                raise EvidenceError(f"{root / settings.evalset}: expected the cases that were evaluated, found others; "
-                                    "run `dvc repro`")
+            evalset = load_evaluated(settings, evaluation.evals[name], root)
             asked = evalset.cases[:: max(1, len(evalset.cases) // num_cases)][:num_cases]
-            changed += await _ask_again(client, name, asked, recorded, params, _tools(evalset, settings))
+            changed += await _ask_again(client, name, asked, recorded, params, declare_tools(evalset, settings))
             num_asked += len(asked)
     if not num_asked:
         raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
@@ -112,10 +109,6 @@ def _compare_echo(candidate: Candidate, said: str | None) -> str | None:
     if candidate.serving.engine != "vllm" or said is None or len(said) != len(expected) or said == expected:
         return None
     return f"system_fingerprint: evaluated {expected[:12]!r}, the endpoint says {said[:12]!r}"
-
-
-def _tools(evalset: Evalset, settings: ToolCallsEval | TrajectoriesEval) -> list[dict[str, Any]] | None:
-    return openai_tools(evalset.card.tools) if settings.send_tools else None
 
 
 async def _ask_again(

@@ -2,21 +2,26 @@
 
 Speaks what quantgate asks of vLLM (models, version, resolved configuration, chat, tokenise, score), says
 "FAKE_VLLM" variables' bidding when it is to go wrong, and starts a child, as vLLM does, that must not outlive it.
+Tests that need a server of vLLM's kind in their own process take its parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+
+Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]  # of a path and a body: status and content
 
 VERSION = "0.32.0"
 TOKENS = [5, 6, 1]
@@ -53,10 +58,7 @@ def answer(path: str, body: dict[str, Any], config: dict[str, Any]) -> Any:
     if path == "/tokenize":
         return {"tokens": [3, 4]}
     if path == "/v1/completions":
-        row = {"token_id:1": -0.5, "token_id:2": -1.5}
-        return {"model": name, "choices": [{"index": i, "logprobs": {
-            "token_logprobs": [None] + [-0.5] * (len(ids) - 1), "top_logprobs": [None] + [row] * (len(ids) - 1)}}
-            for i, ids in enumerate(body["prompt"])]}  # fmt: skip
+        return {"model": name, **score(body)}
     tokens = TOKENS[: body["max_tokens"]]
     return {"model": name, "system_fingerprint": config["fingerprint-value"], "prompt_token_ids": [3, 4],
             "choices": [{"message": {"content": "{}"}, "finish_reason": "stop", "token_ids": tokens}],
@@ -64,25 +66,49 @@ def answer(path: str, body: dict[str, Any], config: dict[str, Any]) -> Any:
             "usage": {"prompt_tokens": 2, "completion_tokens": len(tokens)}}  # fmt: skip
 
 
-def serve(config: dict[str, Any], port: int) -> None:
-    """Answer until the process is told to end."""
+def score(body: dict[str, Any]) -> dict[str, Any]:
+    """Answer a score request as vLLM does: all given tokens are equally likely."""
+    rows = [{f"token_id:{t}": -1.0 - t for t in range(body["logprobs"])}]
+    return {"choices": [
+        {"index": i, "logprobs": {"token_logprobs": [None] + [-1.0] * (len(ids) - 1),
+                                  "top_logprobs": [None] + rows * (len(ids) - 1)}}
+        for i, ids in enumerate(body["prompt"])
+    ]}  # fmt: skip
+
+
+def make_handler(answer: Answer) -> type[BaseHTTPRequestHandler]:
+    """Return a handler that answers with what `answer` says to a path and a JSON body: bytes as they are, else JSON."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
-            refused = self.path == "/tokenize" and isinstance(body["prompt"], list)  # it takes one text
-            content = json.dumps({"error": "one text"} if refused else answer(self.path, body, config)).encode()
-            self.send_response(400 if refused else 200)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            status, value = answer(self.path, body)
+            content = value if isinstance(value, bytes) else json.dumps(value).encode()
+            with contextlib.suppress(ConnectionError):  # whoever asked has left
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
 
         do_POST = do_GET
 
         def log_message(self, *_: object) -> None:
             pass
 
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    return Handler
+
+
+def serve(config: dict[str, Any], port: int) -> None:
+    """Answer until the process is told to end."""
+
+    def reply(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/tokenize" and isinstance(body["prompt"], list):  # it takes one text
+            return 400, {"error": "one text"}
+        return 200, answer(path, body, config)
+
+    ThreadingHTTPServer(("127.0.0.1", port), make_handler(reply)).serve_forever()
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import canonical_json
-from pipeline.errors import EvidenceError, SettingsError
-from pipeline.evals.calls import openai_tools
+from pipeline.errors import SettingsError
 from pipeline.evalsets import load_evalset
+from pipeline.first_turns import declare_tools, load_evaluated
 from pipeline.params import BenchmarkSettings, Params
 from pipeline.records import Evaluation, read_first_turns
 from pipeline.serving.client import Client
@@ -61,7 +61,7 @@ def load_prompts(params: Params, root: Path) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
     for name, settings in params.chat_evals.items():
         evalset = load_evalset(root / settings.evalset)
-        tools = openai_tools(evalset.card.tools) if settings.send_tools else None
+        tools = declare_tools(evalset, settings)
         for case in evalset.cases:
             messages = [message.model_dump() for message in case.messages]
             # two cases may ask the same in different states: as a prompt they are one
@@ -80,9 +80,7 @@ def read_expected(params: Params, root: Path, folder: Path, evaluation: Evaluati
     expected: dict[str, str] = {}
     for name, settings in params.chat_evals.items():
         turns = read_first_turns(folder, evaluation, name)
-        if load_evalset(root / settings.evalset).digest != evaluation.evals[name].evalset_digest:
-            raise EvidenceError(f"{root / settings.evalset}: expected the cases that were evaluated, found others; "
-                                "run `dvc repro`")
+        load_evaluated(settings, evaluation.evals[name], root)
         expected |= {f"{name}/{case_id}": text for case_id, text in turns.items()}
     return expected
 

@@ -179,14 +179,14 @@ def describe_canary(compared: CanaryComparison) -> str:
 
 def describe_blind(compared: CanaryComparison) -> str:
     """Say that a canary is too small, or its floor too high, to notice what it is there for."""
-    return (f"canary: {compared.num_prompts} prompts with a floor of {compared.floor} notice a path that changes "
+    return (f"{compared.num_prompts} prompts with a floor of {compared.floor} notice a path that changes "
             f"{compared.target_rate:.1%} of answers with probability {compared.power:.0%} only, expected "
             f"{MIN_POWER:.0%}; raise canary.num_prompts ({compared.num_planned:,} do when the floor is none) or "
             "canary.target_rate")
 
 
 def _describe_threshold(c: CanaryComparison) -> str:
-    more = f" ({c.num_planned:,} prompts would for {MIN_POWER:.0%})" if c.power < MIN_POWER else ""
+    more = f" ({c.num_planned:,} prompts would for {MIN_POWER:.0%})" if c.is_blind else ""
     return (f" Floor: {c.floor} differ there from run to run, so up to {c.allowed} prove nothing; a path that changes "
             f"{c.target_rate:.1%} of answers is noticed with probability {c.power:.0%}{more}.")
 

@@ -31,6 +31,7 @@ from pipeline.gate.verdicts import (
     PATH_FAILED,
     REFUSED,
     SPEED_FAILED,
+    UNPROVEN,
     Judgement,
     Policy,
     describe_policy,
@@ -177,7 +178,7 @@ def _measure_path(measured: Measured, reference: Evidence, params: Params) -> No
     if measured.canary.is_same_weights:
         measured.notes.append(describe_canary(measured.canary))
     if measured.canary.is_blind:
-        measured.unproven.append(describe_blind(measured.canary))
+        measured.unproven.append(f"{UNPROVEN}{describe_blind(measured.canary)}")
 
 
 def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
@@ -243,7 +244,7 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
     reasons = [headline] if headline else []
     reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
     reasons += measured.failures
-    reasons += [f"inconclusive: {reason}" for reason in measured.unproven]
+    reasons += measured.unproven
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]

@@ -35,6 +35,7 @@ REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evi
 DRAFTS_FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
 PATH_FAILED = "fail: path: "  # starts the reason of a candidate whose path changes answers
 SPEED_FAILED = "fail: speed: "  # starts the reason of a candidate that is slower than tolerated
+UNPROVEN = "inconclusive: canary: "  # starts the reason of a path that was judged by too few prompts
 FAILED = (DRAFTS_FAILED, PATH_FAILED, SPEED_FAILED)  # start the reasons that no comparison stands for
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
@@ -331,6 +332,8 @@ def _why(verdict: Verdict, blocks: bool) -> list[str]:
     lines += [f"  {'refused':<12} {problem}" for problem in list_refusals(verdict)]
     lines += [f"  {'fail':<12} {reason.removeprefix('fail: ')}" for reason in verdict.reasons
               if reason.startswith(FAILED)]
+    lines += [f"  inconclusive {reason.removeprefix('inconclusive: ')}" for reason in verdict.reasons
+              if reason.startswith(UNPROVEN)]
     shown = [c for outcome in ("fail", "inconclusive") for c in verdict.comparisons if c.outcome == outcome]
     for comparison in shown:
         lines += describe(comparison)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from pipeline.records import Candidate, Checkpoint, ServingConfig
 from pipeline.serving import client as client_module
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving.readiness import PROBE_TOKENS
+from tests.fake_vllm import make_handler, score
 
 CONTEXT = 256
 PROSE = PerplexityEval(kind="perplexity", evalset="e")
@@ -68,15 +68,6 @@ class Endpoint:
         return [path for path, body in self.asked if body]
 
 
-def score(body: dict[str, Any]) -> dict[str, Any]:
-    row = {"token_id:0": -1.0}
-    return {"choices": [
-        {"index": i, "logprobs": {"token_logprobs": [None] + [-1.0] * (len(ids) - 1),
-                                  "top_logprobs": [None] + [row] * (len(ids) - 1)}}
-        for i, ids in enumerate(body["prompt"])
-    ]}  # fmt: skip
-
-
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -85,25 +76,7 @@ class Server(ThreadingHTTPServer):
 def endpoint() -> Iterator[Endpoint]:
     endpoint = Endpoint()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
-            status, value = endpoint.answer(self.path, body)
-            content = value if isinstance(value, bytes) else json.dumps(value).encode()
-            with contextlib.suppress(ConnectionError):  # whoever asked has left
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), make_handler(endpoint.answer))
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     endpoint.url = f"http://127.0.0.1:{server.server_port}"
     yield endpoint

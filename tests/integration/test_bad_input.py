@@ -7,14 +7,13 @@ that answers nonsense, lm-eval, and the disk.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ import stages.evaluate
 from pipeline.records import BuiltCandidate, Checkpoint, write_record, write_text
 from pipeline.serving import client as client_module
 from stages.cli import run_stage
+from tests.fake_vllm import Answer, make_handler, score
 from tests.tiny_llama import write_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "m"
-Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]  # (path, body) -> status and JSON
 
 
 @pytest.fixture
@@ -148,16 +147,6 @@ def test_what_the_system_refuses_is_one_line_too(
 # An endpoint of vLLM's kind, and the ways in which one goes wrong.
 
 
-def score(body: dict[str, Any]) -> dict[str, Any]:
-    """Answer a score request: all tokens are equally likely."""
-    rows = [{f"token_id:{t}": -1.0 - t for t in range(body["logprobs"])}]
-    return {"choices": [
-        {"index": i, "logprobs": {"token_logprobs": [None] + [-1.0] * (len(ids) - 1),
-                                  "top_logprobs": [None] + rows * (len(ids) - 1)}}
-        for i, ids in enumerate(body["prompt"])
-    ]}  # fmt: skip
-
-
 def answer_well(path: str, body: dict[str, Any]) -> tuple[int, Any]:
     if path == "/v1/models":
         return 200, {"data": [{"id": MODEL}]}
@@ -203,25 +192,7 @@ def serve() -> Iterator[Callable[[Answer], str]]:
     servers: list[ThreadingHTTPServer] = []
 
     def start(answer: Answer) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                length = int(self.headers.get("content-length") or 0)
-                status, value = answer(self.path, json.loads(self.rfile.read(length) or b"{}"))
-                content = value if isinstance(value, bytes) else json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                with contextlib.suppress(BrokenPipeError):  # the stage has ended with other requests in flight
-                    self.wfile.write(content)
-
-            do_POST = do_GET
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), make_handler(answer)))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_port}"
 

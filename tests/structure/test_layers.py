@@ -20,6 +20,7 @@ LAYERS = (
     ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
+    ("first_turns",),
     ("preflight", "drift", "benchmark"),
 )
 # These judge and show records; the model is none of their business.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.gate.compare import compare_release
-from pipeline.gate.verdicts import check_outcomes, render_gate
+from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN, check_outcomes, render_gate
 from pipeline.records import CanaryAnswer, Evaluation, SpeculationCounts, Verdict, read_record, write_record, write_text
 from pipeline.run_contents import describe_runs
 from tests.synthetic_records import (
@@ -43,7 +43,10 @@ def judge(root: Path, answers: dict[str, dict[int, str]], *, floor: dict[str, di
     params = params.model_copy(update={"candidates": params.candidates | {"a": changed}})
     judgement = compare_release(params, build).judgement
     check_outcomes(judgement)
-    render_gate(judgement)
+    told = [line.split(maxsplit=1)[1] for line in render_gate(judgement).splitlines() if line.startswith("  ")]
+    for reason in judgement.verdicts[0].reasons:
+        if reason.startswith((PATH_FAILED, UNPROVEN)):
+            assert reason.split(": ", 1)[1] in told, "the terminal says it too"
     return judgement.verdicts[0]
 
 
