@@ -15,12 +15,12 @@ from typing import Any
 from pipeline.cases import ToolCallCase, TrajectoryCase
 from pipeline.differences import classify_difference
 from pipeline.errors import EvidenceError
-from pipeline.evals.calls import describe_reply
+from pipeline.evals.calls import declare_tools, describe_reply
 from pipeline.fingerprints import find_difference, fingerprint
-from pipeline.first_turns import declare_tools, load_evaluated
+from pipeline.first_turns import load_evaluated, read_first_turns
 from pipeline.gate.rates import predictive_quantile
 from pipeline.params import Params
-from pipeline.records import Candidate, Evaluation, read_first_turns, read_record
+from pipeline.records import Candidate, Evaluation, read_record
 from pipeline.serving.client import Client
 from pipeline.serving.engines.openai import adopt, read_facts
 
@@ -77,7 +77,8 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
             recorded = read_first_turns(folder, evaluation, name)
             evalset = load_evaluated(settings, evaluation.evals[name], root)
             asked = evalset.cases[:: max(1, len(evalset.cases) // num_cases)][:num_cases]
-            changed += await _ask_again(client, name, asked, recorded, params, declare_tools(evalset, settings))
+            tools = declare_tools(evalset.card.tools, settings)
+            changed += await _ask_again(client, name, asked, recorded, params, tools)
             num_asked += len(asked)
     if not num_asked:
         raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.evals.calls import openai_tools
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.params import ToolCallsEval, TrajectoriesEval
-from pipeline.records import EvalFile
-
-ChatEval = ToolCallsEval | TrajectoriesEval
+from pipeline.params import ChatEval
+from pipeline.records import EvalFile, Evaluation, read_cases
 
 
 def load_evaluated(settings: ChatEval, file: EvalFile, root: Path) -> Evalset:
@@ -27,6 +24,14 @@ def load_evaluated(settings: ChatEval, file: EvalFile, root: Path) -> Evalset:
     return evalset
 
 
-def declare_tools(evalset: Evalset, settings: ChatEval) -> list[dict[str, Any]] | None:
-    """Return the tools that requests of an eval carry, None when they carry none."""
-    return openai_tools(evalset.card.tools) if settings.send_tools else None
+def read_first_turns(folder: Path, evaluation: Evaluation, eval_name: str) -> dict[str, str]:
+    """Return what a candidate answered to the first turn of each case of an eval that chats, by case id.
+
+    Raises:
+        EvidenceError: the eval was not run, or its records are not as they were written.
+    """
+    file = evaluation.evals.get(eval_name)
+    path = folder / (file.records if file else f"{eval_name}.jsonl")
+    if file is None or not path.is_file() or digest_file(path) != file.sha256:
+        raise EvidenceError(f"{path}: expected the records as they were written, found others; run `dvc repro`")
+    return {record.case_id: record.output.split("\n")[0] for record in read_cases(path)}

@@ -188,9 +188,8 @@ class TrajectoriesEval(Settings):
     send_tools: bool = False
 
 
-EvalSettings = Annotated[
-    PerplexityEval | HarnessEval | ToolCallsEval | TrajectoriesEval, Field(discriminator="kind")
-]
+ChatEval = ToolCallsEval | TrajectoriesEval
+EvalSettings = Annotated[PerplexityEval | HarnessEval | ChatEval, Field(discriminator="kind")]
 
 
 class Tolerance(Settings):
@@ -237,9 +236,9 @@ class Params(Settings):
     benchmark: BenchmarkSettings
 
     @property
-    def chat_evals(self) -> dict[str, ToolCallsEval | TrajectoriesEval]:
+    def chat_evals(self) -> dict[str, ChatEval]:
         """The evals whose cases are conversations."""
-        return {name: e for name, e in self.evals.items() if isinstance(e, ToolCallsEval | TrajectoriesEval)}
+        return {name: e for name, e in self.evals.items() if isinstance(e, ChatEval)}
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:

@@ -19,7 +19,8 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, is_rate
 from pipeline.predictions import read_scored, select_predictions
-from pipeline.records import BuiltCandidate, Evaluation, Metric, R, Speed, Verdict, read_record
+from pipeline.records import BuiltCandidate, Evaluation, R, read_record
+from pipeline.verdict_records import Metric, Speed, Verdict
 
 # Bars and dots: a reviewer tells the verdict by the colour.
 _COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c", "fail": "#cf222e",

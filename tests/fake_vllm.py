@@ -25,6 +25,8 @@ Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]  # of a path and a bod
 
 VERSION = "0.32.0"
 TOKENS = [5, 6, 1]
+# as an engine in the middle of a step: only SIGKILL ends it
+IGNORES_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
 def resolve(config: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def main() -> None:
     options = parser.parse_args()
     config = YAML(typ="safe").load(options.config.read_text())
     if "FAKE_VLLM_CHILD" in os.environ:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        child = subprocess.Popen([sys.executable, "-c", IGNORES_TERM])
         Path(os.environ["FAKE_VLLM_CHILD"]).write_text(str(child.pid))
     if "FAKE_VLLM_BREAKS" in os.environ:
         print("(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] ValueError: no kernel for int4 in float32",

@@ -34,8 +34,8 @@ import aiohttp
 import stages.evaluate
 from pipeline.gate.compare import compare_release
 from pipeline.params import load_params
-from pipeline.records import Verdict
 from pipeline.serving import client as client_module
+from pipeline.verdict_records import Verdict
 from stages.cli import run_stage
 from tests.fault_project import (
     CALLS,

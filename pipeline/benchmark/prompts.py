@@ -15,10 +15,11 @@ from typing import Any
 
 from pipeline.digests import canonical_json
 from pipeline.errors import SettingsError
+from pipeline.evals.calls import declare_tools
 from pipeline.evalsets import load_evalset
-from pipeline.first_turns import declare_tools, load_evaluated
+from pipeline.first_turns import load_evaluated, read_first_turns
 from pipeline.params import BenchmarkSettings, Params
-from pipeline.records import Evaluation, read_first_turns
+from pipeline.records import Evaluation
 from pipeline.serving.client import Client
 
 MIN_REQUESTS = 4  # of a batch: the time of a lone request says little
@@ -61,7 +62,7 @@ def load_prompts(params: Params, root: Path) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
     for name, settings in params.chat_evals.items():
         evalset = load_evalset(root / settings.evalset)
-        tools = declare_tools(evalset, settings)
+        tools = declare_tools(evalset.card.tools, settings)
         for case in evalset.cases:
             messages = [message.model_dump() for message in case.messages]
             # two cases may ask the same in different states: as a prompt they are one

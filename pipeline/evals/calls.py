@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from pipeline.cases import Call
 from pipeline.evalsets import Tool
+from pipeline.params import ChatEval
 from pipeline.serving.client import Reply
 
 
@@ -83,8 +84,10 @@ def is_accepted(call: Call, expected: Call, accepted: Mapping[str, Sequence[Any]
     return True
 
 
-def openai_tools(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
-    """Return tools in the form that a chat request carries."""
+def declare_tools(tools: Mapping[str, Tool], settings: ChatEval) -> list[dict[str, Any]] | None:
+    """Return the tools that an eval's chat requests carry, None when they carry none."""
+    if not settings.send_tools:
+        return None
     return [{"type": "function",
              "function": {"name": name, "description": tool.description, "parameters": tool.parameters}}
             for name, tool in tools.items()]  # fmt: skip

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import RequestError
-from pipeline.evals.calls import describe_reply, openai_tools
+from pipeline.evals.calls import declare_tools, describe_reply
 from pipeline.evalsets import Evalset
-from pipeline.params import EvalSettings, ServingSettings, ToolCallsEval, TrajectoriesEval
+from pipeline.params import ChatEval, EvalSettings, ServingSettings
 from pipeline.records import CanaryAnswer, CanaryRecord
 from pipeline.serving.client import Client, Reply
 from pipeline.serving.engines.engine import Engine
@@ -40,11 +40,11 @@ class Prompt:
 def pick_prompts(evals: Mapping[str, tuple[EvalSettings, Evalset | None]], num_prompts: int) -> list[Prompt]:
     """Return the first turns of cases spread evenly over the evals that chat, at most `num_prompts`."""
     chats = [(name, settings, evalset) for name, (settings, evalset) in evals.items()
-             if isinstance(settings, ToolCallsEval | TrajectoriesEval) and evalset is not None]  # fmt: skip
+             if isinstance(settings, ChatEval) and evalset is not None]  # fmt: skip
     prompts = []
     for i, (name, settings, evalset) in enumerate(chats):
         count = num_prompts // len(chats) + (i < num_prompts % len(chats))
-        tools = openai_tools(evalset.card.tools) if settings.send_tools else None
+        tools = declare_tools(evalset.card.tools, settings)
         cases = evalset.cases[:: max(1, len(evalset.cases) // count)][:count] if count else []
         prompts += [Prompt(f"{name}/{case.id}", case.digest, [m.model_dump() for m in case.messages], tools)
                     for case in cases]  # fmt: skip

@@ -7,7 +7,7 @@ Two scores a case: `exact` (the expected call as JSON values; sensitive to any c
 from __future__ import annotations
 
 from pipeline.cases import ToolCallCase
-from pipeline.evals.calls import describe_reply, is_accepted, is_exact, openai_tools, parse_call
+from pipeline.evals.calls import declare_tools, describe_reply, is_accepted, is_exact, parse_call
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import check_prompts_fit, run_cases
 from pipeline.params import ToolCallsEval
@@ -18,7 +18,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     """Ask every case once and judge the call that comes back."""
     settings = context.settings
     assert isinstance(settings, ToolCallsEval) and context.evalset is not None
-    tools = openai_tools(context.evalset.card.tools) if settings.send_tools else None
+    tools = declare_tools(context.evalset.card.tools, settings)
 
     async def judge(case: ToolCallCase) -> CaseRecord:
         messages = [m.model_dump() for m in case.messages]

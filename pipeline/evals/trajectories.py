@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.cases import TrajectoryCase
 from pipeline.errors import RequestError
-from pipeline.evals.calls import continue_conversation, describe_reply, openai_tools, parse_call, same_value
+from pipeline.evals.calls import continue_conversation, declare_tools, describe_reply, parse_call, same_value
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import check_prompts_fit, run_cases
 from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
@@ -27,7 +27,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     settings = context.settings
     assert isinstance(settings, TrajectoriesEval) and context.evalset is not None
     declared = context.evalset.card.tools
-    tools = openai_tools(declared) if settings.send_tools else None
+    tools = declare_tools(declared, settings)
 
     async def judge(case: TrajectoryCase) -> CaseRecord:
         try:

@@ -26,16 +26,8 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
 from pipeline.params import CanarySettings
-from pipeline.records import (
-    MIN_POWER,
-    CanaryAnswer,
-    CanaryComparison,
-    CanaryFlip,
-    CanaryRecord,
-    count_unstable,
-    digest_behaviour,
-    read_canary,
-)
+from pipeline.records import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
+from pipeline.verdict_records import MIN_POWER, CanaryComparison, CanaryFlip
 
 DEPLOYED = "loaded"
 # margin below which rounding can turn a token, in nat: one step of the dtype at a logit of 32, and for float32 what
@@ -146,7 +138,7 @@ def find_path_failure(compared: CanaryComparison, *, exact: bool, num_changed_ou
         exact: any difference fails.
         num_changed_outputs: of the evals, where the reference has the same weights.
     """
-    if exact and compared.num_diverged + compared.num_unstable + num_changed_outputs:
+    if exact and (compared.is_changed or num_changed_outputs):
         return (f"exact is asked for, and answers changed: {compared.num_diverged} of the canary against "
                 f"{compared.baseline}, {compared.num_unstable} between its own runs, {num_changed_outputs} outputs of "
                 "the evals against the reference; serve it without drafts, in float32, or without `exact`")

@@ -39,8 +39,9 @@ from pipeline.gate.verdicts import (
 )
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params, Tolerance
-from pipeline.records import OUTGROWN, CanaryComparison, CaseRecord, Comparison, Metric, Speed, Verdict
+from pipeline.records import OUTGROWN, CaseRecord
 from pipeline.serving_config import read_candidate
+from pipeline.verdict_records import CanaryComparison, Comparison, Metric, Speed, Verdict
 
 
 @dataclass

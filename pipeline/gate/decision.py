@@ -24,7 +24,7 @@ from typing import Literal
 from pipeline.gate.statistics import holm
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
 from pipeline.gate.wording import format_count, format_harm, format_p, format_tolerance
-from pipeline.records import Comparison
+from pipeline.verdict_records import Comparison
 
 Outcome = Literal["pass", "fail", "inconclusive", "refused"]
 

@@ -23,7 +23,7 @@ from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.gate.statistics import Bounds, effective_clusters, proportion_interval, ratio_bounds
 from pipeline.gate.wording import definition_of, format_threshold, format_value
-from pipeline.records import Comparison
+from pipeline.verdict_records import Comparison
 
 _CHUNK_TOKENS = 1024  # a chunk compares tokens x k x k ids; larger ones fall out of the cache of the CPU
 _SMALLEST_MASS = 1e-7  # float32 log-probabilities can't resolve less in the merged class

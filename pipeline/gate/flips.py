@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pipeline.differences import first_difference
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.wording import definition_of
-from pipeline.records import CaseRecord, Comparison
+from pipeline.records import CaseRecord
+from pipeline.verdict_records import Comparison
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 160, 240  # characters of an output shown round the first difference
 

@@ -30,7 +30,8 @@ from pipeline.gate.statistics import (
     sign_flip_p,
 )
 from pipeline.gate.wording import name_metric, natural_key
-from pipeline.records import CaseRecord, Metric
+from pipeline.records import CaseRecord
+from pipeline.verdict_records import Metric
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

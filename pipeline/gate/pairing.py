@@ -19,15 +19,7 @@ from numpy.typing import NDArray
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.fingerprints import Difference, find_difference, fingerprint
-from pipeline.records import (
-    Candidate,
-    CaseRecord,
-    EvalFile,
-    Evaluation,
-    describe_failures,
-    read_cases,
-    read_record,
-)
+from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases, read_record
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from matplotlib.lines import Line2D
 
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import format_tolerance, natural_key
-from pipeline.records import Comparison, Metric, replace_whole
+from pipeline.records import replace_whole
+from pipeline.verdict_records import Comparison, Metric
 
 _OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "fail": ("#D55E00", "X", 9)}
 _SIDES = ("#4D4D4D", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#F0E442")

@@ -30,7 +30,8 @@ from pipeline.gate.wording import (
     natural_key,
     show_unprintable,
 )
-from pipeline.records import Candidate, Comparison, Metric, Verdict
+from pipeline.records import Candidate
+from pipeline.verdict_records import Comparison, Metric, Verdict
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "reported": "·"}
 _KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity")

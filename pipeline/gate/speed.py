@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pipeline.benchmark_records import Benchmark, Cell, Work
 from pipeline.errors import EvidenceError
-from pipeline.records import MedianInterval, PairedMedians, Speed, SpeedCell, read_record
+from pipeline.records import read_record
+from pipeline.verdict_records import MedianInterval, PairedMedians, Speed, SpeedCell
 
 CONFIDENCE = 0.95
 

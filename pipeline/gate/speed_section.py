@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipeline.benchmark_records import Benchmark, Machine, Side
 from pipeline.gate.speed import format_ratio
 from pipeline.gate.wording import escape_markdown
-from pipeline.records import PairedMedians, Speed
+from pipeline.verdict_records import PairedMedians, Speed
 
 _HEADER = ["in flight", "prompt tokens", "throughput, tokens/s", "candidate / reference", "TTFT, ms",
            "candidate / reference", "inter-token latency, ms", "candidate / reference", "outcome"]

@@ -25,8 +25,9 @@ from pipeline.gate.wording import (
     show_unprintable,
 )
 from pipeline.params import Params
-from pipeline.records import Comparison, Metric, Record, Verdict, write_text
+from pipeline.records import Record, write_text
 from pipeline.serving_config import read_candidate
+from pipeline.verdict_records import Comparison, Metric, Verdict
 
 VERDICT_PATH = Path("reports/verdict.json")
 REPORT_PATH = Path("reports/report.md")
@@ -194,7 +195,7 @@ def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
     if canary is None:  # it must be there where evals chat
         return bool({"tool_calls", "trajectories"} & set(policy.eval_kinds.values()))
     is_exact = verdict.candidate in policy.exact
-    return canary.is_beyond_floor or canary.is_blind or (is_exact and canary.num_diverged + canary.num_unstable > 0)
+    return canary.is_beyond_floor or canary.is_blind or (is_exact and canary.is_changed)
 
 
 def _drafts_too_few(verdict: Verdict, policy: Policy) -> bool:

@@ -13,7 +13,7 @@ import re
 import unicodedata
 
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
-from pipeline.records import Comparison
+from pipeline.verdict_records import Comparison
 
 _MAX_DIGITS = 6  # behind the point of a percentage
 # A backtick has no escape that reads well inside and outside of code, and messages quote commands with it.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pipeline.errors import EngineError, IgnoredFieldError
 from pipeline.params import EvalSettings, HarnessEval, PerplexityEval
 from pipeline.serving.client import Client
+from pipeline.serving.vllm_config import SCORE_TOKENS
 
 PROBE_TOKENS = 32  # of each of two answers that must agree
 # many continuations are about as likely: a server that samples hardly says the same twice
@@ -110,8 +111,7 @@ def check_context(context_length: int, longest: int | None, evals: Mapping[str, 
         evals: what will be run, by name.
         where: the server.
     """
-    # a scored sequence has one token more than the context, and vLLM must generate another
-    extra = 2 if needs_scores(evals) else 0
+    extra = SCORE_TOKENS if needs_scores(evals) else 0
     if longest is None or context_length + extra <= longest:
         return
     why = f", and a score request takes {extra} tokens more" if extra else ""

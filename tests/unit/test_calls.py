@@ -10,14 +10,15 @@ import pytest
 from pipeline.cases import Call
 from pipeline.evals.calls import (
     continue_conversation,
+    declare_tools,
     describe_reply,
     is_accepted,
     is_exact,
-    openai_tools,
     parse_call,
     same_value,
 )
 from pipeline.evalsets import Tool
+from pipeline.params import ToolCallsEval
 from pipeline.serving.client import Reply
 
 
@@ -160,4 +161,6 @@ def test_the_conversation_goes_on_in_the_form_of_the_reply() -> None:
 def test_tools_in_the_form_of_a_request() -> None:
     declared = Tool(description="Send.", parameters={"type": "object"})
     function = {"name": "order", "description": "Send.", "parameters": {"type": "object"}}
-    assert openai_tools({"order": declared}) == [{"type": "function", "function": function}]
+    sent, unsent = (ToolCallsEval(kind="tool_calls", evalset="e", send_tools=send) for send in (True, False))
+    assert declare_tools({"order": declared}, sent) == [{"type": "function", "function": function}]
+    assert declare_tools({"order": declared}, unsent) is None

@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN, check_outcomes, render_gate
-from pipeline.records import CanaryAnswer, Evaluation, SpeculationCounts, Verdict, read_record, write_record, write_text
+from pipeline.records import CanaryAnswer, Evaluation, SpeculationCounts, read_record, write_record, write_text
 from pipeline.run_contents import describe_runs
+from pipeline.verdict_records import Verdict
 from tests.synthetic_records import (
     CALL,
     Behaviour,

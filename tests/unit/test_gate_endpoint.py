@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.gate.compare import compare_release
 from pipeline.params import CandidateSettings, OpenaiEngine
-from pipeline.records import BuiltCandidate, CaseRecord, Evaluation, Verdict, read_cases, read_record, write_record
+from pipeline.records import BuiltCandidate, CaseRecord, Evaluation, read_cases, read_record, write_record
+from pipeline.verdict_records import Verdict
 from tests.synthetic_records import Behaviour, make_candidate, make_params, rewrite_records, write_tree
 
 ALL_EQUAL = "prose: the endpoint answers with the reference's weights: all 40 documents' log-probabilities are equal"

@@ -17,8 +17,9 @@ from pipeline.gate.report import render_report
 from pipeline.gate.speed import describe_speed, judge_speed
 from pipeline.gate.verdicts import VERDICT_PATH, check_outcomes, check_policy, describe_policy, render_gate
 from pipeline.params import Params
-from pipeline.records import Verdict, write_record
+from pipeline.records import write_record
 from pipeline.run_contents import describe_runs
+from pipeline.verdict_records import Verdict
 from tests.synthetic_records import Behaviour, make_candidate, make_params, write_tree
 
 HERE = Machine(cpu="Nice CPU", num_cores=2, gpus=())

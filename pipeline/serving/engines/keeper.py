@@ -16,6 +16,7 @@ import threading
 import time
 
 TERMINATE_TIMEOUT_S = 15.0
+LEFTOVERS_TIMEOUT_S = 1.0  # of what a server leaves behind: the client waits for us to say that it has died
 
 
 def main(argv: list[str]) -> int:
@@ -23,20 +24,20 @@ def main(argv: list[str]) -> int:
     server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent-watch").start()
     code = server.wait()
-    _end_group(server.pid)
+    _end_group(server.pid, LEFTOVERS_TIMEOUT_S)
     return code
 
 
 def _end_with_parent(server: subprocess.Popen[bytes]) -> None:
     while os.read(0, 4096):
         pass
-    _end_group(server.pid)
+    _end_group(server.pid, TERMINATE_TIMEOUT_S)
 
 
-def _end_group(group: int) -> None:
+def _end_group(group: int, timeout_s: float) -> None:
     """End the server, or what it left behind: politely, then not."""
     _signal_group(group, signal.SIGTERM)
-    deadline = time.monotonic() + TERMINATE_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while _signal_group(group, 0) and time.monotonic() < deadline:
         time.sleep(0.05)
     _signal_group(group, signal.SIGKILL)
