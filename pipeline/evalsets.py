@@ -27,8 +27,9 @@ from ruamel.yaml.error import YAMLError
 from pipeline.cases import Case, Kind, read_cases
 from pipeline.digests import canonical_json, digest_file, digest_folder, digest_json
 from pipeline.errors import EvalsetError, describe_problem
-from pipeline.params import HarnessEval, Params, describe_yaml_error
+from pipeline.params import HarnessEval, Params
 from pipeline.records import Record
+from pipeline.settings import describe_yaml_error
 
 CARD_FILE = "card.yaml"
 CASES_FILE = "cases.jsonl"

@@ -7,30 +7,23 @@ need a file beside params.yaml (layer shapes, an evalset's buckets) are in `pref
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError, describe_problem
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.image_params import IMAGE_STEP_KINDS, ImageTrack, find_image_problems
+from pipeline.settings import Settings, Track, describe_yaml_error, find_track_problems, find_unknown_metrics
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 TRANSFORMERS_METHODS = ("draft_model", "prompt_lookup")
 # ways of verifying drafts that keep a token only when it is the target's own, or drawn as the target would draw it
 LOSSLESS_REJECTION = ("standard", "strict", "block")
 LOSSY_OPTIONS = ("posterior_threshold", "posterior_alpha", "typical_acceptance_sampler_posterior_threshold",
                  "assistant_ensemble_weight")  # fmt: skip
-
-
-class Settings(BaseModel):
-    """Base of all settings: frozen, unknown keys refused, no type coercion, finite numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Calibration(Settings):
@@ -192,22 +185,6 @@ ChatEval = ToolCallsEval | TrajectoriesEval
 EvalSettings = Annotated[PerplexityEval | HarnessEval | ChatEval, Field(discriminator="kind")]
 
 
-class Tolerance(Settings):
-    """The loss that a metric may show: absolute for rates, relative for perplexity."""
-
-    overall: float | None = Field(default=None, gt=0, lt=1)
-    buckets: dict[str, Annotated[float, Field(gt=0, lt=1)]] = {}
-
-
-class GateSettings(Settings):
-    """The decision rule's settings; what they mean is in `pipeline/gate/compare.py`."""
-
-    alpha: float = Field(ge=0.001, le=0.2)  # outside, nothing fails or nothing passes
-    on_inconclusive: Literal["block", "warn"]
-    tolerances: dict[str, Tolerance] = Field(min_length=1)
-    tripwires: dict[str, Annotated[float, Field(gt=0)]] = {}
-
-
 _Count = Annotated[int, Field(ge=1)]
 
 
@@ -222,18 +199,16 @@ class BenchmarkSettings(Settings):
     max_slowdown: float | None = Field(default=None, gt=0, lt=1)  # of the throughput, relative; more fails
 
 
-class Params(Settings):
-    """The whole of params.yaml."""
+class Params(Track):
+    """The whole of params.yaml: the text track, and beside it the others."""
 
-    reference: str
-    release: list[str] = Field(min_length=1)
     optimize: OptimizeSettings
     candidates: dict[str, CandidateSettings] = Field(min_length=1)
     serving: ServingSettings
     canary: CanarySettings
     evals: dict[str, EvalSettings] = Field(min_length=1)
-    gate: GateSettings
     benchmark: BenchmarkSettings
+    images: ImageTrack | None = None  # a second product, gated on its own
 
     @property
     def chat_evals(self) -> dict[str, ChatEval]:
@@ -256,13 +231,6 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     return parse_params(data, where=str(path))
 
 
-def describe_yaml_error(error: Exception) -> str:
-    """Say in one line what is wrong and on which line; the parser's own text draws a picture over several."""
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return " ".join(str(error).split())
-
-
 def parse_params(data: Any, where: str = "params.yaml") -> Params:
     """Validate settings that were already read from YAML."""
     try:
@@ -275,24 +243,7 @@ def parse_params(data: Any, where: str = "params.yaml") -> Params:
 
 
 def _contradictions(params: Params) -> list[str]:
-    problems = [f"candidates.{name}: a name is lower-case letters, digits and dashes"
-                for name in params.candidates if not _NAME.fullmatch(name)]
-    problems += [f"evals.{name}: a name is lower-case letters, digits, dashes and underscores"
-                 for name in params.evals if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)]
-    known = ", ".join(params.candidates)
-    if params.reference not in params.candidates:
-        problems.append(f"reference: expected one of the candidates ({known}), got {params.reference!r}")
-    if params.reference in params.candidates and params.candidates[params.reference].steps:
-        problems.append(f"candidates.{params.reference}.steps: expected none, as it is the reference: what the steps "
-                        "cost would not show; name a candidate without steps as the reference")
-    for i, name in enumerate(params.release):
-        if name not in params.candidates:
-            problems.append(f"release.{i}: expected one of the candidates ({known}), got {name!r}")
-        if name == params.reference:
-            problems.append(f"release.{i}: {name!r} is the reference, and a comparison with itself proves nothing; "
-                            "name another candidate")
-        if name in params.release[:i]:
-            problems.append(f"release.{i}: {name!r} is listed twice; remove one")
+    problems = find_track_problems(params)
     problems += [f"candidates.{name}.engine.base_url: expected http://host:port, got {c.engine.base_url!r}"
                  for name, c in params.candidates.items()
                  if isinstance(c.engine, OpenaiEngine) and not _is_address(c.engine.base_url)]
@@ -310,8 +261,9 @@ def _contradictions(params: Params) -> list[str]:
         problems.append(f"serving.max_tokens: expected less than serving.context_length "
                         f"({params.serving.context_length}), which prompt and answer share, got "
                         f"{params.serving.max_tokens}; lower it")
-    problems += _unknown_metrics(params)
+    problems += find_unknown_metrics(params)
     problems += [f"benchmark.{problem}" for problem in _benchmark_problems(params)]
+    problems += find_image_problems(params.images) if params.images else []
     return problems
 
 
@@ -407,26 +359,12 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def _unknown_metrics(params: Params) -> list[str]:
-    problems = []
-    for section, gating in (("tolerances", True), ("tripwires", False)):
-        metrics = {f"{name}/{m.name}" for name, e in params.evals.items()
-                   for m in METRICS_BY_EVAL_KIND[e.kind] if m.is_gated == gating}
-        for metric in getattr(params.gate, section):
-            if metric not in metrics:
-                problems.append(f"gate.{section}.{metric}: no such metric; the evals give "
-                                + (", ".join(sorted(metrics)) or "none"))
-    problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
-                 for metric, t in params.gate.tolerances.items() if t.overall is None and not t.buckets]
-    return problems
-
-
 def _one_line(error: ValidationError) -> str:
     problems = error.errors(include_url=False)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     tags = {"gptq", "awq", "speculative", "perplexity", "harness", "tool_calls", "trajectories", "transformers", "vllm",
-            "openai"}
+            "openai", *IMAGE_STEP_KINDS}
     loc = [str(p) for p in problem["loc"]]
     # pydantic puts the union's tag into the path; the file has no such level
     where = ".".join(p for i, p in enumerate(loc) if not (p in tags and i and loc[i - 1].isdigit())

@@ -31,10 +31,10 @@ from pipeline.params import (
     SpeculativeStep,
     Step,
     VllmEngine,
-    describe_yaml_error,
 )
 from pipeline.records import SpeculativeConfig
 from pipeline.serving.vllm_config import build_speculative_config, check_config, check_options
+from pipeline.settings import describe_yaml_error
 
 Load = Callable[[Path], Evalset]
 

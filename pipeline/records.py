@@ -82,6 +82,11 @@ class ServingConfig(Record):
     environment: dict[str, str] = {}  # that the engine is started with
     speculative: SpeculativeConfig | None = None
 
+    @property
+    def summary(self) -> str:
+        """The most important settings in a few words."""
+        return f"{self.engine} {self.dtype} {self.attention}, {self.concurrency} in flight"
+
     def identity(self) -> dict[str, Any]:
         """Return every setting that makes one way of serving another, by name: no address, no path."""
         plain = self.model_dump(exclude={"base_url", "command", "version", "environment", "speculative"})
@@ -89,6 +94,55 @@ class ServingConfig(Record):
         return plain | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts} | {
             "environment": read_environment(self.environment)
         }
+
+
+class Tiling(Record):
+    """How a decoder is cut into tiles that are blended."""
+
+    tile: int  # pixels
+    overlap: float  # fraction of a tile
+    window: str  # "none", "linear" or "hann"
+
+
+class PipelineServing(Record):
+    """How a diffusers pipeline is run; everything here can change an image or its speed."""
+
+    engine: Literal["diffusers"] = "diffusers"
+    unet_dtype: str = "float32"
+    vae_dtype: str = "float32"
+    channels_last: tuple[str, ...] = ()  # parts in that memory format
+    num_inference_steps: int
+    guidance_scale: float
+    guidance_rescale: float = 0.0
+    guidance_by_category: dict[str, dict[str, float]] = {}  # bucket -> scale and rescale
+    tiling: Tiling | None = None
+    batch_size: int = 1  # prompts together
+    num_threads: int = 1  # torch threads
+
+    @property
+    def summary(self) -> str:
+        """The most important settings in a few words."""
+        guidance = f"guidance {self.guidance_scale:g} rescale {self.guidance_rescale:g}"
+        return f"{self.engine} U-Net {self.unet_dtype} VAE {self.vae_dtype}, {guidance}"
+
+    @property
+    def dtype(self) -> str:
+        """The number format of most of the work."""
+        return self.unet_dtype
+
+    @property
+    def speculative(self) -> None:
+        """Text only: no drafts."""
+
+    @property
+    def base_url(self) -> None:
+        """Text only: runs in the process of the stage."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return every setting that makes one way of serving another, by name."""
+        plain = self.model_dump(exclude={"tiling", "guidance_by_category"}, mode="json")
+        parts = {f"tiling.{key}": getattr(self.tiling, key, None) for key in Tiling.model_fields}
+        return plain | parts | {"guidance_by_category": self.guidance_by_category}
 
 
 class Fallback(Record):
@@ -141,6 +195,23 @@ class Candidate(BuiltCandidate):
     @property
     def fingerprint(self) -> str:
         """Sha256 over `facts`; that of a running endpoint also covers its runtime."""
+        return fingerprint(self.facts)
+
+
+class ImageCandidate(BuiltCandidate):
+    """A pipeline folder plus how it is run: the thing that is evaluated and would ship."""
+
+    serving: PipelineServing
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known before it runs: content, serving config, library versions."""
+        checkpoint = {"digest": self.checkpoint.digest, "files": self.checkpoint.files}
+        return {"checkpoint": checkpoint, "serving": self.serving.identity(), "libraries": self.libraries}
+
+    @property
+    def fingerprint(self) -> str:
+        """Sha256 over `facts`."""
         return fingerprint(self.facts)
 
 
@@ -312,6 +383,7 @@ class EvalFile(Record):
     records: str  # file name inside the evaluation folder
     sha256: str
     arrays_sha256: str | None = None  # of "<eval>.npz" beside the records, for an eval that keeps arrays
+    notes_sha256: str | None = None  # of "<eval>.json", for one that keeps more than cases say
 
 
 class Evaluation(Record):
@@ -320,7 +392,7 @@ class Evaluation(Record):
     candidate: str
     fingerprint: str
     checkpoint_digest: str
-    serving: ServingConfig  # as it was evaluated
+    serving: ServingConfig | PipelineServing  # as it was evaluated
     evals: dict[str, EvalFile]
     served_by: dict[str, Any]  # facts about the endpoint by section, see pipeline/fingerprints.py
     proof: str = ""  # who says so

@@ -185,10 +185,7 @@ def describe_candidate(candidate: BuiltCandidate | None, evaluation: Evaluation 
     """Summarise a candidate in a few short values, as far as it was built and evaluated."""
     described = {}
     if evaluation is not None:
-        serving = evaluation.serving
-        described["fingerprint"] = evaluation.fingerprint[:12]
-        described["serving"] = (f"{serving.engine} {serving.dtype} {serving.attention}, "
-                                f"{serving.concurrency} in flight")
+        described["serving"] = evaluation.serving.summary
     if candidate is None:
         return described
     checkpoint = candidate.checkpoint

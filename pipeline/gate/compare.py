@@ -38,9 +38,10 @@ from pipeline.gate.verdicts import (
     is_blocking,
 )
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
-from pipeline.params import Params, Tolerance
+from pipeline.params import Params
 from pipeline.records import OUTGROWN, CaseRecord
 from pipeline.serving_config import read_candidate
+from pipeline.settings import Tolerance
 from pipeline.verdict_records import CanaryComparison, Comparison, Metric, Speed, Verdict
 
 

@@ -63,6 +63,12 @@ METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
         MetricDefinition("task_completion_rate", "proportion", "completed", "higher", ""),
         *_FIRST_DIVERGENCE,
     ),
+    "images": (
+        MetricDefinition("sound_image_rate", "proportion", "sound", "higher", ""),
+        MetricDefinition("saturated_pixel_fraction", "mean", "saturated", "lower", ""),
+        MetricDefinition("clip_similarity", "mean", "clip", "higher", ""),
+        MetricDefinition("decode_ssim", "mean", "ssim", "higher", ""),
+    ),
 }
 
 METRICS_BY_NAME: dict[str, MetricDefinition] = {

@@ -1,0 +1,127 @@
+"""The settings of the image track: diffusers pipelines, what makes them smaller and faster, and what watches them.
+
+Names are those of diffusers where it has one. What needs a file beside params.yaml is checked in
+`pipeline/images/folders.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class VaePrecisionStep(Settings):
+    """The number format that latents are decoded in; float32 is what diffusers calls `force_upcast`."""
+
+    kind: Literal["vae_precision"]
+    dtype: Dtype
+
+
+class UnetPrecisionStep(Settings):
+    """The number format of the U-Net and the text encoders."""
+
+    kind: Literal["unet_precision"]
+    dtype: Dtype
+
+
+class VaeRangeFixStep(Settings):
+    """Rescale the decoder's residual stream so that float16 holds it, and prove that float32 output stays the same."""
+
+    kind: Literal["vae_range_fix"]
+    target_absmax: float = Field(default=4096.0, ge=256, le=32768)  # of the residual stream, after scaling
+    num_prompts: int = Field(default=32, ge=4)  # whose latents the range is measured on
+    min_headroom: float = Field(default=2.0, ge=0)  # powers of two below the largest float16, in every module
+    max_difference: float = Field(default=1e-3, gt=0)  # of the float32 output, whose range is -1 to 1
+
+
+class ChannelsLastStep(Settings):
+    """Channels-last memory format of convolutional parts."""
+
+    kind: Literal["channels_last"]
+    parts: list[Literal["unet", "vae"]] = Field(min_length=1)
+
+
+class Guidance(Settings):
+    """Classifier-free guidance (Ho and Salimans 2022), and what keeps its range down."""
+
+    scale: float = Field(ge=1, le=50)
+    rescale: float = Field(default=0.0, ge=0, le=1)  # toward the conditional std (Lin et al. 2023)
+
+
+class GuidanceStep(Guidance):
+    """Another guidance than the track's; `by_category` overrides it where a prompt has that bucket."""
+
+    kind: Literal["guidance"]
+    # of the predicted image's absolute values, clipped there (Saharia et al. 2022); None: no thresholding
+    dynamic_threshold_percentile: float | None = Field(default=None, gt=50, lt=100)
+    by_category: dict[str, Guidance] = {}
+
+
+class VaeTilingStep(Settings):
+    """Decode in tiles that overlap, which bounds memory."""
+
+    kind: Literal["vae_tiling"]
+    tile: int = Field(ge=8)  # pixels
+    overlap: float = Field(ge=0, lt=1)  # fraction of a tile
+    window: Literal["none", "linear", "hann"]
+
+
+ImageStep = Annotated[
+    VaePrecisionStep | UnetPrecisionStep | VaeRangeFixStep | ChannelsLastStep | GuidanceStep | VaeTilingStep,
+    Field(discriminator="kind"),
+]
+IMAGE_STEP_KINDS = ("vae_precision", "unet_precision", "vae_range_fix", "channels_last", "guidance", "vae_tiling")
+
+
+class ImageCandidateSettings(Settings):
+    """A diffusers pipeline folder and the steps that turn it into what would ship."""
+
+    checkpoint: str
+    steps: list[ImageStep]
+
+
+class SamplingSettings(Settings):
+    """How images are made, for all candidates alike."""
+
+    num_inference_steps: int = Field(ge=1, le=1000)
+    guidance: Guidance
+    batch_size: int = Field(ge=1, le=256)  # prompts together; rounding depends on it
+    num_threads: int = Field(ge=1, le=256)  # torch threads
+
+
+class ImagesEval(Settings):
+    """One image per prompt, judged as raw numbers, against the float32 decode, and by CLIP."""
+
+    kind: Literal["images"]
+    evalset: str
+    clip: str  # CLIP checkpoint folder
+
+
+class ImageTrack(Track):
+    """The section `images` of params.yaml."""
+
+    candidates: dict[str, ImageCandidateSettings] = Field(min_length=1)
+    sampling: SamplingSettings
+    evals: dict[str, ImagesEval] = Field(min_length=1)
+
+
+def find_image_problems(track: ImageTrack) -> list[str]:
+    """Return what contradicts itself in the section, one line each, starting with the key's path."""
+    problems = find_track_problems(track) + find_unknown_metrics(track)
+    problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
+                 for problem in _step_problems(candidate.steps)]
+    return [f"images.{problem}" for problem in problems]
+
+
+def _step_problems(steps: list[ImageStep]) -> list[str]:
+    kinds = [step.kind for step in steps]
+    problems = [f"steps.{i}: {kind} is there twice; remove one" for i, kind in enumerate(kinds) if kind in kinds[:i]]
+    if "vae_range_fix" in kinds and kinds.index("vae_range_fix") != 0:
+        problems.append(f"steps.{kinds.index('vae_range_fix')}: expected vae_range_fix to be the first step, found "
+                        f"{kinds[0]} before it; it rewrites weights, which must be final: move it to the front")
+    return problems

@@ -1,0 +1,94 @@
+"""What the settings of every track share: strictness, the gate's section, and how a track is put together.
+
+A track is one kind of product with a reference, candidates, evals and a gate of its own: text, images. Each has
+its own file of settings; `params.py` reads params.yaml and holds them together.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from ruamel.yaml.error import MarkedYAMLError
+
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, unknown keys refused, no type coercion, finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Tolerance(Settings):
+    """The loss that a metric may show: absolute for rates, relative for perplexity."""
+
+    overall: float | None = Field(default=None, gt=0, lt=1)
+    buckets: dict[str, Annotated[float, Field(gt=0, lt=1)]] = {}
+
+
+class GateSettings(Settings):
+    """The decision rule's settings; what they mean is in `pipeline/gate/compare.py`."""
+
+    alpha: float = Field(ge=0.001, le=0.2)  # outside, nothing fails or nothing passes
+    on_inconclusive: Literal["block", "warn"]
+    tolerances: dict[str, Tolerance] = Field(min_length=1)
+    tripwires: dict[str, Annotated[float, Field(gt=0)]] = {}
+
+
+class Track(Settings):
+    """One kind of product: what is compared with what, on which evals, and what may be lost."""
+
+    reference: str
+    release: list[str] = Field(min_length=1)
+    candidates: dict[str, Any] = Field(min_length=1)
+    evals: dict[str, Any] = Field(min_length=1)
+    gate: GateSettings
+
+
+def find_track_problems(track: Track) -> list[str]:
+    """Return what is wrong with the names of a track, one line each, starting with the key's path."""
+    problems = [f"candidates.{name}: a name is lower-case letters, digits and dashes"
+                for name in track.candidates if not _NAME.fullmatch(name)]
+    problems += [f"evals.{name}: a name is lower-case letters, digits, dashes and underscores"
+                 for name in track.evals if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)]
+    known = ", ".join(track.candidates)
+    if track.reference not in track.candidates:
+        problems.append(f"reference: expected one of the candidates ({known}), got {track.reference!r}")
+    if track.reference in track.candidates and track.candidates[track.reference].steps:
+        problems.append(f"candidates.{track.reference}.steps: expected none, as it is the reference: what the steps "
+                        "cost would not show; name a candidate without steps as the reference")
+    for i, name in enumerate(track.release):
+        if name not in track.candidates:
+            problems.append(f"release.{i}: expected one of the candidates ({known}), got {name!r}")
+        if name == track.reference:
+            problems.append(f"release.{i}: {name!r} is the reference, and a comparison with itself proves nothing; "
+                            "name another candidate")
+        if name in track.release[:i]:
+            problems.append(f"release.{i}: {name!r} is listed twice; remove one")
+    return problems
+
+
+def find_unknown_metrics(track: Track) -> list[str]:
+    """Return the tolerances and tripwires that no eval of the track has a metric for, one line each."""
+    problems = []
+    for section, gating in (("tolerances", True), ("tripwires", False)):
+        metrics = {f"{name}/{m.name}" for name, e in track.evals.items()
+                   for m in METRICS_BY_EVAL_KIND[e.kind] if m.is_gated == gating}
+        for metric in getattr(track.gate, section):
+            if metric not in metrics:
+                problems.append(f"gate.{section}.{metric}: no such metric; the evals give "
+                                + (", ".join(sorted(metrics)) or "none"))
+    problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
+                 for metric, t in track.gate.tolerances.items() if t.overall is None and not t.buckets]
+    return problems
+
+
+def describe_yaml_error(error: Exception) -> str:
+    """Say in one line what is wrong and on which line; the parser's own text draws a picture over several."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
