@@ -85,7 +85,8 @@ class ActivationWatch:
     """
 
     def __init__(self, module: nn.Module, *, prefix: str = "") -> None:
-        self._modules = {".".join(filter(None, (prefix, name))): child for name, child in module.named_modules()
+        found = module.named_modules(remove_duplicate=False)  # a module with two names is reported under both
+        self._modules = {".".join(filter(None, (prefix, name))): child for name, child in found
                          if not isinstance(child, _BOUNDED)}  # fmt: skip
         self._tallies = {name: _Tally() for name in self._modules}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
