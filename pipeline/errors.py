@@ -5,6 +5,7 @@
     ├── CheckpointError       a checkpoint folder can't be opened, or is not what it claims to be
     ├── EvalsetError          a card or a case file is malformed: carries file and line
     ├── QuantizationError     an optimisation step can't do, or did not do, what was asked
+    ├── NumericsError         a formula was given what it can't work on, or can't hold what it promises
     ├── EngineError           a serving engine did not start, died, hung or answered nonsense
     │   ├── RequestError      one request was refused for good (for example HTTP 400)
     │   └── IgnoredFieldError one request was answered as if it had not said something that it said
@@ -68,6 +69,10 @@ class EvalsetError(QuantgateError):
 
 class QuantizationError(QuantgateError):
     """A quantisation step was refused or did not produce what was asked for."""
+
+
+class NumericsError(QuantgateError):
+    """A tensor formula was given unfit input, or its result does not hold what it promises; names the module."""
 
 
 class EngineError(QuantgateError):
