@@ -1,0 +1,135 @@
+"""Open, check and describe a diffusers pipeline folder, from JSON and safetensors headers alone.
+
+What plain diffusers would pass over in silence is refused here: an option that the scheduler does not
+have, weights beside which a pickle lies and no safetensors. Loading is `rendering.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.digests import digest_files, digest_json
+from pipeline.errors import CheckpointError
+from pipeline.records import Checkpoint
+from pipeline.weight_files import TensorInfo, read_header
+
+INDEX_FILE = "model_index.json"
+FORMAT = "diffusers"
+_NEEDED = ("unet", "vae", "scheduler")
+_WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
+_WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Read model_index.json: the pipeline's class and its components, name -> [library, class], without absent ones.
+
+    Raises:
+        CheckpointError: no folder, no index, or a component that a guided latent diffusion pipeline needs is absent.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: expected a pipeline folder, found none; correct the path or make it")
+    path = folder / INDEX_FILE
+    index = _read_json(path, "a diffusers pipeline folder's index")
+    parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
+    for name in _NEEDED:
+        if name not in parts:
+            raise CheckpointError(f"{path}: expected a component {name!r}, found {', '.join(parts) or 'none'}; save the "
+                                  "pipeline again with all of its components")  # fmt: skip
+    return {"_class_name": index.get("_class_name"), **parts}
+
+
+def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
+    """Check everything about a pipeline folder that can be checked without loading it.
+
+    Returns:
+        Component -> stored tensors by name, of the components that have weights.
+
+    Raises:
+        CheckpointError: names the file, what was expected and what to do.
+    """
+    tensors = {}
+    for name in list_components(folder):
+        part = folder / name
+        if not part.is_dir():
+            raise CheckpointError(f"{part}: expected the component that {folder / INDEX_FILE} names, found no folder; "
+                                  "copy it again")  # fmt: skip
+        if not name.startswith(_WITHOUT_WEIGHTS):
+            _read_json(part / "config.json", f"the config of component {name!r}")
+            tensors[name] = read_header(find_weights(part))
+    _read_json(folder / "scheduler" / "scheduler_config.json", "the scheduler's config")
+    return tensors
+
+
+def list_components(folder: Path) -> list[str]:
+    """Name the components that a pipeline has, in the order of its index."""
+    return [name for name in read_index(folder) if not name.startswith("_")]
+
+
+def find_weights(part: Path) -> Path:
+    """Return the safetensors file of a component.
+
+    Raises:
+        CheckpointError: pickle weights only, or none.
+    """
+    found = next((part / name for name in _WEIGHTS if (part / name).is_file()), None)
+    if found is not None:
+        return found
+    pickles = sorted(p.name for p in part.glob("*") if p.suffix in _PICKLES)
+    if pickles:
+        raise CheckpointError(f"{part}: expected safetensors weights, found pickle weights {pickles[0]!r}, which run "
+                              "code when opened; convert them to safetensors")  # fmt: skip
+    raise CheckpointError(f"{part}: expected {' or '.join(_WEIGHTS)}, found neither; copy the component again")
+
+
+def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name, "component.tensor", and the torch tensor of every weight, one at a time."""
+    from safetensors import safe_open
+
+    for part in open_pipeline(folder):
+        with safe_open(find_weights(folder / part), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - the opened file is not a mapping
+                yield f"{part}.{name}", opened.get_tensor(name)
+
+
+def describe_pipeline(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
+    """Check a pipeline folder and describe it as a record; `kind` is the pipeline's class.
+
+    Args:
+        folder: the pipeline.
+        root: the project root, which `path` is relative to when the folder is inside it.
+        parent_digest: digest of the folder that this one was made from.
+    """
+    stored = [info for tensors in open_pipeline(folder).values() for info in tensors.values()]
+    sizes: dict[str, int] = {}
+    for info in stored:
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.num_bytes
+    absolute, base = folder.resolve(), root.resolve()
+    main = max(sizes, key=lambda dtype: sizes[dtype])
+    return Checkpoint(
+        path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
+        kind=str(read_index(folder)["_class_name"]),
+        format=FORMAT,
+        dtype=_DTYPES.get(main, main),
+        num_parameters=sum(info.num_elements for info in stored),
+        num_bytes=sum(info.num_bytes for info in stored),
+        digest=digest_json(files := digest_files(folder)),
+        files=files,
+        parent_digest=parent_digest,
+    )
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: expected {what}, found no file; copy the pipeline again") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: expected {what}, got no JSON: {error}; copy the file again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected {what}, got {type(found).__name__}; copy the file again")
+    return found

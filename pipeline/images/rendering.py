@@ -1,0 +1,141 @@
+"""Run a diffusers pipeline the way it would ship: load it as its serving config says, make latents, decode them.
+
+The denoising loop is the pipeline's own; decoding is cut off from it, because diffusers' image
+processor turns NaN into black without a word: here the decoder's raw output comes out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import CheckpointError, EngineError
+from pipeline.numerics.guidance import guide, rescale_guidance
+from pipeline.numerics.saturation import guided_std_ratio
+from pipeline.records import PipelineServing
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What one image is made of."""
+
+    text: str
+    seed: int
+    category: str | None = None  # that has a guidance of its own
+
+
+@dataclass
+class Latents:
+    """What the denoising loop made of a batch."""
+
+    values: torch.Tensor  # (n, channels, height, width), float32, as the loop left them
+    std_ratios: list[torch.Tensor] = field(default_factory=list)  # per step, each of shape (n,)
+
+
+def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
+    """Load a pipeline as a user of diffusers would, in the number formats and memory formats of its serving config.
+
+    Raises:
+        CheckpointError: diffusers can't load it, or its scheduler does not know one of its options.
+    """
+    import diffusers
+
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(serving.num_threads)
+    dtypes = {"default": getattr(torch, serving.unet_dtype), "vae": getattr(torch, serving.vae_dtype)}
+    try:
+        pipe = diffusers.DiffusionPipeline.from_pretrained(
+            folder, torch_dtype=dtypes, use_safetensors=True, local_files_only=True)  # fmt: skip
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{folder}: expected a pipeline that diffusers {diffusers.__version__} loads, got: "
+                              f"{reason}; save it again with that version") from None  # fmt: skip
+    _check_scheduler(folder, pipe.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    for part in serving.channels_last:
+        getattr(pipe, part).to(memory_format=torch.channels_last)
+    pipe.unet.eval()
+    pipe.vae.eval()
+    return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_scheduler(folder: Path, scheduler: Any) -> None:
+    known = inspect.signature(type(scheduler).__init__).parameters
+    for option in scheduler.config:
+        if option not in known and not option.startswith("_"):
+            raise CheckpointError(f"{folder / 'scheduler/scheduler_config.json'}: {option}: expected an option of "
+                                  f"{type(scheduler).__name__}, which would ignore this one; remove it or correct its "
+                                  "spelling")  # fmt: skip
+
+
+@torch.inference_mode()
+def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing) -> Latents:
+    """Run the denoising loop on a batch of prompts that share a category.
+
+    Each image has its own generator, so that a seed gives the same noise in any batch.
+    """
+    guidance = _find_guidance(serving, prompts[0].category)
+    ratios: list[torch.Tensor] = []
+
+    def watch(_module: Any, _args: Any, output: Any) -> None:
+        predicted = (output[0] if isinstance(output, tuple) else output.sample).float()
+        if len(predicted) == 2 * len(prompts) and predicted.isfinite().all():
+            unconditional, conditional = predicted.chunk(2)
+            guided = guide(unconditional, conditional, scale=guidance["scale"])
+            if guidance["rescale"]:
+                guided = rescale_guidance(guided, conditional, rescale=guidance["rescale"])
+            ratios.append(guided_std_ratio(guided, conditional).cpu())
+
+    handle = pipe.unet.register_forward_hook(watch)
+    try:
+        size = pipe.unet.config.sample_size * pipe.vae_scale_factor
+        values = pipe(
+            prompt=[p.text for p in prompts],
+            height=size,
+            width=size,
+            num_inference_steps=serving.num_inference_steps,
+            guidance_scale=guidance["scale"],
+            guidance_rescale=guidance["rescale"],
+            generator=[torch.Generator("cpu").manual_seed(p.seed) for p in prompts],
+            output_type="latent",
+        ).images
+    except (ValueError, RuntimeError) as error:
+        raise EngineError(f"rendering: {type(pipe).__name__} refused {len(prompts)} prompts, first "
+                          f"{prompts[0].text[:60]!r}: {' '.join(str(error).split())[:300]}") from None  # fmt: skip
+    finally:
+        handle.remove()
+    return Latents(values.float(), ratios)
+
+
+@torch.inference_mode()
+def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Decode as diffusers' pipelines do, up to the image processor.
+
+    Args:
+        vae: an AutoencoderKL in any number format.
+        latents: (n, channels, height, width), as the denoising loop left them.
+
+    Returns:
+        (n, 3, height, width), float32, meant to lie in [-1, 1]; unclamped, and with NaN where the decoder made NaN.
+    """
+    return vae.decode(unscale_latents(vae, latents).to(vae.dtype), return_dict=False)[0].float()
+
+
+def unscale_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Return latents on the scale that the decoder takes."""
+    mean, std = (getattr(vae.config, f"latents_{name}", None) for name in ("mean", "std"))
+    if mean is None or std is None:
+        return latents / vae.config.scaling_factor
+    shape = (1, -1, 1, 1)
+    return latents * torch.tensor(std).view(shape) / vae.config.scaling_factor + torch.tensor(mean).view(shape)
+
+
+def _find_guidance(serving: PipelineServing, category: str | None) -> dict[str, float]:
+    shared = {"scale": serving.guidance_scale, "rescale": serving.guidance_rescale}
+    return shared | serving.guidance_by_category.get(category or "", {})
