@@ -28,6 +28,7 @@ from evalsets.depot import (
     render_call,
 )
 from evalsets.seal import describe, render_card, seal
+from evalsets.shots import all_shots, buckets, caption
 from evalsets.texts import make_continuation, make_prose, make_single_call, split_of
 from pipeline.evalsets import CARD_FILE, CASES_FILE, load_evalset
 from pipeline.records import write_text
@@ -105,6 +106,14 @@ def make_calibration(rng: Random, *, num_each: int = 512) -> Cases:
             yield {"id": f"{source}-{i:03d}", "cluster": f"{source}-{i:03d}", "buckets": [source], "text": text}
 
 
+def make_prompts(rng: Random) -> Cases:
+    """Ask for every product shot there is, each from a seed of its own."""
+    for shot in all_shots():
+        name = f"{shot.finish}-{shot.colour}-{shot.shape}-{shot.background}"
+        yield {"id": f"shot-{name}", "cluster": name, "buckets": buckets(shot), "prompt": caption(shot),
+               "seed": rng.randrange(2**31)}
+
+
 def _render(drawn: Any) -> str:
     if isinstance(drawn, str):
         return drawn
@@ -137,6 +146,9 @@ EVALSETS: dict[str, tuple[Callable[[Random], Cases], str, str, str]] = {
     "calibration": (make_calibration, "documents", "a text",
                     "Texts for calibrating quantisers, conversations in the chat template of models/agent. "
                     "Never evaluated on."),
+    "shots": (make_prompts, "prompts", "a caption",
+              "Prompts for product shots: every shape, colour, finish and background that models/product-shots was "
+              "trained on, each with the seed of its noise."),
 }
 
 

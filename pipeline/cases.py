@@ -21,7 +21,7 @@ from pipeline.digests import digest_json
 from pipeline.errors import EvalsetError
 from pipeline.records import Record, first_problem, line_of, read_lines
 
-Kind = Literal["documents", "choices", "tool_calls", "trajectories"]
+Kind = Literal["documents", "choices", "tool_calls", "trajectories", "prompts"]
 
 
 def _check_printable(name: str) -> str:
@@ -112,11 +112,19 @@ class TrajectoryCase(Case):
     checks: tuple[Check, ...] = Field(min_length=1)
 
 
+class PromptCase(Case):
+    """A prompt for a picture, and the seed of the noise that it is drawn from."""
+
+    prompt: str = Field(min_length=1)
+    seed: int = Field(ge=0, lt=2**63)
+
+
 _CASE_KINDS: dict[Kind, type[Case]] = {
     "documents": DocumentCase,
     "choices": ChoiceCase,
     "tool_calls": ToolCallCase,
     "trajectories": TrajectoryCase,
+    "prompts": PromptCase,
 }
 
 

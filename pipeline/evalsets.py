@@ -9,6 +9,7 @@ the card's `kind`:
     choices       question, choices, answer (index); read by an lm-eval task YAML beside it
     tool_calls    messages, expected {name, arguments}, optional accepted {argument: [values]}
     trajectories  messages, state, checks; the tools are declared in the card
+    prompts       prompt, seed
 """
 
 from __future__ import annotations
