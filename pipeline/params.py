@@ -231,6 +231,27 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     return parse_params(data, where=str(path))
 
 
+def pick_images(params: Params, argv: list[str]) -> ImageTrack:
+    """Return the section `images`, for a stage that was given one of its candidates.
+
+    Raises:
+        SettingsError: there is no such section, or no such candidate.
+    """
+    track = get_images(params)
+    if len(argv) != 1 or argv[0] not in track.candidates:
+        raise SettingsError(f"images.candidates: expected one of {', '.join(track.candidates)}, got "
+                            f"{' '.join(argv)!r}")
+    return track
+
+
+def get_images(params: Params) -> ImageTrack:
+    """Return the section `images`; raise SettingsError when there is none."""
+    if params.images is None:
+        raise SettingsError("images: expected this section in params.yaml, found none; add it, or remove its stages "
+                            "from dvc.yaml")
+    return params.images
+
+
 def parse_params(data: Any, where: str = "params.yaml") -> Params:
     """Validate settings that were already read from YAML."""
     try:

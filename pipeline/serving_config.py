@@ -8,8 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
+from pipeline.image_params import ImageTrack
+from pipeline.images.serving import read_image_candidate
 from pipeline.params import Params
-from pipeline.records import BuiltCandidate, Candidate, ServingConfig, read_record
+from pipeline.records import BuiltCandidate, Candidate, ImageCandidate, ServingConfig, read_record
+from pipeline.settings import Track
 
 
 def serve(built: BuiltCandidate, params: Params) -> Candidate:
@@ -22,6 +25,14 @@ def serve(built: BuiltCandidate, params: Params) -> Candidate:
         # transformers' continuous batching drops speculation without a word
         shared["continuous_batching"] &= engine.kind != "transformers"
     return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
+
+
+def read_track_candidate(build: Path, name: str, track: Track) -> Candidate | ImageCandidate:
+    """Read a candidate of whatever track; see `read_candidate` and `read_image_candidate`."""
+    if isinstance(track, ImageTrack):
+        return read_image_candidate(build, name, track)
+    assert isinstance(track, Params)
+    return read_candidate(build, name, track)
 
 
 def read_candidate(build: Path, name: str, params: Params) -> Candidate:

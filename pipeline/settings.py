@@ -7,6 +7,7 @@ its own file of settings; `params.py` reads params.yaml and holds them together.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +15,10 @@ from ruamel.yaml.error import MarkedYAMLError
 
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 
+# by track
+BUILDS = {"text": Path("build"), "images": Path("build/images")}  # what stages make
+REPORTS = {"text": Path("reports"), "images": Path("reports/images")}  # what people read
+METRICS = {"text": Path("metrics"), "images": Path("metrics/images")}  # what DVC compares
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.gate.verdicts import (
-    VERDICT_PATH,
     Judgement,
     blocking_verdicts,
     check_candidates,
@@ -20,25 +19,32 @@ from pipeline.gate.verdicts import (
 )
 from pipeline.params import load_params
 from pipeline.records import read_record
+from pipeline.settings import BUILDS, REPORTS, Track
 from stages.cli import run_stage
 
-MARKER = Path("build/gate.ok")
+MARKER = "gate.ok"
 
 
 def main(argv: list[str]) -> int:
-    """Print the verdicts of the release; return 1 when one of them blocks."""
-    MARKER.unlink(missing_ok=True)
-    params = load_params()
-    judgement = read_record(VERDICT_PATH, Judgement)
-    check_policy(judgement, params)
+    """Gate the text track."""
+    return gate(load_params(), "text")
+
+
+def gate(track: Track, name: str) -> int:
+    """Print the verdicts of a track's release; return 1 when one of them blocks."""
+    marker = BUILDS[name] / MARKER
+    marker.unlink(missing_ok=True)
+    verdict_path = REPORTS[name] / "verdict.json"
+    judgement = read_record(verdict_path, Judgement)
+    check_policy(judgement, track)
     check_outcomes(judgement)
-    are_here = check_candidates(judgement, params, Path())
+    are_here = check_candidates(judgement, track, Path())
     print(render_gate(judgement))
     if not are_here:
-        print("\nbuild/candidates is not here: that these weights would ship was not checked")
+        print(f"\n{BUILDS[name] / 'candidates'} is not here: that these weights would ship was not checked")
     if blocking_verdicts(judgement):
         return 1
-    write_marker(MARKER, judgement, verdict_path=VERDICT_PATH)
+    write_marker(marker, judgement, verdict_path=verdict_path)
     return 0
 
 

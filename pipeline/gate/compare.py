@@ -40,8 +40,8 @@ from pipeline.gate.verdicts import (
 from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
 from pipeline.params import Params
 from pipeline.records import OUTGROWN, CaseRecord
-from pipeline.serving_config import read_candidate
-from pipeline.settings import Tolerance
+from pipeline.serving_config import read_track_candidate
+from pipeline.settings import Tolerance, Track
 from pipeline.verdict_records import CanaryComparison, Comparison, Metric, Speed, Verdict
 
 
@@ -71,7 +71,7 @@ class ReleaseComparison:
     measured: dict[str, Measured]
 
 
-def compare_release(params: Params, build: Path) -> ReleaseComparison:
+def compare_release(params: Track, build: Path) -> ReleaseComparison:
     """Judge all candidates of params.yaml against its reference.
 
     Args:
@@ -85,8 +85,9 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
     _check_room(reference, is_reference=True)
     measured = {name: _measure_candidate(_load(build, name, params, policy), reference, params, kinds)
                 for name in params.candidates if name != params.reference}
-    for name in params.benchmark.candidates:
-        _measure_speed(measured[name], reference, name, params, build)
+    if isinstance(params, Params):
+        for name in params.benchmark.candidates:
+            _measure_speed(measured[name], reference, name, params, build)
     comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
                             alpha=params.gate.alpha)
     verdicts = [_conclude(name, measured[name], comparisons[name], params) for name in measured]
@@ -99,15 +100,14 @@ def compare_release(params: Params, build: Path) -> ReleaseComparison:
     return ReleaseComparison(judgement, {params.reference: reference, **measured})
 
 
-def _load(build: Path, name: str, params: Params, policy: Policy) -> Measured:
+def _load(build: Path, name: str, params: Track, policy: Policy) -> Measured:
     measured = Measured()
-    step = params.candidates[name].speculative
     try:
-        measured.evidence = load_evidence(build, read_candidate(build, name, params), policy.evals)
+        measured.evidence = load_evidence(build, read_track_candidate(build, name, params), policy.evals)
         measured.refusals += measured.evidence.problems.values()
         measured.refusals += check_silence(measured.evidence)
         measured.refusals += check_speculation(measured.evidence)
-        if failure := check_acceptance(measured.evidence, step.min_acceptance if step else None):
+        if failure := check_acceptance(measured.evidence, policy.min_acceptance.get(name)):
             measured.failures.append(f"{DRAFTS_FAILED}{failure}")
     except EvidenceError as error:
         measured.refusals.append(str(error))
@@ -141,7 +141,7 @@ def _number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     return np.unique([record.cluster for record in records], return_inverse=True)[1].astype(np.int64)
 
 
-def _measure_candidate(measured: Measured, reference: Measured, params: Params, kinds: dict[str, str]) -> Measured:
+def _measure_candidate(measured: Measured, reference: Measured, params: Track, kinds: dict[str, str]) -> Measured:
     measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
     _describe(measured, kinds)
     _check_room(measured, is_reference=False)
@@ -155,7 +155,8 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Params, 
                 measured.refusals.append(str(error))
                 continue
             _measure_eval(measured, reference.evidence, eval_name, params)
-    _measure_path(measured, reference.evidence, params)
+    if isinstance(params, Params):
+        _measure_path(measured, reference.evidence, params)
     if blindness := describe_blindness(reference.evidence, measured.evidence):
         measured.notes.append(blindness)
     return measured
@@ -183,7 +184,7 @@ def _measure_path(measured: Measured, reference: Evidence, params: Params) -> No
         measured.unproven.append(f"{UNPROVEN}{describe_blind(measured.canary)}")
 
 
-def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
+def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Track) -> None:
     assert measured.evidence is not None
     pairs, alpha = measured.pairs[eval_name], params.gate.alpha
     if params.evals[eval_name].kind == "perplexity":
@@ -208,7 +209,7 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
     _measure_tripwires(measured, reference, eval_name, params)
 
 
-def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, params: Params) -> None:
+def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, params: Track) -> None:
     assert measured.evidence is not None
     try:
         tripwires = measure_tripwires(reference, measured.evidence, measured.pairs[eval_name], eval_name,
@@ -238,7 +239,7 @@ def _measure_speed(measured: Measured, reference: Measured, name: str, params: P
     measured.notes.append(f"speed: {describe_speed(speed)}")
 
 
-def _conclude(name: str, measured: Measured, comparisons: list[Comparison], params: Params) -> Verdict:
+def _conclude(name: str, measured: Measured, comparisons: list[Comparison], params: Track) -> Verdict:
     outcome = combine(comparisons, measured.refusals, measured.failures)
     if outcome == "pass" and measured.unproven:
         outcome = "inconclusive"
@@ -266,7 +267,7 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
 
 
-def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Params) -> str | None:
+def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Track) -> str | None:
     """Say it in words when perplexity stays within its tolerance and a task fails, else None."""
     def of_kind(*kinds: str) -> list[Comparison]:
         return [c for c in comparisons if params.evals[c.metric.partition("/")[0]].kind in kinds]

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.fingerprints import Difference, find_difference, fingerprint
-from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases, read_record
+from pipeline.records import (
+    Candidate,
+    CaseRecord,
+    EvalFile,
+    Evaluation,
+    ImageCandidate,
+    describe_failures,
+    read_cases,
+    read_record,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class Evidence:
         problems: per eval that is unfit, the reason in one line.
     """
 
-    candidate: Candidate
+    candidate: Candidate | ImageCandidate
     fingerprint: str
     folder: Path
     evaluation: Evaluation
@@ -57,7 +66,7 @@ class PairedCases:
     clusters: NDArray[np.int64]
 
 
-def load_evidence(build: Path, candidate: Candidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
+def load_evidence(build: Path, candidate: Candidate | ImageCandidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
     """Load and check the records of one candidate.
 
     Args:
@@ -84,7 +93,7 @@ def load_evidence(build: Path, candidate: Candidate, evals: Mapping[str, dict[st
     return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems)
 
 
-def _check_identity(candidate: Candidate, evaluation: Evaluation, path: Path) -> None:
+def _check_identity(candidate: Candidate | ImageCandidate, evaluation: Evaluation, path: Path) -> None:
     if evaluation.candidate != candidate.name:
         raise EvidenceError(f"{path}: expected the evaluation of {candidate.name!r}, found that of "
                             f"{evaluation.candidate!r}")
@@ -124,6 +133,8 @@ def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, settings: d
     arrays = path.with_suffix(".npz")
     if file.arrays_sha256 is not None:
         _check_sealed(arrays, file.arrays_sha256, "arrays")
+    if file.notes_sha256 is not None:
+        _check_sealed(path.with_suffix(".json"), file.notes_sha256, "notes")
     records = read_cases(path)
     _check_records(path, records, file, evaluation.fingerprint)
     return records

@@ -30,7 +30,7 @@ from pipeline.gate.wording import (
     natural_key,
     show_unprintable,
 )
-from pipeline.records import Candidate
+from pipeline.records import BuiltCandidate
 from pipeline.verdict_records import Comparison, Metric, Verdict
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "reported": "·"}
@@ -196,7 +196,7 @@ def _describe_speed(measured: Measured, here: Machine | None) -> list[str]:
             *(line for paragraph in paragraphs for line in (paragraph, ""))]
 
 
-def _describe_candidate(candidate: Candidate) -> str:
+def _describe_candidate(candidate: BuiltCandidate) -> str:
     """Say what was done to a candidate and which layers ended in which format."""
     steps = "; ".join(escape_markdown(_describe_step(step)) for step in candidate.steps) or "none"
     sentences = [f"Steps: {steps}."]

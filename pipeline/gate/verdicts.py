@@ -26,11 +26,11 @@ from pipeline.gate.wording import (
 )
 from pipeline.params import Params
 from pipeline.records import Record, write_text
-from pipeline.serving_config import read_candidate
+from pipeline.serving_config import read_track_candidate
+from pipeline.settings import BUILDS, REPORTS, Track
 from pipeline.verdict_records import Comparison, Metric, Verdict
 
-VERDICT_PATH = Path("reports/verdict.json")
-REPORT_PATH = Path("reports/report.md")
+VERDICT_PATH, REPORT_PATH = REPORTS["text"] / "verdict.json", REPORTS["text"] / "report.md"
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
 DRAFTS_FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
@@ -51,6 +51,7 @@ class GatedTolerance(Record):
 class Policy(Record):
     """What was asked of the gate: the part of params.yaml that a judgement rests on."""
 
+    track: Literal["text", "images"] = "text"
     reference: str
     release: tuple[str, ...]
     alpha: float
@@ -86,23 +87,36 @@ class Judgement(Record):
     reference_metrics: tuple[Metric, ...]
     verdicts: tuple[Verdict, ...]
 
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return REPORTS[self.policy.track] / "verdict.json"
 
-def describe_policy(params: Params) -> Policy:
-    """Return what params.yaml asks of the gate."""
-    gate = params.gate
-    return Policy(
-        reference=params.reference, release=tuple(params.release), alpha=gate.alpha,
+
+def describe_policy(track: Track) -> Policy:
+    """Return what params.yaml asks of a track's gate."""
+    gate = track.gate
+    shared = Policy(
+        reference=track.reference, release=tuple(track.release), alpha=gate.alpha,
         on_inconclusive=gate.on_inconclusive, tripwires=gate.tripwires,
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
-        evals={name: settings.model_dump(mode="json") for name, settings in params.evals.items()},
-        min_acceptance={name: c.speculative.min_acceptance for name, c in params.candidates.items()
-                        if c.speculative and c.speculative.min_acceptance is not None},
-        canary=params.canary.model_dump(), exact=tuple(n for n, c in params.candidates.items() if c.exact),
-        benchmarked=tuple(params.benchmark.candidates), max_slowdown=params.benchmark.max_slowdown,
+        evals={name: settings.model_dump(mode="json") for name, settings in track.evals.items()},
     )
+    return shared.model_copy(update=_describe_text(track) if isinstance(track, Params) else {"track": "images"})
 
 
-def check_policy(judgement: Judgement, params: Params) -> None:
+def _describe_text(params: Params) -> dict[str, Any]:
+    return {
+        "min_acceptance": {name: c.speculative.min_acceptance for name, c in params.candidates.items()
+                           if c.speculative and c.speculative.min_acceptance is not None},
+        "canary": params.canary.model_dump(),
+        "exact": tuple(name for name, c in params.candidates.items() if c.exact),
+        "benchmarked": tuple(params.benchmark.candidates),
+        "max_slowdown": params.benchmark.max_slowdown,
+    }
+
+
+def check_policy(judgement: Judgement, params: Track) -> None:
     """Check that the judgement rests on the present params.yaml.
 
     Raises:
@@ -110,7 +124,7 @@ def check_policy(judgement: Judgement, params: Params) -> None:
     """
     judged, asked = judgement.policy.model_dump(mode="json"), describe_policy(params).model_dump(mode="json")
     if difference := _find_difference(judged, asked):
-        raise EvidenceError(f"{VERDICT_PATH}: judged with {difference}; run `dvc repro` to judge again")
+        raise EvidenceError(f"{judgement.path}: judged with {difference}; run `dvc repro` to judge again")
 
 
 def _find_difference(judged: dict[str, Any], asked: dict[str, Any], parents: str = "") -> str | None:
@@ -134,7 +148,7 @@ def released_verdicts(judgement: Judgement) -> list[Verdict]:
     by_name = {verdict.candidate: verdict for verdict in judgement.verdicts}
     for name in judgement.policy.release:
         if name not in by_name:
-            raise EvidenceError(f"{VERDICT_PATH}: release names {name!r}, but there is no verdict on it; "
+            raise EvidenceError(f"{judgement.path}: release names {name!r}, but there is no verdict on it; "
                                 "run `dvc repro compare`")
     return [by_name[name] for name in judgement.policy.release]
 
@@ -185,7 +199,7 @@ def check_outcomes(judgement: Judgement) -> None:
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
         if wrong:
-            raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
+            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
                                 "policy beside it; the file was edited: run `dvc repro -f -s compare`")
 
 
@@ -230,7 +244,7 @@ def _contradicts(c: Comparison, policy: Policy) -> bool:
     return is_proven(c.high, tolerance, c.effective_clusters) and c.harm >= -tolerance
 
 
-def check_candidates(judgement: Judgement, params: Params, root: Path) -> bool:
+def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
     """Check that what was judged is what would ship, where the candidates are present.
 
     The weights are read and hashed again: a record that says the right thing about another file proves nothing. An
@@ -242,7 +256,7 @@ def check_candidates(judgement: Judgement, params: Params, root: Path) -> bool:
     Raises:
         EvidenceError: a candidate was rebuilt, its serving or its weights changed, or it is gone since it was judged.
     """
-    build = root / "build"
+    build = root / BUILDS[judgement.policy.track]
     if not (build / "candidates").is_dir():
         return False
     for verdict in released_verdicts(judgement):
@@ -252,12 +266,12 @@ def check_candidates(judgement: Judgement, params: Params, root: Path) -> bool:
         if not path.is_file():
             raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
                                 "none: making it again has failed; run `dvc repro`")
-        candidate = read_candidate(build, verdict.candidate, params)
+        candidate = read_track_candidate(build, verdict.candidate, params)
         if fingerprint(verdict.facts) != verdict.fingerprint:
-            raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: expected the fingerprint of the facts beside "
+            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
                                 "it, found another; the file was edited: run `dvc repro -f -s compare`")
         if missing := candidate.facts.keys() - verdict.facts.keys():
-            raise EvidenceError(f"{VERDICT_PATH}: {verdict.candidate}: expected facts about {min(missing)}, found "
+            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected facts about {min(missing)}, found "
                                 "none; the file was edited: run `dvc repro -f -s compare`")
         if difference := find_difference(verdict.facts, candidate.facts):
             raise EvidenceError(f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
@@ -303,7 +317,8 @@ def render_gate(judgement: Judgement) -> str:
             lines += _why(verdict, is_blocking(verdict, judgement.policy))
     lines += _describe_limits(judgement, verdicts)
     if blocking_verdicts(judgement):
-        lines += ["", "look closer:", f"  {REPORT_PATH}      every comparison, the plots and the worst flips",
+        report = judgement.path.with_name("report.md")
+        lines += ["", "look closer:", f"  {report}      every comparison, the plots and the worst flips",
                   "  dvc metrics diff        numbers against the last commit",
                   "  make ui                 MLflow: predictions side by side"]
     return "\n".join(map(show_unprintable, lines))

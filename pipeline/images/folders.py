@@ -38,8 +38,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
     for name in _NEEDED:
         if name not in parts:
-            raise CheckpointError(f"{path}: expected a component {name!r}, found {', '.join(parts) or 'none'}; save the "
-                                  "pipeline again with all of its components")  # fmt: skip
+            raise CheckpointError(f"{path}: expected a component {name!r}, found {', '.join(parts) or 'none'}; save "
+                                  "the pipeline again with all of its components")  # fmt: skip
     return {"_class_name": index.get("_class_name"), **parts}
 
 

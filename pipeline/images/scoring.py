@@ -1,0 +1,105 @@
+"""Scores of one image: is it sound, how saturated, how near the float32 decode, how much like its prompt.
+
+A raw decode with NaN or infinity can't be compared: it scores 0 wherever higher is better, and is named by its
+failure flag. Latents that are out of range before the decoder are told apart from a decoder that overflows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import CheckpointError
+from pipeline.numerics.saturation import clipped_pixel_fraction, is_black, saturated_pixel_fraction, to_unit_range
+from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
+
+LATENT_LIMIT = 20.0  # standard deviations: what a decoder was trained on lies within about 5
+MAX_PSNR_DB = 100.0  # of equal images, whose ratio is infinite
+
+
+class ClipScorer:
+    """Cosine similarity of images and their prompts under one CLIP checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load the checkpoint with plain transformers.
+
+        Raises:
+            CheckpointError: it is missing, or no CLIP.
+        """
+        from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+
+        try:
+            self._model = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder}: expected a CLIP checkpoint with tokenizer and image processor, got: "
+                                  f"{' '.join(str(error).split())[:300]}") from None  # fmt: skip
+
+    @torch.inference_mode()
+    def score(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """Return the similarity of each image with its own prompt.
+
+        Args:
+            images: uint8, (n, 3, height, width).
+            prompts: n texts.
+
+        Returns:
+            (n,), each within [-1, 1].
+        """
+        pixels = self._processor(images=list(images), return_tensors="pt", input_data_format="channels_first")
+        tokens = self._tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
+        output = self._model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, **pixels)
+        return (output.image_embeds * output.text_embeds).sum(-1)
+
+
+def score_images(
+    raw: torch.Tensor, exact: torch.Tensor, latents: torch.Tensor, clip: torch.Tensor
+) -> list[dict[str, float]]:
+    """Return the scores of a batch.
+
+    Args:
+        raw: what the candidate's decoder wrote, (n, 3, height, width), meant to lie in [-1, 1].
+        exact: the same latents decoded by the reference's VAE in float32.
+        latents: (n, channels, height, width), on the decoder's scale.
+        clip: (n,), similarity with the prompt.
+    """
+    finite = raw.isfinite().flatten(1).all(1)
+    safe = torch.where(finite[:, None, None, None], raw, torch.zeros_like(raw))
+    unclamped = to_unit_range(safe)
+    image, wanted = unclamped.clamp(0, 1), to_unit_range(exact).clamp(0, 1)
+    numbers = {
+        "saturated": saturated_pixel_fraction(image),
+        "clipped": clipped_pixel_fraction(unclamped),
+        "ssim": structural_similarity(image, wanted),
+        "psnr_db": peak_signal_to_noise_db(image, wanted).clamp(max=MAX_PSNR_DB),
+        "clip": clip,
+    }
+    black = is_black(image)
+    is_wild = (~latents.isfinite()).flatten(1).any(1) | (latents.abs().flatten(1).amax(1) > LATENT_LIMIT)
+    scores = []
+    for i in range(len(raw)):
+        flags = {"nonfinite": not finite[i], "black": bool(black[i]) and bool(finite[i]),
+                 "latents_out_of_range": bool(is_wild[i])}  # fmt: skip
+        judged = {name: float(values[i]) if finite[i] else 0.0 for name, values in numbers.items()}
+        is_sound = not flags["nonfinite"] and not flags["black"]
+        scores.append({"sound": float(is_sound)} | {k: float(v) for k, v in flags.items()} | judged)
+    return scores
+
+
+def to_bytes(raw: torch.Tensor) -> torch.Tensor:
+    """Return what a user sees, uint8 of the same shape; NaN becomes black, as diffusers makes it."""
+    return (to_unit_range(raw.nan_to_num(-1.0, -1.0, -1.0)).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def describe_activations(ranges: dict[str, Any], dtype: str) -> dict[str, dict[str, float | int | None]]:
+    """Return the range of each module of a decoder as JSON; infinite numbers become None."""
+    limit = getattr(torch, dtype)
+
+    def finite(value: float) -> float | None:
+        return float(f"{value:.5g}") if value not in (float("inf"), float("-inf")) else None
+
+    return {name: {"absmax": finite(r.absmax), "headroom_bits": finite(r.headroom_bits(limit)),
+                   "nonfinite_count": r.nonfinite_count} for name, r in ranges.items()}  # fmt: skip

@@ -1,0 +1,82 @@
+"""The step that rescales a decoder so that float16 holds it, on latents of the candidate's own prompts.
+
+The range is measured on half of the latents and proved on the other half: a proof on what the plan was made from
+would prove little. The prompts are the first ones of the eval, at the track's own guidance.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import SettingsError
+from pipeline.image_params import VaeRangeFixStep
+from pipeline.images.folders import find_weights
+from pipeline.images.rendering import Prompt, load_pipeline, make_latents, unscale_latents
+from pipeline.numerics.range_fix import apply_range_fix, measure_activations, plan_range_fix
+from pipeline.numerics.range_proof import RangeFixProof, prove_range_fix
+from pipeline.records import PipelineServing
+
+
+def run_vae_range_fix(
+    folder: Path, serving: PipelineServing, *, step: VaeRangeFixStep, prompts: list[Prompt]
+) -> tuple[PipelineServing, dict[str, Any]]:
+    """Rewrite the VAE of a pipeline folder; the record holds the proof.
+
+    Args:
+        folder: the candidate's own copy.
+        serving: so far.
+        step: target, headroom and tolerated difference.
+        prompts: at least `step.num_prompts`.
+
+    Raises:
+        NumericsError: equality, headroom or the share of subnormals can't be held; names the module.
+        SettingsError: there are fewer prompts than asked for.
+    """
+    if len(prompts) < step.num_prompts:
+        raise SettingsError(f"num_prompts: expected at most {len(prompts)}, the prompts of the eval, got "
+                            f"{step.num_prompts}; lower it")  # fmt: skip
+    plain = serving.model_copy(update={"unet_dtype": "float32", "vae_dtype": "float32", "tiling": None})
+    pipe = load_pipeline(folder, plain)
+    latents = _collect_latents(pipe, prompts[: step.num_prompts], plain)
+    seen, unseen = latents[::2], latents[1::2]
+    ranges = measure_activations(pipe.vae, seen)
+    plan = plan_range_fix(pipe.vae, ranges, target=step.target_absmax)
+    fixed = copy.deepcopy(pipe.vae)
+    apply_range_fix(fixed, plan)
+    proof = prove_range_fix(pipe.vae, fixed, unseen, plan=plan, tolerance=step.max_difference,
+                            min_headroom_bits=step.min_headroom)  # fmt: skip
+    stored = find_weights(folder / "vae")
+    fixed.save_pretrained(folder / "vae", safe_serialization=True)
+    assert stored.is_file()
+    return serving, {"proof": describe_proof(proof, num_prompts=len(unseen)), "scales": dict(plan.scales)}
+
+
+def describe_proof(proof: RangeFixProof, *, num_prompts: int) -> dict[str, Any]:
+    """Return a proof as JSON: what was measured on latents that the plan had not seen."""
+    worst = min(proof.headroom_bits_before, key=lambda name: proof.headroom_bits_before[name])
+    return {
+        "num_prompts": num_prompts,
+        "max_difference": proof.max_difference,
+        "worst_module": worst,
+        "headroom_bits_before": _round(proof.headroom_bits_before),
+        "headroom_bits_after": _round(proof.headroom_bits_after),
+        "subnormal_fraction_after": _round(proof.subnormal_fraction_after),
+    }
+
+
+def _round(numbers: Any) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in numbers.items()}
+
+
+@torch.inference_mode()
+def _collect_latents(pipe: Any, prompts: list[Prompt], serving: PipelineServing) -> torch.Tensor:
+    size = serving.batch_size
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    made = [make_latents(pipe, batch, serving).values for batch in batches]
+    return unscale_latents(pipe.vae, torch.cat(made))
+
+
