@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.image_params import ImageTrack
-from pipeline.images.serving import read_image_candidate
+from pipeline.image_serving import read_image_candidate
 from pipeline.params import Params
 from pipeline.records import BuiltCandidate, Candidate, ImageCandidate, ServingConfig, read_record
 from pipeline.settings import Track

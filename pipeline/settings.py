@@ -18,7 +18,7 @@ from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 # by track
 BUILDS = {"text": Path("build"), "images": Path("build/images")}  # what stages make
 REPORTS = {"text": Path("reports"), "images": Path("reports/images")}  # what people read
-METRICS = {"text": Path("metrics"), "images": Path("metrics/images")}  # what DVC compares
+METRICS = {"text": Path("metrics/text"), "images": Path("metrics/images")}  # what DVC compares
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 

@@ -26,10 +26,10 @@ from pipeline.errors import JournalError
 from pipeline.records import write_text
 from pipeline.run_contents import RunContents
 
-EXPERIMENT = "quantgate"
+EXPERIMENTS = {"text": "quantgate", "images": "quantgate images"}  # by track: their metrics have nothing in common
 STORE_FILE = "mlflow.db"
 ARTIFACTS_FOLDER = "mlartifacts"
-PAGES_FILE = "mlartifacts/pages.txt"
+PAGES_FILES = {"text": "mlartifacts/pages.txt", "images": "mlartifacts/pages-images.txt"}
 LOCK_FILE = ".mlflow.lock"
 LOCK_TIMEOUT_S = 120
 _PIPELINE, _KEY, _GROUP = "pipeline", "quantgate.key", "quantgate.group"
@@ -46,13 +46,15 @@ class LoggedRun:
 
 
 def log_runs(
-    runs: list[RunContents], root: Path, *, attachments: Iterable[Path] = (), dvc_experiment: str = ""
+    runs: list[RunContents], root: Path, *, track: str = "text", attachments: Iterable[Path] = (),
+    dvc_experiment: str = "",
 ) -> list[LoggedRun]:
     """Log every run that MLflow does not hold yet and bin those they replace.
 
     Args:
         runs: what to log, in the order in which they should be listed.
         root: the folder of the store: the project root, also when DVC runs elsewhere.
+        track: whose experiment they go to.
         attachments: files to attach to each new run.
         dvc_experiment: name of the DVC experiment that is running, or "".
 
@@ -64,17 +66,19 @@ def log_runs(
     files = [file for file in attachments if file.is_file()]
     try:
         with FileLock(root / LOCK_FILE, timeout=LOCK_TIMEOUT_S):
-            return _log_locked(runs, root, files, dvc_experiment)
+            return _log_locked(runs, root, EXPERIMENTS[track], files, dvc_experiment)
     except Timeout:
         raise JournalError(f"{root / LOCK_FILE}: another process has been writing to MLflow for {LOCK_TIMEOUT_S} s; "
                            "wait for it or end it") from None  # fmt: skip
 
 
-def _log_locked(runs: list[RunContents], root: Path, files: list[Path], dvc_experiment: str) -> list[LoggedRun]:
+def _log_locked(
+    runs: list[RunContents], root: Path, experiment: str, files: list[Path], dvc_experiment: str
+) -> list[LoggedRun]:
     open_client, errors = _import_mlflow()
     try:
         client = open_client(tracking_uri=f"sqlite:///{(root / STORE_FILE).resolve()}")
-        experiment_id = _find_experiment(client, root)
+        experiment_id = _find_experiment(client, experiment, root)
         # MLflow lists the newest first
         logged = [_log_once(client, experiment_id, run, files, dvc_experiment) for run in reversed(runs)]
         return logged[::-1]
@@ -99,10 +103,10 @@ def _import_mlflow() -> tuple[Any, tuple[type[Exception], ...]]:
     return MlflowClient, (MlflowException, SQLAlchemyError, CommandError, OSError)
 
 
-def _find_experiment(client: Any, root: Path) -> str:
-    experiment = client.get_experiment_by_name(EXPERIMENT)
+def _find_experiment(client: Any, name: str, root: Path) -> str:
+    experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        return client.create_experiment(EXPERIMENT, artifact_location=(root / ARTIFACTS_FOLDER).resolve().as_uri())
+        return client.create_experiment(name, artifact_location=(root / ARTIFACTS_FOLDER).resolve().as_uri())
     if experiment.lifecycle_stage == "deleted":
         client.restore_experiment(experiment.experiment_id)
     return experiment.experiment_id
@@ -149,7 +153,7 @@ def _fill(client: Any, run_id: str, run: RunContents, files: list[Path]) -> None
         client.log_artifact(run_id, str(file))
 
 
-def write_pages(logged: list[LoggedRun], root: Path) -> None:
+def write_pages(logged: list[LoggedRun], root: Path, *, track: str = "text") -> None:
     """Write the addresses of the pages worth opening, below the server's root, beside the artifacts.
 
     The order is that of a review: all numbers in a table, the bars, then every flip side by side.
@@ -160,4 +164,4 @@ def write_pages(logged: list[LoggedRun], root: Path) -> None:
     runs = f"#/experiments/{experiment_id}/runs?compareRunsMode"
     lines = [f"compare      #/compare-runs?runs={ids}&experiments={experiments}",
              f"charts       {runs}=CHART", f"predictions  {runs}=ARTIFACT"]  # fmt: skip
-    write_text(root / PAGES_FILE, "\n".join(lines) + "\n")
+    write_text(root / PAGES_FILES[track], "\n".join(lines) + "\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline.drafts import digest_drafts
 from pipeline.environment import describe_problems, read_libraries, read_machine, write_if_changed
 from pipeline.evalsets import digest_evalsets
+from pipeline.images.preflight import check_images, describe_material
 from pipeline.memory import check_needs, estimate_needs, read_available_mib
 from pipeline.params import load_params
 from pipeline.preflight import check_project
@@ -20,6 +21,9 @@ def main(argv: list[str]) -> int:
     """Write what was found to build/env, one JSON file each; print what the user should know on stderr."""
     params = load_params()
     check_project(params, Path())
+    if params.images:
+        check_images(params.images, Path())
+        write_if_changed(OUTPUT / "images.json", describe_material(params.images, Path()))
     machine = read_machine()
     total = machine.memory_mib
     warnings = check_needs(estimate_needs(params, Path()), total_mib=total, available_mib=read_available_mib(total))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.image_serving import read_image_candidate
 from pipeline.images.evaluate import evaluate_images
-from pipeline.images.serving import read_image_candidate
 from pipeline.params import load_params, pick_images
 from pipeline.settings import BUILDS
 from stages.cli import run_stage

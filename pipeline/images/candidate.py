@@ -14,9 +14,9 @@ from typing import Any
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.evalsets import load_evalset
 from pipeline.image_params import ImageTrack, VaeRangeFixStep
+from pipeline.image_serving import sample_plainly
 from pipeline.images.folders import describe_pipeline, iterate_weights
 from pipeline.images.rendering import Prompt
-from pipeline.images.serving import sample_plainly
 from pipeline.images.steps import STEPS
 from pipeline.records import BuiltCandidate, ImageCandidate, PipelineServing, write_record
 from pipeline.weight_files import check_finite

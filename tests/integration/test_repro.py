@@ -197,7 +197,7 @@ def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: R
     assert passed.gate_ok and passed.verdicts == {"int4": "pass"}
     evaluation = json.loads((project.root / "build/evaluations/int4/evaluation.json").read_text())
     assert {name: found["num_cases"] for name, found in evaluation["evals"].items()} == NUM_CASES
-    metrics = json.loads((project.root / "metrics/reference.json").read_text())
+    metrics = json.loads((project.root / "metrics/text/reference.json").read_text())
     assert metrics["workflows"]["task_completion_rate"] > 0.5, "the copy must evaluate a model that works"
     assert "int4" in (project.root / "reports/report.md").read_text()
 

@@ -14,19 +14,20 @@ from tests.structure.import_closure import ROOT, direct_imports
 
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
-    ("errors", "digests", "differences", "fingerprints", "records", "params", "serving_config", "gate.metrics",
-     "gate.rates", "benchmark_records", "verdict_records"),
+    ("errors", "digests", "differences", "fingerprints", "records", "settings", "image_params", "params",
+     "image_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records"),
     ("numerics", "environment"),
     ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
+    ("images",),
     ("first_turns",),
     ("preflight", "drift", "benchmark"),
 )
 # These judge and show records; the model is none of their business.
 RECORDS_ONLY = ("gate", "tracking", "run_contents", "predictions")
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
-LIGHT_MODULES = ("params", "preflight", "environment", "memory", *RECORDS_ONLY)
+LIGHT_MODULES = ("params", "preflight", "images.preflight", "environment", "memory", *RECORDS_ONLY)
 
 MODULES = sorted((ROOT / "pipeline").rglob("*.py"))
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.image_params import IMAGE_STEP_KINDS, ImagesEval, ImageStep
 from pipeline.params import EvalSettings, Step, load_params
 from tests.structure.import_closure import ROOT
 
@@ -35,8 +36,16 @@ def test_union_registry_and_files_agree(package: str, union: Any) -> None:
         assert (ROOT / "pipeline" / package / f"{kind}.py").is_file(), f"expected pipeline/{package}/{kind}.py"
 
 
+def test_image_steps_are_those_of_the_settings() -> None:
+    tree = ast.parse((ROOT / "pipeline/images/steps.py").read_text(encoding="utf-8"))
+    steps = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.value, ast.Dict))
+    assert [key.value for key in steps.keys if isinstance(key, ast.Constant)] == list(IMAGE_STEP_KINDS)
+    assert set(IMAGE_STEP_KINDS) == union_kinds(ImageStep)
+
+
 def test_every_eval_kind_declares_its_metrics() -> None:
-    assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings)
+    images = get_args(ImagesEval.model_fields["kind"].annotation)
+    assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings) | set(images)
 
 
 def test_shipped_settings_are_valid() -> None:

@@ -268,15 +268,15 @@ def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stages.compare, "load_params", lambda: make_params(["good", "bad"], ["good"]))
     (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics/gone.json").write_text("{}")  # of a candidate that is no more
+    (tmp_path / "metrics/text/gone.json").write_text("{}")  # of a candidate that is no more
     assert stages.compare.main([]) == 0
     names = ["reports/verdict.json", "reports/report.md", "reports/harm.png", "reports/completion.png",
-             "reports/speed.png", "metrics/reference.json", "metrics/good.json", "metrics/bad.json"]
+             "reports/speed.png", "metrics/text/reference.json", "metrics/text/good.json", "metrics/bad.json"]
     assert sorted(p.name for p in (tmp_path / "metrics").iterdir()) == ["bad.json", "good.json", "reference.json"]
     first = {name: digest_file(tmp_path / name) for name in names}
     stages.compare.main([])
     assert first == {name: digest_file(tmp_path / name) for name in names}
-    tree = json.loads((tmp_path / "metrics/good.json").read_text())
+    tree = json.loads((tmp_path / "metrics/text/good.json").read_text())
     assert tree["workflows"]["task_completion_rate by bucket"]["constraint_retention"] > 0.5
-    assert "null" not in (tmp_path / "metrics/good.json").read_text()
+    assert "null" not in (tmp_path / "metrics/text/good.json").read_text()
     assert read_record(VERDICT_PATH, Judgement).verdicts[1].outcome == "fail"

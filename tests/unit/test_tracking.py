@@ -17,7 +17,7 @@ from pipeline.gate.verdicts import Judgement
 from pipeline.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
 from pipeline.records import CaseRecord
 from pipeline.run_contents import RunContents, describe_runs, name_metrics
-from pipeline.tracking import PAGES_FILE, log_runs, write_pages
+from pipeline.tracking import PAGES_FILES, log_runs, write_pages
 from pipeline.verdict_records import Metric
 from tests.synthetic_records import Behaviour, make_params, write_tree
 
@@ -181,7 +181,7 @@ def test_logging_twice_adds_nothing_and_a_new_verdict_replaces(runs: list[RunCon
     assert "Detected out-of-date database schema (found version f00d, but expected " in refusal(runs, other)
 
     write_pages(first, tmp_path)
-    assert first[0].run_id in (tmp_path / PAGES_FILE).read_text()
+    assert first[0].run_id in (tmp_path / PAGES_FILES["text"]).read_text()
 
 
 def refusal(runs: list[RunContents], root: Path) -> str:
