@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import NumericsError
-from pipeline.numerics.activation_watch import ActivationWatch
+from pipeline.numerics.activation_watch import ActivationWatch, _find_absmax
 from tests.numerics.tiny_vae import build_vae, draw_latents
 
 
@@ -83,6 +83,15 @@ def test_channels_last_and_negative_extremes_are_read() -> None:
     x[1, 7, 5, 3] = -9
     found = watch_once(Doubler(), x.to(memory_format=torch.channels_last), x.transpose(2, 3))[""]
     assert (found.absmax, found.calls) == (18, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("values", [[1.5, -2.5], [-1.0, -3.0], [-0.0, 0.0], [2.0, 1e-7], [math.inf, 1], [-math.nan, 1],
+                                    [1.0, -math.inf], [math.nan, -math.inf], [6e4, -5e4]], ids=str)  # fmt: skip
+def test_the_largest_magnitude_by_bit_patterns_is_that_of_torch(dtype: torch.dtype, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=dtype)
+    found, expected = _find_absmax(x), x.abs().max().item()
+    assert found == expected or not (math.isfinite(found) or math.isfinite(expected))
 
 
 def test_other_outputs_and_modules_that_never_ran_are_left_out() -> None:

@@ -1,0 +1,110 @@
+"""Is there a step where tiles were stitched? Steps at the stitches against steps elsewhere in the same images.
+
+A seam runs along a whole column (or row), with one sign; what a picture shows there changes sign from row to
+row. So steps are averaged with their sign along the boundary first, and only then made absolute: a seam of two
+grey levels stands out that a mean of absolute steps buries under texture. One image proves little, since a
+straight edge in it looks like a seam: pool over a set that shares its tile grid, and gate on that.
+
+Give full-size output of the path that ships. A decoder that upsamples has a pattern of its own every few
+pixels, and tile boundaries always fall on the same phase of it: `period` takes controls of that phase only.
+Seams that change sign along the boundary and repeated content are not covered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pipeline.errors import NumericsError
+from pipeline.numerics.images import check_images
+
+_SIGMA_PER_MAD = 1.4826  # of a normal distribution
+_STEP_FLOOR = 0.05 / 255  # an image without texture has no deviation to measure by: a twentieth of a grey level
+_POOLED_FLOOR = 0.01  # the same for pooled scores: what 10,000 images would leave
+_MAX_SCORE = 10.0  # one image with an edge along a boundary must not decide for the set
+_MIN_CONTROLS = 16
+
+
+@dataclass(frozen=True)
+class SeamStatistics:
+    """Steps at the tile boundaries of a set of images, against control positions of the same images."""
+
+    seam_ratio: float  # mean absolute step at seams over that at controls; 1 without seams
+    z: float  # robust score of all seams together
+    max_z: float  # of the worst boundary
+    seam_step: float  # mean absolute step at seams, in units of the images; times 255 for grey levels
+    num_seams: int
+    num_controls: int
+    num_images: int
+
+
+def signed_steps(images: torch.Tensor, *, along: Literal["columns", "rows"] = "columns") -> torch.Tensor:
+    """Return the mean signed step across each boundary between neighbouring columns, or rows.
+
+    Args:
+        images: shape (n, channels, height, width), in [0, 1].
+        along: "columns" for boundaries that stand between columns, "rows" for those that lie between rows.
+
+    Returns:
+        float64 of shape (n, width - 1) or (n, height - 1): entry x - 1 is the step into pixel x, averaged over
+        channels and the boundary's length. Batches of one width can be concatenated.
+
+    Raises:
+        NumericsError: not a batch of images, or NaN or infinity in it.
+    """
+    check_images(images, "seams")
+    return images.double().mean(dim=(1, 2) if along == "columns" else (1, 3)).diff(dim=1)
+
+
+def measure_seams(
+    steps: torch.Tensor, boundaries: Sequence[int], *, period: int = 1, guard: int = 1
+) -> SeamStatistics:
+    """Compare the steps at tile boundaries with those at control positions.
+
+    Each absolute step becomes a robust score within its image: less the median of the image's controls, over
+    their scaled median absolute deviation. Scores are averaged over the images, position by position, and the
+    boundaries' averages are scored against the controls' in the same way.
+
+    Args:
+        steps: from `signed_steps`, shape (n, positions); all images share the grid.
+        boundaries: x where a tile boundary lies between pixel x - 1 and x.
+        period: pixels per latent pixel; controls are taken from the boundaries' phases only.
+        guard: positions on each side of a boundary that are no controls; at least half an overlap if blended.
+
+    Raises:
+        NumericsError: no boundary, one outside the image, or fewer than 16 controls left.
+    """
+    seams, controls = _choose_positions(steps.shape[1], boundaries, period, guard)
+    absolute = steps.double().abs()
+    scores = _score(absolute, absolute[:, controls], _STEP_FLOOR).clamp(max=_MAX_SCORE).mean(dim=0, keepdim=True)
+    pooled = _score(scores, scores[:, controls], _POOLED_FLOOR)[0, seams]
+    at_seams, at_controls = absolute[:, seams].mean().item(), absolute[:, controls].mean().item()
+    ratio = at_seams / at_controls if at_controls > 0 else (1.0 if at_seams == 0 else float("inf"))
+    return SeamStatistics(ratio, pooled.mean().item(), pooled.max().item(), at_seams, len(seams), len(controls),
+                          len(steps))  # fmt: skip
+
+
+def _choose_positions(
+    num_steps: int, boundaries: Sequence[int], period: int, guard: int
+) -> tuple[list[int], list[int]]:
+    """Return the indices of steps at seams and at controls."""
+    seams = sorted({x - 1 for x in boundaries})
+    if not seams or seams[0] < 0 or seams[-1] >= num_steps:
+        raise NumericsError(f"seams: expected boundaries from 1 to {num_steps}, got {list(boundaries)!r}; "
+                            "pass those of this image size")  # fmt: skip
+    phases, near = {x % period for x in seams}, {x + i for x in seams for i in range(-guard, guard + 1)}
+    controls = [x for x in range(num_steps) if x % period in phases and x not in near]
+    if len(controls) < _MIN_CONTROLS:
+        raise NumericsError(f"seams: expected at least {_MIN_CONTROLS} control positions, found {len(controls)} among "
+                            f"{num_steps} steps with period {period} and guard {guard}; use larger images")  # fmt: skip
+    return seams, controls
+
+
+def _score(values: torch.Tensor, controls: torch.Tensor, floor: float) -> torch.Tensor:
+    """Return values in robust deviations from the median of the controls, row by row."""
+    median = controls.median(dim=1, keepdim=True).values
+    deviation = _SIGMA_PER_MAD * (controls - median).abs().median(dim=1, keepdim=True).values
+    return (values - median) / deviation.clamp(min=floor)
