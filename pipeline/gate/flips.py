@@ -80,15 +80,15 @@ def _show(eval_name: str, is_loss: bool, ours: CaseRecord, theirs: CaseRecord) -
                 theirs.output, line, character)
 
 
-def worst_documents(metric: str, pairs: PairedCases, *, limit: int) -> list[tuple[str, float, float]]:
-    """Return (case id, reference, candidate) per unit of weight for the documents that lost most in total."""
+def worst_cases(metric: str, pairs: PairedCases, *, limit: int) -> list[tuple[str, float, float]]:
+    """Return (case id, reference, candidate) per unit of weight for the cases that lost most in total."""
     definition = definition_of(metric)
-    assert definition.weight is not None
+    sign = 1 if definition.better == "higher" else -1
     rows = []
     for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
-        weight = ours.scores[definition.weight]
+        weight = ours.scores[definition.weight] if definition.weight else 1.0
         before, after = ours.scores[definition.score], theirs.scores[definition.score]
-        rows.append((before - after, ours.case_id, before / weight, after / weight))
+        rows.append((sign * (after - before), ours.case_id, before / weight, after / weight))
     return [(case_id, ours, theirs) for _, case_id, ours, theirs in sorted(rows)[:limit]]
 
 

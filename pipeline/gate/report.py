@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.compare import Measured, ReleaseComparison
-from pipeline.gate.flips import Flip, excerpt, worst_documents, worst_flips
+from pipeline.gate.flips import Flip, excerpt, worst_cases, worst_flips
 from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.speed_section import describe_measurement, tabulate_speed
 from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
@@ -34,7 +34,7 @@ from pipeline.records import BuiltCandidate
 from pipeline.verdict_records import Comparison, Metric, Verdict
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "reported": "·"}
-_KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity")
+_KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity", "images")
 _MAX_FLIPS = 5
 _MAX_COLUMNS = 12  # of numbers in the table of candidates, before it is turned on its side
 
@@ -67,6 +67,9 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
     parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
     if "trajectories" in judgement.policy.eval_kinds.values():
         parts.append("![Task completion by bucket](completion.png)\n")
+    if judgement.policy.track == "images":
+        parts.append("![Reference, candidate and difference of the worst images](worst.png)\n")
+        parts.append("![Headroom of the decoder's modules](headroom.png)\n")
     if any(verdict.speed for verdict in judgement.verdicts):
         parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
     parts += [_candidate_section(verdict, compared.measured[verdict.candidate], here) for verdict in judgement.verdicts]
@@ -246,16 +249,20 @@ def _explain_failure(verdict: Verdict, measured: Measured) -> list[str]:
     lines = ["", "### Cases behind it", ""]
     for c in verdict.comparisons:
         if c.outcome == "fail" and c.b is None:
-            rows = [["document", "reference", "candidate"], ["---", "---:", "---:"]]
-            pairs = measured.pairs[c.metric.partition("/")[0]]
+            rows = [["case", "reference", "candidate"], ["---", "---:", "---:"]]
+            pairs, definition = measured.pairs[c.metric.partition("/")[0]], definition_of(c.metric)
             rows += [[escape_markdown(case_id), f"{ours:.4f}", f"{theirs:.4f}"]
-                     for case_id, ours, theirs in worst_documents(c.metric, pairs, limit=_MAX_FLIPS)]
-            lines += [f"Documents that lost most, {definition_of(c.metric).score} per "
-                      f"{definition_of(c.metric).weight}:", "", _table(rows)]
+                     for case_id, ours, theirs in worst_cases(c.metric, pairs, limit=_MAX_FLIPS)]
+            per = f" per {definition.weight}" if definition.weight else ""
+            lines += [f"Cases that lost most, {definition.score}{per}:", "", _table(rows)]
     flips = worst_flips(verdict.comparisons, measured.pairs, limit=_MAX_FLIPS)
-    for flip in flips:
-        lines += _show_flip(flip)
-    lines.append(f"All cases: `build/evaluations/{verdict.candidate}/`, side by side in MLflow (`make ui`).")
+    if measured.evidence and measured.evidence.candidate.serving.engine == "diffusers":
+        lines += [_table([["", "image", "prompt"], ["---"] * 3,
+                          *([f.kind, escape_markdown(f.case_id), escape_markdown(f.prompt)] for f in flips)])]
+    else:
+        lines += [line for flip in flips for line in _show_flip(flip)]
+    folder = measured.evidence.folder.as_posix() if measured.evidence else f"build/evaluations/{verdict.candidate}"
+    lines.append(f"All cases: `{folder}/`, side by side in MLflow (`make ui`).")
     return lines
 
 

@@ -45,7 +45,7 @@ def project(tmp_path, monkeypatch):
 
 
 def run_gate():
-    return stages.gate.main([]), stages.gate.MARKER
+    return stages.gate.main([]), Path("build") / stages.gate.MARKER
 
 
 def test_gate_passes_and_writes_its_marker(project, capsys):
@@ -267,12 +267,12 @@ def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
     write_tree(tmp_path / "build", {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2, "prose": 0.0})})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stages.compare, "load_params", lambda: make_params(["good", "bad"], ["good"]))
-    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/text").mkdir(parents=True)
     (tmp_path / "metrics/text/gone.json").write_text("{}")  # of a candidate that is no more
     assert stages.compare.main([]) == 0
     names = ["reports/verdict.json", "reports/report.md", "reports/harm.png", "reports/completion.png",
-             "reports/speed.png", "metrics/text/reference.json", "metrics/text/good.json", "metrics/bad.json"]
-    assert sorted(p.name for p in (tmp_path / "metrics").iterdir()) == ["bad.json", "good.json", "reference.json"]
+             "reports/speed.png", "metrics/text/reference.json", "metrics/text/good.json", "metrics/text/bad.json"]
+    assert sorted(p.name for p in (tmp_path / "metrics/text").iterdir()) == ["bad.json", "good.json", "reference.json"]
     first = {name: digest_file(tmp_path / name) for name in names}
     stages.compare.main([])
     assert first == {name: digest_file(tmp_path / name) for name in names}

@@ -92,7 +92,7 @@ def test_documents_that_lost_most_and_failures_are_escaped(tmp_path: Path) -> No
         rewrite_records(tmp_path, name, "prose", lambda records: [
             r.model_copy(update={"case_id": f"{r.case_id}{FORGED}"}) for r in records])  # fmt: skip
     report = render_report(compare_release(make_params(["a"], ["a"]), tmp_path))
-    assert "Documents that lost most" in report and "evaluator: x&lt;/b>" in report
+    assert "Cases that lost most" in report and "evaluator: x&lt;/b>" in report
     for raw in (*UNPRINTABLE, "x</b>", "\n# `PASS`", "](http"):
         assert raw not in report
 
