@@ -86,12 +86,17 @@ class ActivationWatch:
     Args:
         module: its submodules are watched, itself too; any floating tensor that one returns is read.
         prefix: put before each name, for a module that is part of another ("decoder").
+        every: read the inner modules on the first of so many runs only. The module's own output is read on all:
+            NaN and infinity spread through a norm to the output, so no bad run is missed, only its origin.
 
     Raises:
-        NumericsError: on entering twice.
+        NumericsError: on entering twice, or `every` below 1.
     """
 
-    def __init__(self, module: nn.Module, *, prefix: str = "") -> None:
+    def __init__(self, module: nn.Module, *, prefix: str = "", every: int = 1) -> None:
+        if every < 1:
+            raise NumericsError(f"activation watch: expected to read every run or every n-th, got every={every!r}")
+        self._root, self._every, self._num_runs, self._is_reading = module, every, 0, True
         found = module.named_modules(remove_duplicate=False)  # a module with two names is reported under both
         self._modules = {".".join(filter(None, (prefix, name))): child for name, child in found
                          if not isinstance(child, _BOUNDED)}  # fmt: skip
@@ -105,6 +110,8 @@ class ActivationWatch:
             raise NumericsError("activation watch: expected one at rest, this one already runs; leave its block first")
         self._handles = [module.register_forward_hook(self._make_hook(self._tallies[name]))
                          for name, module in self._modules.items()]  # fmt: skip
+        if self._every > 1:
+            self._handles.append(self._root.register_forward_pre_hook(self._begin_run))
         return self
 
     def __exit__(
@@ -123,8 +130,14 @@ class ActivationWatch:
                 ranges[name] = ModuleRange(tally.absmax, tally.nonfinite_count, tally.nonfinite_calls, tally.calls)
         return ranges
 
+    def _begin_run(self, _module: nn.Module, _inputs: object) -> None:
+        self._is_reading = self._num_runs % self._every == 0
+        self._num_runs += 1
+
     def _make_hook(self, tally: _Tally) -> Callable[[nn.Module, object, object], None]:
-        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+        def hook(module: nn.Module, _inputs: object, output: object) -> None:
+            if not (self._is_reading or module is self._root):
+                return
             if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
                 self._observe(tally, output)
 

@@ -124,6 +124,18 @@ def test_numbers_add_up_over_blocks_and_entering_twice_is_refused() -> None:
         watch.__enter__()
 
 
+def test_a_sampling_watch_still_sees_every_bad_run() -> None:
+    model = Residual(nn.Sequential(Doubler()))
+    with torch.no_grad(), ActivationWatch(model, every=3) as watch:
+        for value in (1.0, 8.0, math.inf, 2.0, 9.0):
+            model(torch.tensor([value]))
+    found = watch.read()
+    assert (found["inner.0"].calls, found["inner.0"].absmax, found["inner.0"].nonfinite_count) == (2, 4, 0)
+    assert (found[""].calls, found[""].nonfinite_calls) == (5, 1)
+    with pytest.raises(NumericsError, match="every=0"):
+        ActivationWatch(model, every=0)
+
+
 def test_what_an_accelerator_keeps_is_folded_alike() -> None:
     """The path without synchronisation, on the CPU: pairs of scalars instead of numbers."""
     watch = ActivationWatch(Doubler())
