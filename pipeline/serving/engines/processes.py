@@ -20,7 +20,9 @@ _NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}|Loading weights
 # what a logger puts before the text: "(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] "
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?((INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: \S|(^|\s)error: \S|Value error, ")
-_NO_CAUSE = re.compile(r"[Ee]ngine core init|See root cause|Failed core proc|EngineDeadError|validation errors? for ")
+# points at an error elsewhere
+_POINTER = re.compile(r"[Ee]ngine core init|See root cause|Failed core proc|EngineDeadError|validation errors? for ")
+_REFUSAL = re.compile(r"RequestValidationError")  # of one request, whose client was told
 
 
 @dataclass
@@ -107,12 +109,14 @@ def describe_exit(code: int) -> str:
 
 
 def read_cause(log: Path) -> str:
-    """Return the last line of a log that names a cause, else the last that says something.
+    """Return the last line of a log that names a cause, else one that points at it, else the last that says something.
 
-    Traceback frames and progress bars say nothing, nor does an error that only points at an earlier one.
+    Traceback frames and progress bars say nothing, nor does a request that was refused.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [_LOG_PREFIX.sub("", line) for line in re.split(r"[\r\n]+", text)]
     said = [line.strip()[:300] for line in lines if not _NOISE.search(line) or "Value error, " in line]
-    causes = [line for line in said if _CAUSE.search(line) and not _NO_CAUSE.search(line)]
-    return causes[-1] if causes else said[-1] if said else "the log is empty"
+    errors = [line for line in said if _CAUSE.search(line) and not _REFUSAL.search(line)]
+    causes = [line for line in errors if not _POINTER.search(line)]
+    found = causes or errors or said
+    return found[-1] if found else "the log is empty"
