@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from evalsets.shots import SIZE, all_shots, caption, render
 MAX_TOKENS = 16  # of a prompt, begin and end included
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"
 LATENT = SIZE // 4  # pixels a side
-TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size: SDXL's micro-conditioning, always the same
+TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size: SDXL's micro-conditioning, constant
 _CHROMA_WEIGHT = 2.0  # of errors in colour against errors in grey: an L1 loss alone learns greys first and hues late
 _KL_WEIGHT = 1e-4
 _TRAIN, HELD_OUT = 0, 1  # splits of the pictures
@@ -62,27 +63,63 @@ def to_signal(pictures: torch.Tensor) -> torch.Tensor:
     return pictures.float() / 127.5 - 1
 
 
-def fit(model: Module, loss_of: Callable[[], torch.Tensor], *, steps: int, lr: float, name: str) -> None:
-    """Train with AdamW, warm-up and cosine decay; the model ends with the mean of its weights, weighted to the late."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01)
-    warmup = min(200, steps // 10 + 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, 0.5 * (
-        1 + np.cos(np.pi * min(1.0, s / steps)))))
-    mean = [p.detach().clone() for p in model.parameters()]
-    start = time.time()
-    for step in range(steps):
+def fit(model: Module, loss_of: Callable[[], torch.Tensor], *, steps: int, lr: float, name: str,
+        is_captured: bool = True) -> None:
+    """Train with AdamW, warm-up and cosine decay; the model ends with the mean of its weights, weighted to the late.
+
+    Args:
+        is_captured: on a GPU replay the step as one CUDA graph: models this small wait for their kernels' launches
+            most of the time. `loss_of` then may not read from the device.
+    """
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    is_captured = is_captured and device.type == "cuda"
+    rate, share = torch.zeros((), device=device), torch.ones((), device=device)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True,
+                                  capturable=device.type == "cuda")
+    mean = [p.detach().clone() for p in parameters]
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
         loss = loss_of()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch._foreach_lerp_(mean, [p.detach() for p in model.parameters()], 1 - min(0.999, (step + 1) / (step + 10)))
-        if step % 500 == 0 or step == steps - 1:
-            print(f"{name}: step {step} loss {loss.item():.5f} seconds {time.time() - start:.0f}", flush=True)
+        with torch.no_grad():
+            moved = torch._foreach_sub(parameters, mean)
+            torch._foreach_mul_(moved, share)
+            torch._foreach_add_(mean, moved)
+        return loss.detach()
+
+    run, warmup, start = _capture(step) if is_captured else step, min(200, steps // 10 + 1), time.time()
+    for number in range(steps):
+        rate.fill_(lr * min((number + 1) / warmup, 0.5 * (1 + math.cos(math.pi * number / steps))))
+        share.fill_(1 - min(0.999, (number + 1) / (number + 10)))
+        loss = run()
+        if number % 500 == 0 or number == steps - 1:
+            print(f"{name}: step {number} loss {loss.item():.5f} seconds {time.time() - start:.0f}", flush=True)
     with torch.no_grad():
-        for parameter, averaged in zip(model.parameters(), mean, strict=True):
+        for parameter, averaged in zip(parameters, mean, strict=True):
             parameter.copy_(averaged)
+
+
+def _capture(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Record one training step as a CUDA graph, after three that warm up; returns what replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def train_vae(pictures: torch.Tensor, *, steps: int, batch: int, lr: float, device: str) -> AutoencoderKL:
@@ -100,8 +137,7 @@ def train_vae(pictures: torch.Tensor, *, steps: int, batch: int, lr: float, devi
         return grey.abs().mean() + _CHROMA_WEIGHT * (error - grey).abs().mean() + _KL_WEIGHT * posterior.kl().mean() / (
             4 * LATENT * LATENT)
 
-    step = torch.compile(run) if device == "cuda" else run
-    fit(vae, lambda: step(to_signal(pictures[torch.randint(len(pictures), (batch,), device=device)])),
+    fit(vae, lambda: run(to_signal(pictures[torch.randint(len(pictures), (batch,), device=device)])),
         steps=steps, lr=lr, name="vae")
     with torch.no_grad():
         sample = to_signal(pictures[torch.randperm(len(pictures), device=device)[:1024]])
@@ -161,10 +197,9 @@ def train_clip(
         chosen = torch.randint(pictures.shape[1], (len(ids),), device=device)
         is_decoded = torch.rand(len(ids), 1, 1, 1, device=device) < 0.5
         x = to_signal(torch.where(is_decoded, decoded[shots, chosen], pictures[shots, chosen]))
-        return step(x + torch.randn_like(x) * 0.1 * torch.rand(len(x), 1, 1, 1, device=device))
+        return run(x + torch.randn_like(x) * 0.1 * torch.rand(len(x), 1, 1, 1, device=device))
 
-    step = torch.compile(run) if device == "cuda" else run
-    fit(clip, loss_of, steps=steps, lr=lr, name="clip")
+    fit(clip, loss_of, steps=steps, lr=lr, name="clip", is_captured=False)
     return clip.eval()
 
 
@@ -210,11 +245,6 @@ def train_unet(
     alphas = make_scheduler().alphas_cumprod.to(device)
     time_ids = torch.tensor([TIME_IDS], dtype=torch.float32, device=device).expand(batch, -1)
 
-    def run(noisy: torch.Tensor, t: torch.Tensor, states: torch.Tensor, embeds: torch.Tensor, v: torch.Tensor
-            ) -> torch.Tensor:
-        found = unet(noisy, t, states, added_cond_kwargs={"text_embeds": embeds, "time_ids": time_ids}).sample
-        return F.mse_loss(found, v)
-
     def loss_of() -> torch.Tensor:
         chosen = torch.randint(len(mean), (batch,), device=device)
         x = (mean[chosen] + std[chosen] * torch.randn_like(mean[chosen])) * vae.config.scaling_factor
@@ -222,10 +252,11 @@ def train_unet(
         noise, alpha = torch.randn_like(x), alphas[t].view(-1, 1, 1, 1)
         signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
         kept = (torch.rand(batch, device=device) >= dropout).float()
-        return step(signal * x + spread * noise, t, hidden[owner[chosen]] * kept.view(-1, 1, 1),
-                    pooled[owner[chosen]] * kept.view(-1, 1), signal * noise - spread * x)
+        added = {"text_embeds": pooled[owner[chosen]] * kept.view(-1, 1), "time_ids": time_ids}
+        found = unet(signal * x + spread * noise, t, hidden[owner[chosen]] * kept.view(-1, 1, 1),
+                     added_cond_kwargs=added).sample
+        return F.mse_loss(found, signal * noise - spread * x)
 
-    step = torch.compile(run) if device == "cuda" else run
     fit(unet, loss_of, steps=steps, lr=lr, name="unet")
     return unet.eval()
 
@@ -276,7 +307,7 @@ def main() -> None:
     parser.add_argument("--vae-steps", type=int, default=8_000)
     parser.add_argument("--vae-batch", type=int, default=64)
     parser.add_argument("--vae-lr", type=float, default=2e-3)
-    parser.add_argument("--clip-steps", type=int, default=4_000)
+    parser.add_argument("--clip-steps", type=int, default=1_000)
     parser.add_argument("--clip-lr", type=float, default=1e-3)
     parser.add_argument("--unet-steps", type=int, default=12_000)
     parser.add_argument("--unet-batch", type=int, default=256)
