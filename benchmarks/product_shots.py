@@ -46,7 +46,7 @@ def measure_models(pipe: StableDiffusionXLPipeline, clip: CLIPModel, ids: torch.
         similar.append(cosine.diagonal())
     signal = pictures.float() / 255
     return {"vae_psnr_db": float(-10 * torch.cat(errors).log10().mean()),
-            "clip_top1": right / pictures[:, :, 0].flatten(2).shape[0] / pictures.shape[1],
+            "clip_top1": right / (len(pictures) * pictures.shape[1]),
             "clip_similarity": float(torch.cat(similar).mean()),
             "saturated_pixel_fraction": float((signal > SATURATED).any(dim=2).float().mean())}  # fmt: skip
 
