@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
-from tokenizers import Tokenizer, models, trainers
 from torch.nn import Module
 from torch.nn import functional as F
 from transformers import (
@@ -38,7 +39,7 @@ from transformers import (
 from evalsets.shots import SIZE, all_shots, caption, render
 
 MAX_TOKENS = 16  # of a prompt, begin and end included
-BEGIN, END = "<|startoftext|>", "<|endoftext|>"
+BEGIN, END, WORD_END = "<|startoftext|>", "<|endoftext|>", "</w>"
 LATENT = SIZE // 4  # pixels a side
 TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size: SDXL's micro-conditioning, constant
 _CHROMA_WEIGHT = 2.0  # of errors in colour against errors in grey: an L1 loss alone learns greys first and hues late
@@ -146,20 +147,35 @@ def train_vae(pictures: torch.Tensor, *, steps: int, batch: int, lr: float, devi
 
 
 def make_tokenizer() -> CLIPTokenizer:
-    """Make a CLIP tokenizer whose merges are learned on the captions; other words come out in letters."""
-    blank = CLIPTokenizer()
-    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token=END))
-    bpe.normalizer = blank.backend_tokenizer.normalizer
-    bpe.pre_tokenizer = blank.backend_tokenizer.pre_tokenizer
-    letters = [chr(i) for i in range(33, 127)]
-    bpe.train_from_iterator([caption(shot) for shot in all_shots()], trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[BEGIN, END], show_progress=False, initial_alphabet=letters,
-        end_of_word_suffix="</w>"))
-    learned = json.loads(bpe.to_str())["model"]
-    vocab, merges = learned["vocab"], [tuple(pair) for pair in learned["merges"]]
-    for token in (f"{letter}</w>" for letter in letters):
-        vocab.setdefault(token, len(vocab))
+    """Make a CLIP tokenizer to which each word of a caption is one token; other words come out in pieces."""
+    letters = [chr(code) for code in range(33, 127)]
+    merges = _learn_merges(sorted({word for shot in all_shots() for word in caption(shot).split()}))
+    tokens = [BEGIN, END, *letters, *(letter + WORD_END for letter in letters), *(a + b for a, b in merges)]
+    vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
+
+
+def _learn_merges(words: list[str]) -> list[tuple[str, str]]:
+    """Merge the most frequent pair of pieces until each word is one (Sennrich et al. 2016, arXiv:1508.07909).
+
+    Ties go to the last in the alphabet. The tokenizers library breaks them, and numbers its tokens, anew in each run.
+    """
+    parts = [[*word[:-1], word[-1] + WORD_END] for word in words]
+    merges: list[tuple[str, str]] = []
+    while counts := Counter(pair for pieces in parts for pair in itertools.pairwise(pieces)):
+        merges.append(max(counts, key=lambda pair: (counts[pair], pair)))
+        parts = [_merge(pieces, merges[-1]) for pieces in parts]
+    return merges
+
+
+def _merge(pieces: list[str], pair: tuple[str, str]) -> list[str]:
+    merged: list[str] = []
+    for piece in pieces:
+        if merged and (merged[-1], piece) == pair:
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+    return merged
 
 
 def tokenize(tokenizer: CLIPTokenizer, prompts: list[str]) -> torch.Tensor:
