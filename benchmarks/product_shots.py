@@ -2,7 +2,7 @@
 
     python -m benchmarks.product_shots                                held-out quality, at guidance 5
     python -m benchmarks.product_shots --guidance 5 9 12 15 --rescale 0 0.7
-    python -m benchmarks.product_shots --sheet sheet.png              a picture of each 4th prompt as well
+    python -m benchmarks.product_shots --sheet sheet.png              a picture of each 5th prompt as well
 
 Prompts and seeds are those of `evalsets/shots`; one line of JSON for each setting. A pixel is saturated
 when some channel of it is above 0.97 after clamping. CLIP similarity is the cosine of a picture with its own prompt
@@ -46,7 +46,7 @@ def measure_models(pipe: StableDiffusionXLPipeline, clip: CLIPModel, ids: torch.
         similar.append(cosine.diagonal())
     signal = pictures.float() / 255
     return {"vae_psnr_db": float(-10 * torch.cat(errors).log10().mean()),
-            "clip_top1": right / pictures[:, :, 0].flatten(2).shape[0] / pictures.shape[1],
+            "clip_top1": right / (len(pictures) * pictures.shape[1]),
             "clip_similarity": float(torch.cat(similar).mean()),
             "saturated_pixel_fraction": float((signal > SATURATED).any(dim=2).float().mean())}  # fmt: skip
 
@@ -117,7 +117,7 @@ def main() -> None:
             print(json.dumps({"guidance_scale": guidance, "guidance_rescale": rescale, **found,
                               "seconds_per_image": seconds, "device": device}), flush=True)  # fmt: skip
             if args.sheet and (guidance, rescale) == (args.guidance[0], args.rescale[0]):
-                save_sheet(pictures[::4], args.sheet)
+                save_sheet(pictures[::5], args.sheet)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
+import math
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
-from tokenizers import Tokenizer, models, trainers
 from torch.nn import Module
 from torch.nn import functional as F
 from transformers import (
@@ -37,9 +39,9 @@ from transformers import (
 from evalsets.shots import SIZE, all_shots, caption, render
 
 MAX_TOKENS = 16  # of a prompt, begin and end included
-BEGIN, END = "<|startoftext|>", "<|endoftext|>"
+BEGIN, END, WORD_END = "<|startoftext|>", "<|endoftext|>", "</w>"
 LATENT = SIZE // 4  # pixels a side
-TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size: SDXL's micro-conditioning, always the same
+TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size: SDXL's micro-conditioning, constant
 _CHROMA_WEIGHT = 2.0  # of errors in colour against errors in grey: an L1 loss alone learns greys first and hues late
 _KL_WEIGHT = 1e-4
 _TRAIN, HELD_OUT = 0, 1  # splits of the pictures
@@ -62,27 +64,63 @@ def to_signal(pictures: torch.Tensor) -> torch.Tensor:
     return pictures.float() / 127.5 - 1
 
 
-def fit(model: Module, loss_of: Callable[[], torch.Tensor], *, steps: int, lr: float, name: str) -> None:
-    """Train with AdamW, warm-up and cosine decay; the model ends with the mean of its weights, weighted to the late."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01)
-    warmup = min(200, steps // 10 + 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, 0.5 * (
-        1 + np.cos(np.pi * min(1.0, s / steps)))))
-    mean = [p.detach().clone() for p in model.parameters()]
-    start = time.time()
-    for step in range(steps):
+def fit(model: Module, loss_of: Callable[[], torch.Tensor], *, steps: int, lr: float, name: str,
+        is_captured: bool = True) -> None:
+    """Train with AdamW, warm-up and cosine decay; the model ends with the mean of its weights, weighted to the late.
+
+    Args:
+        is_captured: on a GPU replay the step as one CUDA graph: models this small wait for their kernels' launches
+            most of the time. `loss_of` then may not read from the device.
+    """
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    is_captured = is_captured and device.type == "cuda"
+    rate, share = torch.zeros((), device=device), torch.ones((), device=device)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True,
+                                  capturable=device.type == "cuda")
+    mean = [p.detach().clone() for p in parameters]
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
         loss = loss_of()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch._foreach_lerp_(mean, [p.detach() for p in model.parameters()], 1 - min(0.999, (step + 1) / (step + 10)))
-        if step % 500 == 0 or step == steps - 1:
-            print(f"{name}: step {step} loss {loss.item():.5f} seconds {time.time() - start:.0f}", flush=True)
+        with torch.no_grad():
+            moved = torch._foreach_sub(parameters, mean)
+            torch._foreach_mul_(moved, share)
+            torch._foreach_add_(mean, moved)
+        return loss.detach()
+
+    run, warmup, start = _capture(step) if is_captured else step, min(200, steps // 10 + 1), time.time()
+    for number in range(steps):
+        rate.fill_(lr * min((number + 1) / warmup, 0.5 * (1 + math.cos(math.pi * number / steps))))
+        share.fill_(1 - min(0.999, (number + 1) / (number + 10)))
+        loss = run()
+        if number % 500 == 0 or number == steps - 1:
+            print(f"{name}: step {number} loss {loss.item():.5f} seconds {time.time() - start:.0f}", flush=True)
     with torch.no_grad():
-        for parameter, averaged in zip(model.parameters(), mean, strict=True):
+        for parameter, averaged in zip(parameters, mean, strict=True):
             parameter.copy_(averaged)
+
+
+def _capture(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Record one training step as a CUDA graph, after three that warm up; returns what replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def train_vae(pictures: torch.Tensor, *, steps: int, batch: int, lr: float, device: str) -> AutoencoderKL:
@@ -100,8 +138,7 @@ def train_vae(pictures: torch.Tensor, *, steps: int, batch: int, lr: float, devi
         return grey.abs().mean() + _CHROMA_WEIGHT * (error - grey).abs().mean() + _KL_WEIGHT * posterior.kl().mean() / (
             4 * LATENT * LATENT)
 
-    step = torch.compile(run) if device == "cuda" else run
-    fit(vae, lambda: step(to_signal(pictures[torch.randint(len(pictures), (batch,), device=device)])),
+    fit(vae, lambda: run(to_signal(pictures[torch.randint(len(pictures), (batch,), device=device)])),
         steps=steps, lr=lr, name="vae")
     with torch.no_grad():
         sample = to_signal(pictures[torch.randperm(len(pictures), device=device)[:1024]])
@@ -110,20 +147,35 @@ def train_vae(pictures: torch.Tensor, *, steps: int, batch: int, lr: float, devi
 
 
 def make_tokenizer() -> CLIPTokenizer:
-    """Make a CLIP tokenizer whose merges are learned on the captions; other words come out in letters."""
-    blank = CLIPTokenizer()
-    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token=END))
-    bpe.normalizer = blank.backend_tokenizer.normalizer
-    bpe.pre_tokenizer = blank.backend_tokenizer.pre_tokenizer
-    letters = [chr(i) for i in range(33, 127)]
-    bpe.train_from_iterator([caption(shot) for shot in all_shots()], trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[BEGIN, END], show_progress=False, initial_alphabet=letters,
-        end_of_word_suffix="</w>"))
-    learned = json.loads(bpe.to_str())["model"]
-    vocab, merges = learned["vocab"], [tuple(pair) for pair in learned["merges"]]
-    for token in (f"{letter}</w>" for letter in letters):
-        vocab.setdefault(token, len(vocab))
+    """Make a CLIP tokenizer to which each word of a caption is one token; other words come out in pieces."""
+    letters = [chr(code) for code in range(33, 127)]
+    merges = _learn_merges(sorted({word for shot in all_shots() for word in caption(shot).split()}))
+    tokens = [BEGIN, END, *letters, *(letter + WORD_END for letter in letters), *(a + b for a, b in merges)]
+    vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
+
+
+def _learn_merges(words: list[str]) -> list[tuple[str, str]]:
+    """Merge the most frequent pair of pieces until each word is one (Sennrich et al. 2016, arXiv:1508.07909).
+
+    Ties go to the last in the alphabet. The tokenizers library breaks them, and numbers its tokens, anew in each run.
+    """
+    parts = [[*word[:-1], word[-1] + WORD_END] for word in words]
+    merges: list[tuple[str, str]] = []
+    while counts := Counter(pair for pieces in parts for pair in itertools.pairwise(pieces)):
+        merges.append(max(counts, key=lambda pair: (counts[pair], pair)))
+        parts = [_merge(pieces, merges[-1]) for pieces in parts]
+    return merges
+
+
+def _merge(pieces: list[str], pair: tuple[str, str]) -> list[str]:
+    merged: list[str] = []
+    for piece in pieces:
+        if merged and (merged[-1], piece) == pair:
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+    return merged
 
 
 def tokenize(tokenizer: CLIPTokenizer, prompts: list[str]) -> torch.Tensor:
@@ -161,10 +213,9 @@ def train_clip(
         chosen = torch.randint(pictures.shape[1], (len(ids),), device=device)
         is_decoded = torch.rand(len(ids), 1, 1, 1, device=device) < 0.5
         x = to_signal(torch.where(is_decoded, decoded[shots, chosen], pictures[shots, chosen]))
-        return step(x + torch.randn_like(x) * 0.1 * torch.rand(len(x), 1, 1, 1, device=device))
+        return run(x + torch.randn_like(x) * 0.1 * torch.rand(len(x), 1, 1, 1, device=device))
 
-    step = torch.compile(run) if device == "cuda" else run
-    fit(clip, loss_of, steps=steps, lr=lr, name="clip")
+    fit(clip, loss_of, steps=steps, lr=lr, name="clip", is_captured=False)
     return clip.eval()
 
 
@@ -210,11 +261,6 @@ def train_unet(
     alphas = make_scheduler().alphas_cumprod.to(device)
     time_ids = torch.tensor([TIME_IDS], dtype=torch.float32, device=device).expand(batch, -1)
 
-    def run(noisy: torch.Tensor, t: torch.Tensor, states: torch.Tensor, embeds: torch.Tensor, v: torch.Tensor
-            ) -> torch.Tensor:
-        found = unet(noisy, t, states, added_cond_kwargs={"text_embeds": embeds, "time_ids": time_ids}).sample
-        return F.mse_loss(found, v)
-
     def loss_of() -> torch.Tensor:
         chosen = torch.randint(len(mean), (batch,), device=device)
         x = (mean[chosen] + std[chosen] * torch.randn_like(mean[chosen])) * vae.config.scaling_factor
@@ -222,10 +268,11 @@ def train_unet(
         noise, alpha = torch.randn_like(x), alphas[t].view(-1, 1, 1, 1)
         signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
         kept = (torch.rand(batch, device=device) >= dropout).float()
-        return step(signal * x + spread * noise, t, hidden[owner[chosen]] * kept.view(-1, 1, 1),
-                    pooled[owner[chosen]] * kept.view(-1, 1), signal * noise - spread * x)
+        added = {"text_embeds": pooled[owner[chosen]] * kept.view(-1, 1), "time_ids": time_ids}
+        found = unet(signal * x + spread * noise, t, hidden[owner[chosen]] * kept.view(-1, 1, 1),
+                     added_cond_kwargs=added).sample
+        return F.mse_loss(found, signal * noise - spread * x)
 
-    step = torch.compile(run) if device == "cuda" else run
     fit(unet, loss_of, steps=steps, lr=lr, name="unet")
     return unet.eval()
 
@@ -276,7 +323,7 @@ def main() -> None:
     parser.add_argument("--vae-steps", type=int, default=8_000)
     parser.add_argument("--vae-batch", type=int, default=64)
     parser.add_argument("--vae-lr", type=float, default=2e-3)
-    parser.add_argument("--clip-steps", type=int, default=4_000)
+    parser.add_argument("--clip-steps", type=int, default=1_000)
     parser.add_argument("--clip-lr", type=float, default=1e-3)
     parser.add_argument("--unet-steps", type=int, default=12_000)
     parser.add_argument("--unet-batch", type=int, default=256)

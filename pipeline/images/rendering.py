@@ -44,14 +44,16 @@ def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
         CheckpointError: diffusers can't load it, or its scheduler does not know one of its options.
     """
     import diffusers
+    import transformers
 
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
+    for library in (diffusers, transformers):  # what they warn of is checked here or does not matter
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
     torch.set_num_threads(serving.num_threads)
     dtypes = {"default": getattr(torch, serving.unet_dtype), "vae": getattr(torch, serving.vae_dtype)}
     try:
         pipe = diffusers.DiffusionPipeline.from_pretrained(
-            folder, torch_dtype=dtypes, use_safetensors=True, local_files_only=True)  # fmt: skip
+            folder, dtype=dtypes, use_safetensors=True, local_files_only=True)  # fmt: skip
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder}: expected a pipeline that diffusers {diffusers.__version__} loads, got: "
