@@ -42,6 +42,13 @@ def digest_file(path: Path) -> str:
 NOT_CONTENT = frozenset({"README", "README.md", "card.yaml", "card.md", "card.json", ".gitignore", ".gitattributes"})
 
 
+# what turns text into token ids and sets sampling defaults: copied byte by byte, never re-saved
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
 def digest_checkpoint(folder: Path) -> str:
     """Return the digest of a checkpoint folder: its files, less the notes about them."""
     return digest_folder(folder, ignore=NOT_CONTENT)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,11 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, s
     """Return the environment variables that can change an answer."""
     return {name: value for name, value in sorted(environment.items())
             if _WATCHED.fullmatch(name) and not _UNWATCHED.fullmatch(name)}
+
+
+def name_command(command: Sequence[str]) -> list[str]:
+    """Return a command without the folders in its words: where a program lies is not part of what it is."""
+    return [word.rpartition("/")[2] or word for word in command]
 
 
 def _compare_checkpoints(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Difference | None:

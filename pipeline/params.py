@@ -7,6 +7,7 @@ need a file beside params.yaml (layer shapes, an evalset's buckets) are in `pref
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -99,6 +100,7 @@ class OpenaiEngine(Settings):
     kind: Literal["openai"]
     base_url: str
     model: NonEmpty
+    api_key_env: NonEmpty | None = None  # variable that holds the key; the key itself is written nowhere
 
 
 EngineSettings = Annotated[TransformersEngine | VllmEngine | OpenaiEngine, Field(discriminator="kind")]
@@ -265,16 +267,13 @@ def parse_params(data: Any, where: str = "params.yaml") -> Params:
 
 def _contradictions(params: Params) -> list[str]:
     problems = find_track_problems(params)
-    problems += [f"candidates.{name}.engine.base_url: expected http://host:port, got {c.engine.base_url!r}"
-                 for name, c in params.candidates.items()
-                 if isinstance(c.engine, OpenaiEngine) and not _is_address(c.engine.base_url)]
     problems += [f"candidates.{name}.steps.{i}{problem}" for name, c in params.candidates.items()
                  for i, step in enumerate(c.steps) if isinstance(step, SpeculativeStep)
                  for problem in _speculative_problems(step, c.engine, c.steps[i + 1:])]
     problems += [f"candidates.{name}.{problem}" for name, c in params.candidates.items()
                  for problem in _quantising_problems(c.steps)]
-    problems += [f"candidates.{name}.engine.command.{problem}" for name, c in params.candidates.items()
-                 if isinstance(c.engine, VllmEngine) for problem in _command_problems(c.engine.command)]
+    problems += [f"candidates.{name}.engine.{problem}" for name, c in params.candidates.items()
+                 for problem in _engine_problems(c.engine)]
     problems += [f"candidates.{name}.exact: expected an eval of kind tool_calls or trajectories, whose answers show "
                  "whether it is, found none; add one, or remove exact"
                  for name, c in params.candidates.items() if c.exact and not params.chat_evals]
@@ -315,10 +314,22 @@ def _benchmark_problems(params: Params) -> list[str]:
     return problems
 
 
-def _command_problems(command: list[str]) -> list[str]:
+def _engine_problems(engine: EngineSettings) -> list[str]:
+    if isinstance(engine, OpenaiEngine):
+        return _address_problems(engine.base_url)
+    return _command_problems(engine) if isinstance(engine, VllmEngine) else []
+
+
+def _command_problems(engine: VllmEngine) -> list[str]:
+    command = engine.command
     first = command.index("serve") + 1 if "serve" in command else len(command)
-    return [f"{i}: expected no option behind `serve`, got {command[i]!r}; it would not be in the fingerprint: put it "
-            "into engine.options, or into a speculative step" for i in range(first, len(command))]
+    problems = [f"command.{i}: expected no option behind `serve`, got {command[i]!r}: put it into engine.options, or "
+                "into a speculative step" for i in range(first, len(command))]
+    if Path(command[0]).name in ("docker", "podman"):
+        passed = {word.partition("=")[0] for flag, word in pairwise(command) if flag in ("-e", "--env")}
+        problems += [f"environment.{name}: expected `-e {name}` in engine.command, as a container gets no variable of "
+                     "its client by itself; add it" for name in engine.environment if name not in passed]
+    return problems
 
 
 def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: list[Step]) -> list[str]:
@@ -371,13 +382,19 @@ def _quantising_problems(steps: list[Step]) -> list[str]:
     return problems
 
 
-def _is_address(url: str) -> bool:
+def _address_problems(url: str) -> list[str]:
     try:
         parts = urlsplit(url)
         # a port that is no number below 65536 raises
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        return False
+        is_address = False
+    if not is_address or parts.query or parts.fragment or any(ch.isspace() for ch in url):
+        return [f"base_url: expected http://host:port, got {url!r}"]
+    if parts.username is not None or parts.password is not None:
+        return ["base_url: expected no user and password, which would be written into reports and records; put a key "
+                "into an environment variable and name it in api_key_env"]
+    return []
 
 
 def _one_line(error: ValidationError) -> str:

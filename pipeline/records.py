@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.digests import canonical_json, digest_json
 from pipeline.errors import EvidenceError, describe_problem
-from pipeline.fingerprints import fingerprint, read_environment
+from pipeline.fingerprints import fingerprint, name_command, read_environment
 
 
 class Record(BaseModel):
@@ -76,7 +76,8 @@ class ServingConfig(Record):
     max_tokens: int = 128  # completion tokens a request
     base_url: str | None = None
     model: str | None = None
-    command: tuple[str, ...] = ()  # that starts the engine; where its program lies is not part of what it is
+    api_key_env: str | None = None  # variable that holds the key
+    command: tuple[str, ...] = ()  # that starts the engine
     version: str | None = None  # of the engine, where it is not a library of this environment
     options: dict[str, Any] = {}  # of the engine, in its own spelling
     environment: dict[str, str] = {}  # that the engine is started with
@@ -89,10 +90,10 @@ class ServingConfig(Record):
 
     def identity(self) -> dict[str, Any]:
         """Return every setting that makes one way of serving another, by name: no address, no path."""
-        plain = self.model_dump(exclude={"base_url", "command", "version", "environment", "speculative"})
+        plain = self.model_dump(exclude={"base_url", "api_key_env", "command", "version", "environment", "speculative"})
         parts = ("method", "num_tokens", "draft_digest", "options")
         return plain | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts} | {
-            "environment": read_environment(self.environment)
+            "command": name_command(self.command), "environment": read_environment(self.environment)
         }
 
 
@@ -396,6 +397,7 @@ class Evaluation(Record):
     evals: dict[str, EvalFile]
     served_by: dict[str, Any]  # facts about the endpoint by section, see pipeline/fingerprints.py
     proof: str = ""  # who says so
+    is_declared: bool = False  # the weights are the settings' word, not the endpoint's
     config: dict[str, str] = {}  # digests of the files of the engine's own configuration, under config/
     canary: CanaryFile | None = None
     speculation: SpeculationCounts | None = None  # over all chat requests of its cases

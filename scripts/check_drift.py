@@ -24,6 +24,7 @@ from pipeline.drift import CONCURRENCY, Drift, check_drift  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
 from pipeline.params import OpenaiEngine, Params, load_params  # noqa: E402
 from pipeline.serving.client import Client  # noqa: E402
+from pipeline.serving.engines.openai import read_key  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
@@ -59,8 +60,8 @@ async def _check(options: argparse.Namespace, params: Params) -> Drift:
     if url is None:
         raise SettingsError(f"candidates.{options.candidate}.engine has no address in params.yaml: give --base-url")
     candidate = read_candidate(Path("build"), options.candidate, params)
-    async with Client([url.rstrip("/").removesuffix("/v1")], model, concurrency=CONCURRENCY,
-                      timeout_s=params.serving.request_timeout_s, max_refusals=2) as client:  # fmt: skip
+    async with Client([url.rstrip("/").removesuffix("/v1")], model, concurrency=CONCURRENCY, max_refusals=2,
+                      timeout_s=params.serving.request_timeout_s, api_key=read_key(candidate)) as client:  # fmt: skip
         return await check_drift(candidate, params, client, root=Path(), num_cases=max(1, options.cases))
 
 

@@ -122,7 +122,7 @@ def main() -> None:
     options = parser.parse_args()
     config = YAML(typ="safe").load(options.config.read_text())
     if "FAKE_VLLM_CHILD" in os.environ:
-        child = subprocess.Popen([sys.executable, "-c", IGNORES_TERM])
+        child = subprocess.Popen([sys.executable, "-c", IGNORES_TERM], start_new_session=True)
         Path(os.environ["FAKE_VLLM_CHILD"]).write_text(str(child.pid))
     if "FAKE_VLLM_BREAKS" in os.environ:
         print("(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] ValueError: no kernel for int4 in float32",

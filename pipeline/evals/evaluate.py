@@ -115,6 +115,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
         evals={job.name: _describe_file(job, paths.folder, len(records[job.name])) for job in evals},
         served_by=engine.facts,
         proof=engine.proof,
+        is_declared=engine.is_declared,
         config=_write_config(paths.folder, engine.config),
         canary=_write_canary(paths.folder, canary, params.canary.num_prompts),
         speculation=sum_speculation(r.speculation for found in records.values() for r in found),

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pipeline.differences import KINDS, classify_difference
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
+from pipeline.gate.endpoint import holds_same_model
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
 from pipeline.params import CanarySettings
@@ -30,8 +31,8 @@ from pipeline.records import CanaryAnswer, CanaryRecord, count_unstable, digest_
 from pipeline.verdict_records import MIN_POWER, CanaryComparison, CanaryFlip
 
 DEPLOYED = "loaded"
-# margin below which rounding can turn a token, in nat: one step of the dtype at a logit of 32, and for float32 what
-# sums of its terms in another order come to
+# margin below which rounding can turn a token, in nat: one step of the dtype for logits of 16 to 32, and for float32
+# what sums of its terms in another order come to
 RISK_NATS = {"float32": 1e-4, "bfloat16": 0.125, "float16": 0.016}
 
 
@@ -188,7 +189,7 @@ def _list_baselines(
 ) -> list[_Baseline]:
     """Return the paths that serve the same weights; the reference, when there is none."""
     found = []
-    if reference.candidate.checkpoint.digest == candidate.candidate.checkpoint.digest:
+    if holds_same_model(reference.candidate.checkpoint, candidate.candidate.checkpoint):
         found.append(_Baseline("the reference's path", ours, DEPLOYED, True))
     if own:
         found.append(_Baseline("its own path without drafts", own, f"plain {DEPLOYED}", True))

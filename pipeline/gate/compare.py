@@ -19,7 +19,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
-from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness
+from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
@@ -174,7 +174,7 @@ def _measure_path(measured: Measured, reference: Evidence, params: Params) -> No
     if measured.canary is None:
         return
     settings, changed = params.candidates[measured.evidence.candidate.name], 0
-    if reference.candidate.checkpoint.digest == measured.evidence.candidate.checkpoint.digest:
+    if holds_same_model(reference.candidate.checkpoint, measured.evidence.candidate.checkpoint):
         changed = sum(t.b or 0 for t in measured.tripwires)
     if failure := find_path_failure(measured.canary, exact=settings.exact, num_changed_outputs=changed):
         measured.failures.append(f"{PATH_FAILED}{failure}")
@@ -253,7 +253,7 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
     reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
     reasons += [f"note: {note}" for note in measured.notes]
-    if measured.evidence and measured.evidence.candidate.serving.engine == "openai":
+    if measured.evidence and measured.evidence.evaluation.is_declared:
         reasons.append(f"{DECLARED} by params.yaml, not proved: what runs behind "
                        f"{measured.evidence.candidate.serving.base_url} is its operator's word")
     if outcome == "refused" and not measured.refusals:

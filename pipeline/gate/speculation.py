@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.gate.pairing import Evidence
-from pipeline.records import SpeculationCounts, sum_speculation
+from pipeline.records import CaseRecord, SpeculationCounts, sum_speculation
 
 
 def check_acceptance(evidence: Evidence, min_acceptance: float | None) -> str | None:
@@ -37,11 +37,31 @@ def check_speculation(evidence: Evidence) -> list[str]:
     if counts is None or not counts.num_drafted:
         return [f"{where}: {asked.method} was asked for, and the evaluation shows no drafted token; gate an eval that "
                 "generates text, or remove the speculative step"]
+    if uncounted := _count_uncounted(evidence):
+        return [f"{where}: {uncounted[0]} of {uncounted[1]} answers of several tokens carry no count of their drafts; "
+                "whether drafts ran there is not known: have the server count every request, and run `dvc repro`"]
     # vLLM counts without saying by which method
     if (counts.method or asked.method, counts.num_tokens) != (asked.method, asked.num_tokens):
         return [f"{where}: expected {asked.method} with {asked.num_tokens} tokens, the evaluation counted "
                 f"{counts.method} with {counts.num_tokens}; run `dvc repro` to evaluate it again"]
     return []
+
+
+def _count_uncounted(evidence: Evidence) -> tuple[int, int] | None:
+    """Return how many answers lack counts, and of how many; None when all have them.
+
+    The one token of an answer that ends at once comes from the prompt's own pass, before any draft.
+    """
+    chats = [name for name, file in evidence.evaluation.evals.items() if file.kind in ("tool_calls", "trajectories")]
+    answered = [r for name in chats for r in evidence.records.get(name, ())
+                if r.num_completion_tokens > _count_turns(r)]
+    lacking = [r for r in answered if r.speculation is None
+               or r.num_completion_tokens - r.speculation.num_completion_tokens > _count_turns(r)]
+    return (len(lacking), len(answered)) if lacking else None
+
+
+def _count_turns(record: CaseRecord) -> int:
+    return len(record.output.split("\n"))  # a line each
 
 
 def describe_speculation(counts: SpeculationCounts, method: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints import TEXT_FILES, name_layer, read_config
-from pipeline.digests import digest_file
+from pipeline.checkpoints import name_layer, read_config
+from pipeline.digests import TEXT_FILES, digest_file
 from pipeline.errors import QuantizationError
 from pipeline.optimize.layers import Int4Step, LayerPlan, format_name
 from pipeline.optimize.progress import StepLog

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints import (
-    TEXT_FILES,
     embedding_rows,
     hide_progress_bars,
     load_model,
     load_tokenizer,
     open_checkpoint,
 )
+from pipeline.digests import TEXT_FILES
 from pipeline.errors import QuantizationError
 from pipeline.evalsets import Evalset
 from pipeline.optimize.calibration import describe_samples, select_samples

@@ -76,6 +76,7 @@ class Client:
         max_refusals: int = MAX_TRIES,
         check_alive: Callable[[], None] = lambda: None,
         echo: str | None = None,
+        api_key: str | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Prepare a client; nothing is sent yet.
@@ -90,11 +91,15 @@ class Client:
             check_alive: raises EngineError when a server is known to be dead; asked after each
                 failed attempt.
             echo: what each reply must carry as `system_fingerprint`; None: what the first one carries.
+            api_key: sent as a bearer token.
             sleep: how to wait between attempts.
         """
         self.model = model
         self.check_alive = check_alive
         self.echo = echo
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
         self._sleep = sleep
         self._sessions: dict[str, _Server] = {}
         self._scores: asyncio.Queue[_ScoreCall] = asyncio.Queue()
@@ -288,7 +293,7 @@ class Client:
             start = time.perf_counter()
             try:
                 async with self._http.request(
-                    method, url, data=content, headers={"content-type": "application/json"}, allow_redirects=False
+                    method, url, data=content, headers=self._headers, allow_redirects=False
                 ) as response:
                     body = await response.read()
                 if response.status == 200:

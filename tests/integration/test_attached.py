@@ -85,11 +85,12 @@ def endpoint() -> Iterator[Endpoint]:
     server.server_close()
 
 
-def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0) -> str:
+def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0, api_key_env: str | None = None) -> str:
     """Attach for these evals; return what the user is told, or "" when the endpoint is ready."""
     checkpoint = Checkpoint(path="c", kind="llama", format="dense", dtype="float32", num_parameters=1, num_bytes=1,
                             digest="d")  # fmt: skip
-    serving = ServingConfig(engine="openai", base_url=url, model="m", context_length=CONTEXT)
+    serving = ServingConfig(engine="openai", base_url=url, model="m", context_length=CONTEXT,
+                            api_key_env=api_key_env)  # fmt: skip
     settings = ServingSettings(
         dtype="float32", continuous_batching=True, concurrency=4, num_servers=1, num_threads=1, context_length=CONTEXT,
         max_tokens=8, request_timeout_s=timeout_s, start_timeout_s=5,
@@ -114,6 +115,30 @@ def test_only_what_the_evals_will_use_is_asked_first(endpoint: Endpoint) -> None
     endpoint.asked.clear()
     assert attach(endpoint.url, {"prose": PROSE, "choices": CHOICES}) == ""
     assert endpoint.posted == ["/tokenize", "/v1/completions"]
+
+
+def test_every_request_carries_the_key(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    class Handler(make_handler(endpoint.answer)):  # type: ignore[misc]
+        def do_GET(self) -> None:
+            seen.add(self.headers.get("authorization"))
+            super().do_GET()
+
+        do_POST = do_GET
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("SOME_KEY", "s3cret")
+    assert attach(url, {"calls": CALLS, "prose": PROSE}, api_key_env="SOME_KEY") == ""
+    assert seen == {"Bearer s3cret"}
+    monkeypatch.delenv("SOME_KEY")
+    said = attach(url, {"calls": CALLS}, api_key_env="SOME_KEY")
+    assert said == ("candidates.there.engine.api_key_env: expected the key in the environment variable SOME_KEY, found "
+                    "none; set it")
+    server.shutdown()
+    server.server_close()
 
 
 def test_an_endpoint_without_scores_serves_evals_that_chat(endpoint: Endpoint) -> None:

@@ -109,6 +109,35 @@ def test_a_vllm_that_dies_is_noticed_at_once_and_its_child_goes_too(root: Path) 
     assert wait_for_end(int(note.read_text()))
 
 
+def test_a_server_goes_with_its_keeper(root: Path) -> None:
+    async def look(engine: Engine, client: Client) -> None:
+        keeper = engine.processes[0].popen.pid
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(keeper)], capture_output=True, text=True).stdout
+        os.kill(keeper, signal.SIGKILL)
+        assert wait_for_end(int(children.split()[0]))
+
+    with_engine(make_candidate(root), root, look)
+
+
+def test_what_runs_before_vllm_belongs_to_the_fingerprint(root: Path) -> None:
+    """A wrapper may set what it likes; moving it changes nothing."""
+
+    async def fingerprint(engine: Engine, client: Client) -> str:
+        return engine.fingerprint
+
+    def wrapped(folder: str, line: str) -> str:
+        script = root / folder / "wrap.sh"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f'#!/bin/bash\n{line}\nexec "$@"\n')
+        command = ("bash", str(script), *make_candidate(root).serving.command)
+        return with_engine(make_candidate(root, command=command), root, fingerprint)
+
+    plain = with_engine(make_candidate(root), root, fingerprint)
+    first = wrapped("a", "export X=1")
+    assert len({plain, first, wrapped("a", "export X=2")}) == 3
+    assert wrapped("b", "export X=1") == first
+
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path

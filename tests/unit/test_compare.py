@@ -296,8 +296,11 @@ COUNTS = SpeculationCounts(method="draft_model", num_tokens=2, num_target_forwar
                            num_drafted=200, accepted_by_position=(80, 50))
 
 
-def speculate(build, counts, *, evaluated=SPECULATIVE):
-    """Turn candidate `a` of a tree into one that is served with drafts, and set what its evaluation counted."""
+def speculate(build, counts, *, evaluated=SPECULATIVE, num_uncounted=0):
+    """Turn candidate `a` of a tree into one that is served with drafts, and set what its evaluation counted.
+
+    All is counted on one answer; the others end with their first token, but for those that nobody counted.
+    """
     write_candidate(build, make_candidate("a").model_copy(update={"speculative": SPECULATIVE}))
     path = build / "evaluations/a/evaluation.json"
     old = read_record(path, Evaluation)
@@ -308,7 +311,9 @@ def speculate(build, counts, *, evaluated=SPECULATIVE):
     for name in old.evals:
         rewrite_records(build, "a", name, lambda records, name=name: [
             r.model_copy(update={"fingerprint": fingerprint(facts),
+                                 "num_completion_tokens": 230 if i == 0 else 40 if i <= num_uncounted else 1,
                                  "speculation": counts if (name, i) == ("calls", 0) else None})
+            if name == "calls" else r.model_copy(update={"fingerprint": fingerprint(facts), "num_completion_tokens": 1})
             for i, r in enumerate(records)])
 
 
@@ -346,6 +351,15 @@ def test_speculation_that_was_not_what_was_asked_for_is_refused(tmp_path, counts
     verdict, _ = judge_speculation(build, min_acceptance)
     assert verdict.outcome == "refused"
     assert verdict.reasons[0].startswith("refused: speculation of a: ") and said in verdict.reasons[0]
+
+
+def test_drafts_that_only_some_answers_counted_are_refused(tmp_path):
+    """Two tokens of one answer would otherwise stand for all."""
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=300)
+    speculate(build, COUNTS, num_uncounted=7)
+    verdict, _ = judge_speculation(build)
+    assert verdict.outcome == "refused"
+    assert "speculation of a: 7 of 8 answers of several tokens carry no count of their drafts" in verdict.reasons[0]
 
 
 def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(tmp_path):
@@ -457,7 +471,7 @@ def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(t
     attached = {"engine": "openai", "model": "m", "base_url": "http://127.0.0.1:1"}
     there = make_candidate("a").model_copy(update={"steps": (), "serving": ServingConfig(**attached)})
     write_record(path, evaluation.model_copy(update={"served_by": there.facts, "fingerprint": there.fingerprint,
-                                                     "serving": there.serving}))
+                                                     "serving": there.serving, "is_declared": True}))
     for name in evaluation.evals:
         rewrite_records(build, "a", name, lambda records: [
             r.model_copy(update={"fingerprint": there.fingerprint}) for r in records])

@@ -59,7 +59,7 @@ class FakeEndpoint:
 class FakeEngine:
     """What is asked of an engine, in front of a fake endpoint; its canary is not counted as asked."""
 
-    base_urls, proof, config = ("http://fake",), "", {"engine.yaml": "a: 1\n"}
+    base_urls, proof, config, is_declared = ("http://fake",), "", {"engine.yaml": "a: 1\n"}, False
 
     def __init__(self, endpoint: FakeEndpoint) -> None:
         self._endpoint = endpoint

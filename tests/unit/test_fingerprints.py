@@ -63,10 +63,19 @@ def test_each_planted_drift_changes_the_fingerprint_and_is_named(change: Any, fi
     assert difference is not None and difference.field == field
 
 
-def test_a_move_of_a_folder_another_port_or_program_changes_nothing() -> None:
+def test_a_move_of_a_folder_or_another_port_changes_nothing() -> None:
+    here = make_facts(command=("/here/bin/vllm", "serve"))
     moved = make_facts(base_url="http://127.0.0.1:8102", command=("/elsewhere/vllm", "serve"),
                        speculative=SPECULATIVE.model_copy(update={"draft_path": "elsewhere/draft"}))  # fmt: skip
-    assert fingerprint(moved) == fingerprint(make_facts()) and find_difference(make_facts(), moved) is None
+    assert fingerprint(moved) == fingerprint(here) and find_difference(here, moved) is None
+
+
+def test_another_command_is_another_path() -> None:
+    """A word before the program may set what no setting shows."""
+    plain, more = (make_facts(command=(*words, "vllm", "serve"))
+                   for words in ((), ("env", "ONEDNN_DEFAULT_FPMATH_MODE=BF16")))
+    difference = find_difference(plain, more)
+    assert difference is not None and difference.field == "serving.command"
 
 
 def test_a_section_that_one_side_does_not_tell_is_not_compared() -> None:

@@ -56,18 +56,22 @@ class Engine:
         model: the name to send.
         facts: what it is, by section (`pipeline/fingerprints.py`).
         proof: who says so.
+        is_declared: its weights are the settings' word, not its own.
         echo: what each reply must carry as `system_fingerprint`; None: what the first one carries.
         config: the configuration in the engine's own form, by file name.
         processes: those that we started.
+        api_key: that it asks for.
     """
 
     base_urls: tuple[str, ...]
     model: str
     facts: dict[str, Any]
     proof: str
+    is_declared: bool = False
     echo: str | None = None
     config: dict[str, str] = field(default_factory=dict)
     processes: tuple[ServerProcess, ...] = field(default=(), repr=False)
+    api_key: str | None = field(default=None, repr=False)
 
     @property
     def fingerprint(self) -> str:
@@ -82,7 +86,8 @@ class Engine:
     def connect(self, settings: ServingSettings, *, concurrency: int, only: str | None = None) -> Client:
         """Return a client of the endpoint, or of one of its servers."""
         return Client([only] if only else self.base_urls, self.model, concurrency=concurrency,
-                      timeout_s=settings.request_timeout_s, check_alive=self.check_alive, echo=self.echo)  # fmt: skip
+                      timeout_s=settings.request_timeout_s, check_alive=self.check_alive, echo=self.echo,
+                      api_key=self.api_key)  # fmt: skip
 
 
 async def probe_servers(engine: Engine, order: Order) -> None:

@@ -1,53 +1,86 @@
 """Runs a server that knows nothing of us, and ends it when we are gone: `python -m ...keeper COMMAND ...`.
 
-A server such as vLLM starts further processes and lives on when its parent dies. This one holds it in
-a process group, and when standard input closes, or the server ends, the whole group is told to
-terminate and, when it does not, killed. A container's client passes the signal on to its container.
+A server such as vLLM starts further processes and lives on when its parent dies. This one adopts all that
+descend from it, also those that leave their process group, and when standard input closes, or the server
+ends, all are told to terminate and, when they do not, killed. When this process itself is killed, the system
+kills the server. A container's client passes the signal on to its container.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 TERMINATE_TIMEOUT_S = 15.0
 LEFTOVERS_TIMEOUT_S = 1.0  # of what a server leaves behind: the client waits for us to say that it has died
+KILL_TIMEOUT_S = 2.0  # a process that hangs in the kernel outlives its kill
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def main(argv: list[str]) -> int:
     """Run a command until it ends or standard input closes; return its exit code."""
-    server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
-    threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent-watch").start()
+    _control(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become our children, so that they are found
+    server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
+    threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     code = server.wait()
-    _end_group(server.pid, LEFTOVERS_TIMEOUT_S)
+    _end_all(LEFTOVERS_TIMEOUT_S)
     return code
 
 
-def _end_with_parent(server: subprocess.Popen[bytes]) -> None:
+def _control(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere the process group has to do
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
     while os.read(0, 4096):
         pass
-    _end_group(server.pid, TERMINATE_TIMEOUT_S)
+    _end_all(TERMINATE_TIMEOUT_S)
 
 
-def _end_group(group: int, timeout_s: float) -> None:
-    """End the server, or what it left behind: politely, then not."""
-    _signal_group(group, signal.SIGTERM)
+def _end_all(timeout_s: float) -> None:
+    """End the server and all that it has started, or what it left behind: politely, then not."""
+    _signal_all(signal.SIGTERM)
     deadline = time.monotonic() + timeout_s
-    while _signal_group(group, 0) and time.monotonic() < deadline:
+    while _signal_all(0) and time.monotonic() < deadline:
         time.sleep(0.05)
-    _signal_group(group, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while _signal_all(signal.SIGKILL) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
-def _signal_group(group: int, number: int) -> bool:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-        return True
-    return False
+def _signal_all(number: int) -> bool:
+    """Signal every process that descends from this one; say whether there was any."""
+    found = list_descendants(os.getpid())
+    for process in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+    return bool(found)
+
+
+def list_descendants(ancestor: int) -> list[int]:
+    """Return the processes that descend from one and have not ended, from /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(entry.parent.name)] = int(parent)
+    found = {ancestor}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {ancestor})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ quantgate server tells its own facts, vLLM its version, and in development mode 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -35,20 +36,37 @@ async def start(order: Order) -> AsyncIterator[Engine]:
     if not serving.base_url or not serving.model:
         raise EngineError(f"{candidate.name}: engine openai needs base_url and model, "
                           f"got {serving.base_url!r} and {serving.model!r}")  # fmt: skip
-    url = serving.base_url.rstrip("/").removesuffix("/v1")
+    url, key = serving.base_url.rstrip("/").removesuffix("/v1"), read_key(candidate)
     async with Client([url], serving.model, concurrency=1, timeout_s=order.settings.request_timeout_s,
-                      max_refusals=MAX_REFUSALS) as client:  # fmt: skip
+                      max_refusals=MAX_REFUSALS, api_key=key) as client:  # fmt: skip
         await _check_listing(client, url, order)
-    async with Client([url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1) as client:
+    async with Client([url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1,
+                      api_key=key) as client:  # fmt: skip
         facts, proof = await read_facts(client)
     if "checkpoint" in facts:
         # its way of serving is its operator's choice, the weights are what is judged
         check_facts(candidate, {"checkpoint": facts["checkpoint"]}, where=url)
         facts = adopt(candidate, facts)
-    engine = Engine((url,), serving.model, candidate.facts | facts, proof or DECLARED)
+    engine = Engine((url,), serving.model, candidate.facts | facts, proof or DECLARED,
+                    is_declared="checkpoint" not in facts, api_key=key)  # fmt: skip
     async with engine.connect(order.settings, concurrency=serving.concurrency) as client:
         await probe(client, order.evals, attached_as=candidate.name)
     yield engine
+
+
+def read_key(candidate: Candidate) -> str | None:
+    """Return the key of a candidate's endpoint from its environment variable; None when it needs none.
+
+    Raises:
+        EngineError: the variable is not set.
+    """
+    name = candidate.serving.api_key_env
+    if name is None:
+        return None
+    if not (key := os.environ.get(name)):
+        raise EngineError(f"candidates.{candidate.name}.engine.api_key_env: expected the key in the environment "
+                          f"variable {name}, found none; set it")  # fmt: skip
+    return key
 
 
 def adopt(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:

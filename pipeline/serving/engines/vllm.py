@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
+import shutil
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from pipeline.serving.vllm_facts import read_resolved, read_sampling
 
 STOP_TIMEOUT_S = 2 * keeper.TERMINATE_TIMEOUT_S
 POLL_S = 0.5
+_MAX_SCRIPT_BYTES = 1 << 20
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # adds /server_info
     "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
@@ -107,7 +110,7 @@ async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
     return {
         "serving": serving,
         "libraries": {"vllm": version.split("+")[0]},
-        "engine": resolved,
+        "engine": resolved | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, order.root)},
         "sampling": read_sampling(order.root / candidate.checkpoint.path, candidate.serving.options),
         "environment": read_environment(os.environ | candidate.serving.environment),
         "hardware": _read_hardware(resolved, system),
@@ -123,6 +126,17 @@ def _read_hardware(resolved: Mapping[str, Any], system: Mapping[str, Any]) -> di
 def _digest(folder: Path) -> dict[str, Any]:
     files = digest_files(folder)
     return {"digest": digest_json(files), "files": files}
+
+
+def _digest_scripts(candidate: Candidate, root: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and digest of each script in the command: what it does before vLLM starts is part of the path.
+
+    The first line may name the folder of an environment, and does not count.
+    """
+    for word in candidate.serving.command:
+        path = root / word if "/" in word else Path(shutil.which(word) or root / word)
+        if path.is_file() and (content := path.read_bytes()[:_MAX_SCRIPT_BYTES]).isascii():
+            yield path.name, hashlib.sha256(content.partition(b"\n")[2]).hexdigest()
 
 
 def _find_free_port() -> int:
