@@ -20,6 +20,7 @@ from pipeline.gate.canary import compare_canary, describe_blind, describe_canary
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
@@ -206,6 +207,8 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
             except EvidenceError as error:
                 # what nothing gates may be too small to compare
                 (measured.notes if allowed is None else measured.refusals).append(str(error))
+    if params.evals[eval_name].kind == "images" and (why := explain_unsound(measured.evidence, eval_name)):
+        measured.notes.append(f"{eval_name}: {why}")
     _measure_tripwires(measured, reference, eval_name, params)
 
 

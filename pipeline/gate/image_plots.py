@@ -6,8 +6,6 @@ metric, in units of its spread over the cases. Drawn without dates, so that equa
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from pipeline.gate.compare import ReleaseComparison
+from pipeline.gate.images import headroom, read_decoder
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.records import replace_whole
@@ -26,6 +25,7 @@ _NUM_WORST = 3  # of a candidate
 _DIFFERENCE_GAIN = 4  # differences are too small to see as they are
 _DPI = 110
 _MODULES_SHOWN = 12
+_LEAST_BITS = -4.0  # drawn for a module that overflowed
 
 Picture = NDArray[np.uint8]
 
@@ -70,39 +70,25 @@ def list_worst(pairs: Mapping[str, PairedCases]) -> list[tuple[str, int]]:
 
 
 def plot_headroom(compared: ReleaseComparison, path: Path) -> None:
-    """Draw how many times the largest activation of each decoder module can double in the format it runs in."""
-    found = {name: notes for name, m in compared.measured.items() if m.evidence and (notes := read_decoder(m.evidence))}
+    """Draw how many times the largest activation of each decoder module can double before float16 overflows."""
+    found = {name: read_decoder(m.evidence, eval_name) for name, m in compared.measured.items() if m.evidence
+             for eval_name in list(m.evidence.records)[:1]}  # fmt: skip
     figure = Figure(figsize=(8.5, 1.0 + 1.5 * max(len(found), 1)), dpi=_DPI, layout="constrained")
     axes = figure.subplots(max(len(found), 1), 1, squeeze=False, sharex=True).ravel()
     for axis, (name, modules) in zip(axes, found.items(), strict=False):
-        worst = sorted(modules, key=lambda n: _headroom(modules[n]))[:_MODULES_SHOWN][::-1]
-        bits = [max(-2.0, _headroom(modules[n])) for n in worst]
-        colours = ["#D55E00" if modules[n]["nonfinite_count"] or b < 1 else "#0072B2" for n, b in
-                   zip(worst, bits, strict=True)]  # fmt: skip
+        all_bits = {name: headroom(module, "headroom_bits_float16") for name, module in modules.items()}
+        worst = sorted(all_bits, key=lambda n: all_bits[n])[:_MODULES_SHOWN][::-1]
+        bits = [max(_LEAST_BITS, all_bits[n]) for n in worst]
+        colours = ["#D55E00" if b < 1 else "#0072B2" for b in bits]
         axis.barh(range(len(worst)), bits, color=colours)
-        axis.set_yticks(range(len(worst)), worst, fontsize=4)
+        axis.set_yticks(range(len(worst)), [name or "(output)" for name in worst], fontsize=4)
         axis.axvline(0, color="#000000", linewidth=1)
         axis.set_title(name, fontsize=7, loc="left")
         axis.tick_params(axis="x", labelsize=6, labelbottom=True)
-        axis.set_xlim(-2, 20)
-    figure.supxlabel("doublings left under the format's largest number, worst modules (orange: overflows, or under 1)",
+        axis.set_xlim(_LEAST_BITS, 16)
+    figure.supxlabel("doublings left under float16's largest number, worst modules (orange: under 1, or it overflowed)",
                      fontsize=7)  # fmt: skip
     _save(figure, path)
-
-
-def read_decoder(evidence: Evidence) -> dict[str, dict[str, Any]]:
-    """Return the ranges of the decoder's modules of the first eval that has notes, {} when none has."""
-    for file in evidence.evaluation.evals.values():
-        path = (evidence.folder / file.records).with_suffix(".json")
-        if file.notes_sha256 and path.is_file():
-            return dict(json.loads(path.read_text(encoding="utf-8"))["decoder"])
-    return {}
-
-
-def _headroom(module: Mapping[str, Any]) -> float:
-    # None stands for infinite: of a module that overflowed, or that only wrote zeros
-    return float(module["headroom_bits"]) if module["headroom_bits"] is not None else (
-        -math.inf if module["nonfinite_count"] else math.inf)
 
 
 def _read_picture(evidence: Evidence, eval_name: str, record: Any) -> Picture:

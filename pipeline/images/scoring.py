@@ -6,12 +6,14 @@ failure flag. Latents that are out of range before the decoder are told apart fr
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipeline.errors import CheckpointError
+from pipeline.numerics.activation_watch import ModuleRange
 from pipeline.numerics.saturation import clipped_pixel_fraction, is_black, saturated_pixel_fraction, to_unit_range
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 
@@ -94,12 +96,16 @@ def to_bytes(raw: torch.Tensor) -> torch.Tensor:
     return (to_unit_range(raw.nan_to_num(-1.0, -1.0, -1.0)).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def describe_activations(ranges: dict[str, Any], dtype: str) -> dict[str, dict[str, float | int | None]]:
-    """Return the range of each module of a decoder as JSON; infinite numbers become None."""
-    limit = getattr(torch, dtype)
+def describe_activations(ranges: Mapping[str, ModuleRange], dtype: str) -> dict[str, dict[str, float | int | None]]:
+    """Return the range of each module of a decoder as JSON: what it wrote, and how often that can double.
 
-    def finite(value: float) -> float | None:
-        return float(f"{value:.5g}") if value not in (float("inf"), float("-inf")) else None
-
-    return {name: {"absmax": finite(r.absmax), "headroom_bits": finite(r.headroom_bits(limit)),
+    Headroom is that of the format it ran in, and of float16, which another candidate may ask for. Infinite numbers
+    become None: of a module that overflowed, or wrote nothing but zeros.
+    """
+    return {name: {"absmax": _finite(r.absmax), "headroom_bits": _finite(r.headroom_bits(getattr(torch, dtype))),
+                   "headroom_bits_float16": _finite(r.headroom_bits(torch.float16)),
                    "nonfinite_count": r.nonfinite_count} for name, r in ranges.items()}  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
