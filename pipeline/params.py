@@ -295,7 +295,7 @@ def _contradictions(params: Params) -> list[str]:
             problems.append(f"release.{i}: {name!r} is listed twice; remove one")
     problems += [f"candidates.{name}.engine.base_url: expected http://host:port, got {c.engine.base_url!r}"
                  for name, c in params.candidates.items()
-                 if isinstance(c.engine, OpenaiEngine) and not _is_address(c.engine.base_url)]
+                 if isinstance(c.engine, OpenaiEngine) and not is_address(c.engine.base_url)]
     problems += [f"candidates.{name}.steps.{i}{problem}" for name, c in params.candidates.items()
                  for i, step in enumerate(c.steps) if isinstance(step, SpeculativeStep)
                  for problem in _speculative_problems(step, c.engine, c.steps[i + 1:])]
@@ -398,7 +398,8 @@ def _quantising_problems(steps: list[Step]) -> list[str]:
     return problems
 
 
-def _is_address(url: str) -> bool:
+def is_address(url: str) -> bool:
+    """Say whether a text is http://host or http://host:port."""
     try:
         parts = urlsplit(url)
         # a port that is no number below 65536 raises
