@@ -142,8 +142,8 @@ def without_drafts(project: Path) -> Iterator[str]:
 def test_a_vllm_of_the_same_release_without_drafts_is_drift(project: Path, without_drafts: str) -> None:
     checked = run("check_drift.py", "on-vllm", "--base-url", without_drafts, project=project)
     assert checked.returncode == 1
-    assert "0 of 16 answers changed, no difference is tolerated; fingerprint: differs (compared: libraries; could not " \
-           "be compared: checkpoint, serving, engine, sampling, environment, hardware)\n" in checked.stdout
+    assert "0 of 16 answers changed, no difference is tolerated; fingerprint: differs (compared: libraries; could " \
+           "not be compared: checkpoint, serving, engine, sampling, environment, hardware)\n" in checked.stdout
     assert re.search(r"\n  system_fingerprint: evaluated '\w{12}', the endpoint says 'vllm-0\.32\.0-'", checked.stdout)
 
 
