@@ -15,7 +15,7 @@ from tests.structure.import_closure import ROOT, direct_imports
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
     ("errors", "digests", "differences", "fingerprints", "records", "params", "serving_config", "gate.metrics",
-     "gate.rates", "benchmark_records", "verdict_records"),
+     "gate.rates", "benchmark_records", "verdict_records", "medians", "recall"),
     ("numerics", "environment"),
     ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
     ("optimize", "serving"),
