@@ -5,7 +5,7 @@
     libraries     versions
     engine        the engine's own configuration after its defaults
     sampling      sampling defaults that apply to a request which does not set them
-    environment   environment variables that can change an answer
+    environment   environment variables that can change an answer, and the scripts of the command, which may set more
     hardware      device and instruction sets
 
 The first three follow from params.yaml and the built candidate, the others only a running server can

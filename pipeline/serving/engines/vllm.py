@@ -110,9 +110,10 @@ async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
     return {
         "serving": serving,
         "libraries": {"vllm": version.split("+")[0]},
-        "engine": resolved | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, order.root)},
+        "engine": resolved,
         "sampling": read_sampling(order.root / candidate.checkpoint.path, candidate.serving.options),
-        "environment": read_environment(os.environ | candidate.serving.environment),
+        "environment": read_environment(os.environ | candidate.serving.environment)
+        | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, order.root)},
         "hardware": _read_hardware(resolved, system),
     }
 
