@@ -159,7 +159,9 @@ def observe(name: str, base: Path, candidate: Candidate, params: Params, folder:
         if not started.startswith("http"):
             return f"does not start: {started.removeprefix('error: ')}", "–"
         drift = look(base, candidate, params, started)
-    return drift.fingerprint or "agrees", f"{len(drift.changed)} of {drift.num_asked}"
+    found = drift.fingerprint
+    said = "; ".join(found.differences) or ("agrees" if found.is_whole else "could not be compared as a whole")
+    return said, f"{len(drift.changed)} of {drift.num_asked}"
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ class Batch(Record):
 
     throughput_tokens_per_s: float = Field(gt=0)  # completion tokens over the batch's wall time
     ttft_ms: float = Field(gt=0)
-    inter_token_latency_ms: float = Field(ge=0)
+    inter_token_latency_ms: float = Field(gt=0)
 
 
 class Cell(Record):
@@ -33,6 +33,14 @@ class Cell(Record):
     candidate: tuple[Batch, ...]
 
 
+class Probe(Record):
+    """A prompt of the timed ones' kind, beside itself with a beginning that nobody had asked; asked in turn."""
+
+    prompt_tokens: tuple[int, int]  # the band
+    known_ttft_ms: float = Field(gt=0)  # of the prompt as the evals asked it
+    fresh_ttft_ms: float = Field(gt=0)
+
+
 class Side(Record):
     """What is known of one of the two servers after the timed rounds."""
 
@@ -40,7 +48,8 @@ class Side(Record):
     peak_memory_mib: float | None  # largest resident set (VmHWM) of its processes since they started; None: not ours
     num_requests: int  # timed ones: each was compared with what was evaluated
     num_changed: int  # timed answers that neither start the evaluated one nor are started by it
-    repeat_ttft_ratio: float  # of prompts sent a second time after the rounds, to their first time
+    probes: tuple[Probe, ...]  # before the rounds, one request in flight
+    repeat_ttft_ratio: float = Field(gt=0)  # of prompts sent a second time after the rounds, to their first time
     speculation: SpeculationCounts | None = None
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import codecs
 import json
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -22,6 +22,7 @@ from pipeline.errors import EvalsetError
 from pipeline.records import Record, first_problem, line_of, read_lines
 
 Kind = Literal["documents", "choices", "tool_calls", "trajectories", "prompts"]
+T = TypeVar("T")
 
 
 def _check_printable(name: str) -> str:
@@ -196,3 +197,9 @@ def _check_digest(where: str, case: Case) -> None:
         _ = case.digest
     except ValueError as error:
         raise EvalsetError(f"{where}: a value that JSON in UTF-8 can't hold: {error}") from None
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Return `count` items from all over a sequence, in its order; all where there are fewer."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]

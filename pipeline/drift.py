@@ -1,8 +1,9 @@
 """Is a live endpoint still what was evaluated? Ask it again what the evaluation asked, and compare the answers.
 
-Two proofs: the fingerprint that the server computes of itself, where it offers one, and its behaviour:
-the first turn of cases spread over the evals that chat, at temperature 0. The recorded answers are the
-evaluation's own, so nothing has to be prepared. Not covered: speed, and answers beyond the first turn.
+Two proofs. The fingerprint: what the server tells of itself, section by section, and what its replies carry,
+which for a vLLM that was started as evaluated is known beforehand. And its behaviour: the first turn of cases
+spread over the evals that chat, at temperature 0. The recorded answers are the evaluation's own, so nothing has
+to be prepared. Not covered: speed, and answers beyond the first turn.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.cases import ToolCallCase, TrajectoryCase
+from pipeline.cases import ToolCallCase, TrajectoryCase, spread
 from pipeline.differences import classify_difference
 from pipeline.errors import EvidenceError
 from pipeline.evals.calls import declare_tools, describe_reply
-from pipeline.fingerprints import find_difference, fingerprint
+from pipeline.fingerprints import SECTIONS, find_differences, fingerprint
 from pipeline.first_turns import load_evaluated, read_first_turns
 from pipeline.gate.rates import predictive_quantile
 from pipeline.params import Params
 from pipeline.records import Candidate, Evaluation, read_record
 from pipeline.serving.client import Client
 from pipeline.serving.engines.openai import adopt, read_facts
+from pipeline.serving.vllm_config import CONFIG_FILE
 
 CONCURRENCY = 8
+_ECHOED_BY_VLLM = ("checkpoint", "serving", "libraries")  # what is known of it before it starts
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,32 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Drift:
-    """What was found: why the fingerprint differs (None: it agrees, or there is none), and the changed answers.
+class Comparison:
+    """What a server says it is, beside what was evaluated.
 
-    `num_explained` changed answers prove nothing: as many change from run to run of one server.
+    Attributes:
+        differences: one sentence for each field that differs, the most telling first.
+        compared: sections of the facts that both sides told, or that the echo covers.
+        missing: sections that could not be compared.
+        is_echoed: every reply carried the fingerprint that was expected.
     """
 
-    fingerprint: str | None
-    has_fingerprint: bool
+    differences: tuple[str, ...]
+    compared: tuple[str, ...]
+    missing: tuple[str, ...]
+    is_echoed: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """The fingerprint as a whole agrees: all facts do, or every reply carried it."""
+        return not self.differences and (self.is_echoed or not self.missing)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What was found. Up to `num_explained` changed answers are within the floor: as many change from run to run."""
+
+    fingerprint: Comparison
     num_asked: int
     num_explained: int
     changed: tuple[Changed, ...]
@@ -72,19 +93,19 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
     if "serving" in server and candidate.serving.engine == "openai":
         server = adopt(candidate, server)
     changed, num_asked = [], 0
+    echoes: set[str] = set()
     for name, settings in params.chat_evals.items():
         if name in evaluation.evals:
             recorded = read_first_turns(folder, evaluation, name)
             evalset = load_evaluated(settings, evaluation.evals[name], root)
-            asked = evalset.cases[:: max(1, len(evalset.cases) // num_cases)][:num_cases]
+            asked = spread(evalset.cases, num_cases)
             tools = declare_tools(evalset.card.tools, settings)
-            changed += await _ask_again(client, name, asked, recorded, params, tools)
+            changed += await _ask_again(client, name, asked, recorded, params, tools, echoes)
             num_asked += len(asked)
     if not num_asked:
         raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
                             f"{', '.join(evaluation.evals) or 'none'}; a canary needs an eval that chats")
-    difference = name_difference(evaluation, server) or _compare_echo(candidate, client.echo)
-    return Drift(difference, bool(server), num_asked,
+    return Drift(_compare_fingerprints(candidate, evaluation, server, echoes), num_asked,
                  _count_explained(evaluation, candidate, params, num_asked), tuple(changed))
 
 
@@ -96,29 +117,55 @@ def _count_explained(evaluation: Evaluation, candidate: Candidate, params: Param
     return predictive_quantile(canary.num_unstable, canary.num_prompts, num_asked, alpha=params.gate.alpha)
 
 
-def name_difference(evaluation: Evaluation, server: dict[str, Any]) -> str | None:
-    """Say in which field a server's own description differs from what was evaluated; None when it does not."""
-    difference = find_difference(evaluation.served_by, server)
-    if difference is None:
-        return None
-    return f"{difference.field}: evaluated {difference.expected!r}, the endpoint has {difference.found!r}"
+def _compare_fingerprints(
+    candidate: Candidate, evaluation: Evaluation, server: dict[str, Any], echoes: set[str]
+) -> Comparison:
+    """Compare what a server told, and what its replies carried, with what was evaluated."""
+    evaluated = evaluation.served_by
+    differences = [f"{d.field}: evaluated {d.expected!r}, the endpoint has {d.found!r}"
+                   for d in find_differences(evaluated, server)]
+    compared = {section for section in SECTIONS if section in evaluated and section in server}
+    is_echoed = False
+    if compared != set(SECTIONS) and (covered := _list_echoed(candidate, evaluated)):
+        expected = fingerprint({section: evaluated[section] for section in covered})
+        is_echoed = echoes == {expected}
+        compared |= set(covered) if is_echoed else set()
+        differences += _name_wrong_echo(candidate, expected, echoes)
+    return Comparison(tuple(differences), tuple(s for s in SECTIONS if s in compared),
+                      tuple(s for s in SECTIONS if s not in compared), is_echoed)
 
 
-def _compare_echo(candidate: Candidate, said: str | None) -> str | None:
-    """Say that a vLLM was not started with the configuration that was evaluated, which has its replies say so."""
-    expected = fingerprint(candidate.facts)
-    if candidate.serving.engine != "vllm" or said is None or len(said) != len(expected) or said == expected:
-        return None
-    return f"system_fingerprint: evaluated {expected[:12]!r}, the endpoint says {said[:12]!r}"
+def _list_echoed(candidate: Candidate, evaluated: dict[str, Any]) -> list[str]:
+    """Return the sections that a server's replies vouch for; none for a server that somebody else started."""
+    known = {"transformers": SECTIONS, "vllm": _ECHOED_BY_VLLM}.get(candidate.serving.engine, ())
+    return [section for section in known if section in evaluated]
+
+
+def _name_wrong_echo(candidate: Candidate, expected: str, echoes: set[str]) -> list[str]:
+    """Say that replies carried another fingerprint than was expected, or none; nothing when they all carried it.
+
+    A vLLM that was started as evaluated carries it in each reply. In place of an embedded server something else may
+    answer, which knows no fingerprint of ours: there another one of our own alone is a difference.
+    """
+    is_vllm = candidate.serving.engine == "vllm"
+    wrong = sorted(said for said in echoes - {expected} if is_vllm or len(said) == len(expected))
+    if not wrong:
+        return []
+    came = repr(wrong[-1][:12]) if wrong[-1] else "nothing"
+    remedy = (f": it was not started with build/evaluations/{candidate.name}/config/{CONFIG_FILE}; serve that"
+              if is_vllm else "")
+    return [f"system_fingerprint: evaluated {expected[:12]!r}, the endpoint says {came}{remedy}"]
 
 
 async def _ask_again(
-    client: Client, eval_name: str, cases: tuple[ToolCallCase | TrajectoryCase, ...], recorded: dict[str, str],
-    params: Params, tools: list[dict[str, Any]] | None,
+    client: Client, eval_name: str, cases: list[ToolCallCase | TrajectoryCase], recorded: dict[str, str],
+    params: Params, tools: list[dict[str, Any]] | None, echoes: set[str],
 ) -> list[Changed]:
+    """Return the cases that are answered otherwise; what the replies say has answered is added to `echoes`."""
     async def ask(case: ToolCallCase | TrajectoryCase) -> Changed | None:
         messages = [message.model_dump() for message in case.messages]
         reply = await client.chat(messages, max_tokens=params.serving.max_tokens, tools=tools)
+        echoes.add(reply.fingerprint)
         answered = describe_reply(reply)
         kind = classify_difference(recorded[case.id], answered)
         return Changed(eval_name, case.id, kind, recorded[case.id], answered) if kind else None

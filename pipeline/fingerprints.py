@@ -5,7 +5,7 @@
     libraries     versions
     engine        the engine's own configuration after its defaults
     sampling      sampling defaults that apply to a request which does not set them
-    environment   environment variables that can change an answer
+    environment   environment variables that can change an answer, and the scripts of the command, which may set more
     hardware      device and instruction sets
 
 The first three follow from params.yaml and the built candidate, the others only a running server can
@@ -37,7 +37,7 @@ _UNWATCHED = re.compile(r"VLLM_\w*(?:KEY|TOKEN|USAGE|LOG|DEV_MODE|ROOT|PATH|DIR|
 
 @dataclass(frozen=True)
 class Difference:
-    """The first field in which two sets of facts differ."""
+    """One field in which two sets of facts differ."""
 
     field: str
     expected: Any
@@ -53,19 +53,28 @@ def fingerprint(facts: Facts) -> str:
 
 
 def find_difference(expected: Facts, found: Facts) -> Difference | None:
-    """Return the first field in which facts differ, over the sections that both sides have; None when none does."""
+    """Return the most telling field in which facts differ; None when none does."""
+    return next(_find_differences(expected, found), None)
+
+
+def find_differences(expected: Facts, found: Facts) -> list[Difference]:
+    """Return every field in which facts differ, over the sections that both sides have: the most telling first."""
+    return list(_find_differences(expected, found))
+
+
+def _find_differences(expected: Facts, found: Facts) -> Iterator[Difference]:
     for section in SECTIONS:
         if section not in expected or section not in found:
             continue
         if section == "checkpoint":
             if difference := _compare_checkpoints(expected[section], found[section]):
-                return difference
+                yield difference
             continue
         ours, theirs = dict(_flatten(expected[section])), dict(_flatten(found[section]))
-        for key in ours | theirs:
+        # drafts first: what else differs in a section often follows from them
+        for key in sorted(ours | theirs, key=lambda key: "speculative" not in key):
             if (was := ours.get(key, "nothing")) != (now := theirs.get(key, "nothing")):
-                return Difference(f"{section}.{key}", was, now)
-    return None
+                yield Difference(f"{section}.{key}", was, now)
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -91,7 +91,8 @@ class SamplingSettings(Settings):
     num_inference_steps: int = Field(ge=1, le=1000)
     guidance: Guidance
     batch_size: int = Field(ge=1, le=256)  # prompts together; rounding depends on it
-    num_threads: int = Field(ge=1, le=256)  # torch threads
+    num_workers: int = Field(ge=1, le=64)  # processes that render
+    num_threads: int = Field(ge=1, le=256)  # torch threads of each
 
 
 class ImagesEval(Settings):

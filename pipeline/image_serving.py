@@ -14,7 +14,7 @@ from pipeline.records import BuiltCandidate, ImageCandidate, PipelineServing, re
 
 def sample_plainly(track: ImageTrack) -> PipelineServing:
     """Return the serving config of a candidate without steps."""
-    sampling = track.sampling.model_dump(exclude={"guidance"})
+    sampling = track.sampling.model_dump(exclude={"guidance", "num_workers"})
     return PipelineServing(guidance_scale=track.sampling.guidance.scale,
                            guidance_rescale=track.sampling.guidance.rescale, **sampling)  # fmt: skip
 

@@ -316,7 +316,7 @@ def _benchmark_problems(params: Params) -> list[str]:
 
 def _engine_problems(engine: EngineSettings) -> list[str]:
     if isinstance(engine, OpenaiEngine):
-        return _address_problems(engine.base_url)
+        return find_address_problems(engine.base_url)
     return _command_problems(engine) if isinstance(engine, VllmEngine) else []
 
 
@@ -382,7 +382,8 @@ def _quantising_problems(steps: list[Step]) -> list[str]:
     return problems
 
 
-def _address_problems(url: str) -> list[str]:
+def find_address_problems(url: str) -> list[str]:
+    """Return what is wrong with a text as the address of a server, one line each."""
     try:
         parts = urlsplit(url)
         # a port that is no number below 65536 raises

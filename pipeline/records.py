@@ -102,7 +102,7 @@ class Tiling(Record):
 
     tile: int  # pixels
     overlap: float  # fraction of a tile
-    window: str  # "none", "linear" or "hann"
+    window: Literal["none", "linear", "hann"]
 
 
 class PipelineServing(Record):

@@ -4,9 +4,9 @@
 
 Asks the endpoint the first turn of cases of the candidate's last evaluation again and compares the answers;
 where the server offers a fingerprint, that is compared too. Ends with 0 when nothing differs, with 1 when
-something does or can't be told, and says what. As many changed answers as the evaluation's canary saw from run to
-run of one server are no drift: in reduced precision the batch alone can flip a near tie. `--max-changed` sets
-another number.
+something does or nothing could be asked, and says what, and which facts could be compared. As many changed answers
+as the evaluation's canary saw from run to run of one server are no drift: in reduced precision the batch alone can
+flip a near tie. `--max-changed` sets another number.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.drift import CONCURRENCY, Drift, check_drift  # noqa: E402
+from pipeline.drift import CONCURRENCY, Comparison, Drift, check_drift  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.params import OpenaiEngine, Params, load_params  # noqa: E402
+from pipeline.params import OpenaiEngine, Params, find_address_problems, load_params  # noqa: E402
 from pipeline.serving.client import Client  # noqa: E402
 from pipeline.serving.engines.openai import read_key  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
@@ -37,10 +37,11 @@ def main(argv: list[str]) -> int:
     params = load_params()
     if options.candidate not in params.candidates:
         raise SettingsError(f"expected one candidate of {', '.join(params.candidates)}, got {options.candidate!r}")
+    _check_options(options)
     drift = asyncio.run(_check(options, params))
-    print(_describe(options.candidate, drift))
-    is_beyond = len(drift.changed) > (drift.num_explained if options.max_changed is None else options.max_changed)
-    return 1 if drift.fingerprint or is_beyond else 0
+    tolerated = drift.num_explained if options.max_changed is None else options.max_changed
+    print(_describe(options.candidate, drift, tolerated, is_asked=options.max_changed is not None))
+    return 1 if drift.fingerprint.differences or len(drift.changed) > tolerated else 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -53,6 +54,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _check_options(options: argparse.Namespace) -> None:
+    for name, least in (("cases", 1), ("max_changed", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise SettingsError(f"--{name.replace('_', '-')}: expected {least} or more, got {value}")
+    for problem in find_address_problems(options.base_url) if options.base_url is not None else ():
+        raise SettingsError(f"--{problem.replace('base_url', 'base-url')}")
+
+
 async def _check(options: argparse.Namespace, params: Params) -> Drift:
     engine = params.candidates[options.candidate].engine
     url, model = (engine.base_url, engine.model) if isinstance(engine, OpenaiEngine) else (None, options.candidate)
@@ -62,20 +72,34 @@ async def _check(options: argparse.Namespace, params: Params) -> Drift:
     candidate = read_candidate(Path("build"), options.candidate, params)
     async with Client([url.rstrip("/").removesuffix("/v1")], model, concurrency=CONCURRENCY, max_refusals=2,
                       timeout_s=params.serving.request_timeout_s, api_key=read_key(candidate)) as client:  # fmt: skip
-        return await check_drift(candidate, params, client, root=Path(), num_cases=max(1, options.cases))
+        return await check_drift(candidate, params, client, root=Path(), num_cases=options.cases)
 
 
-def _describe(name: str, drift: Drift) -> str:
+def _describe(name: str, drift: Drift, tolerated: int, *, is_asked: bool) -> str:
     counts = Counter(changed.kind for changed in drift.changed)
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
-    proof = "offers none, so its behaviour is all there is" if not drift.has_fingerprint else "agrees"
+    allowed = f"up to {tolerated} differences are {'tolerated' if is_asked else 'within the floor'}"
     lines = [f"{name}: {len(drift.changed)} of {drift.num_asked} answers changed{f' ({kinds})' if kinds else ''}, "
-             f"up to {drift.num_explained} prove nothing; "
-             f"fingerprint: {drift.fingerprint or proof}"]
+             f"{allowed if tolerated else 'no difference is tolerated'}; "
+             f"fingerprint: {_describe_fingerprint(drift.fingerprint)}"]
+    lines += [f"  {difference}" for difference in drift.fingerprint.differences[:MAX_SHOWN]]
+    if (more := len(drift.fingerprint.differences) - MAX_SHOWN) > 0:
+        lines.append(f"  and {more} more")
     for changed in drift.changed[:MAX_SHOWN]:
         lines += [f"  {changed.eval_name} {changed.case_id!r}: {changed.kind}",
                   f"    evaluated {changed.recorded[:200]!r}", f"    now       {changed.answered[:200]!r}"]
     return "\n".join(lines)
+
+
+def _describe_fingerprint(found: Comparison) -> str:
+    """Say what came of comparing what the server says it is, and how much of it could be compared."""
+    compared = ", ".join(found.compared)
+    if not compared and not found.differences:
+        return "it tells none, so its behaviour is all there is"
+    came = "differs" if found.differences else "agrees" if found.is_whole else "no difference found"
+    by = " by what each reply carries" if found.is_echoed else ""
+    missing = f"; could not be compared: {', '.join(found.missing)}" if found.missing else ""
+    return f"{came} (compared{by}: {compared or 'nothing'}{missing})"
 
 
 if __name__ == "__main__":

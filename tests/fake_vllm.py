@@ -108,6 +108,8 @@ def serve(config: dict[str, Any], port: int) -> None:
     def reply(path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/tokenize" and isinstance(body["prompt"], list):  # it takes one text
             return 400, {"error": "one text"}
+        if path == "/v1/fingerprint":  # quantgate's own
+            return 404, {"detail": "Not Found"}
         return 200, answer(path, body, config)
 
     ThreadingHTTPServer(("127.0.0.1", port), make_handler(reply)).serve_forever()

@@ -16,6 +16,8 @@ from pipeline.benchmark.streaming import TimedReply
 from pipeline.evals.calls import describe_reply
 
 _SHOWN = 60  # characters of an answer
+# of a stream that is decoded as it comes; no hardware decodes 20,000 tokens/s for one user, one buffer sends them so
+MIN_INTER_TOKEN_LATENCY_MS = 0.05
 
 
 class UnequalWorkError(Exception):
@@ -31,6 +33,16 @@ def check_work(timed: TimedReply, prompt: Prompt, plan: Plan, num_tokens: int) -
     if not plan.band[0] <= reply.num_prompt_tokens <= plan.band[1]:
         raise UnequalWorkError(f"{prompt.name}: expected {plan.band[0]} to {plan.band[1]} prompt tokens, got "
                                f"{reply.num_prompt_tokens}")
+
+
+def check_stream(timed: TimedReply, prompt: Prompt) -> None:
+    """Refuse an answer whose tokens came all at once: when the first of them was there can't be told."""
+    if timed.inter_token_latency_ms < MIN_INTER_TOKEN_LATENCY_MS:
+        raise UnequalWorkError(f"{prompt.name}: expected tokens one after the other, got all "
+                               f"{timed.reply.num_completion_tokens} of an answer at once "
+                               f"({timed.inter_token_latency_ms:.4f} ms a token), so TTFT and inter-token latency "
+                               "can't be told; have the server, and what lies before it, stream, or raise "
+                               "benchmark.num_tokens where one draft holds an answer")
 
 
 def check_text(timed: TimedReply, expected: str, num_text_tokens: int, prompt: Prompt) -> None:

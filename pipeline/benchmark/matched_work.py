@@ -10,19 +10,21 @@ Not covered: a GPU's memory, and speed at another sampling than the deployed one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import aiohttp
 
 from pipeline.benchmark.audits import UnequalWorkError, read_peak_memory_mib
-from pipeline.benchmark.prompts import Plan, load_prompts, plan_grid, read_expected
-from pipeline.benchmark.rounds import Contender, run_rounds, time_repeats
+from pipeline.benchmark.probes import probe, read_text
+from pipeline.benchmark.prompts import Grid, Plan, load_prompts, plan_grid, read_expected
+from pipeline.benchmark.rounds import Contender, run_rounds, time_repeats, warm_up
 from pipeline.benchmark.streaming import DEFINITIONS
-from pipeline.benchmark_records import Benchmark, Machine, Side, describe_work
+from pipeline.benchmark_records import Benchmark, Cell, Machine, Probe, Side, describe_work
 from pipeline.environment import read_machine
 from pipeline.errors import SettingsError
 from pipeline.params import Params
+from pipeline.recall import find_recall
 from pipeline.records import Candidate, Evaluation, read_record
 from pipeline.serving.client import Client
 from pipeline.serving.engines.registry import start_engine
@@ -54,16 +56,29 @@ async def run_benchmark(name: str, params: Params, *, root: Path, build: Path) -
                             for side, role in zip(pair, ("reference", "candidate"), strict=True))  # fmt: skip
     try:
         async with reference as (ours, client), candidate as (theirs, _):
-            plans = await plan_grid(load_prompts(params, root), client, params.benchmark)
-            cells = await run_rounds(plans, ours, theirs, num_tokens=params.benchmark.num_tokens)
-            # the longest prompts with the fewest in flight: where a cached prefix shows best
-            number = min(range(len(plans)), key=lambda i: (-plans[i].band[0], plans[i].concurrency))
-            found = {side.role: await _describe_side(side, plans[number], getattr(cells[number], side.role)[-1].ttft_ms,
-                                                     num_tokens=params.benchmark.num_tokens)
-                     for side in (ours, theirs)}  # fmt: skip
+            cells, found = await _measure(ours, theirs, client, params, root=root, name=name)
     except UnequalWorkError as error:
         return benchmark.model_copy(update={"refusal": str(error)})
     return benchmark.model_copy(update={"cells": tuple(cells), **found})
+
+
+async def _measure(
+    ours: Contender, theirs: Contender, client: Client, params: Params, *, root: Path, name: str
+) -> tuple[list[Cell], dict[str, Side]]:
+    """Plan, warm up, probe and time; return the cells, and by role what is known of each side."""
+    prompts, num_tokens = load_prompts(params, root), params.benchmark.num_tokens
+    grid = await plan_grid(prompts, client, params.benchmark)
+    plans, texts = grid.plans, sorted(map(read_text, prompts))
+    await warm_up(plans, (ours, theirs), num_tokens=num_tokens)
+    probes = {side.role: await _probe_side(side, grid, texts, name=name, num_tokens=num_tokens)
+              for side in (ours, theirs)}  # fmt: skip
+    cells = await run_rounds(plans, ours, theirs, num_tokens=num_tokens)
+    # the longest prompts with the fewest in flight: where a cached prefix shows best
+    number = min(range(len(plans)), key=lambda i: (-plans[i].band[0], plans[i].concurrency))
+    found = {side.role: await _describe_side(side, plans[number], getattr(cells[number], side.role)[-1].ttft_ms,
+                                             probes=probes[side.role], num_tokens=num_tokens)
+             for side in (ours, theirs)}  # fmt: skip
+    return cells, found
 
 
 def _check_two_servers(pair: list[Candidate]) -> None:
@@ -95,11 +110,23 @@ async def _serve(
                         has_drafts=is_ours and candidate.serving.speculative is not None), client
 
 
-async def _describe_side(side: Contender, plan: Plan, first_ms: float, *, num_tokens: int) -> Side:
+async def _probe_side(
+    side: Contender, grid: Grid, texts: Sequence[str], *, name: str, num_tokens: int
+) -> tuple[Probe, ...]:
+    """Find out whether a server knows the prompts, before minutes are spent on timing it."""
+    probes = await probe(grid.probes, side, texts, num_tokens=num_tokens)
+    if recalled := find_recall(probes, list(grid.probes), role=side.role, name=name):
+        raise UnequalWorkError(recalled)
+    return probes
+
+
+async def _describe_side(
+    side: Contender, plan: Plan, first_ms: float, *, probes: tuple[Probe, ...], num_tokens: int
+) -> Side:
     peak_memory_mib = read_peak_memory_mib(process.popen.pid for process in side.engine.processes)
     return Side(
         fingerprint=side.engine.fingerprint, peak_memory_mib=peak_memory_mib, num_requests=side.num_requests,
-        num_changed=side.num_changed, speculation=side.speculation,
+        num_changed=side.num_changed, speculation=side.speculation, probes=probes,
         repeat_ttft_ratio=await time_repeats(plan, side, num_tokens=num_tokens, first_ms=first_ms),
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """The prompts of the benchmark: first turns of the cases of the evals that chat, sorted into bands of length.
 
 A prompt is used once. Prefix caches answer a repeated one in a fraction of the time, so a benchmark that repeats
-its prompts measures the cache. Lengths are those that the reference's server counts, template included.
+its prompts measures the cache. That the evals have asked them before is what `probes` looks into. Lengths are
+those that the reference's server counts, template included.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipeline.evals.calls import declare_tools
 from pipeline.evalsets import load_evalset
 from pipeline.first_turns import load_evaluated, read_first_turns
 from pipeline.params import BenchmarkSettings, Params
+from pipeline.recall import NUM_PROBES
 from pipeline.records import Evaluation
 from pipeline.serving.client import Client
 
@@ -57,6 +59,14 @@ class Plan:
         return f"{self.concurrency} in flight, {self.band[0]} to {self.band[1]} prompt tokens"
 
 
+@dataclass(frozen=True)
+class Grid:
+    """What is sent in all cells, and the prompts of each band that show what a server remembers."""
+
+    plans: list[Plan]
+    probes: dict[tuple[int, int], list[Prompt]]
+
+
 def load_prompts(params: Params, root: Path) -> list[Prompt]:
     """Return all distinct first turns of the evals that chat, in an order that mixes them and is always the same."""
     prompts: dict[str, Prompt] = {}
@@ -86,8 +96,8 @@ def read_expected(params: Params, root: Path, folder: Path, evaluation: Evaluati
     return expected
 
 
-async def plan_grid(prompts: Sequence[Prompt], client: Client, settings: BenchmarkSettings) -> list[Plan]:
-    """Sort prompts into the bands and deal them out to the cells, the warm-up and the rounds.
+async def plan_grid(prompts: Sequence[Prompt], client: Client, settings: BenchmarkSettings) -> Grid:
+    """Sort prompts into the bands and deal them out to the cells, the warm-up, the rounds and the probes.
 
     Args:
         prompts: what there is, in the order in which it is to be used.
@@ -98,10 +108,10 @@ async def plan_grid(prompts: Sequence[Prompt], client: Client, settings: Benchma
         SettingsError: a band has fewer prompts than its cells need.
     """
     sizes = {concurrency: max(concurrency, MIN_REQUESTS) for concurrency in settings.concurrency}
-    needed = (settings.rounds + 1) * sum(sizes.values())
+    needed = (settings.rounds + 1) * sum(sizes.values()) + NUM_PROBES
     bands = [(low, high) for low, high in settings.prompt_tokens]
     found = await _fill_bands(prompts, client, bands, needed)
-    plans = []
+    plans, probes = [], {}
     for number, band in enumerate(bands):
         if len(found[band]) < needed:
             raise SettingsError(f"benchmark.prompt_tokens.{number}: expected {needed} distinct prompts of {band[0]} to "
@@ -109,7 +119,8 @@ async def plan_grid(prompts: Sequence[Prompt], client: Client, settings: Benchma
                                 f"that chat; widen the band, or lower benchmark.concurrency or benchmark.rounds")
         rest = iter(found[band])
         plans += [_plan_cell(concurrency, band, rest, size, settings.rounds) for concurrency, size in sizes.items()]
-    return plans
+        probes[band] = list(rest)
+    return Grid(plans, probes)
 
 
 def _plan_cell(concurrency: int, band: tuple[int, int], rest: Iterator[Prompt], size: int, rounds: int) -> Plan:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from pipeline.benchmark.audits import UnequalWorkError, check_text, check_work, describe_change, is_evaluated_answer
+from pipeline.benchmark.audits import (
+    UnequalWorkError,
+    check_stream,
+    check_text,
+    check_work,
+    describe_change,
+    is_evaluated_answer,
+)
 from pipeline.benchmark.prompts import Plan, Prompt
 from pipeline.benchmark.streaming import TimedReply, ask
 from pipeline.benchmark_records import Batch, Cell
@@ -73,6 +80,7 @@ class Contender:
         for prompt, reply, ids in zip(prompts, replies, tokens, strict=True):
             try:
                 check_work(reply, prompt, plan, num_tokens)
+                check_stream(reply, prompt)
                 check_text(reply, self.expected[prompt.name], len(ids), prompt)
                 self._audit(reply, prompt)
             except UnequalWorkError as error:
@@ -93,18 +101,22 @@ class Contender:
                 raise UnequalWorkError(f"{prompt.name}: {describe_change(timed, expected)}")
 
 
+async def warm_up(plans: Sequence[Plan], sides: Sequence[Contender], *, num_tokens: int) -> None:
+    """Send every cell's first batch, which is not timed."""
+    for plan in plans:
+        for side in sides:
+            await side.answer(plan.warm_up, concurrency=plan.concurrency, num_tokens=num_tokens)
+
+
 async def run_rounds(
     plans: Sequence[Plan], reference: Contender, candidate: Contender, *, num_tokens: int
 ) -> list[Cell]:
-    """Warm up both sides, then time every cell round by round.
+    """Time every cell round by round, on servers that were warmed up.
 
     Raises:
         UnequalWorkError: work that is not equal.
         EngineError: a server did not answer.
     """
-    for plan in plans:
-        for side in (reference, candidate):
-            await side.answer(plan.warm_up, concurrency=plan.concurrency, num_tokens=num_tokens)
     timed: list[dict[str, list[Batch]]] = [{reference.role: [], candidate.role: []} for _ in plans]
     num_rounds = len(plans[0].rounds)
     for number in range(num_rounds):

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.cases import spread
 from pipeline.errors import RequestError
 from pipeline.evals.calls import declare_tools, describe_reply
 from pipeline.evalsets import Evalset
@@ -38,17 +39,25 @@ class Prompt:
 
 
 def pick_prompts(evals: Mapping[str, tuple[EvalSettings, Evalset | None]], num_prompts: int) -> list[Prompt]:
-    """Return the first turns of cases spread evenly over the evals that chat, at most `num_prompts`."""
+    """Return the first turns of cases spread evenly over the evals that chat, `num_prompts` where there are as many."""
     chats = [(name, settings, evalset) for name, (settings, evalset) in evals.items()
              if isinstance(settings, ChatEval) and evalset is not None]  # fmt: skip
+    shares = _share_out(num_prompts, [len(evalset.cases) for _, _, evalset in chats])
     prompts = []
-    for i, (name, settings, evalset) in enumerate(chats):
-        count = num_prompts // len(chats) + (i < num_prompts % len(chats))
+    for (name, settings, evalset), count in zip(chats, shares, strict=True):
         tools = declare_tools(evalset.card.tools, settings)
-        cases = evalset.cases[:: max(1, len(evalset.cases) // count)][:count] if count else []
         prompts += [Prompt(f"{name}/{case.id}", case.digest, [m.model_dump() for m in case.messages], tools)
-                    for case in cases]  # fmt: skip
+                    for case in spread(evalset.cases, count)]  # fmt: skip
     return prompts
+
+
+def _share_out(total: int, sizes: Sequence[int]) -> list[int]:
+    """Share a number out evenly, to none more than its size: what one can't take goes to the others."""
+    shares = [0] * len(sizes)
+    while (left := total - sum(shares)) and (takers := [i for i, size in enumerate(sizes) if shares[i] < size]):
+        for place, i in enumerate(takers):
+            shares[i] = min(sizes[i], shares[i] + left // len(takers) + (place < left % len(takers)))
+    return shares
 
 
 async def ask_canary(

@@ -170,12 +170,21 @@ def describe_canary(compared: CanaryComparison) -> str:
     return said
 
 
-def describe_blind(compared: CanaryComparison) -> str:
-    """Say that a canary is too small, or its floor too high, to notice what it is there for."""
+def describe_blind(compared: CanaryComparison, *, num_asked: int) -> str:
+    """Say that a canary is too small, or its floor too high, to notice what it is there for.
+
+    Args:
+        compared: of the candidate.
+        num_asked: prompts that the settings ask for; the evals may have fewer cases.
+    """
+    enough = f"({compared.num_planned:,} do when the floor is none)"
+    remedy = f"raise canary.num_prompts {enough} or canary.target_rate"
+    if compared.num_prompts < num_asked:
+        remedy = (f"the evals that chat have only {compared.num_prompts} cases: add cases {enough}, or raise "
+                  "canary.target_rate")
     return (f"{compared.num_prompts} prompts with a floor of {compared.floor} notice a path that changes "
             f"{compared.target_rate:.1%} of answers with probability {compared.power:.0%} only, expected "
-            f"{MIN_POWER:.0%}; raise canary.num_prompts ({compared.num_planned:,} do when the floor is none) or "
-            "canary.target_rate")
+            f"{MIN_POWER:.0%}; {remedy}")
 
 
 def _describe_threshold(c: CanaryComparison) -> str:

@@ -182,7 +182,7 @@ def _measure_path(measured: Measured, reference: Evidence, params: Params) -> No
     if measured.canary.is_same_weights:
         measured.notes.append(describe_canary(measured.canary))
     if measured.canary.is_blind:
-        measured.unproven.append(f"{UNPROVEN}{describe_blind(measured.canary)}")
+        measured.unproven.append(f"{UNPROVEN}{describe_blind(measured.canary, num_asked=params.canary.num_prompts)}")
 
 
 def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Track) -> None:

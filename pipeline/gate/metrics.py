@@ -68,6 +68,8 @@ METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
         MetricDefinition("saturated_pixel_fraction", "mean", "saturated", "lower", ""),
         MetricDefinition("clip_similarity", "mean", "clip", "higher", ""),
         MetricDefinition("decode_ssim", "mean", "ssim", "higher", ""),
+        MetricDefinition("decode_psnr_db", "mean", "psnr_db", "higher", "dB"),
+        MetricDefinition("guided_std_ratio", "mean", "std_ratio", "lower", ""),
     ),
 }
 

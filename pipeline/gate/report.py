@@ -194,7 +194,8 @@ def _candidate_section(verdict: Verdict, measured: Measured, here: Machine | Non
 def _describe_speed(measured: Measured, here: Machine | None) -> list[str]:
     if measured.benchmark is None or measured.speed is None:
         return []
-    paragraphs = describe_measurement(measured.benchmark, measured.speed, here)
+    records = [r for found in (measured.evidence.records.values() if measured.evidence else ()) for r in found]
+    paragraphs = describe_measurement(measured.benchmark, measured.speed, here, records)
     return ["### Speed, beside the reference", "", _table(tabulate_speed(measured.speed)),
             *(line for paragraph in paragraphs for line in (paragraph, ""))]
 

@@ -1,8 +1,7 @@
 """From timed rounds to a verdict over the grid: where the candidate is faster, where it is slower.
 
-Each number is the median over the rounds. Its interval is that of order statistics, which assumes nothing
-about how times are distributed: of n rounds the k-th smallest to the k-th largest, with the largest k that
-still covers the median with 95 % (six rounds: smallest to largest, 96.9 %). Ratios are taken within a round,
+Each number is the median over the rounds, with the interval of `medians` (six rounds: smallest to largest,
+96.9 %). Ratios are taken within a round,
 where both sides answered the same prompts in the same minute. A cell is faster, or slower, when the whole
 interval of its throughput's ratio is above, or below, 1; each cell speaks for itself, with no correction for
 their number.
@@ -12,17 +11,14 @@ Pure Python: the stage that decides the exit code reads speeds here. Not covered
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.benchmark_records import Benchmark, Cell, Work
 from pipeline.errors import EvidenceError
+from pipeline.medians import bound_median, cover_median
+from pipeline.recall import find_recall
 from pipeline.records import read_record
 from pipeline.verdict_records import MedianInterval, PairedMedians, Speed, SpeedCell
-
-CONFIDENCE = 0.95
 
 
 def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, str]) -> Benchmark:
@@ -35,7 +31,7 @@ def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, 
         fingerprints: of the reference and the candidate, as they were evaluated.
 
     Raises:
-        EvidenceError: there is none, it was refused, or it is about something else.
+        EvidenceError: there is none, it was refused, it is about something else, or a server knew the prompts.
     """
     path = build / "benchmarks" / f"{name}.json"
     benchmark = read_record(path, Benchmark)
@@ -52,6 +48,8 @@ def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, 
             found = side.fingerprint[:12] if side else "none"
             raise EvidenceError(f"{path}: expected the {role} that was evaluated ({expected[:12]}), found {found}; "
                                 "run `dvc repro`")
+        if recalled := find_recall(side.probes, work.prompt_tokens, role=role, name=name):
+            raise EvidenceError(f"benchmark of {name}: {recalled}")
     return benchmark
 
 
@@ -91,38 +89,6 @@ def _pair(cell: Cell, name: str) -> PairedMedians:
     ours, theirs = ([getattr(batch, name) for batch in side] for side in (cell.reference, cell.candidate))
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     return PairedMedians(reference=bound_median(ours), candidate=bound_median(theirs), ratio=bound_median(ratios))
-
-
-def bound_median(values: Sequence[float]) -> MedianInterval:
-    """Return the median of the rounds and its interval by order statistics.
-
-    Raises:
-        EvidenceError: too few rounds for an interval.
-    """
-    rank, _ = cover_median(len(values))
-    ordered = sorted(values)
-    return MedianInterval(median=statistics.median(ordered), low=ordered[rank - 1], high=ordered[-rank])
-
-
-def cover_median(num_values: int) -> tuple[int, float]:
-    """Return the largest k whose k-th smallest to k-th largest value cover the median with 95 %, and how often they do.
-
-    The median is below the k-th smallest when fewer than k of n values are below it, and each of them is with
-    probability 1/2: 1 - 2 P(Binomial(n, 1/2) < k) is covered.
-
-    Raises:
-        EvidenceError: fewer than six values.
-    """
-    missed, best = 0.0, None
-    for rank in range(1, num_values // 2 + 1):
-        missed += math.comb(num_values, rank - 1) / 2**num_values
-        if 1 - 2 * missed < CONFIDENCE:
-            break
-        best = rank, 1 - 2 * missed
-    if best is None:
-        raise EvidenceError(f"benchmark: expected six rounds or more, which an interval of a median needs, got "
-                            f"{num_values}")
-    return best
 
 
 def list_slow_cells(speed: Speed, max_slowdown: float | None) -> list[SpeedCell]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from pipeline.benchmark_records import Benchmark, Machine, Side
 from pipeline.gate.speed import format_ratio
 from pipeline.gate.wording import escape_markdown
+from pipeline.recall import LEAST_RATIO, bound_recall
+from pipeline.records import OUTGROWN, CaseRecord, sum_speculation
 from pipeline.verdict_records import PairedMedians, Speed
 
 _HEADER = ["in flight", "prompt tokens", "throughput, tokens/s", "candidate / reference", "TTFT, ms",
            "candidate / reference", "inter-token latency, ms", "candidate / reference", "outcome"]
+_MOST_APART = 0.1  # acceptance in the timed work and in the evals, before they are called different work
 
 
 def tabulate_speed(speed: Speed) -> list[list[str]]:
@@ -29,13 +33,16 @@ def _show(paired: PairedMedians, digits: int) -> list[str]:
     return [medians, format_ratio(paired.ratio)]
 
 
-def describe_measurement(benchmark: Benchmark, speed: Speed, here: Machine | None) -> list[str]:
+def describe_measurement(
+    benchmark: Benchmark, speed: Speed, here: Machine | None, evaluated: Sequence[CaseRecord] = ()
+) -> list[str]:
     """Say how the numbers of the table came about, one paragraph each.
 
     Args:
         benchmark: what was measured.
         speed: what was made of it.
         here: the machine that the report is written on; None when that is not known.
+        evaluated: the candidate's records: what its drafts did on the answers that it serves.
     """
     assert benchmark.reference is not None and benchmark.candidate is not None
     work, sides = benchmark.work, (benchmark.reference, benchmark.candidate)
@@ -46,6 +53,7 @@ def describe_measurement(benchmark: Benchmark, speed: Speed, here: Machine | Non
         _describe_machine(benchmark.machine, here),
         _describe_memory(benchmark.machine, sides),
         _describe_audits(benchmark, sides),
+        *_describe_drafts(benchmark, evaluated),
     ]
 
 
@@ -67,8 +75,42 @@ def _describe_memory(machine: Machine, sides: Sequence[Side]) -> str:
 def _describe_audits(benchmark: Benchmark, sides: Sequence[Side]) -> str:
     total, changed = sum(s.num_requests for s in sides), sum(s.num_changed for s in sides)
     ours, theirs = (f"{side.repeat_ttft_ratio:.2f}" for side in sides)
-    drafted = [s.speculation for s in sides if s.speculation is not None]
-    drafts = "".join(f" Drafted tokens accepted: {counts.acceptance_rate:.1%}." for counts in drafted)
     return (f"Audits: {total:,} timed requests with {benchmark.work.num_tokens} completion tokens and a prompt within "
-            f"its band each; {changed:,} answers differ from the evaluated ones. No prompt is repeated in the rounds: "
-            f"sent once more, prompts have {ours} (reference) and {theirs} (candidate) of their first TTFT.{drafts}")
+            f"its band each; {changed:,} answers differ from the evaluated ones. The evals have asked these prompts: "
+            f"against prompts that nobody had asked their TTFT is {_describe_recall(benchmark)}, where surely less "
+            f"than {LEAST_RATIO:g} would be answers from memory. No prompt is repeated in the rounds: sent once more, "
+            f"prompts have {ours} (reference) and {theirs} (candidate) of their first TTFT; that a cache gains where "
+            "prompts repeat, and it is in no number above.")
+
+
+def _describe_recall(benchmark: Benchmark) -> str:
+    """Show what `recall` judges, of both sides in each band."""
+    assert benchmark.reference is not None and benchmark.candidate is not None
+    ratios = [(band, [format_ratio(bound_recall(side.probes, band))
+                      for side in (benchmark.reference, benchmark.candidate)])
+              for band in benchmark.work.prompt_tokens]  # fmt: skip
+    return "; ".join(f"{ours} (reference) and {theirs} (candidate) at {low} to {high} prompt tokens"
+                     for (low, high), (ours, theirs) in ratios)
+
+
+def _describe_drafts(benchmark: Benchmark, evaluated: Sequence[CaseRecord]) -> list[str]:
+    """Set the drafts of the timed work beside those of the evaluated answers."""
+    assert benchmark.candidate is not None
+    timed, answers = benchmark.candidate.speculation, [r for r in evaluated if r.speculation is not None]
+    served = sum_speculation(r.speculation for r in answers)
+    if timed is None or served is None:
+        return []
+    said = (f"Drafted tokens accepted: {timed.acceptance_rate:.1%} in the timed work, {served.acceptance_rate:.1%} in "
+            "the evals.")
+    if abs(timed.acceptance_rate - served.acceptance_rate) <= _MOST_APART:
+        return [said]
+    length = statistics.median(r.num_completion_tokens / count_answers(r) for r in answers)
+    return [f"{said} **The timed work is not the served one**: it decodes {benchmark.work.num_tokens} tokens a "
+            f"request, the evaluated answers have {length:.0f} (median), and drafts save another share of the time "
+            f"there; set benchmark.num_tokens nearer to {length:.0f}."]
+
+
+def count_answers(record: CaseRecord) -> int:
+    """Return how many answers a case took: they are the lines of its output."""
+    lines = record.output.split("\n")
+    return max(1, len(lines) - lines.count(OUTGROWN))

@@ -17,7 +17,8 @@ import torch
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.numerics.guidance import guide, rescale_guidance
 from pipeline.numerics.saturation import guided_std_ratio
-from pipeline.records import PipelineServing
+from pipeline.numerics.tiling import blend_tiles
+from pipeline.records import PipelineServing, Tiling
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Latents:
 
     values: torch.Tensor  # (n, channels, height, width), float32, as the loop left them
     std_ratios: list[torch.Tensor] = field(default_factory=list)  # per step, each of shape (n,)
+
+    def mean_std_ratios(self) -> torch.Tensor:
+        """Return the ratio of each image over all steps, (n,); 1 without guidance."""
+        return torch.stack(self.std_ratios).mean(0) if self.std_ratios else torch.ones(len(self.values))
 
 
 def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
@@ -116,17 +121,26 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
 
 
 @torch.inference_mode()
-def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+def decode_latents(vae: Any, latents: torch.Tensor, tiling: Tiling | None = None) -> torch.Tensor:
     """Decode as diffusers' pipelines do, up to the image processor.
 
     Args:
         vae: an AutoencoderKL in any number format.
         latents: (n, channels, height, width), as the denoising loop left them.
+        tiling: None decodes in one piece.
 
     Returns:
         (n, 3, height, width), float32, meant to lie in [-1, 1]; unclamped, and with NaN where the decoder made NaN.
     """
-    return vae.decode(unscale_latents(vae, latents).to(vae.dtype), return_dict=False)[0].float()
+    def decode(part: torch.Tensor) -> torch.Tensor:
+        return vae.decode(part.to(vae.dtype), return_dict=False)[0].float()
+
+    unscaled = unscale_latents(vae, latents)
+    if tiling is None:
+        return decode(unscaled)
+    factor = 2 ** (len(vae.config.block_out_channels) - 1)  # pixels a latent
+    tile = tiling.tile // factor
+    return blend_tiles(decode, unscaled, tile=tile, overlap=int(tiling.overlap * tile), window=tiling.window)
 
 
 def unscale_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:

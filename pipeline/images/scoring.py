@@ -1,13 +1,13 @@
 """Scores of one image: is it sound, how saturated, how near the float32 decode, how much like its prompt.
 
-A raw decode with NaN or infinity can't be compared: it scores 0 wherever higher is better, and is named by its
-failure flag. Latents that are out of range before the decoder are told apart from a decoder that overflows.
+A raw decode with NaN or infinity can't be compared: it scores worst everywhere, and a flag names it. Latents that are out of range before the decoder are told apart from a decoder that overflows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -19,6 +19,8 @@ from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_sim
 
 LATENT_LIMIT = 20.0  # standard deviations: what a decoder was trained on lies within about 5
 MAX_PSNR_DB = 100.0  # of equal images, whose ratio is infinite
+# of an image that holds NaN or infinity: nothing can be measured, and no loss may hide behind that
+_WORST = {"saturated": 1.0, "clipped": 1.0, "ssim": 0.0, "psnr_db": 0.0, "clip": 0.0}
 
 
 class ClipScorer:
@@ -58,7 +60,7 @@ class ClipScorer:
 
 
 def score_images(
-    raw: torch.Tensor, exact: torch.Tensor, latents: torch.Tensor, clip: torch.Tensor
+    raw: torch.Tensor, exact: torch.Tensor, latents: torch.Tensor, clip: torch.Tensor, std_ratios: torch.Tensor
 ) -> list[dict[str, float]]:
     """Return the scores of a batch.
 
@@ -67,6 +69,7 @@ def score_images(
         exact: the same latents decoded by the reference's VAE in float32.
         latents: (n, channels, height, width), on the decoder's scale.
         clip: (n,), similarity with the prompt.
+        std_ratios: (n,), of the guided prediction to the conditional one, mean over the steps.
     """
     finite = raw.isfinite().flatten(1).all(1)
     safe = torch.where(finite[:, None, None, None], raw, torch.zeros_like(raw))
@@ -85,9 +88,10 @@ def score_images(
     for i in range(len(raw)):
         flags = {"nonfinite": not finite[i], "black": bool(black[i]) and bool(finite[i]),
                  "latents_out_of_range": bool(is_wild[i])}  # fmt: skip
-        judged = {name: float(values[i]) if finite[i] else 0.0 for name, values in numbers.items()}
+        judged = {name: float(values[i]) for name, values in numbers.items()} if finite[i] else _WORST
         is_sound = not flags["nonfinite"] and not flags["black"]
-        scores.append({"sound": float(is_sound)} | {k: float(v) for k, v in flags.items()} | judged)
+        scores.append({"sound": float(is_sound), "std_ratio": float(std_ratios[i]), **judged,
+                       **{name: float(flag) for name, flag in flags.items()}})  # fmt: skip
     return scores
 
 
@@ -96,15 +100,24 @@ def to_bytes(raw: torch.Tensor) -> torch.Tensor:
     return (to_unit_range(raw.nan_to_num(-1.0, -1.0, -1.0)).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def describe_activations(ranges: Mapping[str, ModuleRange], dtype: str) -> dict[str, dict[str, float | int | None]]:
-    """Return the range of each module of a decoder as JSON: what it wrote, and how often that can double.
+def describe_activations(
+    batches: Sequence[Mapping[str, ModuleRange]], dtype: str
+) -> dict[str, dict[str, float | int | None]]:
+    """Return the range of each module of a decoder over all batches as JSON: what it wrote, how often that can double.
 
     Headroom is that of the format it ran in, and of float16, which another candidate may ask for. Infinite numbers
     become None: of a module that overflowed, or wrote nothing but zeros.
     """
+    ranges = {name: reduce(_widen, (batch[name] for batch in batches if name in batch))
+              for name in dict.fromkeys(name for batch in batches for name in batch)}  # fmt: skip
     return {name: {"absmax": _finite(r.absmax), "headroom_bits": _finite(r.headroom_bits(getattr(torch, dtype))),
                    "headroom_bits_float16": _finite(r.headroom_bits(torch.float16)),
                    "nonfinite_count": r.nonfinite_count} for name, r in ranges.items()}  # fmt: skip
+
+
+def _widen(first: ModuleRange, second: ModuleRange) -> ModuleRange:
+    return ModuleRange(max(first.absmax, second.absmax), first.nonfinite_count + second.nonfinite_count,
+                       first.nonfinite_calls + second.nonfinite_calls, first.calls + second.calls)  # fmt: skip
 
 
 def _finite(value: float) -> float | None:

@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-from pipeline.errors import QuantgateError
+from pipeline.errors import EngineError, QuantgateError
 from pipeline.records import Candidate
 
 
@@ -54,19 +54,32 @@ async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listene
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
+def _listen(host: str, port: int | None) -> socket.socket:
+    """Take the port before the model is loaded, which is what takes time."""
+    listener = socket.socket()
+    if port is not None:  # one that was left a moment ago can be had again
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port or 0))  # port 0: the system picks a free one, so no port can be taken
+        listener.listen(512)
+    except OSError as error:
+        raise EngineError(f"expected to listen at {host}:{port or 'a free port'}, got: {error.strerror}; name another "
+                          "address or port") from None  # fmt: skip
+    return listener
+
+
 def main(argv: list[str]) -> int:
     """Load, probe, announce and serve until the parent goes away.
 
     Args:
         argv: one JSON object: `checkpoint_folder`, `draft_folder` or null, and `candidate` as a record. The
-            candidate's name is the model name that clients must send.
+            candidate's name is the model name that clients must send. `host` may be missing, for the local
+            address, and so may `port`, or be null, for a free one.
     """
     asked = json.loads(argv[0])
     _end_with_parent()
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))  # port 0: the system picks a free one, so no port can be taken
-    listener.listen(512)
     try:
+        listener = _listen(asked.get("host", "127.0.0.1"), asked.get("port"))
         candidate = Candidate.model_validate(asked["candidate"])
         draft = Path(asked["draft_folder"]) if asked["draft_folder"] else None
         asyncio.run(_serve(candidate, Path(asked["checkpoint_folder"]), draft, listener))

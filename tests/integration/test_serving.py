@@ -526,7 +526,7 @@ def test_of_two_servers_that_fail_the_first_failure_is_told_and_nothing_else(
     """asyncio prints a traceback for the failure of a task that nobody waited for."""
     unhandled: list[dict[str, Any]] = []
 
-    def spawn(candidate: Candidate, *, root: Path, log: Path) -> ServerProcess:
+    def spawn(candidate: Candidate, *, root: Path, log: Path, **_: Any) -> ServerProcess:
         log.parent.mkdir(exist_ok=True)
         code = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit('broken')"
         seconds = {"server-0": "60", "server-1": "0", "server-2": "0"}[log.stem]

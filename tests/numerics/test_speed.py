@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.speed import CONFIDENCE, bound_median, cover_median
+from pipeline.medians import CONFIDENCE, bound_median, cover_median
 
 
 def covered(num_values, rank):
@@ -40,6 +40,13 @@ def test_skewed_times_are_covered_as_promised(num_values):
     bounds = [bound_median(values) for values in rng.lognormal(0, 1, (runs, num_values)).tolist()]
     missed = np.mean([not b.low <= 1 <= b.high for b in bounds])
     assert missed <= 1 - cover_median(num_values)[1] + 3 * (0.05 / runs) ** 0.5
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_number_that_is_none_has_no_median(value):
+    """Two finite times may have a ratio that is not."""
+    with pytest.raises(EvidenceError, match="expected finite numbers and ratios"):
+        bound_median([1.0] * 6 + [value])
 
 
 def test_the_order_of_rounds_changes_nothing():

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.benchmark import matched_work, prompts
+from pipeline.benchmark import audits, matched_work, prompts
 from pipeline.benchmark.audits import read_peak_memory_mib
+from pipeline.benchmark.probes import find_own_start, read_text
 from pipeline.benchmark_records import Benchmark
 from pipeline.errors import EngineError, EvidenceError, SettingsError
 from pipeline.params import Params, parse_params
+from pipeline.recall import NUM_PROBES
 from pipeline.records import BuiltCandidate, Candidate, SpeculativeConfig, read_record, write_record
 from pipeline.serving.client import Client
 from tests.synthetic_records import make_candidate, make_params, write_candidate
@@ -33,7 +35,7 @@ from tests.unit.test_streaming import chunk, stream, usage
 BATCH = 4  # the least: a cell of one request in flight has as many
 BENCHMARK = {"candidates": ["a"], "concurrency": [1, 3], "prompt_tokens": [[1, 5], [6, 20]], "num_tokens": 8,
              "rounds": 6}  # fmt: skip
-NEEDED = 7 * (BATCH + BATCH)  # prompts of a band: warm-up and six rounds of two cells
+NEEDED = 7 * (BATCH + BATCH) + NUM_PROBES  # prompts of a band: warm-up and six rounds of two cells, and probes
 QUESTIONS = [f"q{i} " + "word " * words for words in (1, 8) for i in range(NEEDED)]
 
 
@@ -43,7 +45,8 @@ class World:
 
     root: Path
     sent: list[tuple[str, str]] = field(default_factory=list)  # (model, question) of each streamed request
-    changes: dict[str, Any] = field(default_factory=dict)  # of the candidate: num_tokens, num_prompt, text, fingerprint
+    changes: dict[str, Any] = field(default_factory=dict)  # of one side: num_tokens, num_prompt, text, ...
+    changed_side: str = "candidate"  # the side that has the changes
     settings: dict[str, Any] = field(default_factory=dict)
     serving: dict[str, Any] = field(default_factory=dict)
 
@@ -61,7 +64,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def start(self, candidate: Candidate, *_: Any, **__: Any) -> AsyncIterator[tuple[Any, Client]]:
-        changes = self.changes if candidate.name == "a" else {}
+        changes = self.changes if (candidate.name == "a") == (self.changed_side == "candidate") else {}
 
         async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
             if "prompt" in body:
@@ -71,7 +74,12 @@ class World:
             if not body.get("stream"):
                 return await answer(200, {"tokens": [0] * num_prompt})(body, writer)
             self.sent.append((body["model"], question))
+            if "remembers" in changes and question not in changes["remembers"]:
+                changes["remembers"].append(question)
+                await asyncio.sleep(0.02)
             text = changes.get("text", CALL + "and more")
+            if changes.get("at_once"):
+                return await stream(chunk(text, finish="length"), usage(body["max_tokens"], num_prompt))(body, writer)
             events = [chunk(text[:9]), chunk(text[9:]), chunk(finish="length"),
                       usage(changes.get("num_tokens", body["max_tokens"]), changes.get("num_prompt", num_prompt))]
             await stream(*events)(body, writer)
@@ -89,6 +97,8 @@ def world(tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatc
         evaluate(tmp_path, make_candidate(name))
         write_candidate(tmp_path / "build", make_candidate(name))
     world = World(tmp_path)
+    # these answer from memory
+    monkeypatch.setattr(audits, "MIN_INTER_TOKEN_LATENCY_MS", 1e-9)
     monkeypatch.setattr(matched_work, "start_engine", world.start)
     return world
 
@@ -96,7 +106,9 @@ def world(tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatc
 def test_both_sides_do_the_same_work_in_turn_and_no_prompt_is_repeated(world: World) -> None:
     benchmark = world.run()
     assert benchmark.refusal is None
-    batches = [world.sent[i : i + BATCH] for i in range(0, len(world.sent), BATCH)]
+    probes = world.sent[8 * BATCH : 8 * BATCH + 2 * 2 * 2 * NUM_PROBES]
+    others = world.sent[: 8 * BATCH] + world.sent[8 * BATCH + len(probes) :]
+    batches = [others[i : i + BATCH] for i in range(0, len(others), BATCH)]
     warm_up, timed, repeats = batches[:8], batches[8:-2], batches[-2:]
     assert all(len({model for model, _ in batch}) == 1 for batch in batches)
     # six rounds of four cells, and who begins changes from round to round
@@ -105,9 +117,59 @@ def test_both_sides_do_the_same_work_in_turn_and_no_prompt_is_repeated(world: Wo
     for one, other in zip(timed[::2], timed[1::2], strict=True):
         assert sorted(q for _, q in one) == sorted(q for _, q in other)
     sent = Counter(world.sent) - Counter(request for batch in repeats for request in batch)
-    assert set(sent.values()) == {1} and len(sent) == 2 * 2 * NEEDED
+    assert set(sent.values()) == {1} and len(sent) == 2 * 2 * (NEEDED + NUM_PROBES)
     assert {q for b in repeats for _, q in b} <= {q for b in timed for _, q in b}
     assert not {q for b in warm_up for _, q in b} & {q for b in timed for _, q in b}
+
+
+def test_probes_come_in_turn_with_copies_that_nobody_had_asked(world: World) -> None:
+    """Each server has copies of its own: one cache behind both would know what the first was asked."""
+    world.run()
+    probes = world.sent[8 * BATCH : 8 * BATCH + 2 * 2 * 2 * NUM_PROBES]
+    known = [(model, question) for model, question in probes if question in QUESTIONS]
+    fresh = [(model, question) for model, question in probes if question not in QUESTIONS]
+    assert len({q for _, q in known}) == 2 * NUM_PROBES and Counter(m for m, _ in known) == {
+        "reference": 2 * NUM_PROBES, "a": 2 * NUM_PROBES}  # fmt: skip
+    assert len({q for _, q in fresh}) == len(fresh) == len(known)
+    assert [q in QUESTIONS for _, q in probes[:8]] == [True, False, False, True] * 2
+    assert [len(q.split()) for _, q in known] == [len(q.split()) for _, q in fresh]
+
+
+@pytest.mark.parametrize("side", ["reference", "candidate"])
+def test_a_server_that_was_asked_the_timed_prompts_before_is_refused(world: World, side: str) -> None:
+    """The evals ask them minutes earlier: TTFT from a prefix cache is nobody's."""
+    world.changed_side, world.changes = side, {"remembers": list(QUESTIONS)}
+    refusal = world.run().refusal
+    assert refusal is not None and refusal.startswith(
+        f"{side}, 1 to 5 prompt tokens: the server knew the timed prompts, which take 0."), refusal
+    assert "expected 0.9 or more; turn its prefix cache off" in refusal and "\n" not in refusal
+
+
+def test_a_cache_that_knows_none_of_the_timed_prompts_is_harmless(world: World) -> None:
+    """Started after the evals: a prompt sent again is fast, and none is in the rounds."""
+    world.changes = {"remembers": []}
+    world.settings = {"concurrency": [3], "prompt_tokens": [[6, 20]]}
+    benchmark = world.run()
+    assert benchmark.refusal is None and benchmark.candidate is not None
+    assert benchmark.candidate.repeat_ttft_ratio < 0.5
+
+
+def test_a_copy_differs_where_a_prompt_begins_to_be_its_own() -> None:
+    """A preamble that users share too is cached for known and fresh alike: it is no sign of memory."""
+    preamble = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Rules: none. Do task "}]
+    asked = [prompts.Prompt("e", str(n), [preamble[0], preamble[1] | {"content": f"Rules: none. Do {n} tasks"}], None)
+             for n in range(100, 160)]
+    texts = sorted(map(read_text, asked))
+    assert {find_own_start(prompt, texts) for prompt in asked} == {(1, len("Rules: none. Do "))}
+    alone = prompts.Prompt("e", "x", [{"role": "user", "content": "Hello there"}], None)
+    assert find_own_start(alone, sorted([*texts, read_text(alone)])) == (0, 0)
+
+
+def test_an_answer_that_comes_at_once_is_refused(world: World) -> None:
+    """It has no inter-token latency, and a ratio of none is no number."""
+    world.changes = {"at_once": True}
+    refusal = world.run().refusal
+    assert refusal is not None and "expected tokens one after the other, got all 8 of an answer at once" in refusal
 
 
 def test_the_result_holds_every_round_and_what_the_audits_found(world: World) -> None:
@@ -166,8 +228,8 @@ def test_drafts_that_never_came_are_refused(world: World) -> None:
 
 def test_too_few_prompts_are_told_with_how_many_it_takes(world: World) -> None:
     world.settings = {"rounds": 8}
-    with pytest.raises(SettingsError, match=r"^benchmark\.prompt_tokens\.0: expected 72 distinct prompts of 1 to 5 "
-                                            r"tokens, so that none is sent twice, found 57 in the evals"):  # fmt: skip
+    with pytest.raises(SettingsError, match=r"^benchmark\.prompt_tokens\.0: expected 92 distinct prompts of 1 to 5 "
+                                            r"tokens, so that none is sent twice, found 77 in the evals"):  # fmt: skip
         world.run()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import pytest
 
 import stages.gate
-from pipeline.benchmark_records import Batch, Benchmark, Cell, Machine, Side, describe_work, read_machine
+from pipeline.benchmark_records import Batch, Benchmark, Cell, Machine, Probe, Side, describe_work, read_machine
 from pipeline.errors import EvidenceError
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.plots import plot_speed
 from pipeline.gate.report import render_report
 from pipeline.gate.speed import describe_speed, judge_speed
+from pipeline.gate.speed_section import describe_measurement
 from pipeline.gate.verdicts import VERDICT_PATH, check_outcomes, check_policy, describe_policy, render_gate
 from pipeline.params import Params
-from pipeline.records import write_record
+from pipeline.recall import NUM_PROBES
+from pipeline.records import CaseRecord, SpeculationCounts, write_record
 from pipeline.run_contents import describe_runs
 from pipeline.verdict_records import Verdict
 from tests.synthetic_records import Behaviour, make_candidate, make_params, write_tree
@@ -39,12 +42,19 @@ def make_cell(concurrency: int, band: tuple[int, int], ratios: Sequence[float]) 
                 candidate=tuple(candidate))  # fmt: skip
 
 
+def make_probes(*ratios: float, num_probes: int = NUM_PROBES) -> tuple[Probe, ...]:
+    """In both bands, ratios in turn."""
+    return tuple(Probe(prompt_tokens=band, known_ttft_ms=50 * ratios[i % len(ratios)], fresh_ttft_ms=50)
+                 for band in ((10, 20), (30, 60)) for i in range(num_probes))  # fmt: skip
+
+
 def make_benchmark(*ratios: Sequence[float], **changes: Any) -> Benchmark:
     """One list of ratios for each cell of the grid, in its order."""
     places = [(c, (low, high)) for low, high in ((10, 20), (30, 60)) for c in (1, 4)]
     reference, candidate = (
         Side(fingerprint=make_candidate(name).fingerprint, peak_memory_mib=peak, num_requests=96, num_changed=0,
-             repeat_ttft_ratio=0.3) for name, peak in (("reference", 512.0), ("a", 1280.0)))  # fmt: skip
+             probes=make_probes(0.9, 1.1), repeat_ttft_ratio=0.3)
+        for name, peak in (("reference", 512.0), ("a", 1280.0)))  # fmt: skip
     benchmark = Benchmark(
         name="a", work=describe_work(params_of().benchmark), machine=HERE, definitions="TTFT is so and so.",
         reference=reference, candidate=candidate,
@@ -139,6 +149,63 @@ def test_a_benchmark_that_is_not_fit_refuses(build: Path, benchmark: Benchmark |
     assert said in verdict.reasons[0] and verdict.reasons[0].startswith("refused: ")
 
 
+def with_side(role: str, **change: Any) -> Benchmark:
+    return MIXED.model_copy(update={role: getattr(MIXED, role).model_copy(update=change)})
+
+
+@pytest.mark.parametrize("role", ["reference", "candidate"])
+def test_a_server_that_knew_the_prompts_refuses_whatever_the_record_says_of_it(build: Path, role: str) -> None:
+    """Judged from the probes: the stage may have been another version, or the file edited."""
+    _, verdict = judge(build, with_side(role, probes=make_probes(0.05, 0.06)))
+    assert (verdict.outcome, verdict.speed) == ("refused", None)
+    assert (f"{role}, 10 to 20 prompt tokens: the server knew the timed prompts, which take 0.06 (0.05 to 0.06) of the "
+            "TTFT of prompts that nobody had asked, expected 0.9 or more; ") in verdict.reasons[0]
+    assert verdict.reasons[0].endswith("then run `dvc repro -f -s benchmark@a`")
+
+
+@pytest.mark.parametrize(("probes", "outcome"), [
+    (make_probes(0.5, 1.01), "pass"), (make_probes(0.82, 0.9), "pass"), (make_probes(0.6, 0.89), "refused"),
+    (make_probes(0.05, *[1.0] * 5), "pass"), ((), "refused"), (make_probes(1.0, num_probes=19), "refused"),
+    (make_probes(1.0)[: NUM_PROBES], "refused"),
+], ids=["not-surely", "hardly", "surely", "a-few", "none", "too-few", "a-band-without"])  # fmt: skip
+def test_only_what_was_surely_known_is_refused_and_so_is_what_was_not_probed(
+    build: Path, probes: tuple[Probe, ...], outcome: str
+) -> None:
+    assert judge(build, with_side("candidate", probes=probes))[1].outcome == outcome
+
+
+@pytest.mark.parametrize("number", ["0.0", "1e999", "-1.0"])
+@pytest.mark.parametrize("name", ["inter_token_latency_ms", "ttft_ms", "throughput_tokens_per_s"])
+def test_a_time_that_is_none_refuses_the_candidate_and_no_more(build: Path, name: str, number: str) -> None:
+    """It once ended compare, and with it the verdict on every candidate."""
+    judge(build)
+    path, text = build / "benchmarks/a.json", MIXED.model_dump_json()
+    edited = re.sub(f'"{name}":[0-9.]+', f'"{name}":{number}', text, count=1)
+    assert edited != text
+    path.write_text(edited, encoding="utf-8")
+    (verdict,) = compare_release(params_of(), build).judgement.verdicts
+    assert verdict.outcome == "refused" and f"a.json: not a valid Benchmark: cells.0.reference.0.{name}" in (
+        verdict.reasons[0])  # fmt: skip
+
+
+def count(num_accepted: int) -> SpeculationCounts:
+    return SpeculationCounts(method="draft_model", num_tokens=1, num_target_forwards=100, num_completion_tokens=130,
+                             num_drafted=100, accepted_by_position=(num_accepted,))  # fmt: skip
+
+
+@pytest.mark.parametrize(("accepted", "warned"), [(54, True), (95, False)])
+def test_drafts_of_the_timed_work_are_shown_beside_those_of_the_evals(accepted: int, warned: bool) -> None:
+    """Answers go on past their end in the timed work: drafts there say little of the served one."""
+    benchmark = with_side("candidate", speculation=count(accepted))
+    cases = [CaseRecord(case_id=str(n), input_digest="d", cluster="c", prompt="p", output="one\ntwo", fingerprint="f",
+                        num_completion_tokens=26, speculation=count(99)) for n in range(3)]  # fmt: skip
+    said = describe_measurement(benchmark, judge_speed(benchmark), None, cases)[-1]
+    assert said.startswith(f"Drafted tokens accepted: {accepted}.0% in the timed work, 99.0% in the evals.")
+    assert ("**The timed work is not the served one**: it decodes 8 tokens a request, the evaluated answers have 13 "
+            "(median)" in said) == warned
+    assert ("set benchmark.num_tokens nearer to 13." in said) == warned
+
+
 def without_speed(verdict: Verdict) -> Verdict:
     return verdict.model_copy(update={"outcome": "pass", "reasons": (), "speed": None})
 
@@ -188,6 +255,7 @@ def test_the_report_shows_the_grid_and_says_where_it_was_measured(
     assert said in report and "TTFT is so and so." in report and "speed.png" in report
     assert "loading included: 512 MiB → 1,280 MiB." in report
     assert "192 timed requests with 8 completion tokens and a prompt within its band each; 0 answers differ" in report
+    assert "TTFT is 1.00 (0.90 to 1.10) (reference) and 1.00 (0.90 to 1.10) (candidate) at 10 to 20 prompt" in report
     assert "sent once more, prompts have 0.30 (reference) and 0.30 (candidate) of their first TTFT" in report
 
 

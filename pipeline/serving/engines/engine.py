@@ -21,6 +21,7 @@ from pipeline.serving.engines.processes import ServerProcess
 from pipeline.serving.readiness import needs_scores, probe
 
 T = TypeVar("T")
+LOCAL, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Order:
         evals: what the endpoint will be asked for, by name; anything else it may lack.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs and the configuration that the engine was given.
+        host: address to listen at.
+        port: to listen at; None: a free one. With several servers it has to be None.
     """
 
     candidate: Candidate
@@ -40,11 +43,17 @@ class Order:
     evals: Mapping[str, EvalSettings]
     root: Path
     logs: Path
+    host: str = LOCAL
+    port: int | None = None
 
     @property
     def needs_scores(self) -> bool:
         """Some eval asks for the log-probabilities of given tokens."""
         return needs_scores(self.evals)
+
+    def url(self, port: int) -> str:
+        """Return where to ask a server of ours: one that listens at every address is asked at the local one."""
+        return f"http://{LOCAL if self.host == EVERY_ADDRESS else self.host}:{port}"
 
 
 @dataclass(frozen=True)

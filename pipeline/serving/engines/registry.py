@@ -11,7 +11,7 @@ from pipeline.params import EvalSettings, ServingSettings
 from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines import openai, transformers, vllm
-from pipeline.serving.engines.engine import Engine, Order
+from pipeline.serving.engines.engine import LOCAL, Engine, Order
 
 ENGINES: dict[str, Callable[[Order], AbstractAsyncContextManager[Engine]]] = {
     "transformers": transformers.start,
@@ -22,7 +22,8 @@ ENGINES: dict[str, Callable[[Order], AbstractAsyncContextManager[Engine]]] = {
 
 @contextlib.asynccontextmanager
 async def start_engine(
-    candidate: Candidate, settings: ServingSettings, *, evals: Mapping[str, EvalSettings], root: Path, logs: Path
+    candidate: Candidate, settings: ServingSettings, *, evals: Mapping[str, EvalSettings], root: Path, logs: Path,
+    host: str = LOCAL, port: int | None = None,
 ) -> AsyncIterator[tuple[Engine, Client]]:
     """Start or attach to the endpoint of a candidate; on leaving, nothing we started is left.
 
@@ -32,12 +33,14 @@ async def start_engine(
         evals: what the endpoint will be asked for, by name; anything else it may lack.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs.
+        host: address that a server of ours listens at.
+        port: that it listens at, where there is one server; None: a free one.
 
     Raises:
         EngineError: a server did not come up, does not answer, is not what was asked for, or does not
             give what an eval needs.
     """
-    order = Order(candidate, settings, evals, root, logs)
+    order = Order(candidate, settings, evals, root, logs, host, port)
     async with (
         ENGINES[candidate.serving.engine](order) as engine,
         engine.connect(settings, concurrency=candidate.serving.concurrency) as client,

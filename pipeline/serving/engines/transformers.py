@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.records import Candidate
 from pipeline.serving import launcher
-from pipeline.serving.engines.engine import Engine, Order, check_facts, gather, probe_servers
+from pipeline.serving.engines.engine import LOCAL, Engine, Order, check_facts, gather, probe_servers
 from pipeline.serving.engines.processes import ServerProcess, describe_exit, spawn, stop
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -34,12 +34,13 @@ async def start(order: Order) -> AsyncIterator[Engine]:
     processes: list[ServerProcess] = []
     try:
         for index in range(settings.num_servers):
-            processes.append(_spawn(candidate, root=order.root, log=order.logs / f"server-{index}.log"))
+            processes.append(_spawn(candidate, root=order.root, log=order.logs / f"server-{index}.log",
+                                    host=order.host, port=order.port))  # fmt: skip
         reports = await gather(*(_read_report(p, settings.start_timeout_s) for p in processes))
         for process, report in zip(processes, reports, strict=True):
             check_facts(candidate, report["facts"], where=f"server {process.log.stem}")
         engine = Engine(
-            base_urls=tuple(f"http://127.0.0.1:{report['port']}" for report in reports),
+            base_urls=tuple(order.url(report["port"]) for report in reports),
             model=candidate.name,
             facts=reports[0]["facts"],
             proof="computed by the server from the files and objects it loaded",
@@ -53,13 +54,17 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         stop(processes)
 
 
-def _spawn(candidate: Candidate, *, root: Path, log: Path) -> ServerProcess:
+def _spawn(
+    candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, port: int | None = None
+) -> ServerProcess:
     speculative = candidate.serving.speculative
     config = json.dumps({
         "checkpoint_folder": str((root / candidate.checkpoint.path).resolve()),
         "draft_folder": str((root / speculative.draft_path).resolve())
         if speculative and speculative.draft_path else None,
         "candidate": candidate.model_dump(mode="json"),
+        "host": host,
+        "port": port,
     })  # fmt: skip
     threads = str(candidate.serving.num_threads)
     environment = os.environ | {

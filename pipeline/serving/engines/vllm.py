@@ -49,15 +49,15 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         EngineError: it did not come up, is another release, loaded something else, or does not give what an
             eval needs.
     """
-    candidate, port = order.candidate, _find_free_port()
+    candidate, port = order.candidate, _find_port(order)
     checkpoint = _digest(order.root / candidate.checkpoint.path)
-    config = build_config(candidate, needs_scores=order.needs_scores)
+    config = build_config(candidate, needs_scores=order.needs_scores) | {"host": order.host}
     check_config(config, version=str(candidate.serving.version), where=f"candidates.{candidate.name}")
     path = order.logs / CONFIG_FILE
     write_text(path, render_config(config))
     process = _spawn(candidate, order.root, path, port, order.logs / "server-0.log")
     try:
-        url = f"http://127.0.0.1:{port}"
+        url = order.url(port)
         facts = await _wait(process, url, order) | {"checkpoint": checkpoint}
         check_facts(candidate, facts, where="server server-0")
         proof = "computed from the files before the start, and from what the running engine says of itself"
@@ -110,9 +110,10 @@ async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
     return {
         "serving": serving,
         "libraries": {"vllm": version.split("+")[0]},
-        "engine": resolved | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, order.root)},
+        "engine": resolved,
         "sampling": read_sampling(order.root / candidate.checkpoint.path, candidate.serving.options),
-        "environment": read_environment(os.environ | candidate.serving.environment),
+        "environment": read_environment(os.environ | candidate.serving.environment)
+        | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, order.root)},
         "hardware": _read_hardware(resolved, system),
     }
 
@@ -139,7 +140,14 @@ def _digest_scripts(candidate: Candidate, root: Path) -> Iterator[tuple[str, str
             yield path.name, hashlib.sha256(content.partition(b"\n")[2]).hexdigest()
 
 
-def _find_free_port() -> int:
+def _find_port(order: Order) -> int:
+    """Return the port that was asked for, or a free one; refuse one on which another server would answer for ours."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        if order.port is not None:  # one that was left a moment ago can be had again
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((order.host, order.port or 0))
+        except OSError as error:
+            raise EngineError(f"expected to listen at {order.host}:{order.port or 'a free port'}, got: "
+                              f"{error.strerror}; name another address or port") from None  # fmt: skip
         return int(listener.getsockname()[1])
