@@ -46,3 +46,27 @@ def explain_unsound(evidence: Evidence, eval_name: str) -> str | None:
         said += f"; the decoder first overflows in {module!r}, in {dtype}"
     wild = counts["latents_out_of_range"]
     return said + (f"; {wild} had latents out of range, which is not the decoder's doing" if wild else "")
+
+
+def describe_rendering(evidence: Evidence) -> list[str]:
+    """Say what rendering cost, and what a range fix proved, one sentence or two each."""
+    lines = []
+    for eval_name in evidence.records:
+        notes = json.loads((evidence.folder / f"{eval_name}.json").read_text(encoding="utf-8"))
+        lines.append(f"{eval_name}: {notes['denoise_ms_per_image']:.0f} ms an image to denoise, "
+                     f"{notes['decode_ms_per_image']:.1f} ms to decode with every module watched; peak memory of a "
+                     f"process {notes['peak_memory_mib']:.0f} MiB.")
+    for step in evidence.candidate.steps:
+        if "proof" in step:
+            lines.append(_describe_proof(step["proof"]))
+    return lines
+
+
+def _describe_proof(proof: Mapping[str, Any]) -> str:
+    worst = proof["worst_module"]
+    after = min(proof["headroom_bits_after"], key=lambda name: proof["headroom_bits_after"][name])
+    return (f"Range fix, on {proof['num_prompts']} latents that it was not made from: the float32 output moves by at "
+            f"most {proof['max_difference']:.2g} of [-1, 1]; headroom in float16 of the worst module "
+            f"{proof['headroom_bits_before'][worst]:.1f} doublings before ({worst}), "
+            f"{proof['headroom_bits_after'][after]:.1f} after ({after}); at most "
+            f"{max(proof['subnormal_fraction_after'].values(), default=0):.2%} of a layer's weights become subnormal.")

@@ -15,6 +15,7 @@ from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_cases, worst_flips
+from pipeline.gate.images import describe_rendering
 from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.speed_section import describe_measurement, tabulate_speed
 from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
@@ -176,6 +177,8 @@ def _candidate_section(verdict: Verdict, measured: Measured, here: Machine | Non
         counts, asked = measured.evidence.evaluation.speculation, measured.evidence.candidate.serving.speculative
         if counts is not None and asked is not None:
             lines += ["", describe_speculation(counts, asked.method)]
+        if measured.evidence.candidate.serving.engine == "diffusers":
+            lines += [text for said in describe_rendering(measured.evidence) for text in ("", said)]
         if verdict.canary is not None and not verdict.canary.is_same_weights:
             lines += ["", describe_canary(verdict.canary)]
     gated = [c for c in verdict.comparisons if c.outcome != "reported"]

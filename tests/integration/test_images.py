@@ -1,0 +1,143 @@
+"""The image track through its stages, on the shipped pipelines and a few of their prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import QuantgateError
+from pipeline.gate.compare import compare_release
+from pipeline.gate.report import render_report
+from pipeline.image_params import ImageTrack
+from pipeline.image_serving import read_image_candidate
+from pipeline.images.candidate import build_image_candidate
+from pipeline.images.evaluate import evaluate_images
+from pipeline.images.preflight import check_images
+from pipeline.records import read_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_PROMPTS = 8
+VAE_WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
+HALF = {"kind": "vae_precision", "dtype": "float16"}
+CANDIDATES: dict[str, Any] = {
+    "shots": ("models/product-shots", []),
+    "hot": ("models/product-shots-hot-vae", [HALF]),
+    "fixed": ("models/product-shots-hot-vae", [{"kind": "vae_range_fix", "num_prompts": NUM_PROMPTS}, HALF]),
+    "bf16": ("models/product-shots-hot-vae", [{"kind": "vae_precision", "dtype": "bfloat16"}]),
+    "guided": ("models/product-shots", [{"kind": "guidance", "scale": 12,
+                                         "by_category": {"background/white": {"scale": 5}}}]),
+}  # fmt: skip
+
+
+def make_track(names: list[str], **changes: Any) -> ImageTrack:
+    return ImageTrack.model_validate({
+        "reference": "shots", "release": names[-1:],
+        "candidates": {name: {"checkpoint": CANDIDATES[name][0], "steps": CANDIDATES[name][1]} for name in names},
+        "sampling": {"num_inference_steps": 6, "guidance": {"scale": 5}, "batch_size": 4, "num_workers": 1,
+                     "num_threads": 1},
+        "evals": {"shots": {"kind": "images", "evalset": "evalsets/few", "clip": "models/product-shots-clip"}},
+        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
+            "shots/sound_image_rate": {"overall": 0.02}, "shots/decode_ssim": {"overall": 0.01}}},
+    } | changes)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    for name in ("product-shots", "product-shots-hot-vae", "product-shots-clip"):
+        shutil.copytree(ROOT / "models" / name, root / "models" / name)
+    shutil.copytree(ROOT / "evalsets/shots", root / "evalsets/few")
+    cases = (ROOT / "evalsets/shots/cases.jsonl").read_text().splitlines(keepends=True)
+    (root / "evalsets/few/cases.jsonl").write_text("".join(cases[:: len(cases) // NUM_PROMPTS][:NUM_PROMPTS]))
+    from evalsets.seal import seal
+
+    seal(root / "evalsets/few")
+    return root
+
+
+def run(project: Path, track: ImageTrack, name: str) -> list[Any]:
+    build = project / "build"
+    build_image_candidate(name, track, root=project, build=build)
+    evaluate_images(read_image_candidate(build, name, track), track, root=project, build=build)
+    return read_cases(build / "evaluations" / name / "shots.jsonl")
+
+
+@pytest.mark.slow
+def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
+    track = make_track(["shots", "hot", "fixed", "bf16"])
+    check_images(track, project)
+    scores = {name: [r.scores for r in run(project, track, name)] for name in track.candidates}
+    broken = sum(s["nonfinite"] for s in scores["hot"])
+    assert 0 < broken < NUM_PROMPTS, "depends on the picture"
+    assert all(s["sound"] == 1 and s["ssim"] > 0.99 for name in ("fixed", "bf16") for s in scores[name])
+    assert all(s["saturated"] == 1 and s["clip"] == 0 for s in scores["hot"] if s["nonfinite"]), "worst, not none"
+    proof = read_image_candidate(project / "build", "fixed", track).steps[0]["proof"]
+    assert proof["max_difference"] < 1e-3 and min(proof["headroom_bits_after"].values()) >= 2
+    compared = compare_release(track, project / "build")
+    verdicts = {v.candidate: v for v in compared.judgement.verdicts}
+    assert any(f"{broken:.0f} of {NUM_PROMPTS} raw decodes hold NaN or infinity" in reason
+               and "first overflows in 'up_blocks." in reason for reason in verdicts["hot"].reasons)  # fmt: skip
+    assert verdicts["hot"].outcome != "pass"
+    assert "first overflows in" in render_report(compared)
+
+
+def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path) -> None:
+    track = make_track(["shots", "guided"])
+    plain, guided = ({r.case_id: r for r in run(project, track, name)} for name in track.candidates)
+    for case_id, record in guided.items():
+        assert (record.output == plain[case_id].output) == ("background/white" in record.buckets)
+
+
+Damage = Callable[[Path], Any]
+
+
+def rewrite(path: str, **changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / path).read_text())
+        config.update(changes)
+        (folder / path).write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+    return damage
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    pytest.param(lambda f: shutil.rmtree(f), "expected a pipeline folder, found none", id="no-folder"),
+    pytest.param(lambda f: (f / "model_index.json").unlink(),
+                 "model_index.json: expected a diffusers pipeline folder's index, found no file", id="no-index"),
+    pytest.param(lambda f: (f / "model_index.json").write_text("{"), "got no JSON", id="index-no-json"),
+    pytest.param(rewrite("model_index.json", vae=None), "expected a component 'vae', found", id="component-unnamed"),
+    pytest.param(lambda f: shutil.rmtree(f / "unet"), "unet: expected the component that", id="component-missing"),
+    pytest.param(lambda f: (f / VAE_WEIGHTS).rename(f / "vae/diffusion_pytorch_model.bin"),
+                 "expected safetensors weights, found pickle weights 'diffusion_pytorch_model.bin'", id="pickle"),
+    pytest.param(lambda f: (f / VAE_WEIGHTS).write_bytes(b"x" * 99),
+                 "not a safetensors file, or cut short at 99 bytes", id="weights-cut"),
+])  # fmt: skip
+def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
+    project: Path, tmp_path: Path, damage: Damage, said: str
+) -> None:
+    shutil.copytree(project / "models", tmp_path / "models")
+    (tmp_path / "evalsets").symlink_to(project / "evalsets")
+    damage(tmp_path / "models/product-shots")
+    with pytest.raises(QuantgateError) as caught:
+        check_images(make_track(["shots", "guided"]), tmp_path)
+    assert str(caught.value).startswith("images.candidates.shots.checkpoint: ") and said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    pytest.param(rewrite("scheduler/scheduler_config.json", guidence=3), "scheduler_config.json: guidence: expected an "
+                 "option of DPMSolverMultistepScheduler", id="scheduler-option"),
+    pytest.param(rewrite("unet/config.json", in_channels=5), "expected a pipeline that diffusers", id="other-shape"),
+])  # fmt: skip
+def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: Path, damage: Damage, said: str) -> None:
+    shutil.copytree(project / "models", tmp_path / "models")
+    (tmp_path / "evalsets").symlink_to(project / "evalsets")
+    damage(tmp_path / "models/product-shots")
+    with pytest.raises(QuantgateError) as caught:
+        run(tmp_path, make_track(["shots", "guided"]), "shots")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
