@@ -189,7 +189,7 @@ def describe_blind(compared: CanaryComparison, *, num_asked: int) -> str:
 
 def _describe_threshold(c: CanaryComparison) -> str:
     more = f" ({c.num_planned:,} prompts would for {MIN_POWER:.0%})" if c.is_blind else ""
-    return (f" Floor: {c.floor} differ there from run to run, so up to {c.allowed} prove nothing; a path that changes "
+    return (f" Floor: {c.floor} differ there from run to run, so up to {c.allowed} may be chance; a path that changes "
             f"{c.target_rate:.1%} of answers is noticed with probability {c.power:.0%}{more}.")
 
 
