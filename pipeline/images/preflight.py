@@ -52,6 +52,7 @@ def check_images(track: ImageTrack, root: Path) -> None:
 def describe_material(track: ImageTrack, root: Path) -> dict[str, Any]:
     """Return what the track's results depend on beside candidates: DVC watches it."""
     folders = [folder for e in track.evals.values() for folder in (e.evalset, e.clip)]
+    folders.append(track.candidates[track.reference].checkpoint)
     notes = frozenset({"README.md"})
     try:
         diffusers = version("diffusers")
