@@ -69,6 +69,7 @@ METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
         MetricDefinition("clip_similarity", "mean", "clip", "higher", ""),
         MetricDefinition("decode_ssim", "mean", "ssim", "higher", ""),
         MetricDefinition("decode_psnr_db", "mean", "psnr_db", "higher", "dB"),
+        MetricDefinition("seam_step_levels", "mean", "seam_levels", "lower", "levels"),
         MetricDefinition("guided_std_ratio", "mean", "std_ratio", "lower", ""),
     ),
 }

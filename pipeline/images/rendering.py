@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import CheckpointError, EngineError
+from pipeline.errors import CheckpointError, EngineError, SettingsError
 from pipeline.numerics.guidance import guide, rescale_guidance
 from pipeline.numerics.saturation import guided_std_ratio
-from pipeline.numerics.tiling import blend_tiles
+from pipeline.numerics.tiling import blend_tiles, find_stitches
 from pipeline.records import PipelineServing, Tiling
 
 
@@ -138,9 +138,31 @@ def decode_latents(vae: Any, latents: torch.Tensor, tiling: Tiling | None = None
     unscaled = unscale_latents(vae, latents)
     if tiling is None:
         return decode(unscaled)
-    factor = 2 ** (len(vae.config.block_out_channels) - 1)  # pixels a latent
+    tile, overlap, _ = _place(vae, tiling)
+    return blend_tiles(decode, unscaled, tile=tile, overlap=overlap, window=tiling.window)
+
+
+def list_stitches(vae: Any, latents: torch.Tensor, tiling: Tiling | None) -> tuple[list[int], list[int]]:
+    """Return where tiles meet in the decoded image: x of columns, y of rows; none without tiling.
+
+    Raises:
+        SettingsError: the images are no larger than a tile, so tiling would go untested.
+    """
+    if tiling is None:
+        return [], []
+    tile, overlap, factor = _place(vae, tiling)
+    rows, columns = (find_stitches(size, tile, overlap, factor=factor) for size in latents.shape[-2:])
+    if not rows and not columns:
+        raise SettingsError(f"vae_tiling.tile: expected less than the images' {latents.shape[-1] * factor} pixels, got "
+                            f"{tiling.tile}: no image of the evalset would be tiled; lower it")  # fmt: skip
+    return columns, rows
+
+
+def _place(vae: Any, tiling: Tiling) -> tuple[int, int, int]:
+    """Return tile and overlap in latent pixels, and how many pixels a latent pixel becomes."""
+    factor = 2 ** (len(vae.config.block_out_channels) - 1)
     tile = tiling.tile // factor
-    return blend_tiles(decode, unscaled, tile=tile, overlap=int(tiling.overlap * tile), window=tiling.window)
+    return tile, int(tiling.overlap * tile), factor
 
 
 def unscale_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:

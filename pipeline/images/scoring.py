@@ -10,18 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from pipeline.errors import CheckpointError
 from pipeline.numerics.activation_watch import ModuleRange
 from pipeline.numerics.saturation import clipped_pixel_fraction, is_black, saturated_pixel_fraction, to_unit_range
+from pipeline.numerics.seams import signed_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 
 LATENT_LIMIT = 20.0  # standard deviations: what a decoder was trained on lies within about 5
 MAX_PSNR_DB = 100.0  # of equal images, whose ratio is infinite
 # of an image that holds NaN or infinity: nothing can be measured, and no loss may hide behind that
-_WORST = {"saturated": 1.0, "clipped": 1.0, "ssim": 0.0, "psnr_db": 0.0, "clip": 0.0}
+_WORST = {"seam_levels": 255.0, "saturated": 1.0, "clipped": 1.0, "ssim": 0.0, "psnr_db": 0.0, "clip": 0.0}
 
 
 class ClipScorer:
@@ -61,7 +63,8 @@ class ClipScorer:
 
 
 def score_images(
-    raw: torch.Tensor, exact: torch.Tensor, latents: torch.Tensor, clip: torch.Tensor, std_ratios: torch.Tensor
+    raw: torch.Tensor, exact: torch.Tensor, latents: torch.Tensor, clip: torch.Tensor, std_ratios: torch.Tensor,
+    stitches: tuple[list[int], list[int]],
 ) -> list[dict[str, float]]:
     """Return the scores of a batch.
 
@@ -71,6 +74,7 @@ def score_images(
         latents: (n, channels, height, width), on the decoder's scale.
         clip: (n,), similarity with the prompt.
         std_ratios: (n,), of the guided prediction to the conditional one, mean over the steps.
+        stitches: x of columns and y of rows where tiles meet.
     """
     finite = raw.isfinite().flatten(1).all(1)
     safe = torch.where(finite[:, None, None, None], raw, torch.zeros_like(raw))
@@ -82,6 +86,7 @@ def score_images(
         "ssim": structural_similarity(image, wanted),
         "psnr_db": peak_signal_to_noise_db(image, wanted).clamp(max=MAX_PSNR_DB),
         "clip": clip,
+        "seam_levels": measure_seam_excess(image, wanted, stitches),
     }
     black = is_black(image)
     is_wild = (~latents.isfinite()).flatten(1).any(1) | (latents.abs().flatten(1).amax(1) > LATENT_LIMIT)
@@ -94,6 +99,29 @@ def score_images(
         scores.append({"sound": float(is_sound), "std_ratio": float(std_ratios[i]), **judged,
                        **{name: float(flag) for name, flag in flags.items()}})  # fmt: skip
     return scores
+
+
+def measure_seam_excess(
+    image: torch.Tensor, wanted: torch.Tensor, stitches: tuple[list[int], list[int]]
+) -> torch.Tensor:
+    """Return by how much the mean step across tile boundaries is larger than in the same image decoded in one piece.
+
+    Args:
+        image: (n, 3, height, width), in [0, 1].
+        wanted: the same latents decoded in one piece.
+        stitches: x of columns and y of rows where tiles meet.
+
+    Returns:
+        (n,), in grey levels of 255; 0 without tiles.
+    """
+    excess = []
+    directions: tuple[Literal["columns", "rows"], ...] = ("columns", "rows")
+    for along, places in zip(directions, stitches, strict=True):
+        if places:
+            at = torch.tensor(places) - 1
+            ours, theirs = (signed_steps(side, along=along)[:, at].abs() for side in (image, wanted))
+            excess.append(ours - theirs)
+    return 255 * torch.cat(excess, dim=1).mean(dim=1) if excess else torch.zeros(len(image))
 
 
 def to_bytes(raw: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,7 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
         batch: cases that share a guidance.
         category: the bucket that has this guidance, None for the candidate's own.
     """
-    from pipeline.images.rendering import Prompt, decode_latents, make_latents, unscale_latents
+    from pipeline.images.rendering import Prompt, decode_latents, list_stitches, make_latents, unscale_latents
     from pipeline.images.scoring import score_images, to_bytes
     from pipeline.numerics.activation_watch import ActivationWatch
 
@@ -137,8 +137,9 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
     exact = decode_latents(loaded.exact_vae, latents.values)
     pixels = to_bytes(raw).cpu()
     clip = loaded.clip.score(pixels, [case.prompt for case in batch])
+    stitches = list_stitches(vae, latents.values, loaded.candidate.serving.tiling)
     scores = score_images(raw.cpu(), exact.cpu(), unscale_latents(vae, latents.values).cpu(), clip,
-                          latents.mean_std_ratios())  # fmt: skip
+                          latents.mean_std_ratios(), stitches)  # fmt: skip
     records = tuple(
         CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
                    prompt=case.prompt, output=hashlib.sha256(pixels[i].numpy().tobytes()).hexdigest(),
