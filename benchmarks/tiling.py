@@ -63,7 +63,8 @@ def main() -> None:
         tiling = Tiling(tile=TILE, overlap=overlap, window=window)  # type: ignore[arg-type]
         image = to_unit_range(decode_latents(vae, latents, tiling)).clamp(0, 1)
         columns, rows = list_stitches(vae, latents, tiling)
-        seams = measure_seams(signed_steps(image), columns, period=FACTOR, guard=min(8, max(1, int(overlap * TILE / 2))))
+        guard = min(8, max(1, int(overlap * TILE / 2)))  # more would leave too few columns to compare with
+        seams = measure_seams(signed_steps(image), columns, period=FACTOR, guard=guard)
         decodes = (len(columns) + 1) * (len(rows) + 1) * TILE**2 / WIDTH**2
         print(f"| {overlap:.1%} | {window} | {measure_seam_excess(image, whole, (columns, rows)).mean():+.2f} "
               f"| {seams.z:.1f} | {seams.seam_ratio:.2f} | {structural_similarity(image, whole).mean():.4f} "
