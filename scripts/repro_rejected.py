@@ -38,10 +38,11 @@ def find_cache(dvc: tuple[str, ...]) -> str:
 
 
 def set_release(params: Path, candidate: str) -> None:
-    """Rewrite `release:` in params.yaml, keeping its comments."""
+    """Rewrite `release:` of the candidate's track in params.yaml, keeping comments."""
     yaml = YAML()
     data = yaml.load(params.read_text(encoding="utf-8"))
-    data["release"] = [candidate]
+    track = next((t for t in (data, data.get("images") or {}) if candidate in t.get("candidates", {})), data)
+    track["release"] = [candidate]
     with params.open("w", encoding="utf-8") as file:
         yaml.dump(data, file)
 

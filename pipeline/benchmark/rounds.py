@@ -80,15 +80,17 @@ class Contender:
         for prompt, reply, ids in zip(prompts, replies, tokens, strict=True):
             try:
                 check_work(reply, prompt, plan, num_tokens)
-                check_stream(reply, prompt)
                 check_text(reply, self.expected[prompt.name], len(ids), prompt)
                 self._audit(reply, prompt)
             except UnequalWorkError as error:
                 raise UnequalWorkError(f"{self.role}, {plan.name}: {error}") from None
+        latency_ms = statistics.median(r.inter_token_latency_ms for r in replies)
+        if not latency_ms:
+            check_stream([latency_ms], f"{self.role}, {plan.name}")
         return Batch(
             throughput_tokens_per_s=sum(r.reply.num_completion_tokens for r in replies) / seconds,
             ttft_ms=statistics.median(r.ttft_ms for r in replies),
-            inter_token_latency_ms=statistics.median(r.inter_token_latency_ms for r in replies),
+            inter_token_latency_ms=latency_ms,
         )
 
     def _audit(self, timed: TimedReply, prompt: Prompt) -> None:
@@ -125,6 +127,9 @@ async def run_rounds(
             for side in (reference, candidate) if number % 2 == 0 else (candidate, reference):
                 found[side.role].append(await side.time_batch(plan, plan.rounds[number], num_tokens=num_tokens))
         print(f"  round {number + 1} of {num_rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    for plan, found in zip(plans, timed, strict=True):
+        for role, batches in found.items():
+            check_stream([batch.inter_token_latency_ms for batch in batches], f"{role}, {plan.name}")
     for side in (reference, candidate):
         if side.has_drafts and not (side.speculation and side.speculation.num_drafted):
             raise UnequalWorkError(f"{side.role}: expected drafted tokens, as it is served with speculation, got none")

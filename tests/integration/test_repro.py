@@ -27,7 +27,7 @@ from scripts.repro_rejected import copy_project
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_CASES = {"workflows": 90, "tool_calls": 40, "choices": 40, "prose": 40}
+NUM_CASES = {"workflows": 90, "tool_calls": 40, "choices": 40, "prose": 40, "shots": 8}
 NUM_CALIBRATION = 24  # texts of each source
 # so few cases prove little: wide enough for INT4, far too narrow for a model that answers noise
 TOLERANCES = {
@@ -52,6 +52,7 @@ class Repro:
     code: int
     output: str
     ran: list[str]
+    ran_images: list[str]
     gate_ok: bool
     evaluated_at: dict[str, int]  # candidate -> when its evaluation was written, in ns
     verdicts: dict[str, str]
@@ -84,13 +85,15 @@ class Project:
     def repro(self) -> Repro:
         """Run `dvc repro` and look at what it did."""
         done = self.run(sys.executable, "-m", "dvc", "repro")
+        ran = re.findall(r"^Running stage '(.+)':$", done.stdout, re.MULTILINE)
         evaluations = (self.root / "build/evaluations").glob("*/evaluation.json")
         verdict = self.root / "reports/verdict.json"
         judged = json.loads(verdict.read_text())["verdicts"] if verdict.exists() else []
         return Repro(
             code=done.returncode,
             output=done.stdout,
-            ran=re.findall(r"^Running stage '(.+)':$", done.stdout, re.MULTILINE),
+            ran=[stage for stage in ran if "_images" not in stage],
+            ran_images=[stage for stage in ran if "_images" in stage],
             gate_ok=(self.root / "build/gate.ok").exists(),
             evaluated_at={path.parent.name: path.stat().st_mtime_ns for path in evaluations},
             verdicts={v["candidate"]: v["outcome"] for v in judged},
@@ -142,7 +145,16 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     write_noisy_copy(root / "models/agent", root / "models/noisy")
     project = Project(root)
     params = YAML(typ="safe").load((root / "params.yaml").read_text(encoding="utf-8"))
+    images = params["images"] | {
+        "release": ["bf16"],
+        "candidates": {"shots": {"checkpoint": "models/product-shots", "steps": []},
+                       "bf16": {"checkpoint": "models/product-shots",
+                                "steps": [{"kind": "vae_precision", "dtype": "bfloat16"}]}},
+        "sampling": params["images"]["sampling"] | {"num_inference_steps": 4, "num_workers": 1},
+        "gate": params["images"]["gate"] | {"on_inconclusive": "warn"},  # eight images prove nothing
+    }  # fmt: skip
     project.edit_params(
+        images=images,
         release=["int4"],
         candidates={"reference": {"checkpoint": "models/agent", "steps": []},
                     "int4": {"checkpoint": "models/agent", "steps": [GPTQ]}},
@@ -194,9 +206,14 @@ def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: R
     assert sorted(passed.ran) == sorted(["env", "optimize@reference", "optimize@int4", "evaluate@reference",
                                          "evaluate@int4", "benchmark@int4", *JUDGING])  # fmt: skip
     assert passed.ran[-3:] == JUDGING
+    assert sorted(passed.ran_images) == sorted([
+        "optimize_images@shots", "optimize_images@bf16", "evaluate_images@shots", "evaluate_images@bf16",
+        "compare_images", "track_images", "gate_images"])  # fmt: skip
+    assert (project.root / "build/images/gate.ok").exists() and (project.root / "reports/images/worst.png").exists()
     assert passed.gate_ok and passed.verdicts == {"int4": "pass"}
     evaluation = json.loads((project.root / "build/evaluations/int4/evaluation.json").read_text())
-    assert {name: found["num_cases"] for name, found in evaluation["evals"].items()} == NUM_CASES
+    assert {name: found["num_cases"] for name, found in evaluation["evals"].items()} == {
+        name: count for name, count in NUM_CASES.items() if name != "shots"}
     metrics = json.loads((project.root / "metrics/text/reference.json").read_text())
     assert metrics["workflows"]["task_completion_rate"] > 0.5, "the copy must evaluate a model that works"
     assert "int4" in (project.root / "reports/report.md").read_text()
@@ -211,12 +228,13 @@ def test_the_candidate_was_timed_beside_the_reference(project: Project, passed: 
 def test_a_second_run_does_nothing(repeated: Repro, passed: Repro) -> None:
     assert repeated.code == 0, repeated.output
     assert repeated.ran == ["env"], "only the stage that reads the machine runs every time"
+    assert repeated.ran_images == []
     assert repeated.gate_ok and repeated.evaluated_at == passed.evaluated_at
 
 
 def test_an_edited_tolerance_only_judges_again(tolerance_edited: Repro, passed: Repro) -> None:
     assert tolerance_edited.code == 0, tolerance_edited.output
-    assert tolerance_edited.ran == ["env", *JUDGING]
+    assert tolerance_edited.ran == ["env", *JUDGING] and tolerance_edited.ran_images == []
     assert tolerance_edited.gate_ok and tolerance_edited.evaluated_at == passed.evaluated_at
 
 
