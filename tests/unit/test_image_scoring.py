@@ -1,0 +1,78 @@
+"""What one image is scored: nothing that can't be measured may look good, and a planted seam is as high as it is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.errors import SettingsError
+from pipeline.gate.images import find_overflow, headroom
+from pipeline.images.rendering import list_stitches
+from pipeline.images.scoring import describe_activations, measure_seam_excess, score_images, to_bytes
+from pipeline.numerics.activation_watch import ModuleRange
+from pipeline.records import Tiling
+
+SIZE = 32
+
+
+def draw(n: int = 3) -> torch.Tensor:
+    """Return smooth pictures in [-1, 1]."""
+    ramp = torch.linspace(-0.8, 0.8, SIZE)
+    return (ramp[None, :] * torch.linspace(0.2, 1, SIZE)[:, None]).expand(n, 3, SIZE, SIZE).clone()
+
+
+def score(raw: torch.Tensor, latents: torch.Tensor | None = None) -> list[dict[str, float]]:
+    n = len(raw)
+    return score_images(raw, draw(n), torch.zeros(n, 4, 8, 8) if latents is None else latents, torch.full((n,), 0.9),
+                        torch.ones(n), ([], []))  # fmt: skip
+
+
+def test_an_image_that_is_no_number_scores_worst_everywhere() -> None:
+    raw = draw()
+    raw[1, 0, 5, 5] = float("nan")
+    good, broken, _ = score(raw)
+    assert (good["sound"], good["ssim"], good["psnr_db"], good["nonfinite"]) == (1, 1, 100, 0)
+    assert (broken["sound"], broken["nonfinite"], broken["black"]) == (0, 1, 0)
+    assert (broken["ssim"], broken["psnr_db"], broken["clip"], broken["saturated"]) == (0, 0, 0, 1)
+    assert to_bytes(raw)[1, 0, 5, 5] == 0, "what a user sees is black"
+
+
+def test_a_black_image_and_wild_latents_are_told_apart_from_an_overflow() -> None:
+    raw, latents = draw(), torch.zeros(3, 4, 8, 8)
+    raw[0] = -1.0
+    latents[1, 0, 0, 0] = 300.0
+    black, wild, plain = score(raw, latents)
+    assert (black["sound"], black["black"], black["nonfinite"]) == (0, 1, 0)
+    assert (wild["sound"], wild["latents_out_of_range"]) == (1, 1) and plain["latents_out_of_range"] == 0
+
+
+def test_a_planted_seam_is_as_high_as_it_is_and_without_tiles_there_is_none() -> None:
+    whole = draw() / 2 + 0.5
+    tiled = whole.clone()
+    tiled[..., SIZE // 2 :] += 4 / 255
+    assert torch.allclose(measure_seam_excess(tiled, whole, ([SIZE // 2], [])), torch.tensor(4.0).double(), atol=1e-3)
+    assert measure_seam_excess(tiled, whole, ([], [])).tolist() == [0, 0, 0]
+    assert measure_seam_excess(tiled, whole, ([SIZE // 4], [])).abs().max() < 1e-3, "not where tiles meet"
+
+
+def test_images_that_no_tile_cuts_are_refused() -> None:
+    """Tiling would otherwise be shipped without ever having run."""
+    vae, latents = SimpleNamespace(config=SimpleNamespace(block_out_channels=(1, 2, 3))), torch.zeros(1, 4, 16, 16)
+    assert list_stitches(vae, latents, Tiling(tile=32, overlap=0, window="none")) == ([32], [32])
+    with pytest.raises(SettingsError, match="vae_tiling.tile: expected less than the images' 64 pixels, got 64"):
+        list_stitches(vae, latents, Tiling(tile=64, overlap=0, window="none"))
+
+
+def test_the_module_that_overflowed_is_the_first_that_holds_none() -> None:
+    def module(absmax: float, count: int = 0) -> ModuleRange:
+        return ModuleRange(float("inf") if count else absmax, nonfinite_count=count, nonfinite_calls=count, calls=1)
+
+    ranges = {"": module(1, 9), "conv_in": module(3), "up.0": module(5), "up.1": module(1, 7), "up.1.norm": module(2),
+              "up.2": module(1, 8), "up.2.norm": module(1, 8), "conv_out": module(1, 9)}  # fmt: skip
+    modules = describe_activations([ranges, {"conv_in": module(4096)}], "float16")
+    assert find_overflow(modules) == "up.1"
+    assert modules["conv_in"]["absmax"] == 4096 and headroom(modules["conv_in"]) > 3.9
+    assert headroom(modules["up.1"]) == float("-inf")
+    assert find_overflow(describe_activations([{"conv_in": module(3)}], "float16")) is None
