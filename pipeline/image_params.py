@@ -13,6 +13,7 @@ from pydantic import Field
 from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+SAMPLE_MAX = 1.0  # the schedulers' own default
 
 
 class VaePrecisionStep(Settings):
@@ -57,8 +58,12 @@ class GuidanceStep(Guidance):
     """Another guidance than the track's; `by_category` overrides it where a prompt has that bucket."""
 
     kind: Literal["guidance"]
-    # of the predicted image's absolute values, clipped there (Saharia et al. 2022); None: no thresholding
+    # of the absolute values of the predicted latents, per image and step (Saharia et al. 2022); None: no thresholding
     dynamic_threshold_percentile: float | None = Field(default=None, gt=50, lt=100)
+    # The threshold is that percentile, at least 1 and at most this; latents are clipped at it and divided by it. They
+    # have a standard deviation near 1, not a range of 1 as pixels have: at 1, a plain clamp, the third of the values
+    # that lies beyond is cut, and above 1 all of them shrink until the largest is 1, so that contrast is lost.
+    sample_max_value: float = Field(default=SAMPLE_MAX, ge=1)
     by_category: dict[str, Guidance] = {}
 
 

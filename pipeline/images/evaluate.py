@@ -27,8 +27,12 @@ from pipeline.image_params import ImagesEval, ImageTrack
 from pipeline.images.workers import Order, Rendered, read_facts, render_batch, start_workers
 from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, write_record, write_text
 
-# what renders and scores
-_CODE = ("images/*.py", "numerics/*.py", "cases.py", "evalsets.py", "records.py")
+# What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
+CODE = (
+    "images/evaluate.py", "images/rendering.py", "images/scoring.py", "images/workers.py",
+    "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
+    "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
+)  # fmt: skip
 _PROGRESS_EVERY_S = 10.0
 
 
@@ -51,10 +55,10 @@ def evaluate_images(candidate: ImageCandidate, track: ImageTrack, *, root: Path,
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
     source = root / track.candidates[track.reference].checkpoint
-    code, files, facts = _digest_code(), {}, candidate.facts
+    files, facts = {}, candidate.facts
     for name, settings in track.evals.items():
         evalset = load_evalset(root / settings.evalset)
-        key = digest_json([settings.model_dump(), evalset.digest, code])
+        key = digest_work(settings, evalset)
         with start_workers(Order(candidate, source, settings, root), track.sampling.num_workers) as pool:
             facts = pool.submit(read_facts).result()
             journal = build / "journal" / candidate.name / f"{name}.jsonl"
@@ -142,7 +146,7 @@ def _describe(rendered: Sequence[Rendered], candidate: ImageCandidate) -> dict[s
     }
 
 
-def _digest_code() -> str:
+def digest_work(settings: ImagesEval, evalset: Evalset) -> str:
+    """Return the key of an eval's records: the digest of its settings, its prompts, and the code that judges."""
     package = Path(__file__).parents[1]
-    files = sorted(path for pattern in _CODE for path in package.glob(pattern))
-    return digest_json({path.relative_to(package).as_posix(): digest_file(path) for path in files})
+    return digest_json([settings.model_dump(), evalset.digest, {path: digest_file(package / path) for path in CODE}])

@@ -56,7 +56,8 @@ def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) 
             raise SettingsError(f"dynamic_threshold_percentile: expected a scheduler with dynamic thresholding (DDIM, "
                                 f"DPM-Solver++, UniPC), got {config.get('_class_name')}; remove it or change the "
                                 "pipeline's scheduler")  # fmt: skip
-        _edit(path, {"thresholding": True, "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100})
+        _edit(path, {"thresholding": True, "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100,
+                     "sample_max_value": step.sample_max_value})  # fmt: skip
     by_category = {name: guidance.model_dump() for name, guidance in step.by_category.items()}
     return serving.model_copy(update={"guidance_scale": step.scale, "guidance_rescale": step.rescale,
                                       "guidance_by_category": by_category}), {}  # fmt: skip

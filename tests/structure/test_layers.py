@@ -16,17 +16,17 @@ from tests.structure.import_closure import ROOT, direct_imports
 LAYERS = (
     ("errors", "digests", "differences", "fingerprints", "records", "settings", "image_params", "params",
      "image_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
-     "medians", "recall"),
+     "medians", "recall", "sweep.settings"),
     ("numerics", "environment"),
     ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
     ("images",),
     ("first_turns",),
-    ("preflight", "drift", "benchmark"),
+    ("preflight", "drift", "benchmark", "sweep.rendering"),
 )
 # These judge and show records; the model is none of their business.
-RECORDS_ONLY = ("gate", "tracking", "run_contents", "predictions")
+RECORDS_ONLY = ("gate", "tracking", "run_contents", "predictions", "sweep.judging", "sweep.table", "sweep.plot")
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
 LIGHT_MODULES = ("params", "preflight", "images.preflight", "environment", "memory", *RECORDS_ONLY)
 

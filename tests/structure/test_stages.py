@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from pipeline.images.evaluate import CODE
 from pipeline.params import ServingSettings
 from pipeline.records import ServingConfig
 from tests.structure.import_closure import NOT_A_STAGE, ROOT, import_closure, list_stages
@@ -52,6 +53,14 @@ def test_evaluate_watches_what_can_change_an_answer_and_nothing_else_of_serving(
     names = [name for name in _names(read_dvc_stages()["evaluate"]["params"]) if name.startswith("serving")]
     shared = ServingSettings.model_fields.keys() & ServingConfig.model_fields.keys()
     assert sorted(names) == sorted(f"serving.{name}" for name in shared)
+
+
+def test_the_key_of_rendered_images_covers_what_the_stage_runs() -> None:
+    """Too few: old pictures pass for new. Too many: after an edit elsewhere no two candidates can be compared."""
+    folders = ("pipeline/images/", "pipeline/numerics/")
+    run = {path for path in import_closure("evaluate_images") if path.startswith(folders)}
+    covered = {f"pipeline/{path}" for path in CODE if f"pipeline/{path}".startswith(folders)}
+    assert covered == {path for path in run if not path.endswith("__init__.py")}
 
 
 def test_bytecode_is_no_dependency() -> None:

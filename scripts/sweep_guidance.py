@@ -1,0 +1,96 @@
+"""Render the image track's reference over a grid of guidance settings, and say what each would cost.
+
+    python scripts/sweep_guidance.py [--scales 5 9 12 15] [--rescales 0 0.3 0.5 0.7 1]
+                                     [--percentiles none 99.5] [--max-values 1] [--prompts N] [--eval NAME]
+
+Reads the section `images` of params.yaml: the reference's checkpoint, sampling, prompts, CLIP and tolerances. Prints
+the table and writes it with its picture to `reports/images/sweep.md` and `sweep.png`. A percentile turns the
+scheduler's own thresholding on, and a maximum limits its threshold. Finished settings are kept in
+`build/images/sweep`: the same command goes on after a kill. `--prompts` takes some of the prompts, the same ones in
+each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.errors import SettingsError  # noqa: E402
+from pipeline.image_params import SAMPLE_MAX, ImageTrack  # noqa: E402
+from pipeline.images.preflight import check_images  # noqa: E402
+from pipeline.params import get_images, load_params  # noqa: E402
+from pipeline.records import write_text  # noqa: E402
+from pipeline.settings import BUILDS, REPORTS  # noqa: E402
+from pipeline.sweep.judging import judge_sweep  # noqa: E402
+from pipeline.sweep.plot import plot_sweep  # noqa: E402
+from pipeline.sweep.rendering import render_settings, take_prompts  # noqa: E402
+from pipeline.sweep.settings import list_settings, make_sweep_track  # noqa: E402
+from pipeline.sweep.table import describe_pareto, describe_verdicts, render_sweep, render_table  # noqa: E402
+from stages.cli import run_stage  # noqa: E402
+
+PICTURE, TABLE = "sweep.png", "sweep.md"
+
+
+def main(argv: list[str]) -> int:
+    """Render, judge, write; return 0 whatever the verdicts are, 130 on Ctrl-C."""
+    options, start = _parse(argv), time.monotonic()
+    images = get_images(load_params())
+    check_images(images, Path())
+    build = BUILDS["images"] / "sweep" / ("all" if options.prompts is None else str(options.prompts))
+    track = _make_track(options, images, build)
+    try:
+        rendered = render_settings(track, root=Path(), build=build, say=_say)
+    except KeyboardInterrupt:
+        _say("interrupted; finished settings and batches are kept, run the same command to go on")
+        return 130
+    rows, reports = judge_sweep(track, build), REPORTS["images"]
+    plot_sweep(rows, track, reports / PICTURE)
+    write_text(reports / TABLE, render_sweep(rows, track, picture=PICTURE))
+    print(f"{render_table(rows)}\n\nPareto set:\n{describe_pareto(rows)}\n\n{describe_verdicts(rows)}")
+    _say(f"{reports / TABLE}: {len(rows)} settings, {len(rendered)} rendered now, {time.monotonic() - start:.0f} s")
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sweep_guidance", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--scales", type=float, nargs="+", default=[5, 9, 12, 15])
+    parser.add_argument("--rescales", type=float, nargs="+", default=[0, 0.3, 0.5, 0.7, 1])
+    parser.add_argument("--percentiles", type=_parse_percentile, nargs="+", default=[None, 99.5],
+                        help="of dynamic thresholding, or none (none 99.5)")
+    parser.add_argument("--max-values", type=float, nargs="+", default=[SAMPLE_MAX],
+                        help=f"upper limit of the threshold ({SAMPLE_MAX:g})")
+    parser.add_argument("--prompts", type=int, help="how many; else all")
+    parser.add_argument("--eval", help="whose prompts; else the first eval's")
+    return parser.parse_args(argv)
+
+
+def _parse_percentile(text: str) -> float | None:
+    try:
+        return None if text == "none" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected none or a percentile such as 99.5, got {text!r}") from None
+
+
+def _make_track(options: argparse.Namespace, images: ImageTrack, build: Path) -> ImageTrack:
+    name = options.eval or next(iter(images.evals))
+    if name not in images.evals:
+        raise SettingsError(f"--eval: expected one of {', '.join(images.evals)}, got {name!r}")
+    evalset = images.evals[name].evalset
+    settings = list_settings(options.scales, options.rescales, options.percentiles, options.max_values)
+    if options.prompts is not None:
+        take_prompts(Path(evalset), options.prompts, build / "prompts")
+        evalset = (build / "prompts").as_posix()
+    return make_sweep_track(images, settings, eval_name=name, evalset=evalset)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run_stage("sweep_guidance", main)
