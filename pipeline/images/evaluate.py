@@ -31,7 +31,7 @@ from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, 
 CODE = (
     "images/evaluate.py", "images/rendering.py", "images/scoring.py", "images/workers.py",
     "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
-    "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
+    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
 )  # fmt: skip
 _PROGRESS_EVERY_S = 10.0
 

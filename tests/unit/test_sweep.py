@@ -69,8 +69,8 @@ def write_tree(build: Path, track: ImageTrack, shown: dict[str, tuple[float, flo
             case_id=f"shot-{i}", input_digest=digest_text(str(i)), cluster=str(i), prompt="a ball",
             output=f"{name} {i}", fingerprint=candidate.fingerprint, scores={
                 "sound": 1.0, "saturated": min(max(saturated + float(noise[i]), 0.0), 1.0), "std_ratio": 1.5,
-                "clip": similar + float(noise[-i]), "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0, "nonfinite": 0.0,
-                "black": 0.0, "latents_out_of_range": 0.0}) for i in range(NUM_PROMPTS)]  # fmt: skip
+                "clip": similar + float(noise[-i]), "seam_levels": 0.0, "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0,
+                "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0}) for i in range(NUM_PROMPTS)]  # fmt: skip
         write_cases(folder / "shots.jsonl", records)
         write_text(folder / "shots.json", json.dumps({"decoder": {}}))
         file = EvalFile(kind="images", settings=track.evals["shots"].model_dump(mode="json"), key="k",
