@@ -2,9 +2,10 @@
 
     python scripts/sweep_guidance.py [--scales 5 9 12 15] [--rescales 0 0.3 0.5 0.7 1]
                                      [--percentiles none 99.5] [--max-values 1] [--prompts N] [--eval NAME]
+                                     [--out reports/images]
 
 Reads the section `images` of params.yaml: the reference's checkpoint, sampling, prompts, CLIP and tolerances. Prints
-the table and writes it with its picture to `reports/images/sweep.md` and `sweep.png`. A percentile turns the
+the table and writes it with its picture to `sweep.md` and `sweep.png` in `reports/images`. A percentile turns the
 scheduler's own thresholding on, and a maximum limits its threshold. Finished settings are kept in
 `build/images/sweep`: the same command goes on after a kill. `--prompts` takes some of the prompts, the same ones in
 each run.
@@ -48,11 +49,11 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         _say("interrupted; finished settings and batches are kept, run the same command to go on")
         return 130
-    rows, reports = judge_sweep(track, build), REPORTS["images"]
-    plot_sweep(rows, track, reports / PICTURE)
-    write_text(reports / TABLE, render_sweep(rows, track, picture=PICTURE))
+    rows = judge_sweep(track, build)
+    plot_sweep(rows, track, options.out / PICTURE)
+    write_text(options.out / TABLE, render_sweep(rows, track, picture=PICTURE))
     print(f"{render_table(rows)}\n\nPareto set:\n{describe_pareto(rows)}\n\n{describe_verdicts(rows)}")
-    _say(f"{reports / TABLE}: {len(rows)} settings, {len(rendered)} rendered now, {time.monotonic() - start:.0f} s")
+    _say(f"{options.out / TABLE}: {len(rows)} settings, {len(rendered)} rendered now, {time.monotonic() - start:.0f} s")
     return 0
 
 
@@ -66,6 +67,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                         help=f"upper limit of the threshold ({SAMPLE_MAX:g})")
     parser.add_argument("--prompts", type=int, help="how many; else all")
     parser.add_argument("--eval", help="whose prompts; else the first eval's")
+    parser.add_argument("--out", type=Path, default=REPORTS["images"], help="folder of the report")
     return parser.parse_args(argv)
 
 
