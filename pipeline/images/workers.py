@@ -9,7 +9,9 @@ import contextlib
 import hashlib
 import io
 import multiprocessing
+import os
 import resource
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -89,10 +91,18 @@ def read_facts() -> dict[str, Any]:
 
 
 def _load(order: Order) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     try:
         _worker.append(_load_all(order))
     except QuantgateError as error:  # raised here it would only say that a process has ended
         _problems.append(error)
+
+
+def _end_with_parent() -> None:
+    """End when the stage is gone, killed or not: a worker that waits for its next batch would not notice."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)
 
 
 def _load_all(order: Order) -> _Loaded:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import evaluate_images
 from pipeline.images.preflight import check_images
 from pipeline.records import read_cases
+from pipeline.serving.engines.keeper import list_descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 8
@@ -91,6 +96,42 @@ def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path)
     plain, guided = ({r.case_id: r for r in run(project, track, name)} for name in track.candidates)
     for case_id, record in guided.items():
         assert (record.output == plain[case_id].output) == ("background/white" in record.buckets)
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from pipeline.image_params import ImageTrack
+from pipeline.image_serving import read_image_candidate
+from pipeline.images.evaluate import evaluate_images
+if __name__ == "__main__":
+    root, track = Path(sys.argv[1]), ImageTrack.model_validate_json(sys.argv[2])
+    evaluate_images(read_image_candidate(root / "build", "shots", track), track, root=root, build=root / "build")
+"""
+
+
+def test_after_sigkill_no_worker_is_left(project: Path) -> None:
+    track = make_track(["shots", "guided"])
+    build_image_candidate("shots", track, root=project, build=project / "build")
+    script = project / "stage.py"
+    script.write_text(STAGE)
+    stage = subprocess.Popen([sys.executable, str(script), str(project), track.model_dump_json()], cwd=ROOT,
+                             env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (workers := list_descendants(stage.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(2)  # the worker has begun to load
+    workers = list_descendants(stage.pid)
+    stage.kill()
+    stage.wait()
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers and not any(map(is_running, workers))
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 Damage = Callable[[Path], Any]
