@@ -33,6 +33,7 @@ from pipeline.gate.verdicts import (
     REFUSED,
     SPEED_FAILED,
     UNPROVEN,
+    UNSOUND,
     Judgement,
     Policy,
     describe_policy,
@@ -208,7 +209,7 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
                 # what nothing gates may be too small to compare
                 (measured.notes if allowed is None else measured.refusals).append(str(error))
     if params.evals[eval_name].kind == "images" and (why := explain_unsound(measured.evidence, eval_name)):
-        measured.notes.append(f"{eval_name}: {why}")
+        measured.notes.append(f"{UNSOUND.removeprefix('note: ')}{eval_name}: {why}")
     _measure_tripwires(measured, reference, eval_name, params)
 
 

@@ -37,6 +37,7 @@ DRAFTS_FAILED = "fail: speculation: "  # starts the reason of a candidate whose 
 PATH_FAILED = "fail: path: "  # starts the reason of a candidate whose path changes answers
 SPEED_FAILED = "fail: speed: "  # starts the reason of a candidate that is slower than tolerated
 UNPROVEN = "inconclusive: canary: "  # starts the reason of a path that was judged by too few prompts
+UNSOUND = "note: images: "  # starts the reason that says why images are not sound
 FAILED = (DRAFTS_FAILED, PATH_FAILED, SPEED_FAILED)  # start the reasons that no comparison stands for
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
@@ -350,6 +351,8 @@ def _why(verdict: Verdict, blocks: bool) -> list[str]:
               if reason.startswith(FAILED)]
     lines += [f"  inconclusive {reason.removeprefix('inconclusive: ')}" for reason in verdict.reasons
               if reason.startswith(UNPROVEN)]
+    lines += [f"  {'images':<12} {reason.removeprefix(UNSOUND)}" for reason in verdict.reasons
+              if reason.startswith(UNSOUND)]
     shown = [c for outcome in ("fail", "inconclusive") for c in verdict.comparisons if c.outcome == outcome]
     for comparison in shown:
         lines += describe(comparison)

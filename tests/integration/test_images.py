@@ -17,6 +17,7 @@ import pytest
 from pipeline.errors import QuantgateError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.report import render_report
+from pipeline.gate.verdicts import render_gate
 from pipeline.image_params import ImageTrack
 from pipeline.image_serving import read_image_candidate
 from pipeline.images.candidate import build_image_candidate
@@ -89,6 +90,8 @@ def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
                and "first overflows in 'up_blocks." in reason for reason in verdicts["hot"].reasons)  # fmt: skip
     assert verdicts["hot"].outcome != "pass"
     assert "first overflows in" in render_report(compared)
+    released = compared.judgement.policy.model_copy(update={"release": ("hot",)})
+    assert "first overflows in" in render_gate(compared.judgement.model_copy(update={"policy": released}))
 
 
 def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path) -> None:
