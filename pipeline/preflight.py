@@ -8,7 +8,7 @@ so it costs a fraction of a second.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from pipeline.params import (
 )
 from pipeline.records import SpeculativeConfig
 from pipeline.serving.vllm_config import build_speculative_config, check_config, check_options
-from pipeline.settings import describe_yaml_error
+from pipeline.settings import Track, describe_yaml_error
 
 Load = Callable[[Path], Evalset]
 
@@ -51,17 +51,26 @@ def check_project(params: Params, root: Path) -> None:
         EvalsetError: with file and line, what `load_evalset` refuses.
     """
     load = cache(load_evalset)  # two evals may name one folder
-    texts = _load_kind(load, root / params.optimize.calibration_texts, "optimize.calibration_texts", "documents")
+    texts = load_kind(load, root / params.optimize.calibration_texts, "optimize.calibration_texts", "documents")
     check_folder = cache(lambda folder, is_served: _check_folder(folder, params, is_served))  # most share one
     for name, candidate in params.candidates.items():
         _check_candidate(f"candidates.{name}", candidate, texts.card, root, check_folder)
     evalsets = {name: _check_eval(load, f"evals.{name}", settings, root) for name, settings in params.evals.items()}
-    for metric, tolerance in params.gate.tolerances.items():
+    check_buckets("gate", params, evalsets)
+
+
+def check_buckets(where: str, track: Track, evalsets: Mapping[str, Evalset | None]) -> None:
+    """Refuse a tolerance of a bucket that its evalset has not; None stands for one whose cases are elsewhere.
+
+    Raises:
+        SettingsError: with the path of the key, which starts with `where`.
+    """
+    for metric, tolerance in track.gate.tolerances.items():
         evalset = evalsets[metric.split("/")[0]]
         for bucket in tolerance.buckets:
             if evalset is not None and bucket not in evalset.card.buckets:
-                raise SettingsError(f"gate.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has no "
-                                    f"such bucket; it has {', '.join(evalset.card.buckets) or 'none'}")  # fmt: skip
+                raise SettingsError(f"{where}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
+                                    f"no such bucket; it has {', '.join(evalset.card.buckets) or 'none'}")
 
 
 def _check_candidate(
@@ -182,7 +191,7 @@ def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> E
 
 def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:
     if not isinstance(settings, HarnessEval):
-        return _load_kind(load, root / settings.evalset, f"{where}.evalset", _CARD_KINDS[settings.kind])
+        return load_kind(load, root / settings.evalset, f"{where}.evalset", _CARD_KINDS[settings.kind])
     if settings.include_path is None:
         return None
     folder = root / settings.include_path
@@ -219,7 +228,8 @@ def _task_names(data: Any) -> Iterator[str]:
             yield from _task_names(entry)
 
 
-def _load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:
+def load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:
+    """Load an evalset that a key names; refuse a folder without one, and one of another kind."""
     if not (folder / CASES_FILE).is_file():
         raise SettingsError(f"{where}: expected an evalset folder with card.yaml and {CASES_FILE}, got {str(folder)!r}")
     evalset = load(folder)

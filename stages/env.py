@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.drafts import digest_drafts
 from pipeline.environment import describe_problems, read_libraries, read_machine, write_if_changed
 from pipeline.evalsets import digest_evalsets
-from pipeline.images.preflight import check_images, describe_material
+from pipeline.image_preflight import check_images, describe_material
 from pipeline.memory import check_needs, estimate_needs, read_available_mib
 from pipeline.params import load_params
 from pipeline.preflight import check_project

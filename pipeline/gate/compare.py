@@ -119,7 +119,7 @@ def _load(build: Path, name: str, params: Track, policy: Policy) -> Measured:
 def _describe(measured: Measured, kinds: dict[str, str]) -> None:
     """Compute a candidate's own metrics from whatever records are fit."""
     for eval_name, records in (measured.evidence.records if measured.evidence else {}).items():
-        clusters = _number_clusters(records)
+        clusters = number_clusters(records)
         for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
             if definition.is_gated:
                 try:
@@ -139,7 +139,8 @@ def _check_room(measured: Measured, *, is_reference: bool) -> None:
                 measured.notes.append(f"{what} and count as wrong")
 
 
-def _number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
+def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
+    """Return the cluster of each record as a number, 0-based without holes."""
     return np.unique([record.cluster for record in records], return_inverse=True)[1].astype(np.int64)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -19,7 +18,7 @@ from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.images import headroom, read_decoder
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.records import replace_whole
+from pipeline.gate.plots import save_figure
 
 _NUM_WORST = 3  # of a candidate
 _DIFFERENCE_GAIN = 4  # differences are too small to see as they are
@@ -50,7 +49,7 @@ def plot_worst_images(compared: ReleaseComparison, path: Path) -> None:
                 axis.imshow(picture.astype(np.uint8), interpolation="nearest")
             line[3 * k + 1].set_title(pairs[eval_name].reference[i].case_id, fontsize=5)
     figure.suptitle(f"worst images: reference, candidate, difference × {_DIFFERENCE_GAIN}", fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def list_worst(pairs: Mapping[str, PairedCases]) -> list[tuple[str, int]]:
@@ -88,7 +87,7 @@ def plot_headroom(compared: ReleaseComparison, path: Path) -> None:
         axis.set_xlim(_LEAST_BITS, 16)
     figure.supxlabel("doublings left under float16's largest number, worst modules (orange: under 1, or it overflowed)",
                      fontsize=7)  # fmt: skip
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _read_picture(evidence: Evidence, eval_name: str, record: Any) -> Picture:
@@ -96,8 +95,3 @@ def _read_picture(evidence: Evidence, eval_name: str, record: Any) -> Picture:
 
     with Image.open(evidence.folder / eval_name / f"{record.case_id}.png") as opened:
         return np.asarray(opened.convert("RGB"))
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with replace_whole(path) as temporary:
-        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})

@@ -12,10 +12,14 @@ from pipeline.gate.pairing import Evidence
 Modules = Mapping[str, Mapping[str, Any]]
 
 
+def read_notes(evidence: Evidence, eval_name: str) -> dict[str, Any]:
+    """Return the notes beside the records of one eval; their seal was checked when records were loaded."""
+    return dict(json.loads((evidence.folder / f"{eval_name}.json").read_text(encoding="utf-8")))
+
+
 def read_decoder(evidence: Evidence, eval_name: str) -> dict[str, dict[str, Any]]:
-    """Return the ranges of the decoder's modules in one eval; their seal was checked when records were loaded."""
-    path = evidence.folder / f"{eval_name}.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))["decoder"])
+    """Return the ranges of the decoder's modules in one eval."""
+    return dict(read_notes(evidence, eval_name)["decoder"])
 
 
 def headroom(module: Mapping[str, Any], key: str = "headroom_bits") -> float:
@@ -28,9 +32,9 @@ def headroom(module: Mapping[str, Any], key: str = "headroom_bits") -> float:
 def find_overflow(modules: Modules) -> str | None:
     """Return the first module, in the decoder's order, that wrote NaN or infinity and holds none that did."""
     broken = [name for name, module in modules.items() if module["nonfinite_count"]]
-    origins = [name for name in broken if not any(other.startswith(f"{name}.") or (not name and other)
-                                                  for other in broken)]  # fmt: skip
-    return min(origins, key=list(modules).index) if origins else None
+    # the decoder's own name is empty, and it holds all others
+    return next((name for name in broken if not any(other != name and other.startswith(f"{name}." if name else "")
+                                                    for other in broken)), None)  # fmt: skip
 
 
 def explain_unsound(evidence: Evidence, eval_name: str) -> str | None:
@@ -52,7 +56,7 @@ def describe_rendering(evidence: Evidence) -> list[str]:
     """Say what rendering cost, and what a range fix proved, one sentence or two each."""
     lines = []
     for eval_name in evidence.records:
-        notes = json.loads((evidence.folder / f"{eval_name}.json").read_text(encoding="utf-8"))
+        notes = read_notes(evidence, eval_name)
         lines.append(f"{eval_name}: {notes['denoise_ms_per_image']:.0f} ms an image to denoise, "
                      f"{notes['decode_ms_per_image']:.1f} ms to decode with every module watched; peak memory of a "
                      f"process {notes['peak_memory_mib']:.0f} MiB.")

@@ -50,7 +50,7 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     figure.supxlabel("harm in units of the tolerance, right is worse (dashed line: the tolerance; "
                      f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds)", fontsize=9)
     _add_outcome_legend(figure)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _reach(comparisons: Sequence[Comparison]) -> tuple[float, float]:
@@ -119,7 +119,7 @@ def plot_completion(judgement: Judgement, path: Path) -> None:
     axis.set_xticks([i + 0.4 - width / 2 for i in range(len(buckets))],
                     [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)], fontsize=8, parse_math=False)
     _style_completion(axis, len(series))
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_bars(axis: Axes, metrics: Sequence[Metric | None], number: int, width: float, label: str) -> None:
@@ -164,10 +164,10 @@ def plot_speed(judgement: Judgement, path: Path) -> None:
                    fontsize=10, loc="left")
     if found:
         axis.legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Save as PNG under a temporary name first; without metadata the bytes follow from the numbers.
 
     The canvas writes it: `Figure.savefig` draws everything twice, the first time for the layout alone.

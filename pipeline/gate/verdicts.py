@@ -346,13 +346,9 @@ def _why(verdict: Verdict, blocks: bool) -> list[str]:
     effect = "blocks the release" if blocks else "does not block: gate.on_inconclusive is warn"
     lines = ["", f"{verdict.candidate}: {verdict.outcome}, {effect}"]
     lines += [f"  {reason}" for reason in verdict.reasons if reason.startswith("perplexity flat")]
-    lines += [f"  {'refused':<12} {problem}" for problem in list_refusals(verdict)]
-    lines += [f"  {'fail':<12} {reason.removeprefix('fail: ')}" for reason in verdict.reasons
-              if reason.startswith(FAILED)]
-    lines += [f"  inconclusive {reason.removeprefix('inconclusive: ')}" for reason in verdict.reasons
-              if reason.startswith(UNPROVEN)]
-    lines += [f"  {'images':<12} {reason.removeprefix(UNSOUND)}" for reason in verdict.reasons
-              if reason.startswith(UNSOUND)]
+    for label, starts in (("refused", REFUSED), ("fail", FAILED), ("inconclusive", UNPROVEN), ("images", UNSOUND)):
+        lines += [f"  {label:<12} {reason.removeprefix('note: ').removeprefix(f'{label}: ')}"
+                  for reason in verdict.reasons if reason.startswith(starts)]
     shown = [c for outcome in ("fail", "inconclusive") for c in verdict.comparisons if c.outcome == outcome]
     for comparison in shown:
         lines += describe(comparison)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.compare import Measured, compare_release
+from pipeline.gate.compare import Measured, compare_release, number_clusters
 from pipeline.gate.pairing import read_scores
 from pipeline.gate.statistics import proportion_interval
 from pipeline.image_params import GuidanceStep, ImageTrack
@@ -81,7 +81,7 @@ def judge_sweep(track: ImageTrack, build: Path) -> list[SweepRow]:
     compared = compare_release(track, build)
     (eval_name,) = track.evals
     records = {name: _read_records(compared.measured[name], eval_name) for name in track.candidates}
-    clusters = np.unique([r.cluster for r in records[track.reference]], return_inverse=True)[1].astype(np.int64)
+    clusters = number_clusters(records[track.reference])
     saturated, similar = (np.array([read_scores(rows, score, where=name) for name, rows in records.items()])
                           for score in ("saturated", "clip"))  # fmt: skip
     pareto = find_pareto_set(saturated.mean(1), similar.mean(1))

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from pipeline.gate.plots import save_figure
 from pipeline.image_params import ImageTrack
-from pipeline.records import replace_whole
 from pipeline.sweep.judging import Estimate, SweepRow, list_pareto
 from pipeline.sweep.settings import SATURATION, SIMILARITY
 
@@ -52,8 +51,7 @@ def plot_sweep(rows: Sequence[SweepRow], track: ImageTrack, path: Path) -> None:
     axis.set_title(f"{len(rows)} settings, {rows[0].num_prompts} prompts each; bars: 95 % intervals by cluster",
                    fontsize=10)  # fmt: skip
     _add_legend(figure, rows, colours, markers)
-    with replace_whole(path) as temporary:
-        FigureCanvasAgg(figure).print_png(temporary, metadata={"Software": None})
+    save_figure(figure, path)
 
 
 def _root(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -19,10 +19,10 @@ from pipeline.gate.compare import compare_release
 from pipeline.gate.report import render_report
 from pipeline.gate.verdicts import render_gate
 from pipeline.image_params import ImageTrack
+from pipeline.image_preflight import check_images
 from pipeline.image_serving import read_image_candidate
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import evaluate_images
-from pipeline.images.preflight import check_images
 from pipeline.records import read_cases
 from pipeline.serving.engines.keeper import list_descendants
 

@@ -23,12 +23,12 @@ LAYERS = (
     ("evals",),
     ("images",),
     ("first_turns",),
-    ("preflight", "drift", "benchmark", "sweep.rendering"),
+    ("preflight", "image_preflight", "drift", "benchmark", "sweep.rendering"),
 )
 # These judge and show records; the model is none of their business.
 RECORDS_ONLY = ("gate", "tracking", "run_contents", "predictions", "sweep.judging", "sweep.table", "sweep.plot")
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
-LIGHT_MODULES = ("params", "preflight", "images.preflight", "environment", "memory", *RECORDS_ONLY)
+LIGHT_MODULES = ("params", "preflight", "image_preflight", "environment", "memory", *RECORDS_ONLY)
 
 MODULES = sorted((ROOT / "pipeline").rglob("*.py"))
 

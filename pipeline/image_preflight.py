@@ -9,9 +9,10 @@ from typing import Any
 
 from pipeline.digests import digest_folder
 from pipeline.errors import CheckpointError, SettingsError
-from pipeline.evalsets import CASES_FILE, Evalset, load_evalset
+from pipeline.evalsets import load_evalset
 from pipeline.image_params import GuidanceStep, ImageTrack
 from pipeline.images.folders import open_pipeline
+from pipeline.preflight import check_buckets, load_kind
 
 _CLIP_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
@@ -23,19 +24,15 @@ def check_images(track: ImageTrack, root: Path) -> None:
         SettingsError: with the path of the key, what it names, and what there is.
         EvalsetError: with file and line.
     """
-    evalsets = {name: _load_prompts(f"images.evals.{name}", root / e.evalset) for name, e in track.evals.items()}
+    evalsets = {name: load_kind(load_evalset, root / e.evalset, f"images.evals.{name}.evalset", "prompts")
+                for name, e in track.evals.items()}  # fmt: skip
     buckets = {bucket for evalset in evalsets.values() for bucket in evalset.card.buckets}
     for name, settings in track.evals.items():
         for file in _CLIP_FILES:
             if not (root / settings.clip / file).is_file():
                 raise SettingsError(f"images.evals.{name}.clip: expected a CLIP checkpoint folder with {file}, found "
                                     f"none in {settings.clip!r}; correct the path, or save model and processor there")
-    for metric, tolerance in track.gate.tolerances.items():
-        known = evalsets[metric.split("/")[0]].card.buckets
-        for bucket in tolerance.buckets:
-            if bucket not in known:
-                raise SettingsError(f"images.gate.tolerances.{metric}.buckets.{bucket}: the evalset has no such "
-                                    f"bucket; it has {', '.join(known) or 'none'}")
+    check_buckets("images.gate", track, evalsets)
     check = cache(open_pipeline)  # most candidates share a folder
     for name, candidate in track.candidates.items():
         try:
@@ -59,14 +56,3 @@ def describe_material(track: ImageTrack, root: Path) -> dict[str, Any]:
     except PackageNotFoundError:
         diffusers = "absent"
     return {"folders": {f: digest_folder(root / f, ignore=notes) for f in folders}, "diffusers": diffusers}
-
-
-def _load_prompts(where: str, folder: Path) -> Evalset:
-    if not (folder / CASES_FILE).is_file():
-        raise SettingsError(f"{where}.evalset: expected an evalset folder with card.yaml and {CASES_FILE}, got "
-                            f"{str(folder)!r}")
-    evalset = load_evalset(folder)
-    if evalset.card.kind != "prompts":
-        raise SettingsError(f"{where}.evalset: expected an evalset of kind 'prompts', {evalset.card.name!r} is of kind "
-                            f"{evalset.card.kind!r}")
-    return evalset
