@@ -25,7 +25,7 @@ import torch
 
 from pipeline.evalsets import load_evalset
 from pipeline.images.layout import (
-    TOLERANCE,
+    TOLERANCES,
     LayoutMeasurement,
     bind_layouts,
     compare_outputs,
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         log_calls(pipe, settings.parts[0], settings.modes[0], prompts)
         return 0
     print(f"torch {torch.__version__}, one thread, float32, batches of {settings.batch}; outputs may differ by "
-          f"{TOLERANCE:g} of their standard deviation\n\n"
+          f"{TOLERANCES[torch.float32]:g} of their standard deviation\n\n"
           "| part | mode | channels first, ms | last, ms | ratio, first repeat | median ratio of each repeat "
           "| outputs differ by | activation reorders, first | last | decisions |\n"
           "|---|---|---:|---:|---:|---:|---:|---:|---:|---|", flush=True)  # fmt: skip
@@ -82,7 +82,7 @@ def repeat_measurement(
         return [measure_layout(pipe, part, prompts, SERVING, rounds=rounds) for _ in range(repeats)]
     first, last = bind_layouts(pipe, part, prompts, SERVING, wrap=WRAPS[mode])
     difference = compare_outputs(last(), first())
-    return [measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=TOLERANCE)
+    return [measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=TOLERANCES[torch.float32])
             for _ in range(repeats)]  # fmt: skip
 
 

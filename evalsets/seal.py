@@ -28,7 +28,7 @@ from pipeline.evalsets import (
     parse_card,
     read_card,
 )
-from pipeline.records import write_text
+from pipeline.files import write_text
 from stages.cli import run_stage
 
 _LINE_WIDTH = 120

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.digests import digest_json
 from pipeline.errors import EvalsetError
-from pipeline.records import Record, first_problem, line_of, read_lines
+from pipeline.files import line_of, read_lines
+from pipeline.records import Record, first_problem
 
 Kind = Literal["documents", "choices", "tool_calls", "trajectories", "prompts"]
 T = TypeVar("T")
@@ -116,8 +118,24 @@ class TrajectoryCase(Case):
 class PromptCase(Case):
     """A prompt for a picture, and the seed of the noise that it is drawn from."""
 
-    prompt: str = Field(min_length=1)
+    prompt: str
     seed: int = Field(ge=0, lt=2**63)
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_not_blank(cls, prompt: str) -> str:
+        if not prompt.strip():
+            raise PydanticCustomError("blank", "expected words")
+        return prompt
+
+    @field_validator("id")
+    @classmethod
+    def _names_a_file(cls, name: str) -> str:
+        """Refuse an id that can't name the picture's file."""
+        if not re.fullmatch(r"\w[\w.+ -]*", name):
+            raise PydanticCustomError("file_name", "expected letters, digits, '_', '-', '+', '.' and spaces, as it "
+                                      "names the picture's file, starting with a letter or digit")  # fmt: skip
+        return name
 
 
 _CASE_KINDS: dict[Kind, type[Case]] = {

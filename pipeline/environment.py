@@ -21,7 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.records import Record, write_text
+from pipeline.files import write_text
+from pipeline.records import Record
 
 # Every package whose version can change an answer; mlflow, dvc and the gate's own are not among them.
 LIBRARIES = ("accelerate", "compressed-tensors", "datasets", "llmcompressor", "lm-eval", "numpy", "safetensors",

@@ -41,7 +41,7 @@ class VaeRangeFixStep(Settings):
 
 
 class ChannelsLastStep(Settings):
-    """Channels-last memory format of convolutional parts."""
+    """Channels-last memory format, for those of the parts that are measured to gain by it on this machine."""
 
     kind: Literal["channels_last"]
     parts: list[Literal["unet", "vae"]] = Field(min_length=1)
@@ -106,6 +106,7 @@ class ImagesEval(Settings):
     kind: Literal["images"]
     evalset: str
     clip: str  # CLIP checkpoint folder
+    oversaturated_above: float = Field(default=0.05, gt=0, lt=1)  # fraction of an image's pixels that are saturated
 
 
 class ImageTrack(Track):

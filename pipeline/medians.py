@@ -14,6 +14,7 @@ from pipeline.errors import EvidenceError
 from pipeline.verdict_records import MedianInterval
 
 CONFIDENCE = 0.95
+MIN_ROUNDS = 6  # the fewest whose span is such an interval
 
 
 def bound_median(values: Sequence[float]) -> MedianInterval:

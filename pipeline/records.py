@@ -8,8 +8,6 @@ name and moved into place: a killed stage leaves no half file behind.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
@@ -21,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.digests import canonical_json, digest_json
 from pipeline.errors import EvidenceError, describe_problem
+from pipeline.files import line_of, read_lines, write_text
 from pipeline.fingerprints import fingerprint, name_command, read_environment
 
 
@@ -407,33 +406,6 @@ class Evaluation(Record):
 R = TypeVar("R", bound=Record)
 
 
-@contextlib.contextmanager
-def replace_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary name to write to, and move the file into place at the end: whole or not at all.
-
-    Raises:
-        OSError: the system's, with the name of the file that was meant instead of the temporary one, or of none.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and flush it to disk."""
-    with replace_whole(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_record(path: Path, record: Record) -> None:
     """Write one record as indented JSON."""
     write_text(path, record.model_dump_json(indent=2) + "\n")
@@ -452,17 +424,6 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise EvidenceError(f"{path}: expected {article} {kind.__name__}, found no file; run `dvc repro`") from None
     except ValidationError as error:
         raise EvidenceError(f"{path}: not a valid {kind.__name__}: {first_problem(error)}") from None
-
-
-def read_lines(path: Path) -> list[str]:
-    """Split a text file at newlines only: `str.splitlines` also cuts at U+2028 inside a JSON string."""
-    text = path.read_text(encoding="utf-8")
-    return text.removesuffix("\n").split("\n") if text else []
-
-
-def line_of(error: UnicodeDecodeError) -> int:
-    """Return the line, counted from 1, in which a file stopped being text."""
-    return error.object[: error.start].count(b"\n") + 1
 
 
 def write_cases(path: Path, records: Iterable[Record]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pipeline.errors import JournalError
-from pipeline.records import write_text
+from pipeline.files import write_text
 from pipeline.run_contents import RunContents
 
 EXPERIMENTS = {"text": "quantgate", "images": "quantgate images"}  # by track: their metrics have nothing in common

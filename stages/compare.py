@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 
 from pipeline.benchmark_records import read_machine
+from pipeline.files import write_text
 from pipeline.gate.compare import compare_release
 from pipeline.gate.image_plots import plot_headroom, plot_worst_images
 from pipeline.gate.plots import plot_completion, plot_harm, plot_speed
 from pipeline.gate.report import metrics_tree, render_report
 from pipeline.params import load_params
-from pipeline.records import write_record, write_text
+from pipeline.records import write_record
 from pipeline.settings import BUILDS, METRICS, REPORTS, Track
 from stages.cli import run_stage
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pipeline.files import write_text
 from pipeline.gate.verdicts import Judgement
-from pipeline.records import read_record, write_text
+from pipeline.records import read_record
 from pipeline.run_contents import describe_runs
 from pipeline.settings import BUILDS, REPORTS
 from pipeline.tracking import log_runs, write_pages

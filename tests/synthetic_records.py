@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.digests import digest_file, digest_json, digest_text
+from pipeline.files import write_text
 from pipeline.params import (
     Calibration,
     GptqStep,
@@ -44,7 +45,6 @@ from pipeline.records import (
     read_record,
     write_cases,
     write_record,
-    write_text,
 )
 
 STEP = GptqStep(kind="gptq", calibration=Calibration(sources=["long"], num_samples=128, max_tokens=256,

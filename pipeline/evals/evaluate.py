@@ -24,6 +24,7 @@ from pipeline.evals.harness import task_digest
 from pipeline.evals.journal import Journal
 from pipeline.evals.registry import EVALS
 from pipeline.evalsets import Evalset, load_evalset
+from pipeline.files import replace_folder, write_text
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.params import EvalSettings, HarnessEval, Params
 from pipeline.records import (
@@ -41,7 +42,6 @@ from pipeline.records import (
     sum_speculation,
     write_cases,
     write_record,
-    write_text,
 )
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
@@ -122,7 +122,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
         seconds=round(time.monotonic() - start, 3),
     )
     write_record(paths.folder / "evaluation.json", evaluation)
-    _put_in_place(paths.folder, paths.target)
+    replace_folder(paths.folder, paths.target)
     shutil.rmtree(paths.journals, ignore_errors=True)
     shutil.copytree(paths.target, paths.last)
     return evaluation
@@ -274,13 +274,3 @@ def _describe_file(job: _Eval, folder: Path, num_cases: int) -> EvalFile:
                     evalset_digest=job.evalset_digest, num_cases=num_cases, records=records.name,
                     sha256=digest_file(records),
                     arrays_sha256=digest_file(arrays) if arrays.is_file() else None)  # fmt: skip
-
-
-def _put_in_place(folder: Path, target: Path) -> None:
-    """Replace `target` by `folder`; a kill in between leaves no half folder under either name."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    folder.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

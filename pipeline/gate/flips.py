@@ -63,11 +63,12 @@ def worst_flips(comparisons: Sequence[Comparison], pairs: Mapping[str, PairedCas
 
 def _flips_of(metric: str, buckets: list[str], pairs: PairedCases) -> list[Flip]:
     eval_name = metric.partition("/")[0]
-    key = definition_of(metric).score
+    definition = definition_of(metric)
+    key = definition.score
     found: list[tuple[tuple[bool, int, str], Flip]] = []
     for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
         if ours.scores[key] != theirs.scores[key]:
-            is_loss = ours.scores[key] > theirs.scores[key]
+            is_loss = (ours.scores[key] - theirs.scores[key]) * definition.sign > 0
             hits = sum(bucket in buckets for bucket in ours.buckets)
             found.append(((not is_loss, -hits, ours.case_id), _show(eval_name, is_loss, ours, theirs)))
     return [flip for _, flip in sorted(found, key=lambda pair: pair[0])]
@@ -83,12 +84,11 @@ def _show(eval_name: str, is_loss: bool, ours: CaseRecord, theirs: CaseRecord) -
 def worst_cases(metric: str, pairs: PairedCases, *, limit: int) -> list[tuple[str, float, float]]:
     """Return (case id, reference, candidate) per unit of weight for the cases that lost most in total."""
     definition = definition_of(metric)
-    sign = 1 if definition.better == "higher" else -1
     rows = []
     for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
         weight = ours.scores[definition.weight] if definition.weight else 1.0
         before, after = ours.scores[definition.score], theirs.scores[definition.score]
-        rows.append((sign * (after - before), ours.case_id, before / weight, after / weight))
+        rows.append((definition.sign * (after - before), ours.case_id, before / weight, after / weight))
     return [(case_id, ours, theirs) for _, case_id, ours, theirs in sorted(rows)[:limit]]
 
 

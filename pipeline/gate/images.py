@@ -57,12 +57,19 @@ def describe_rendering(evidence: Evidence) -> list[str]:
     lines = []
     for eval_name in evidence.records:
         notes = read_notes(evidence, eval_name)
-        lines.append(f"{eval_name}: {notes['denoise_ms_per_image']:.0f} ms an image to denoise, "
-                     f"{notes['decode_ms_per_image']:.1f} ms to decode with every module watched; peak memory of a "
-                     f"process {notes['peak_memory_mib']:.0f} MiB.")
+        ratio = notes["decode_to_float32"]
+        beside = (f", {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) of the reference's float32 "
+                  "decode of the same latents" if ratio else "")  # fmt: skip
+        lines.append(f"{eval_name}: {notes['denoise_ms_per_image']:.0f} ms an image to denoise "
+                     f"({notes['step_ms_per_image']:.2f} a step), {notes['decode_ms_per_image']:.2f} ms to decode"
+                     f"{beside}; a batch's decode holds at most {notes['decode_peak_mib']:.1f} MiB, weights included, "
+                     f"and a process {notes['peak_memory_mib']:.0f} MiB.")
     for step in evidence.candidate.steps:
         if "proof" in step:
             lines.append(_describe_proof(step["proof"]))
+        lines += [f"Channels-last is kept for the {part}: it takes {m['ratio']['median']:.3f} "
+                  f"({m['ratio']['low']:.3f} to {m['ratio']['high']:.3f}) of the time with channels first."
+                  for part, m in step.get("layout", {}).items() if m["decision"] == "keep"]  # fmt: skip
     return lines
 
 

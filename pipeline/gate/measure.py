@@ -165,12 +165,13 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) 
     A broken evalset that nobody can solve would otherwise let everything through.
 
     Raises:
-        EvidenceError: the reference's rate is not above the tolerance.
+        EvidenceError: the share of cases that the reference has right is not above the tolerance.
     """
     m = measurement
-    if m.tolerance is not None and definition.estimator == "proportion" and m.reference <= m.tolerance:
+    right = m.reference if definition.better == "higher" else 1 - m.reference
+    if m.tolerance is not None and definition.estimator == "proportion" and right <= m.tolerance:
         raise EvidenceError(f"{name_metric(m.metric, m.bucket)}: the reference is right in "
-                            f"{round(m.reference * m.n)} of {m.n} cases, so a loss above the tolerance of "
+                            f"{round(right * m.n)} of {m.n} cases, so a loss above the tolerance of "
                             f"{m.tolerance:g} can't show; look at the evalset")
 
 
@@ -178,7 +179,7 @@ def _compare_scores(
     reference: Scores, candidate: Scores, bucket: str | None, name: str, tolerance: float | None, alpha: float
 ) -> Measurement:
     definition, clusters, n = reference.definition, reference.clusters, len(reference.values)
-    d = (reference.values - candidate.values) * (1.0 if definition.better == "higher" else -1.0)
+    d = (reference.values - candidate.values) * definition.sign
     b = c = None
     if definition.estimator == "proportion":
         bounds = proportion_bounds(d, clusters, confidence=1 - alpha)

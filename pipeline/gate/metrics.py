@@ -36,6 +36,11 @@ class MetricDefinition:
     weight: str | None = None
     is_gated: bool = True
 
+    @property
+    def sign(self) -> float:
+        """1 where a higher score is better, -1 where a lower one is: reference less candidate times this is harm."""
+        return 1.0 if self.better == "higher" else -1.0
+
 
 _DIVERGENCE = (
     MetricDefinition(
@@ -65,7 +70,9 @@ METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
     ),
     "images": (
         MetricDefinition("sound_image_rate", "proportion", "sound", "higher", ""),
+        MetricDefinition("oversaturated_image_rate", "proportion", "oversaturated", "lower", ""),
         MetricDefinition("saturated_pixel_fraction", "mean", "saturated", "lower", ""),
+        MetricDefinition("clipped_pixel_fraction", "mean", "clipped", "lower", ""),
         MetricDefinition("clip_similarity", "mean", "clip", "higher", ""),
         MetricDefinition("decode_ssim", "mean", "ssim", "higher", ""),
         MetricDefinition("decode_psnr_db", "mean", "psnr_db", "higher", "dB"),

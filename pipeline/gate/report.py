@@ -15,6 +15,7 @@ from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_cases, worst_flips
+from pipeline.gate.image_costs import tabulate_costs
 from pipeline.gate.images import describe_rendering
 from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.speed_section import describe_measurement, tabulate_speed
@@ -56,6 +57,13 @@ sign-flip test), after Holm's correction over {family}.
 """
 
 
+_COSTS = """
+Time is CPU time on a CPU; the decode is timed in turn with the reference's float32 decode of the same latents, and its
+ratio is the median over batches with its 95 % interval. Memory is what the decode of a batch holds at most, weights
+included. Headroom is how many times the decoder's largest activation can double in the format that it runs in.
+"""
+
+
 def render_report(compared: ReleaseComparison, here: Machine | None = None) -> str:
     """Write the whole report as Markdown.
 
@@ -69,6 +77,7 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
     if "trajectories" in judgement.policy.eval_kinds.values():
         parts.append("![Task completion by bucket](completion.png)\n")
     if judgement.policy.track == "images":
+        parts.append(_table(tabulate_costs(compared)) + _COSTS)
         parts.append("![Reference, candidate and difference of the worst images](worst.png)\n")
         parts.append("![Headroom of the decoder's modules](headroom.png)\n")
     if any(verdict.speed for verdict in judgement.verdicts):

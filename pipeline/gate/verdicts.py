@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pipeline.digests import canonical_json, digest_file, digest_files, digest_json, name_changed_file
 from pipeline.errors import EvidenceError
+from pipeline.files import write_text
 from pipeline.fingerprints import find_difference, fingerprint
 from pipeline.gate.speed import list_slow_cells
 from pipeline.gate.wording import (
@@ -25,7 +26,7 @@ from pipeline.gate.wording import (
     show_unprintable,
 )
 from pipeline.params import Params
-from pipeline.records import Record, write_text
+from pipeline.records import Record
 from pipeline.serving_config import read_track_candidate
 from pipeline.settings import BUILDS, REPORTS, Track
 from pipeline.verdict_records import Comparison, Metric, Verdict

@@ -13,16 +13,18 @@ from typing import Any
 
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.evalsets import load_evalset
-from pipeline.image_params import ImageTrack, VaeRangeFixStep
-from pipeline.image_serving import sample_plainly
+from pipeline.files import replace_folder
+from pipeline.image_params import ChannelsLastStep, ImageTrack, VaeRangeFixStep
+from pipeline.image_serving import sample_plainly, serve
 from pipeline.images.folders import describe_pipeline, iterate_weights
 from pipeline.images.rendering import Prompt
 from pipeline.images.steps import STEPS
-from pipeline.records import BuiltCandidate, ImageCandidate, PipelineServing, write_record
+from pipeline.records import BuiltCandidate, Fallback, ImageCandidate, PipelineServing, write_record
 from pipeline.weight_files import check_finite
 
 # what can change an image
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "safetensors")
+_RENDERING = (VaeRangeFixStep, ChannelsLastStep)  # steps that render prompts of the first eval
 
 
 def build_image_candidate(name: str, track: ImageTrack, *, root: Path, build: Path) -> ImageCandidate:
@@ -46,40 +48,49 @@ def build_image_candidate(name: str, track: ImageTrack, *, root: Path, build: Pa
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
     try:
-        built, serving = _build(name, track, working, target, root=root)
+        built = _build(name, track, working, target, root=root)
         write_record(working / "candidate.json", built)
-        shutil.rmtree(target, ignore_errors=True)
-        working.rename(target)
+        replace_folder(working, target)
     finally:
         shutil.rmtree(working, ignore_errors=True)
-    return ImageCandidate(**built.model_dump(), serving=serving)
+    return serve(built, track)
 
 
-def _build(
-    name: str, track: ImageTrack, working: Path, target: Path, *, root: Path
-) -> tuple[BuiltCandidate, PipelineServing]:
+def _build(name: str, track: ImageTrack, working: Path, target: Path, *, root: Path) -> BuiltCandidate:
     settings = track.candidates[name]
     source = root / settings.checkpoint
     checkpoint = describe_pipeline(source, root=root)
     check_finite(iterate_weights(source), where=source)
-    serving, records = sample_plainly(track), []
+    records: tuple[dict[str, Any], ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
     if settings.steps:
         folder = working / "checkpoint"
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("README.md", "card.json", "*.png"))
-        for i, step in enumerate(settings.steps):
-            more = {"prompts": load_prompts(track, root)} if isinstance(step, VaeRangeFixStep) else {}
-            before = serving
-            try:
-                serving, record = STEPS[step.kind](folder, serving, step=step, **more)
-            except (NumericsError, SettingsError) as error:
-                raise type(error)(f"images.candidates.{name}.steps.{i}: {error}") from None
-            records.append(step.model_dump(mode="json") | record | {"serving": _list_changes(before, serving)})
+        records, fallbacks = _apply_steps(name, track, folder, root)
         made = describe_pipeline(folder, root=root, parent_digest=checkpoint.digest)
         check_finite(iterate_weights(folder), where=folder)
         checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
     versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
-    built = BuiltCandidate(name=name, checkpoint=checkpoint, steps=tuple(records), libraries=versions)
-    return built, serving
+    return BuiltCandidate(name=name, checkpoint=checkpoint, steps=records, fallbacks=fallbacks, libraries=versions)
+
+
+def _apply_steps(
+    name: str, track: ImageTrack, folder: Path, root: Path
+) -> tuple[tuple[dict[str, Any], ...], tuple[Fallback, ...]]:
+    """Apply a candidate's steps to its copy of the pipeline; return their records, and what fell back."""
+    serving, records = sample_plainly(track), []
+    fallbacks: list[Fallback] = []
+    for i, step in enumerate(track.candidates[name].steps):
+        more = {"prompts": load_prompts(track, root)} if isinstance(step, _RENDERING) else {}
+        try:
+            done = STEPS[step.kind](folder, serving, step=step, **more)
+        except (NumericsError, SettingsError) as error:
+            raise type(error)(f"images.candidates.{name}.steps.{i}: {error}") from None
+        changes = {"serving": _list_changes(serving, done.serving)}
+        records.append(step.model_dump(mode="json") | done.record | changes)
+        fallbacks += done.fallbacks
+        serving = done.serving
+    return tuple(records), tuple(fallbacks)
 
 
 def load_prompts(track: ImageTrack, root: Path) -> list[Prompt]:

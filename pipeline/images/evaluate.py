@@ -2,14 +2,16 @@
 
 All candidates get the same prompts and seeds, so every comparison is paired. Finished batches are journaled with
 their pixels: a killed run renders none of them twice. The folder holds records as of any other eval, the images as
-PNG, and a file of notes: the range of every decoder module, seconds, peak memory.
+PNG, and a file of notes: the range of every decoder module, time, memory, what guidance did at each step.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,14 +24,16 @@ from pipeline.cases import PromptCase
 from pipeline.digests import digest_file, digest_json
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
+from pipeline.files import replace_folder, write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.image_params import ImagesEval, ImageTrack
-from pipeline.images.workers import Order, Rendered, read_facts, render_batch, start_workers
-from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, write_record, write_text
+from pipeline.images.workers import Order, Rendered, read_facts, render_batch, start_workers, weigh_decode
+from pipeline.medians import MIN_ROUNDS, bound_median
+from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, write_record
 
 # What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
 CODE = (
-    "images/evaluate.py", "images/rendering.py", "images/scoring.py", "images/workers.py",
+    "images/evaluate.py", "images/rendering.py", "images/scoring.py", "images/timing.py", "images/workers.py",
     "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
     "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
 )  # fmt: skip
@@ -70,8 +74,7 @@ def evaluate_images(candidate: ImageCandidate, track: ImageTrack, *, root: Path,
         seconds=round(time.monotonic() - start, 3),
     )  # fmt: skip
     write_record(working / "evaluation.json", evaluation)
-    shutil.rmtree(target, ignore_errors=True)
-    working.rename(target)
+    replace_folder(working, target)
     shutil.rmtree(build / "journal" / candidate.name, ignore_errors=True)
     return evaluation
 
@@ -93,7 +96,9 @@ def _run_eval(
         records.append(record)
         (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
     write_cases(working / f"{name}.jsonl", records)
-    write_text(working / f"{name}.json", json.dumps(_describe(rendered, candidate), indent=1) + "\n")
+    notes = _describe(rendered, candidate) | {
+        "decode_peak_mib": round(pool.submit(weigh_decode, candidate.serving.batch_size).result(), 2)}
+    write_text(working / f"{name}.json", json.dumps(notes, indent=1) + "\n")
     sound = sum(r.scores["sound"] for r in records)
     print(f"  {name}: n={len(records)}, {sound:.0f} sound, {time.monotonic() - start:.1f} s", file=sys.stderr)
     return EvalFile(kind=settings.kind, settings=settings.model_dump(mode="json"), key=key,
@@ -132,18 +137,31 @@ def _render(
 
 
 def _describe(rendered: Sequence[Rendered], candidate: ImageCandidate) -> dict[str, Any]:
-    """Return the notes: of the batches of this run, the others were taken from the journal."""
+    """Return the notes: of the batches of this run, the others were taken from the journal.
+
+    Time is that of pipeline/images/timing.py. Fewer than six batches give no interval of the ratio.
+    """
     from pipeline.images.scoring import describe_activations
 
     num = sum(len(batch.records) for batch in rendered)
     per_image = 1000 / num if num else 0.0
+    ratios = [batch.decode_s / batch.exact_decode_s for batch in rendered if batch.exact_decode_s]
+    denoise_ms = sum(batch.denoise_s for batch in rendered) * per_image
+    steps = zip(*(batch.std_ratios for batch in rendered), strict=False)
     return {
         "num_rendered": num,
-        "denoise_ms_per_image": round(sum(batch.denoise_s for batch in rendered) * per_image, 3),
+        "denoise_ms_per_image": round(denoise_ms, 3),
+        "step_ms_per_image": round(denoise_ms / candidate.serving.num_inference_steps, 4),
         "decode_ms_per_image": round(sum(batch.decode_s for batch in rendered) * per_image, 3),
+        "decode_to_float32": bound_median(ratios).model_dump() if len(ratios) >= MIN_ROUNDS else None,
+        "std_ratio_by_step": [round(statistics.fmean(values), 5) for values in map(_drop_nan, steps) if values],
         "peak_memory_mib": round(max((batch.peak_memory_mib for batch in rendered), default=0.0), 1),
         "decoder": describe_activations([batch.ranges for batch in rendered], candidate.serving.vae_dtype),
     }
+
+
+def _drop_nan(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def digest_work(settings: ImagesEval, evalset: Evalset) -> str:

@@ -6,8 +6,12 @@ have, weights beside which a pickle lies and no safetensors. Loading is `renderi
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +65,7 @@ def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
         if not name.startswith(_WITHOUT_WEIGHTS):
             _read_json(part / "config.json", f"the config of component {name!r}")
             tensors[name] = read_header(find_weights(part))
-    _read_json(folder / "scheduler" / "scheduler_config.json", "the scheduler's config")
+    _check_scheduler(folder / "scheduler" / "scheduler_config.json")
     return tensors
 
 
@@ -121,6 +125,40 @@ def describe_pipeline(folder: Path, *, root: Path, parent_digest: str | None = N
         files=files,
         parent_digest=parent_digest,
     )
+
+
+def _check_scheduler(path: Path) -> None:
+    """Refuse an option that the scheduler does not have: diffusers would ignore it."""
+    config = _read_json(path, "the scheduler's config")
+    name = str(config.get("_class_name"))
+    known = read_scheduler_options(name)
+    if known is None:
+        raise CheckpointError(f"{path}: _class_name: expected a scheduler of diffusers, got {name!r}; correct it or "
+                              "save the pipeline again")  # fmt: skip
+    for option in config:
+        if option not in known and not option.startswith("_"):
+            near = difflib.get_close_matches(option, known, n=1)
+            raise CheckpointError(f"{path}: {option}: expected an option of {name}, which would ignore this one"
+                                  f"{f'; did you mean {near[0]!r}?' if near else '; remove it'}")  # fmt: skip
+
+
+@cache
+def read_scheduler_options(name: str) -> frozenset[str] | None:
+    """Return the options of a scheduler of the installed diffusers, read from its source; None for an unknown one.
+
+    To import it would take torch along, and seconds.
+    """
+    found = importlib.util.find_spec("diffusers")
+    folders = [Path(place) / "schedulers" for place in (found.submodule_search_locations or [])] if found else []
+    for path in sorted(file for folder in folders for file in folder.rglob("scheduling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if f"class {name}(" in text:
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ClassDef) and node.name == name:
+                    return frozenset(a.arg for function in node.body
+                                     if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+                                     for a in (*function.args.args, *function.args.kwonlyargs))  # fmt: skip
+    return None
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:

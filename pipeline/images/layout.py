@@ -1,14 +1,15 @@
 """Measure whether a part of a pipeline gains by channels-last, and decide: keep it or leave it off.
 
 Both memory formats run the same inputs, taken from the pipeline's own rendering, in turn on one thread; what is
-compared is the ratio of CPU seconds within a pair, so that what else runs on the machine meets both. Also here: what
+compared is the ratio of CPU seconds (`timing.py`) within a pair, so that what else runs meets both. Also here: what
 oneDNN's log says of reorders, the copies it makes of activations between two memory formats. Copies that torch makes
-itself are not in that log. GPUs are not covered: `benchmarks/sdxl_shapes.py` has them.
+itself are not in that log, which a GPU does not write; `benchmarks/sdxl_shapes.py` times GPUs at full shape.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from pipeline.images.rendering import Prompt, make_latents, unscale_latents
+from pipeline.images.timing import read_seconds
 from pipeline.medians import bound_median
 from pipeline.records import PipelineServing
 from pipeline.verdict_records import MedianInterval
@@ -27,7 +29,8 @@ Run = Callable[[], torch.Tensor]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 KEPT_BELOW = 0.95  # of the time with channels first: a smaller gain is not worth another memory format
-TOLERANCE = 1e-4  # of the output's standard deviation: float32 sums in another order stay far below
+# of the output's standard deviation: float32 sums in another order stay far below; in 16 bits about 50 roundings
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}
 WARM_UPS = 2
 
 
@@ -36,7 +39,7 @@ class LayoutMeasurement:
     """What channels-last does to one part."""
 
     part: Part
-    ratio: MedianInterval  # CPU seconds with channels last to those with channels first, within a pair
+    ratio: MedianInterval  # time with channels last to that with channels first, within a pair
     channels_first_s: float  # median
     channels_last_s: float
     difference: float  # largest of the two outputs, in units of the output's standard deviation
@@ -61,7 +64,7 @@ def decide_layout(ratio: MedianInterval, *, difference: float, tolerance: float)
 
 def measure_layout(
     pipe: Any, part: Part, prompts: Sequence[Prompt], serving: PipelineServing, *, rounds: int = 20,
-    tolerance: float = TOLERANCE, wrap: Wrap = lambda call: call,
+    wrap: Wrap = lambda call: call,
 ) -> LayoutMeasurement:  # fmt: skip
     """Time one part with channels first and last, on what rendering the prompts feeds it.
 
@@ -71,7 +74,6 @@ def measure_layout(
         prompts: one batch, of one category.
         serving: how the pipeline is run.
         rounds: pairs that are timed; six at least.
-        tolerance: of the outputs' difference, in units of the output's standard deviation.
         wrap: makes another callable of the part's own, `torch.compile` for example.
 
     Raises:
@@ -83,7 +85,9 @@ def measure_layout(
     try:
         first, last = bind_layouts(pipe, part, prompts, serving, wrap=wrap)
         difference = compare_outputs(last(), first())
-        return measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=tolerance)
+        model = getattr(pipe, part)
+        return measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=TOLERANCES[model.dtype],
+                            clock=functools.partial(read_seconds, model.device))  # fmt: skip
     finally:
         torch.set_num_threads(threads)
 

@@ -24,6 +24,7 @@ LATENT_LIMIT = 20.0  # standard deviations: what a decoder was trained on lies w
 MAX_PSNR_DB = 100.0  # of equal images, whose ratio is infinite
 # of an image that holds NaN or infinity: nothing can be measured, and no loss may hide behind that
 _WORST = {"seam_levels": 255.0, "saturated": 1.0, "clipped": 1.0, "ssim": 0.0, "psnr_db": 0.0, "clip": 0.0}
+_WORST_STD_RATIO = 100.0  # where no step had a finite one
 
 
 class ClipScorer:
@@ -64,8 +65,8 @@ class ClipScorer:
 
 def score_images(
     raw: torch.Tensor, exact: torch.Tensor, latents: torch.Tensor, clip: torch.Tensor, std_ratios: torch.Tensor,
-    stitches: tuple[list[int], list[int]],
-) -> list[dict[str, float]]:
+    stitches: tuple[list[int], list[int]], *, oversaturated_above: float,
+) -> list[dict[str, float]]:  # fmt: skip
     """Return the scores of a batch.
 
     Args:
@@ -73,13 +74,14 @@ def score_images(
         exact: the same latents decoded by the reference's VAE in float32.
         latents: (n, channels, height, width), on the decoder's scale.
         clip: (n,), similarity with the prompt.
-        std_ratios: (n,), of the guided prediction to the conditional one, mean over the steps.
+        std_ratios: (n,), of the guided prediction to the conditional one, mean over the steps; NaN where none is.
         stitches: x of columns and y of rows where tiles meet.
+        oversaturated_above: fraction of an image's pixels that are saturated.
     """
     finite = raw.isfinite().flatten(1).all(1)
-    safe = torch.where(finite[:, None, None, None], raw, torch.zeros_like(raw))
-    unclamped = to_unit_range(safe)
-    image, wanted = unclamped.clamp(0, 1), to_unit_range(exact).clamp(0, 1)
+    is_comparable = finite & exact.isfinite().flatten(1).all(1)
+    unclamped, wanted = (to_unit_range(blank(side, ~is_comparable)) for side in (raw, exact))
+    image, wanted = unclamped.clamp(0, 1), wanted.clamp(0, 1)
     numbers = {
         "saturated": saturated_pixel_fraction(image),
         "clipped": clipped_pixel_fraction(unclamped),
@@ -88,17 +90,25 @@ def score_images(
         "clip": clip,
         "seam_levels": measure_seam_excess(image, wanted, stitches),
     }
+    worst = _WORST | ({} if any(stitches) else {"seam_levels": 0.0})
     black = is_black(image)
     is_wild = (~latents.isfinite()).flatten(1).any(1) | (latents.abs().flatten(1).amax(1) > LATENT_LIMIT)
     scores = []
     for i in range(len(raw)):
         flags = {"nonfinite": not finite[i], "black": bool(black[i]) and bool(finite[i]),
                  "latents_out_of_range": bool(is_wild[i])}  # fmt: skip
-        judged = {name: float(values[i]) for name, values in numbers.items()} if finite[i] else _WORST
-        is_sound = not flags["nonfinite"] and not flags["black"]
-        scores.append({"sound": float(is_sound), "std_ratio": float(std_ratios[i]), **judged,
+        judged = {name: float(values[i]) for name, values in numbers.items()} if is_comparable[i] else worst
+        ratio = float(std_ratios[i])
+        flags |= {"sound": not flags["nonfinite"] and not flags["black"],
+                  "oversaturated": judged["saturated"] > oversaturated_above}  # fmt: skip
+        scores.append({"std_ratio": ratio if math.isfinite(ratio) else _WORST_STD_RATIO, **judged,
                        **{name: float(flag) for name, flag in flags.items()}})  # fmt: skip
     return scores
+
+
+def blank(batch: torch.Tensor, unusable: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+    """Return a batch (n, channels, height, width) with another value all over its samples that are unusable, (n,)."""
+    return batch.masked_fill(unusable[:, None, None, None], value)
 
 
 def measure_seam_excess(

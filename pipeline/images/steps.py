@@ -2,7 +2,7 @@
 
 Each takes the candidate's own copy of the pipeline folder and the serving config so far, writes into the folder
 what plain diffusers reads from there, and returns the new serving config. The one that rewrites weights is
-`vae_range_fix.py`.
+`vae_range_fix.py`, the one that measures first is `channels_last.py`.
 """
 
 from __future__ import annotations
@@ -14,33 +14,26 @@ from typing import Any
 
 from pipeline.errors import SettingsError
 from pipeline.image_params import (
-    ChannelsLastStep,
     GuidanceStep,
     UnetPrecisionStep,
     VaePrecisionStep,
     VaeTilingStep,
 )
+from pipeline.images.channels_last import run_channels_last
+from pipeline.images.results import StepResult
 from pipeline.images.vae_range_fix import run_vae_range_fix
 from pipeline.records import PipelineServing, Tiling
-
-# a step: (folder, serving so far, step) -> (serving, what else is worth recording)
-StepResult = tuple[PipelineServing, dict[str, Any]]
 
 
 def run_vae_precision(folder: Path, serving: PipelineServing, *, step: VaePrecisionStep) -> StepResult:
     """Decode in a number format. diffusers casts a float16 VAE back to float32 where `force_upcast` says so."""
     _edit(folder / "vae" / "config.json", {"force_upcast": step.dtype == "float32"})
-    return serving.model_copy(update={"vae_dtype": step.dtype}), {}
+    return StepResult(serving.model_copy(update={"vae_dtype": step.dtype}))
 
 
 def run_unet_precision(folder: Path, serving: PipelineServing, *, step: UnetPrecisionStep) -> StepResult:
     """Denoise in a number format."""
-    return serving.model_copy(update={"unet_dtype": step.dtype}), {}
-
-
-def run_channels_last(folder: Path, serving: PipelineServing, *, step: ChannelsLastStep) -> StepResult:
-    """Lay out convolutional weights with channels last."""
-    return serving.model_copy(update={"channels_last": tuple(sorted(set(step.parts)))}), {}
+    return StepResult(serving.model_copy(update={"unet_dtype": step.dtype}))
 
 
 def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) -> StepResult:
@@ -59,13 +52,13 @@ def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) 
         _edit(path, {"thresholding": True, "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100,
                      "sample_max_value": step.sample_max_value})  # fmt: skip
     by_category = {name: guidance.model_dump() for name, guidance in step.by_category.items()}
-    return serving.model_copy(update={"guidance_scale": step.scale, "guidance_rescale": step.rescale,
-                                      "guidance_by_category": by_category}), {}  # fmt: skip
+    return StepResult(serving.model_copy(update={"guidance_scale": step.scale, "guidance_rescale": step.rescale,
+                                                 "guidance_by_category": by_category}))  # fmt: skip
 
 
 def run_vae_tiling(folder: Path, serving: PipelineServing, *, step: VaeTilingStep) -> StepResult:
     """Decode in tiles."""
-    return serving.model_copy(update={"tiling": Tiling(**step.model_dump(exclude={"kind"}))}), {}
+    return StepResult(serving.model_copy(update={"tiling": Tiling(**step.model_dump(exclude={"kind"}))}))
 
 
 STEPS: dict[str, Callable[..., StepResult]] = {

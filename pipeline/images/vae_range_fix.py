@@ -16,6 +16,7 @@ from pipeline.errors import SettingsError
 from pipeline.image_params import VaeRangeFixStep
 from pipeline.images.folders import find_weights
 from pipeline.images.rendering import Prompt, load_pipeline, make_latents, unscale_latents
+from pipeline.images.results import StepResult
 from pipeline.numerics.range_fix import apply_range_fix, measure_activations, plan_range_fix
 from pipeline.numerics.range_proof import RangeFixProof, prove_range_fix
 from pipeline.records import PipelineServing
@@ -23,7 +24,7 @@ from pipeline.records import PipelineServing
 
 def run_vae_range_fix(
     folder: Path, serving: PipelineServing, *, step: VaeRangeFixStep, prompts: list[Prompt]
-) -> tuple[PipelineServing, dict[str, Any]]:
+) -> StepResult:
     """Rewrite the VAE of a pipeline folder; the record holds the proof.
 
     Args:
@@ -52,7 +53,7 @@ def run_vae_range_fix(
     stored = find_weights(folder / "vae")
     fixed.save_pretrained(folder / "vae", safe_serialization=True)
     assert stored.is_file()
-    return serving, {"proof": describe_proof(proof, num_prompts=len(unseen)), "scales": dict(plan.scales)}
+    return StepResult(serving, {"proof": describe_proof(proof, num_prompts=len(unseen)), "scales": dict(plan.scales)})
 
 
 def describe_proof(proof: RangeFixProof, *, num_prompts: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import resource
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cases import PromptCase
+from pipeline.environment import read_hardware
 from pipeline.errors import EngineError, QuantgateError
 from pipeline.fingerprints import fingerprint, read_environment
 from pipeline.image_params import ImagesEval
@@ -44,9 +44,11 @@ class Rendered:
     records: tuple[CaseRecord, ...]
     pictures: tuple[bytes, ...]  # PNG
     ranges: dict[str, Any]  # of the decoder's modules, see pipeline/numerics/activation_watch.py
-    denoise_s: float
+    std_ratios: tuple[float, ...]  # of the guided prediction to the conditional one, per step, mean over the batch
+    denoise_s: float  # see pipeline/images/timing.py for what a second is
     decode_s: float
-    peak_memory_mib: float
+    exact_decode_s: float  # of the same latents by the reference's VAE in float32, in turn
+    peak_memory_mib: float  # of the process
 
 
 @dataclass
@@ -57,7 +59,9 @@ class _Loaded:
     pipe: Any
     exact_vae: Any
     clip: Any
+    oversaturated_above: float
     facts: dict[str, Any]
+    num_batches: int = 0
 
 
 _worker: list[_Loaded] = []  # at most one
@@ -83,6 +87,20 @@ def start_workers(order: Order, num_workers: int) -> Iterator[ProcessPoolExecuto
         pool.shutdown(cancel_futures=True)
 
 
+def weigh_decode(num_images: int) -> float:
+    """Return the MiB that a decode of so many images takes at most: the VAE's weights, and what the decode makes."""
+    import torch
+
+    from pipeline.images.rendering import decode_latents
+    from pipeline.images.timing import measure_peak_bytes
+
+    loaded = _worker[0]
+    vae, size = loaded.pipe.vae, loaded.pipe.unet.config.sample_size
+    latents = torch.zeros(num_images, vae.config.latent_channels, size, size, device=vae.device)
+    made = measure_peak_bytes(lambda: decode_latents(vae, latents, loaded.candidate.serving.tiling), vae.device)
+    return (made + sum(p.numel() * p.element_size() for p in vae.parameters())) / 2**20
+
+
 def read_facts() -> dict[str, Any]:
     """Return what a worker has loaded, by section of a fingerprint; raise what kept it from loading."""
     for problem in _problems:
@@ -106,9 +124,6 @@ def _end_with_parent() -> None:
 
 
 def _load_all(order: Order) -> _Loaded:
-    import torch
-
-    from pipeline.environment import read_hardware
     from pipeline.images.rendering import load_pipeline
     from pipeline.images.scoring import ClipScorer
 
@@ -120,9 +135,16 @@ def _load_all(order: Order) -> _Loaded:
                               f"{loaded!r}; diffusers keeps some parts in another format: correct the step")
     plain = serving.model_copy(update={"unet_dtype": "float32", "vae_dtype": "float32", "channels_last": ()})
     exact = load_pipeline(order.source, plain).vae
+    return _Loaded(candidate, pipe, exact, ClipScorer(order.root / order.settings.clip),
+                   order.settings.oversaturated_above, candidate.facts | read_machine_facts())  # fmt: skip
+
+
+def read_machine_facts() -> dict[str, Any]:
+    """Return what a worker finds of its environment and hardware, by section of a fingerprint."""
+    import torch
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    facts = candidate.facts | {"environment": read_environment(), "hardware": read_hardware(device)}
-    return _Loaded(candidate, pipe, exact, ClipScorer(order.root / order.settings.clip), facts)
+    return {"environment": read_environment(), "hardware": read_hardware(device)}
 
 
 def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
@@ -132,32 +154,54 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
         batch: cases that share a guidance.
         category: the bucket that has this guidance, None for the candidate's own.
     """
-    from pipeline.images.rendering import Prompt, decode_latents, list_stitches, make_latents, unscale_latents
-    from pipeline.images.scoring import score_images, to_bytes
-    from pipeline.numerics.activation_watch import ActivationWatch
+    from pipeline.images.rendering import Prompt, list_stitches, make_latents, unscale_latents
+    from pipeline.images.scoring import blank, score_images, to_bytes
+    from pipeline.images.timing import time_call
 
-    loaded = _worker[0]
-    vae, start = loaded.pipe.vae, time.perf_counter()
+    loaded, vae = _worker[0], _worker[0].pipe.vae
+    tiling = loaded.candidate.serving.tiling
     prompts = [Prompt(case.prompt, case.seed, category) for case in batch]
-    latents = make_latents(loaded.pipe, prompts, loaded.candidate.serving)
-    denoised = time.perf_counter()
-    with ActivationWatch(vae.decoder) as watch:
-        raw = decode_latents(vae, latents.values, loaded.candidate.serving.tiling)
-    decoded = time.perf_counter()
-    exact = decode_latents(loaded.exact_vae, latents.values)
+    latents, denoise_s = time_call(lambda: make_latents(loaded.pipe, prompts, loaded.candidate.serving), vae.device)
+    is_broken = ~latents.values.isfinite().flatten(1).all(1)
+    values = blank(latents.values, is_broken)  # the decoder would spread it, and be blamed
+    raw, exact, decode_s, exact_decode_s, ranges = _decode_both_ways(loaded, values)
+    raw = blank(raw, is_broken, float("nan"))
     pixels = to_bytes(raw).cpu()
     clip = loaded.clip.score(pixels, [case.prompt for case in batch])
-    stitches = list_stitches(vae, latents.values, loaded.candidate.serving.tiling)
     scores = score_images(raw.cpu(), exact.cpu(), unscale_latents(vae, latents.values).cpu(), clip,
-                          latents.mean_std_ratios(), stitches)  # fmt: skip
+                          latents.mean_std_ratios(), list_stitches(vae, values, tiling),
+                          oversaturated_above=loaded.oversaturated_above)  # fmt: skip
     records = tuple(
         CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
                    prompt=case.prompt, output=hashlib.sha256(pixels[i].numpy().tobytes()).hexdigest(),
-                   scores=scores[i], latency_s=(decoded - start) / len(batch), fingerprint=fingerprint(loaded.facts))
+                   scores=scores[i], latency_s=(denoise_s + decode_s) / len(batch),
+                   fingerprint=fingerprint(loaded.facts))
         for i, case in enumerate(batch)
     )  # fmt: skip
-    return Rendered(records, tuple(_write_png(p) for p in pixels), watch.read(), denoised - start, decoded - denoised,
+    ratios = tuple(float(step.nanmean()) for step in latents.std_ratios)
+    return Rendered(records, tuple(_write_png(p) for p in pixels), ranges, ratios, denoise_s, decode_s, exact_decode_s,
                     resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)  # fmt: skip
+
+
+def _decode_both_ways(loaded: _Loaded, latents: Any) -> tuple[Any, Any, float, float, dict[str, Any]]:
+    """Decode as the candidate does and in float32; time both in turn, and watch the former once more.
+
+    Returns:
+        Both raw decodes, the seconds of both, the range of each module of the candidate's decoder.
+    """
+    from pipeline.images.rendering import decode_latents
+    from pipeline.images.timing import time_call
+    from pipeline.numerics.activation_watch import ActivationWatch
+
+    vae, tiling = loaded.pipe.vae, loaded.candidate.serving.tiling
+    with ActivationWatch(vae.decoder) as watch:  # also warms up what is timed
+        decode_latents(vae, latents, tiling)
+    runs = {"ours": lambda: decode_latents(vae, latents, tiling),
+            "exact": lambda: decode_latents(loaded.exact_vae, latents)}  # fmt: skip
+    loaded.num_batches += 1
+    timed = {name: time_call(runs[name], vae.device) for name in sorted(runs, reverse=bool(loaded.num_batches % 2))}
+    (raw, decode_s), (exact, exact_decode_s) = timed["ours"], timed["exact"]
+    return raw, exact, decode_s, exact_decode_s, watch.read()
 
 
 def _write_png(pixels: Any) -> bytes:

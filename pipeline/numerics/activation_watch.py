@@ -35,7 +35,7 @@ _INTEGERS = {
     torch.float32: (torch.int32, np.int32, np.uint32, 1 << 31),
     torch.float64: (torch.int64, np.int64, np.uint64, 1 << 63),
 }
-_MAX_PENDING = 256  # pairs of scalars kept on an accelerator per module before they are folded
+_MAX_PENDING = 256  # scalars kept on an accelerator per module before they are folded
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ class _Tally:
     def fold(self) -> None:
         """Take in what an accelerator still holds: one synchronisation."""
         if self.pending:
-            lows, highs = torch.stack(self.pending).double().cpu().view(-1, 2).unbind(1)
-            for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
-                self.add(max(-low, high), 0 if math.isfinite(low) and math.isfinite(high) else 1)
+            for absmax in torch.stack(self.pending).double().cpu().tolist():
+                self.add(absmax, 0 if math.isfinite(absmax) else 1)
             self.pending = []
 
 
@@ -157,11 +156,11 @@ class ActivationWatch:
 
 
 def _reduce(output: torch.Tensor) -> tuple[float, int] | torch.Tensor:
-    """Return magnitude and number of non-finite elements; on an accelerator lowest and highest, still there."""
+    """Return magnitude and number of non-finite elements; on an accelerator the magnitude alone, still there."""
     if output.ndim == 4 and output.is_contiguous(memory_format=torch.channels_last):
         output = output.permute(0, 2, 3, 1)  # the same memory in its own order
     if output.device.type != "cpu":
-        return torch.stack(torch.aminmax(output))
+        return torch.linalg.vector_norm(output, math.inf)  # NaN if there is any; exact in any format
     absmax = _find_absmax(output.contiguous())
     return absmax, 0 if math.isfinite(absmax) else output.numel() - int(output.isfinite().sum())
 

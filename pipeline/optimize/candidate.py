@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.checkpoints import check_kernels, describe_checkpoint
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
+from pipeline.files import replace_folder
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
 from pipeline.params import Params, SpeculativeStep, Step
@@ -38,14 +39,13 @@ def build_candidate(name: str, params: Params, *, root: Path) -> BuiltCandidate:
     if name not in params.candidates:
         raise SettingsError(f"candidates: expected one of {', '.join(params.candidates)}, got {name!r}")
     target = root / CANDIDATES / name
-    working, previous = (target.with_name(f".{name}.{suffix}") for suffix in ("new", "old"))
-    for leftover in (working, previous):
-        shutil.rmtree(leftover, ignore_errors=True)
+    working = target.with_name(f".{name}.new")
+    shutil.rmtree(working, ignore_errors=True)
     try:
         working.mkdir(parents=True)
         candidate = _build(name, params, working, root=root)
         write_record(working / "candidate.json", candidate)
-        _move_into_place(working, target, previous)
+        replace_folder(working, target)
     except OSError as error:
         raise CheckpointError(f"{target}: can't be written: {error}; free some space or correct the rights") from error
     finally:
@@ -108,11 +108,3 @@ def _pin_threads(num_threads: int) -> None:
     import torch
 
     torch.set_num_threads(num_threads)
-
-
-def _move_into_place(working: Path, target: Path, previous: Path) -> None:
-    # a folder can't replace a folder that is not empty: the old one steps aside first
-    if target.exists():
-        target.rename(previous)
-    working.rename(target)
-    shutil.rmtree(previous, ignore_errors=True)

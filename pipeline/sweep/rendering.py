@@ -13,14 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.digests import digest_file
-from pipeline.environment import read_hardware
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, compute_seal, load_evalset
-from pipeline.fingerprints import find_difference, read_environment
+from pipeline.files import write_text
+from pipeline.fingerprints import find_difference
 from pipeline.image_params import ImageTrack
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import digest_work, evaluate_images
-from pipeline.records import Evaluation, ImageCandidate, read_record, write_cases, write_text
+from pipeline.images.workers import read_machine_facts
+from pipeline.records import Evaluation, ImageCandidate, read_record, write_cases
 
 
 def take_prompts(evalset: Path, num_prompts: int, target: Path) -> None:
@@ -73,7 +74,7 @@ def _is_finished(candidate: ImageCandidate, track: ImageTrack, *, root: Path, bu
         evaluation = read_record(folder / "evaluation.json", Evaluation)
     except EvidenceError:
         return False
-    if find_difference(candidate.facts | _read_machine(), evaluation.served_by) is not None:
+    if find_difference(candidate.facts | read_machine_facts(), evaluation.served_by) is not None:
         return False
     for name, settings in track.evals.items():
         file = evaluation.evals.get(name)
@@ -83,11 +84,3 @@ def _is_finished(candidate: ImageCandidate, track: ImageTrack, *, root: Path, bu
             if not (folder / path).is_file() or digest_file(folder / path) != sealed:
                 return False
     return True
-
-
-def _read_machine() -> dict[str, object]:
-    """Return what a worker here would find of its environment and hardware."""
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"environment": read_environment(), "hardware": read_hardware(device)}

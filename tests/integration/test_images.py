@@ -23,8 +23,10 @@ from pipeline.image_preflight import check_images
 from pipeline.image_serving import read_image_candidate
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import evaluate_images
+from pipeline.images.layout import LayoutMeasurement
 from pipeline.records import read_cases
 from pipeline.serving.engines.keeper import list_descendants
+from pipeline.verdict_records import MedianInterval
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 8
@@ -37,6 +39,9 @@ CANDIDATES: dict[str, Any] = {
     "bf16": ("models/product-shots-hot-vae", [{"kind": "vae_precision", "dtype": "bfloat16"}]),
     "guided": ("models/product-shots", [{"kind": "guidance", "scale": 12,
                                          "by_category": {"background/white": {"scale": 5}}}]),
+    "half-unet": ("models/product-shots", [{"kind": "unet_precision", "dtype": "bfloat16"}]),
+    "laid-out": ("models/product-shots", [{"kind": "channels_last", "parts": ["unet", "vae"]}]),
+    "wild": ("models/wild", []),
 }  # fmt: skip
 
 
@@ -101,6 +106,54 @@ def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path)
         assert (record.output == plain[case_id].output) == ("background/white" in record.buckets)
 
 
+def test_latents_that_are_no_numbers_are_not_the_decoders_fault(project: Path) -> None:
+    """A U-Net that overflows: finite weights, so that no check of the files can see it."""
+    from safetensors.torch import load_file, save_file
+
+    wild = project / "models/wild"
+    shutil.copytree(project / "models/product-shots", wild)
+    weights = load_file(wild / "unet/diffusion_pytorch_model.safetensors")
+    weights["conv_out.weight"] *= 1e37
+    save_file(weights, wild / "unet/diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    track = make_track(["shots", "wild"])
+    run(project, track, "shots")
+    records = run(project, track, "wild")
+    assert all(r.scores["latents_out_of_range"] == r.scores["nonfinite"] == 1 for r in records)
+    verdict = compare_release(track, project / "build").judgement.verdicts[0]
+    assert verdict.outcome != "pass"
+    said = next(reason for reason in verdict.reasons if "raw decodes" in reason)
+    assert f"{NUM_PROMPTS} had latents out of range, which is not the decoder's doing" in said
+    assert "first overflows" not in said
+
+
+def test_number_and_memory_formats_are_what_runs_and_their_costs_are_told(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    track = make_track(["shots", "half-unet", "laid-out"])
+    plain, half = (run(project, track, name) for name in ("shots", "half-unet"))
+    assert all(0 < abs(a.scores["clip"] - b.scores["clip"]) < 0.1 for a, b in zip(plain, half, strict=True))
+    from pipeline.images import channels_last
+
+    monkeypatch.setattr(channels_last, "measure_layout", measure_as_if)
+    laid_out = run(project, track, "laid-out")
+    candidate = read_image_candidate(project / "build", "laid-out", track)
+    assert candidate.serving.channels_last == ("vae",)
+    assert [(f.layer, "it takes 1.000 (0.900 to 1.100) of the time" in f.reason) for f in candidate.fallbacks] == [
+        ("unet", True)]
+    assert max(abs(a.scores["ssim"] - 1) for a in laid_out) < 1e-6
+    report = render_report(compare_release(track, project / "build"))
+    assert "Channels-last is kept for the vae: it takes 0.800 (0.780 to 0.820) of the time" in report
+    assert "Fallback: `unet`: channels-last is left off" in report
+    notes = json.loads((project / "build/evaluations/shots/shots.json").read_text())
+    assert len(notes["std_ratio_by_step"]) == 6 and notes["decode_to_float32"] is None, "two batches give no interval"
+    assert notes["decode_peak_mib"] > 4 * 64 * 64 * 16 * 4 / 2**20, "a batch's activations at full size"
+
+
+def measure_as_if(_pipe: Any, part: Any, *_: Any, rounds: int) -> LayoutMeasurement:
+    low, median, high = (0.78, 0.8, 0.82) if part == "vae" else (0.9, 1.0, 1.1)
+    return LayoutMeasurement(part, MedianInterval(median=median, low=low, high=high), 1.0, median, 1e-6, 1e-4)
+
+
 STAGE = """
 import sys
 from pathlib import Path
@@ -160,6 +213,13 @@ def rewrite(path: str, **changes: Any) -> Damage:
                  "expected safetensors weights, found pickle weights 'diffusion_pytorch_model.bin'", id="pickle"),
     pytest.param(lambda f: (f / VAE_WEIGHTS).write_bytes(b"x" * 99),
                  "not a safetensors file, or cut short at 99 bytes", id="weights-cut"),
+    pytest.param(rewrite("scheduler/scheduler_config.json", guidence=3, thresholdin=True), "scheduler_config.json: "
+                 "guidence: expected an option of DPMSolverMultistepScheduler, which would ignore this one; remove it",
+                 id="scheduler-option"),
+    pytest.param(rewrite("scheduler/scheduler_config.json", thresholdin=True), "did you mean 'thresholding'?",
+                 id="scheduler-option-misspelt"),
+    pytest.param(rewrite("scheduler/scheduler_config.json", _class_name="MyScheduler"),
+                 "_class_name: expected a scheduler of diffusers, got 'MyScheduler'", id="scheduler-unknown"),
 ])  # fmt: skip
 def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
     project: Path, tmp_path: Path, damage: Damage, said: str
@@ -174,8 +234,6 @@ def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
 
 
 @pytest.mark.parametrize(("damage", "said"), [
-    pytest.param(rewrite("scheduler/scheduler_config.json", guidence=3), "scheduler_config.json: guidence: expected an "
-                 "option of DPMSolverMultistepScheduler", id="scheduler-option"),
     pytest.param(rewrite("unet/config.json", in_channels=5), "expected a pipeline that diffusers", id="other-shape"),
 ])  # fmt: skip
 def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: Path, damage: Damage, said: str) -> None:
@@ -184,4 +242,22 @@ def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: P
     damage(tmp_path / "models/product-shots")
     with pytest.raises(QuantgateError) as caught:
         run(tmp_path, make_track(["shots", "guided"]), "shots")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    pytest.param("", "cases.jsonl:3: expected a case, found an empty line; remove it", id="empty-line"),
+    pytest.param({"prompt": "  "}, "cases.jsonl:3: prompt: expected words", id="blank-prompt"),
+    pytest.param({"id": "../out"}, "cases.jsonl:3: id: expected letters, digits", id="id-is-a-path"),
+    pytest.param({"seed": -1}, "cases.jsonl:3: seed: ", id="seed"),
+])  # fmt: skip
+def test_a_malformed_prompt_is_named_with_its_line(project: Path, tmp_path: Path, line: Any, said: str) -> None:
+    (tmp_path / "models").symlink_to(project / "models")
+    shutil.copytree(project / "evalsets", tmp_path / "evalsets")
+    path = tmp_path / "evalsets/few/cases.jsonl"
+    lines = path.read_text().splitlines()
+    lines[2] = json.dumps(json.loads(lines[2]) | line) if line else ""
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(QuantgateError) as caught:
+        check_images(make_track(["shots", "guided"]), tmp_path)
     assert said in str(caught.value) and "\n" not in str(caught.value)

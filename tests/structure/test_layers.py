@@ -14,8 +14,8 @@ from tests.structure.import_closure import ROOT, direct_imports
 
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
-    ("errors", "digests", "differences", "fingerprints", "records", "settings", "image_params", "params",
-     "image_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
+    ("errors", "digests", "differences", "files", "fingerprints", "records", "settings", "image_params",
+     "params", "image_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
      "medians", "recall", "sweep.settings"),
     ("numerics", "environment"),
     ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),

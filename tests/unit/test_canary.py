@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.files import write_text
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN, check_outcomes, render_gate
-from pipeline.records import CanaryAnswer, Evaluation, SpeculationCounts, read_record, write_record, write_text
+from pipeline.records import CanaryAnswer, Evaluation, SpeculationCounts, read_record, write_record
 from pipeline.run_contents import describe_runs
 from pipeline.verdict_records import Verdict
 from tests.synthetic_records import (

@@ -14,11 +14,12 @@ import stages.compare
 import stages.gate
 from pipeline.digests import digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError
+from pipeline.files import write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import VERDICT_PATH, Judgement
 from pipeline.params import SpeculativeStep
-from pipeline.records import BuiltCandidate, SpeculativeConfig, read_record, write_record, write_text
+from pipeline.records import BuiltCandidate, SpeculativeConfig, read_record, write_record
 from pipeline.serving_config import read_candidate
 from tests.synthetic_records import (
     WEIGHTS,

@@ -23,10 +23,12 @@ def draw(n: int = 3) -> torch.Tensor:
     return (ramp[None, :] * torch.linspace(0.2, 1, SIZE)[:, None]).expand(n, 3, SIZE, SIZE).clone()
 
 
-def score(raw: torch.Tensor, latents: torch.Tensor | None = None) -> list[dict[str, float]]:
+def score(
+    raw: torch.Tensor, latents: torch.Tensor | None = None, stitches: tuple[list[int], list[int]] = ([], [])
+) -> list[dict[str, float]]:
     n = len(raw)
     return score_images(raw, draw(n), torch.zeros(n, 4, 8, 8) if latents is None else latents, torch.full((n,), 0.9),
-                        torch.ones(n), ([], []))  # fmt: skip
+                        torch.ones(n), stitches, oversaturated_above=0.05)  # fmt: skip
 
 
 def test_an_image_that_is_no_number_scores_worst_everywhere() -> None:
@@ -36,6 +38,9 @@ def test_an_image_that_is_no_number_scores_worst_everywhere() -> None:
     assert (good["sound"], good["ssim"], good["psnr_db"], good["nonfinite"]) == (1, 1, 100, 0)
     assert (broken["sound"], broken["nonfinite"], broken["black"]) == (0, 1, 0)
     assert (broken["ssim"], broken["psnr_db"], broken["clip"], broken["saturated"]) == (0, 0, 0, 1)
+    assert (broken["oversaturated"], good["oversaturated"]) == (1, 0)
+    assert broken["seam_levels"] == 0, "without tiles there is no seam"
+    assert score(raw, stitches=([SIZE // 2], []))[1]["seam_levels"] == 255
     assert to_bytes(raw)[1, 0, 5, 5] == 0, "what a user sees is black"
 
 
@@ -46,6 +51,22 @@ def test_a_black_image_and_wild_latents_are_told_apart_from_an_overflow() -> Non
     black, wild, plain = score(raw, latents)
     assert (black["sound"], black["black"], black["nonfinite"]) == (0, 1, 0)
     assert (wild["sound"], wild["latents_out_of_range"]) == (1, 1) and plain["latents_out_of_range"] == 0
+
+
+def test_an_image_is_oversaturated_beyond_the_given_share_of_its_pixels() -> None:
+    raw = draw()
+    raw[0, :, : SIZE // 16] = 1.0  # 6 % of the rows
+    raw[1, :, : SIZE // 32] = 1.0
+    assert [s["oversaturated"] for s in score(raw)] == [1, 0, 0]
+
+
+def test_latents_whose_float32_decode_is_no_number_leave_nothing_to_compare_with() -> None:
+    exact = draw()
+    exact[0, 0, 0, 0] = float("nan")
+    lost, kept, _ = score_images(draw(), exact, torch.zeros(3, 4, 8, 8), torch.full((3,), 0.9),
+                                 torch.tensor([float("nan"), 1.0, 1.0]), ([], []), oversaturated_above=0.05)
+    assert (lost["sound"], lost["ssim"], lost["clip"]) == (1, 0, 0) and kept["ssim"] == 1
+    assert lost["std_ratio"] > 10, "the worst, where no step could be measured"
 
 
 def test_a_planted_seam_is_as_high_as_it_is_and_without_tiles_there_is_none() -> None:

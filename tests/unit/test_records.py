@@ -11,9 +11,10 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from pipeline.errors import EvidenceError
+from pipeline.files import write_text
 from pipeline.gate.plots import plot_harm
 from pipeline.gate.verdicts import Judgement, describe_policy
-from pipeline.records import BuiltCandidate, Evaluation, Record, read_record, write_text
+from pipeline.records import BuiltCandidate, Evaluation, Record, read_record
 from tests.synthetic_records import make_params
 
 

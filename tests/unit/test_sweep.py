@@ -12,18 +12,10 @@ import pytest
 from pipeline.digests import digest_file, digest_text
 from pipeline.errors import SettingsError
 from pipeline.evalsets import load_evalset
+from pipeline.files import write_text
 from pipeline.image_params import GuidanceStep, ImageTrack
 from pipeline.image_serving import serve
-from pipeline.records import (
-    BuiltCandidate,
-    CaseRecord,
-    Checkpoint,
-    EvalFile,
-    Evaluation,
-    write_cases,
-    write_record,
-    write_text,
-)
+from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint, EvalFile, Evaluation, write_cases, write_record
 from pipeline.sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
 from pipeline.sweep.plot import plot_sweep
 from pipeline.sweep.rendering import take_prompts
@@ -69,6 +61,7 @@ def write_tree(build: Path, track: ImageTrack, shown: dict[str, tuple[float, flo
             case_id=f"shot-{i}", input_digest=digest_text(str(i)), cluster=str(i), prompt="a ball",
             output=f"{name} {i}", fingerprint=candidate.fingerprint, scores={
                 "sound": 1.0, "saturated": min(max(saturated + float(noise[i]), 0.0), 1.0), "std_ratio": 1.5,
+                "oversaturated": 0.0,
                 "clip": similar + float(noise[-i]), "seam_levels": 0.0, "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0,
                 "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0}) for i in range(NUM_PROMPTS)]  # fmt: skip
         write_cases(folder / "shots.jsonl", records)

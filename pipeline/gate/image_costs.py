@@ -1,0 +1,33 @@
+"""What each candidate of the image track costs beside the reference: a table of time and memory of step and decode.
+
+The decode is timed in turn with the reference's float32 decode of the same latents, so that its ratio stands whatever
+else ran; a step's time is a sum over the run. Memory is counted where tensors are made and is the same each time.
+"""
+
+from __future__ import annotations
+
+from pipeline.gate.compare import ReleaseComparison
+from pipeline.gate.images import headroom, read_notes
+
+_HEAD = ("candidate", "step, ms an image", "decode, ms an image", "decode to float32", "decode, MiB a batch",
+         "to the reference", "PSNR to float32", "least headroom, doublings")  # fmt: skip
+
+
+def tabulate_costs(compared: ReleaseComparison) -> list[list[str]]:
+    """Return the rows of a Markdown table, the head first: a row for each evaluated candidate, by the first eval."""
+    rows = [list(_HEAD), ["---"] + ["---:"] * (len(_HEAD) - 1)]
+    own = compared.measured[compared.judgement.policy.reference].evidence
+    for name, measured in compared.measured.items():
+        if measured.evidence is None or own is None:
+            continue
+        eval_name = next(iter(measured.evidence.records))
+        notes, base = read_notes(measured.evidence, eval_name), read_notes(own, eval_name)
+        ratio, least = notes["decode_to_float32"], min(map(headroom, notes["decoder"].values()), default=0.0)
+        psnr = next((m.value for m in measured.metrics if m.name == f"{eval_name}/decode_psnr_db" and not m.bucket), 0)
+        rows.append([
+            f"`{name}`", f"{notes['step_ms_per_image']:.2f}", f"{notes['decode_ms_per_image']:.2f}",
+            f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "–",
+            f"{notes['decode_peak_mib']:.1f}", f"{notes['decode_peak_mib'] / base['decode_peak_mib']:.2f}",
+            f"{psnr:.1f} dB", "overflow" if least == float("-inf") else f"{least:.1f}",
+        ])  # fmt: skip
+    return rows

@@ -1,0 +1,78 @@
+"""What a call costs: its seconds and the memory that its tensors take at most.
+
+On a CPU seconds are CPU seconds of the process, which other work on the machine hardly moves; on an accelerator the
+wall clock is read after everything queued is done. Memory is counted where tensors are made, so a number is the same
+each time; what a kernel takes for itself while it runs is not seen on a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+
+
+def read_seconds(device: torch.device) -> float:
+    """Return a clock's time: differences are what a call on this device took."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def time_call(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """Run something on a device; return what it returns, and its seconds."""
+    start = read_seconds(device)
+    result = call()
+    return result, read_seconds(device) - start
+
+
+def measure_peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """Return the most bytes that tensors made by a call took at one time, without its inputs and weights.
+
+    Args:
+        call: is run once; its speed suffers.
+        device: where it runs.
+    """
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _LiveTensors() as live:
+        call()
+    return live.peak_bytes
+
+
+class _LiveTensors(TorchDispatchMode):
+    """Adds up the storages that operations made and that are still referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _list_storages((args, kwargs))}
+        self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
+        for storage in _list_storages(output):
+            if storage._cdata not in given:  # a view of what was given is not new
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
+        return output
+
+
+def _list_storages(values: Any) -> list[Any]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

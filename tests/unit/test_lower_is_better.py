@@ -1,0 +1,51 @@
+"""A rate of which less is better, as of oversaturated images: its losses are cases that the candidate gained."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.flips import worst_flips
+from pipeline.gate.measure import check_loss_can_show, measure_metric
+from pipeline.gate.metrics import METRICS_BY_NAME
+from pipeline.gate.pairing import PairedCases
+from pipeline.records import CaseRecord
+from pipeline.verdict_records import Comparison
+
+METRIC = METRICS_BY_NAME["oversaturated_image_rate"]
+N = 200
+
+
+def pair(reference: list[int], candidate: list[int]) -> PairedCases:
+    """Return paired records of which the given positions are oversaturated."""
+    sides = [[CaseRecord(case_id=f"shot-{i}", input_digest=str(i), cluster=str(i), prompt="a ball", output=str(i),
+                         scores={"oversaturated": float(i in bad)}, fingerprint="f") for i in range(N)]
+             for bad in (reference, candidate)]  # fmt: skip
+    return PairedCases(*sides, candidate_order=np.arange(N), clusters=np.arange(N))
+
+
+def test_what_only_the_candidate_burns_is_harm() -> None:
+    m = measure_metric(pair([0], [0, 1, 2, 3]), METRIC, None, eval_name="shots", tolerance=0.02, alpha=0.05)
+    assert (m.b, m.c) == (3, 0) and m.harm == pytest.approx(3 / N) and m.low < m.harm < m.high
+
+
+def test_a_reference_that_burns_nothing_can_be_gated_and_one_that_burns_all_can_not() -> None:
+    for bad, is_refused in (([], False), (list(range(N)), True)):
+        m = measure_metric(pair(bad, bad), METRIC, None, eval_name="shots", tolerance=0.02, alpha=0.05)
+        if is_refused:
+            with pytest.raises(EvidenceError, match="the reference is right in 0 of 200 cases"):
+                check_loss_can_show(m, METRIC)
+        else:
+            check_loss_can_show(m, METRIC)
+
+
+def test_a_burnt_image_is_shown_as_a_loss() -> None:
+    pairs = pair([5], [7])
+    m = measure_metric(pairs, METRIC, None, eval_name="shots", tolerance=0.02, alpha=0.05)
+    failed = Comparison(metric="shots/oversaturated_image_rate", bucket=None, reference=m.reference,
+                        candidate=m.candidate, unit="", n=N, num_clusters=N,
+                        effective_clusters=N, b=1, c=1, harm=0.0, low=0.0, high=0.0,
+                        p=1.0, p_holm=1.0, tolerance=0.02, outcome="fail", sentence="")  # fmt: skip
+    assert [(f.case_id, f.kind) for f in worst_flips([failed], {"shots": pairs}, limit=2)] == [
+        ("shot-7", "loss"), ("shot-5", "gain")]  # fmt: skip
