@@ -18,6 +18,7 @@ from pipeline.errors import EvalsetError
 from pipeline.evals.tools import call_tool
 from pipeline.evals.trajectories import is_completed
 from pipeline.evalsets import load_evalset
+from pipeline.image_params import ImagesEval
 from pipeline.params import EvalSettings
 from tests.structure.import_closure import ROOT
 
@@ -146,7 +147,7 @@ def test_the_command_prints_one_line(tmp_path: Path) -> None:
 README = (ROOT / "evalsets/README.md").read_text(encoding="utf-8")
 EXAMPLE = re.compile(r"^`([\w./-]+)`\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTIONS = {section.split("\n")[0]: dict(EXAMPLE.findall(section)) for section in re.split(r"^## ", README, flags=re.M)}
-KINDS = ["documents", "choices", "tool_calls", "trajectories"]
+KINDS = ["documents", "choices", "tool_calls", "trajectories", "prompts"]
 
 
 @pytest.fixture
@@ -165,8 +166,9 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
 @pytest.mark.parametrize(("example", "kind"), [(kind, kind) for kind in KINDS], indirect=["example"])
 def test_each_example_seals_loads_and_is_an_eval(example: Path, kind: str) -> None:
     assert load_evalset(example).card.kind == kind
-    (settings,) = YAML(typ="safe").load(Path("params.yaml"))["evals"].values()
-    checked = TypeAdapter(EvalSettings).validate_python(settings)
+    params = YAML(typ="safe").load(Path("params.yaml"))
+    (settings,) = params.get("images", params)["evals"].values()
+    checked = TypeAdapter(EvalSettings | ImagesEval).validate_python(settings)
     assert str(example) in (getattr(checked, "evalset", None), getattr(checked, "include_path", None))
 
 
