@@ -1,13 +1,17 @@
-"""What the image track's notes say beside the scores: where a decoder overflowed, and whose fault it was."""
+"""What the image track's report says beside the scores: where a decoder overflowed and whose fault it was, how each
+candidate guides, and which pictures there are.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.gate.flips import Flip
 from pipeline.gate.pairing import Evidence
+from pipeline.gate.wording import escape_markdown
 
 Modules = Mapping[str, Mapping[str, Any]]
 
@@ -20,6 +24,11 @@ def read_notes(evidence: Evidence, eval_name: str) -> dict[str, Any]:
 def read_decoder(evidence: Evidence, eval_name: str) -> dict[str, dict[str, Any]]:
     """Return the ranges of the decoder's modules in one eval."""
     return dict(read_notes(evidence, eval_name)["decoder"])
+
+
+def read_std_ratios(evidence: Evidence, eval_name: str) -> list[float]:
+    """Return the ratio of guided to conditional deviation of each denoising step; none where it was not noted."""
+    return list(read_notes(evidence, eval_name).get("std_ratio_by_step") or [])
 
 
 def headroom(module: Mapping[str, Any], key: str = "headroom_bits") -> float:
@@ -74,3 +83,43 @@ def _describe_proof(proof: Mapping[str, Any]) -> str:
             f"{proof['headroom_bits_before'][worst]:.1f} doublings before ({worst}), "
             f"{proof['headroom_bits_after'][after]:.1f} after ({after}); at most "
             f"{max(proof['subnormal_fraction_after'].values(), default=0):.2%} of a layer's weights become subnormal.")
+
+
+def describe_guidance(evidence: Evidence) -> str:
+    """Say how a candidate guides: "scale 12, rescale 0.7"."""
+    serving = evidence.candidate.serving.model_dump()
+    said = f"scale {serving['guidance_scale']:g}, rescale {serving['guidance_rescale']:g}"
+    for step in evidence.candidate.steps:
+        if step.get("dynamic_threshold_percentile") is not None:
+            said += f", thresholded at {step['dynamic_threshold_percentile']:g} % up to {step['sample_max_value']:g}"
+    for bucket, own in serving["guidance_by_category"].items():
+        said += f"; {bucket}: scale {own['scale']:g}, rescale {own['rescale']:g}"
+    return said
+
+
+def list_guided(evidence: Mapping[str, Evidence | None], reference: str) -> dict[str, Evidence]:
+    """Return the reference and every candidate that guides otherwise, in order; nothing where none does."""
+    known = {name: e for name, e in evidence.items() if e is not None}
+    if reference not in known:
+        return {}
+    plain = describe_guidance(known[reference])
+    others = {name: e for name, e in known.items() if describe_guidance(e) != plain}
+    return {reference: known[reference], **others} if others else {}
+
+
+def embed_pictures(evidence: Mapping[str, Evidence | None], reference: str) -> list[str]:
+    """Return the Markdown of the pictures beside the report, with what needs an explanation."""
+    parts = ["![Reference, candidate and difference of the worst images](worst.png)\n",
+             "![Headroom of the decoder's modules](headroom.png)\n"]  # fmt: skip
+    if guided := list_guided(evidence, reference):
+        said = "; ".join(f"`{name}` ({escape_markdown(describe_guidance(e))})" for name, e in guided.items())
+        parts += ["![Saturated pixels against CLIP similarity, and the std ratio by step](guidance.png)\n",
+                  f"What guidance does: {said}. Down and right is better; where the guided prediction's deviation is "
+                  "well above the conditional one's (a ratio of 1), images saturate.\n"]  # fmt: skip
+    return parts
+
+
+def tabulate_flips(flips: Sequence[Flip]) -> list[list[str]]:
+    """Return a table of the images that became unsound or sound; no rows where none did."""
+    rows = [[flip.kind, escape_markdown(flip.case_id), escape_markdown(flip.prompt)] for flip in flips]
+    return [["", "image", "prompt"], ["---"] * 3, *rows] if rows else []
