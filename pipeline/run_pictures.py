@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def draw_pictures(shown: Iterable[ShownImage]) -> tuple[dict[str, Image], list[s
 
 def _draw(shown: ShownImage) -> Image:
     if shown.notes is not None:
-        return _draw_headroom(_read_decoder(shown))
+        return _draw_headroom(_read_scarcest(shown.notes))
     pictures = [read_image(image) for image in shown.images]
     if len(pictures) == 2:
         return _draw_difference(pictures[0], pictures[1], shown.caption)
@@ -88,22 +89,20 @@ def _draw_difference(ours: Picture, theirs: Picture, caption: str) -> Image:
     return _render(figure)
 
 
-def _read_decoder(shown: ShownImage) -> Mapping[str, Mapping[str, Any]]:
-    assert shown.notes is not None
+def _read_scarcest(notes: Path) -> list[tuple[str, float]]:
     try:
-        return dict(json.loads(shown.notes.read_text(encoding="utf-8"))["decoder"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EvidenceError(f"{shown.notes}: expected the ranges of a decoder's modules, got {type(error).__name__} "
-                            "while reading them; run `dvc repro`") from None  # fmt: skip
+        return list_scarcest(json.loads(notes.read_text(encoding="utf-8"))["decoder"], limit=_MODULES_SHOWN)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EvidenceError(f"{notes}: expected the ranges of a decoder's modules, got {type(error).__name__} while "
+                            "reading them; run `dvc repro`") from None  # fmt: skip
 
 
-def _draw_headroom(modules: Mapping[str, Mapping[str, Any]]) -> Image:
+def _draw_headroom(scarcest: Sequence[tuple[str, float]]) -> Image:
     """Draw how often the largest activation can double under float16's largest number, worst modules first."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4, 4), dpi=100, layout="constrained")
     axis = figure.subplots()
-    scarcest = list_scarcest(modules, limit=_MODULES_SHOWN)
     axis.barh(range(len(scarcest)), [bits for _, bits in scarcest], height=0.9, alpha=0.55,
               color=[SCARCE if bits < SCARCE_BITS else AMPLE for _, bits in scarcest])  # fmt: skip
     for height, (name, _) in enumerate(scarcest):
