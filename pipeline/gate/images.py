@@ -113,11 +113,11 @@ def embed_pictures(evidence: Mapping[str, Evidence | None], reference: str) -> l
              "![Headroom of the decoder's modules](headroom.png)\n"]  # fmt: skip
     if guided := list_guided(evidence, reference):
         said = "; ".join(f"`{name}` ({escape_markdown(describe_guidance(e))})" for name, e in guided.items())
-        has_steps = any(read_std_ratios(e, eval_name) for e in guided.values() for eval_name in e.records)
+        explained = f"What guidance does: {said}. Down and to the right is better."
+        if any(read_std_ratios(e, eval_name) for e in guided.values() for eval_name in e.records):
+            explained += " On the right panel: the wider guidance makes a prediction, the more images saturate."
         parts += ["![Saturated pixels against CLIP similarity of what guides otherwise](guidance.png)\n",
-                  f"What guidance does: {said}. Down and to the right is better."
-                  + (" On the right panel: the further guidance widens the model's prediction beyond 1, the more its images saturate."
-                     if has_steps else "") + "\n"]  # fmt: skip
+                  f"{explained}\n"]  # fmt: skip
     return parts
 
 
