@@ -18,6 +18,7 @@ from pipeline.digests import digest_json, digest_text
 from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, is_rate
+from pipeline.image_contents import ImageContents, ShownImage, choose_images
 from pipeline.predictions import read_scored, select_predictions
 from pipeline.records import BuiltCandidate, Evaluation, R, read_record
 from pipeline.verdict_records import Metric, Speed, Verdict
@@ -31,7 +32,7 @@ _COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c",
 class RunContents:
     """Everything about one run, ready to be logged.
 
-    `key` is a digest of the verdict, the candidate, the evaluation and which cases are shown: a run
+    `key` is a digest of the verdict, the candidate, the evaluation and which cases and images are shown: a run
     with the same key says the same. `metrics` are in the order in which they should appear.
     """
 
@@ -42,6 +43,7 @@ class RunContents:
     predictions: dict[str, list[str]]
     note: str
     color: str
+    images: tuple[ShownImage, ...] = ()
 
 
 def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
@@ -59,11 +61,13 @@ def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
     tables = select_predictions(scored, judgement.policy.reference)
-    return [_describe_run(judgement, build, name, tables[name], problems[name]) for name in names]
+    images = choose_images(judgement, scored, build) if judgement.policy.track == "images" else {}
+    return [_describe_run(judgement, build, name, tables[name], images.get(name, ImageContents((), "")), problems[name])
+            for name in names]  # fmt: skip
 
 
 def _describe_run(
-    judgement: Judgement, build: Path, name: str, predictions: dict[str, list[str]], problem: str
+    judgement: Judgement, build: Path, name: str, predictions: dict[str, list[str]], images: ImageContents, problem: str
 ) -> RunContents:
     is_reference = name == judgement.policy.reference
     verdict = next((v for v in judgement.verdicts if v.candidate == name), None)
@@ -74,13 +78,14 @@ def _describe_run(
     headline = next(iter(judgement.policy.tolerances), "")
     return RunContents(
         candidate=name,
-        key=digest_json([*says, is_reference, predictions["id"]]),
+        key=digest_json([*says, is_reference, predictions["id"], *(image.identity for image in images.shown)]),
         metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline) | describe_gate(verdict)
         | describe_speed(verdict.speed if verdict else None) | describe_path(verdict, evaluation),
         params={"gate": describe_role(verdict, is_reference)} | describe_candidate(candidate, evaluation),
         predictions=predictions,
-        note=_write_note(verdict, is_reference) + problem,
+        note=_write_note(verdict, is_reference) + images.note + problem,
         color=_COLORS["reference" if is_reference or verdict is None else verdict.outcome],
+        images=images.shown,
     )
 
 

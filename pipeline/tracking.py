@@ -13,6 +13,7 @@ two processes do it at once, so all writing happens under a file lock.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -24,7 +25,10 @@ from urllib.parse import quote
 
 from pipeline.errors import JournalError
 from pipeline.files import write_text
+from pipeline.gate.wording import escape_markdown
+from pipeline.image_contents import VIEW, describe_view
 from pipeline.run_contents import RunContents
+from pipeline.run_pictures import draw_pictures
 
 EXPERIMENTS = {"text": "quantgate", "images": "quantgate images"}  # by track: their metrics have nothing in common
 STORE_FILE = "mlflow.db"
@@ -32,6 +36,7 @@ ARTIFACTS_FOLDER = "mlartifacts"
 PAGES_FILES = {"text": "mlartifacts/pages.txt", "images": "mlartifacts/pages-images.txt"}
 LOCK_FILE = ".mlflow.lock"
 LOCK_TIMEOUT_S = 120
+_VIEWS = "mlflow.sharedViewState."  # starts the tags that hold an experiment's saved views
 _PIPELINE, _KEY, _GROUP = "pipeline", "quantgate.key", "quantgate.group"
 
 
@@ -81,6 +86,7 @@ def _log_locked(
         experiment_id = _find_experiment(client, experiment, root)
         # MLflow lists the newest first
         logged = [_log_once(client, experiment_id, run, files, dvc_experiment) for run in reversed(runs)]
+        _save_view(client, experiment_id, runs)
         return logged[::-1]
     except errors as error:
         reason = str(error).strip().splitlines()[0].partition(". ")[0]  # then comes advice on other databases
@@ -124,12 +130,27 @@ def _log_once(client: Any, experiment_id: str, run: RunContents, files: list[Pat
             client.restore_run(same.info.run_id)
         return LoggedRun(run.candidate, same.info.run_id, experiment_id, is_new=False)
     name = f"{run.candidate} ({dvc_experiment})" if dvc_experiment else run.candidate
-    tags = {_PIPELINE: "quantgate", _KEY: run.key, _GROUP: group, "mlflow.note.content": run.note,
+    pictures, problems = draw_pictures(run.images)
+    note = "".join([run.note, *(f"\n- not shown: {escape_markdown(problem)}" for problem in problems)])
+    tags = {_PIPELINE: "quantgate", _KEY: run.key, _GROUP: group, "mlflow.note.content": note,
             "mlflow.runColor": run.color}  # fmt: skip
     run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
     _fill(client, run_id, run, files)
+    for key, picture in pictures.items():
+        client.log_image(run_id, picture, key=key, step=0)
     client.set_terminated(run_id)  # the mark of a complete run: a killed one is logged again
     return LoggedRun(run.candidate, run_id, experiment_id, is_new=True)
+
+
+def _save_view(client: Any, experiment_id: str, runs: list[RunContents]) -> None:
+    """Save the view of all images side by side, where there are images and it is not there yet."""
+    shown = [run.images for run in runs]
+    if any(shown):
+        # as MLflow's page keeps what its users save under "Views"; it does not show the times
+        view = json.dumps({"name": VIEW.replace("-", " "), "createdAt": 0, "updatedAt": 0,
+                           "state": json.dumps(describe_view(shown))})  # fmt: skip
+        if client.get_experiment(experiment_id).tags.get(f"{_VIEWS}{VIEW}") != view:
+            client.set_experiment_tag(experiment_id, f"{_VIEWS}{VIEW}", view)
 
 
 def _search(client: Any, experiment_id: str, query: str) -> list[Any]:
@@ -164,4 +185,6 @@ def write_pages(logged: list[LoggedRun], root: Path, *, track: str = "text") -> 
     runs = f"#/experiments/{experiment_id}/runs?compareRunsMode"
     lines = [f"compare      #/compare-runs?runs={ids}&experiments={experiments}",
              f"charts       {runs}=CHART", f"predictions  {runs}=ARTIFACT"]  # fmt: skip
+    if track == "images":
+        lines.append(f"images       {runs}=CHART&viewStateShareKey={VIEW}")
     write_text(root / PAGES_FILES[track], "\n".join(lines) + "\n")

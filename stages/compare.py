@@ -10,6 +10,7 @@ import json
 from pipeline.benchmark_records import read_machine
 from pipeline.files import write_text
 from pipeline.gate.compare import compare_release
+from pipeline.gate.guidance_plot import plot_guidance
 from pipeline.gate.image_plots import plot_headroom, plot_worst_images
 from pipeline.gate.plots import plot_completion, plot_harm, plot_speed
 from pipeline.gate.report import metrics_tree, render_report
@@ -38,6 +39,7 @@ def compare(track: Track, name: str) -> int:
     else:
         plot_worst_images(compared, reports / "worst.png")
         plot_headroom(compared, reports / "headroom.png")
+        plot_guidance(compared, reports / "guidance.png")
     for candidate, measured in compared.measured.items():
         tree = json.dumps(metrics_tree(measured.metrics, judgement.policy), indent=2) + "\n"
         write_text(metrics / f"{candidate}.json", tree)

@@ -1,7 +1,8 @@
-"""The cases behind a failing comparison: what was asked, what each side answered, where they part.
+"""The cases worth a look: what was asked, what each side answered, where they part.
 
-For 0/1 scores these are the flips, losses first; for likelihoods the documents that lost most.
-Which cases are picked follows from the records alone, so two runs show the same ones.
+For 0/1 scores these are the flips, losses first; for likelihoods the documents that lost most; for images the unsound
+ones, then those that lost most of any metric. Which cases are picked follows from the records alone, so two runs show
+the same ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeline.differences import first_difference
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.wording import definition_of
 from pipeline.records import CaseRecord
@@ -97,3 +101,21 @@ def excerpt(text: str, character: int | None) -> str:
     start = max(0, (character or 0) - _SHOWN_BEFORE)
     end = start + _SHOWN_BEFORE + _SHOWN_AFTER
     return ("… " if start else "") + text[start:end] + (" …" if end < len(text) else "")
+
+
+def list_worst_images(pairs: Mapping[str, PairedCases]) -> list[tuple[str, int]]:
+    """Return (eval, position) of all images of a candidate, the worst first.
+
+    Unsound ones, then those that lost most of any metric in units of its spread over the cases.
+    """
+    ranked = []
+    for eval_name, paired in pairs.items():
+        losses = np.zeros(len(paired.reference))
+        for definition in METRICS_BY_EVAL_KIND["images"]:
+            ours, theirs = (np.array([r.scores.get(definition.score, 0.0) for r in side])
+                            for side in (paired.reference, paired.candidate))  # fmt: skip
+            harm = definition.sign * (ours - theirs)
+            weight = 1e6 if definition.estimator == "proportion" else 1 / (harm.std() or 1.0)
+            losses = np.maximum(losses, harm * weight)
+        ranked += [(-float(loss), eval_name, i) for i, loss in enumerate(losses)]
+    return [(eval_name, i) for _, eval_name, i in sorted(ranked)]

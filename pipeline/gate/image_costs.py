@@ -12,6 +12,12 @@ from pipeline.gate.images import headroom, read_notes
 _HEAD = ("candidate", "step, ms an image", "decode, ms an image", "decode to float32", "decode, MiB a batch",
          "to the reference", "PSNR to float32", "least headroom, doublings")  # fmt: skip
 
+COSTS_LEGEND = """
+Time is CPU time on a CPU; the decode is timed in turn with the reference's float32 decode of the same latents, and its
+ratio is the median over batches with its 95 % interval. Memory is what the decode of a batch holds at most, weights
+included. Headroom is how many times the decoder's largest activation can double in the format that it runs in.
+"""
+
 
 def tabulate_costs(compared: ReleaseComparison) -> list[list[str]]:
     """Return the rows of a Markdown table, the head first: a row for each evaluated candidate, by the first eval."""

@@ -1,13 +1,17 @@
-"""What the image track's notes say beside the scores: where a decoder overflowed, and whose fault it was."""
+"""What the image track's report says beside the scores: where a decoder overflowed and whose fault it was, how each
+candidate guides, and which pictures there are.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.gate.flips import Flip
 from pipeline.gate.pairing import Evidence
+from pipeline.gate.wording import escape_markdown
 
 Modules = Mapping[str, Mapping[str, Any]]
 
@@ -20,6 +24,11 @@ def read_notes(evidence: Evidence, eval_name: str) -> dict[str, Any]:
 def read_decoder(evidence: Evidence, eval_name: str) -> dict[str, dict[str, Any]]:
     """Return the ranges of the decoder's modules in one eval."""
     return dict(read_notes(evidence, eval_name)["decoder"])
+
+
+def read_std_ratios(evidence: Evidence, eval_name: str) -> list[float]:
+    """Return the ratio of guided to conditional deviation of each denoising step; none where it was not noted."""
+    return list(read_notes(evidence, eval_name).get("std_ratio_by_step") or [])
 
 
 def headroom(module: Mapping[str, Any], key: str = "headroom_bits") -> float:
@@ -66,11 +75,20 @@ def describe_rendering(evidence: Evidence) -> list[str]:
                      f"and a process {notes['peak_memory_mib']:.0f} MiB.")
     for step in evidence.candidate.steps:
         if "proof" in step:
-            lines.append(_describe_proof(step["proof"]))
+            lines += [_describe_proof(step["proof"]), _list_headroom(step["proof"])]
         lines += [f"Channels-last is kept for the {part}: it takes {m['ratio']['median']:.3f} "
                   f"({m['ratio']['low']:.3f} to {m['ratio']['high']:.3f}) of the time with channels first."
                   for part, m in step.get("layout", {}).items() if m["decision"] == "keep"]  # fmt: skip
     return lines
+
+
+def _list_headroom(proof: Mapping[str, Any]) -> str:
+    """Return every module's headroom before and after a range fix, folded away."""
+    before, after = proof["headroom_bits_before"], proof["headroom_bits_after"]
+    rows = "\n".join(f"| {escape_markdown(name or '(output)')} | {before[name]:.1f} | {bits:.1f} |"
+                     for name, bits in after.items() if name in before)  # fmt: skip
+    return ("<details><summary>Headroom in float16 of every module, doublings</summary>\n\n"
+            f"| module | before | after |\n| --- | ---: | ---: |\n{rows}\n\n</details>")
 
 
 def _describe_proof(proof: Mapping[str, Any]) -> str:
@@ -81,3 +99,45 @@ def _describe_proof(proof: Mapping[str, Any]) -> str:
             f"{proof['headroom_bits_before'][worst]:.1f} doublings before ({worst}), "
             f"{proof['headroom_bits_after'][after]:.1f} after ({after}); at most "
             f"{max(proof['subnormal_fraction_after'].values(), default=0):.2%} of a layer's weights become subnormal.")
+
+
+def describe_guidance(evidence: Evidence) -> str:
+    """Say how a candidate guides: "scale 12, rescale 0.7"."""
+    serving = evidence.candidate.serving.model_dump()
+    said = f"scale {serving['guidance_scale']:g}, rescale {serving['guidance_rescale']:g}"
+    for step in evidence.candidate.steps:
+        if step.get("dynamic_threshold_percentile") is not None:
+            said += f", thresholded at {step['dynamic_threshold_percentile']:g} % up to {step['sample_max_value']:g}"
+    for bucket, own in serving["guidance_by_category"].items():
+        said += f"; {bucket}: scale {own['scale']:g}, rescale {own['rescale']:g}"
+    return said
+
+
+def list_guided(evidence: Mapping[str, Evidence | None], reference: str) -> dict[str, Evidence]:
+    """Return the reference and every candidate that guides otherwise, in order; nothing where none does."""
+    known = {name: e for name, e in evidence.items() if e is not None}
+    if reference not in known:
+        return {}
+    plain = describe_guidance(known[reference])
+    others = {name: e for name, e in known.items() if describe_guidance(e) != plain}
+    return {reference: known[reference], **others} if others else {}
+
+
+def embed_pictures(evidence: Mapping[str, Evidence | None], reference: str) -> list[str]:
+    """Return the Markdown of the pictures beside the report, with what needs an explanation."""
+    parts = ["![Reference, candidate and difference of the worst images](worst.png)\n",
+             "![Headroom of the decoder's modules](headroom.png)\n"]  # fmt: skip
+    if guided := list_guided(evidence, reference):
+        said = "; ".join(f"`{name}` ({escape_markdown(describe_guidance(e))})" for name, e in guided.items())
+        explained = f"What guidance does: {said}. Down and to the right is better."
+        if any(read_std_ratios(e, eval_name) for e in guided.values() for eval_name in e.records):
+            explained += " On the right panel: the wider guidance makes a prediction, the more images saturate."
+        parts += ["![Saturated pixels against CLIP similarity of what guides otherwise](guidance.png)\n",
+                  f"{explained}\n"]  # fmt: skip
+    return parts
+
+
+def tabulate_flips(flips: Sequence[Flip]) -> list[list[str]]:
+    """Return a table of the images that became unsound or sound; no rows where none did."""
+    rows = [[flip.kind, escape_markdown(flip.case_id), escape_markdown(flip.prompt)] for flip in flips]
+    return [["", "image", "prompt"], ["---"] * 3, *rows] if rows else []

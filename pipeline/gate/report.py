@@ -15,8 +15,8 @@ from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_cases, worst_flips
-from pipeline.gate.image_costs import tabulate_costs
-from pipeline.gate.images import describe_rendering
+from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
+from pipeline.gate.images import describe_rendering, embed_pictures, tabulate_flips
 from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.speed_section import describe_measurement, tabulate_speed
 from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
@@ -57,13 +57,6 @@ sign-flip test), after Holm's correction over {family}.
 """
 
 
-_COSTS = """
-Time is CPU time on a CPU; the decode is timed in turn with the reference's float32 decode of the same latents, and its
-ratio is the median over batches with its 95 % interval. Memory is what the decode of a batch holds at most, weights
-included. Headroom is how many times the decoder's largest activation can double in the format that it runs in.
-"""
-
-
 def render_report(compared: ReleaseComparison, here: Machine | None = None) -> str:
     """Write the whole report as Markdown.
 
@@ -77,9 +70,8 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
     if "trajectories" in judgement.policy.eval_kinds.values():
         parts.append("![Task completion by bucket](completion.png)\n")
     if judgement.policy.track == "images":
-        parts.append(_table(tabulate_costs(compared)) + _COSTS)
-        parts.append("![Reference, candidate and difference of the worst images](worst.png)\n")
-        parts.append("![Headroom of the decoder's modules](headroom.png)\n")
+        parts.append(_table(tabulate_costs(compared)) + COSTS_LEGEND)
+        parts += embed_pictures({n: m.evidence for n, m in compared.measured.items()}, judgement.policy.reference)
     if any(verdict.speed for verdict in judgement.verdicts):
         parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
     parts += [_candidate_section(verdict, compared.measured[verdict.candidate], here) for verdict in judgement.verdicts]
@@ -270,8 +262,7 @@ def _explain_failure(verdict: Verdict, measured: Measured) -> list[str]:
             lines += [f"Cases that lost most, {definition.score}{per}:", "", _table(rows)]
     flips = worst_flips(verdict.comparisons, measured.pairs, limit=_MAX_FLIPS)
     if measured.evidence and measured.evidence.candidate.serving.engine == "diffusers":
-        lines += [_table([["", "image", "prompt"], ["---"] * 3,
-                          *([f.kind, escape_markdown(f.case_id), escape_markdown(f.prompt)] for f in flips)])]
+        lines += [_table(rows)] if (rows := tabulate_flips(flips)) else []
     else:
         lines += [line for flip in flips for line in _show_flip(flip)]
     folder = measured.evidence.folder.as_posix() if measured.evidence else f"build/evaluations/{verdict.candidate}"

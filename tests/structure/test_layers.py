@@ -26,7 +26,8 @@ LAYERS = (
     ("preflight", "image_preflight", "drift", "benchmark", "sweep.rendering"),
 )
 # These judge and show records; the model is none of their business.
-RECORDS_ONLY = ("gate", "tracking", "run_contents", "predictions", "sweep.judging", "sweep.table", "sweep.plot")
+RECORDS_ONLY = ("gate", "tracking", "run_contents", "image_contents", "run_pictures", "predictions", "sweep.judging",
+                "sweep.table", "sweep.plot")  # fmt: skip
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
 LIGHT_MODULES = ("params", "preflight", "image_preflight", "environment", "memory", *RECORDS_ONLY)
 

@@ -1,0 +1,115 @@
+"""The picture of what guidance does to the images of a release: saturation against likeness, and where it comes from.
+
+On the left what the gate judges, on the right the mechanism: by how much guidance widens the model's prediction at
+each denoising step, which the decoder later turns into saturated colours (Lin et al. 2023, arXiv 2305.08891, section
+3.4). Only the reference and candidates that guide otherwise; the numbers are those of the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.images import describe_guidance, list_guided, read_std_ratios
+from pipeline.gate.pairing import Evidence
+from pipeline.gate.plots import save_figure
+from pipeline.gate.verdicts import Policy
+from pipeline.verdict_records import Metric
+
+_SATURATION, _SIMILARITY = "saturated_pixel_fraction", "clip_similarity"
+_COLOURS = ("#4D4D4D", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito
+_MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+_DPI = 130
+
+
+def plot_guidance(compared: ReleaseComparison, path: Path) -> None:
+    """Draw the reference and every candidate that guides otherwise, a row of panels an eval.
+
+    Where no candidate does, the picture says so: DVC expects the file, and the report leaves it out.
+    """
+    policy = compared.judgement.policy
+    guided = list_guided({name: m.evidence for name, m in compared.measured.items()}, policy.reference)
+    ratios = {eval_name: _read_ratios(guided, eval_name) for eval_name in policy.evals}
+    num_columns = 2 if any(ratios.values()) else 1
+    figure = Figure(figsize=(1.6 + 4.2 * num_columns, 3.4 * len(ratios) + 0.25 * len(guided) + 0.5), dpi=_DPI,
+                    layout="constrained")  # fmt: skip
+    axes = figure.subplots(len(ratios), num_columns, squeeze=False)
+    for line, (eval_name, found) in zip(axes, ratios.items(), strict=True):
+        _draw_trade(line[0], {name: compared.measured[name] for name in guided}, eval_name, policy)
+        if found:
+            _draw_steps(line[1], found, list(guided))
+        elif num_columns == 2:
+            line[1].set_axis_off()
+    if guided:
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+def _read_ratios(guided: Mapping[str, Evidence], eval_name: str) -> dict[str, list[float]]:
+    return {name: found for name, evidence in guided.items() if eval_name in evidence.records
+            and (found := read_std_ratios(evidence, eval_name))}  # fmt: skip
+
+
+def _draw_trade(axis: Axes, guided: Mapping[str, Measured], eval_name: str, policy: Policy) -> None:
+    """Draw saturated pixels against CLIP similarity with 95 % intervals, and what is tolerated of the reference."""
+    for number, (name, measured) in enumerate(guided.items()):
+        found = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None
+                 and m.name.startswith(f"{eval_name}/")}  # fmt: skip
+        if _SATURATION in found and _SIMILARITY in found:
+            similar, saturated = found[_SIMILARITY], found[_SATURATION]
+            axis.errorbar(similar.value, 100 * saturated.value, xerr=_reach(similar, 1), yerr=_reach(saturated, 100),
+                          label=_label(name, measured, policy), capsize=3, markersize=7, **_style(number))  # fmt: skip
+            if name == policy.reference:
+                _draw_tolerated(axis, similar, saturated, policy)
+    axis.set_xlabel("CLIP similarity, right is better", fontsize=9)
+    axis.set_ylabel("saturated pixels, %, down is better", fontsize=9)
+    _finish(axis, f"{eval_name}, with 95 % intervals; dotted: what is tolerated" if guided
+            else "No candidate guides otherwise than the reference")  # fmt: skip
+
+
+def _draw_steps(axis: Axes, ratios: Mapping[str, list[float]], names: list[str]) -> None:
+    """Draw how much wider the guided prediction is than the conditional one at each denoising step."""
+    for name, found in ratios.items():
+        axis.plot(range(1, len(found) + 1), found, linewidth=1.4, markersize=4, **_style(names.index(name)))
+    axis.axhline(1, color="#000000", linewidth=1, linestyle="--")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xlabel("denoising step", fontsize=9)
+    axis.set_ylabel("std of guided / conditional prediction", fontsize=9)
+    _finish(axis, "Mean over images; 1 is no guidance")
+
+
+def _finish(axis: Axes, title: str) -> None:
+    axis.set_title(title, fontsize=9, loc="left", parse_math=False)
+    axis.grid(color="#DDDDDD", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8)
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+
+
+def _reach(metric: Metric, factor: float) -> list[list[float]] | None:
+    if metric.low is None or metric.high is None:
+        return None
+    return [[factor * (metric.value - metric.low)], [factor * (metric.high - metric.value)]]
+
+
+def _label(name: str, measured: Measured, policy: Policy) -> str:
+    assert measured.evidence is not None
+    return f"{name}{' (reference)' if name == policy.reference else ''}: {describe_guidance(measured.evidence)}"
+
+
+def _draw_tolerated(axis: Axes, similar: Metric, saturated: Metric, policy: Policy) -> None:
+    tolerances = [policy.tolerances.get(metric.name) for metric in (similar, saturated)]
+    least, most = (t.overall if t else None for t in tolerances)
+    if least is not None:
+        axis.axvline(similar.value - least, color="#000000", linewidth=1, linestyle=":")
+    if most is not None:
+        axis.axhline(100 * (saturated.value + most), color="#000000", linewidth=1, linestyle=":")

@@ -1,0 +1,81 @@
+"""What the pictures of the report and of MLflow have in common: one image, two of them compared, one decoder's range.
+
+An image is read with the digest that its record holds, so that no other one is shown in its place. Covers neither
+which images are shown nor where they end up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.images import headroom
+from pipeline.records import CaseRecord
+
+DIFFERENCE_GAIN = 4  # differences are too small to see as they are
+LEAST_BITS, MOST_BITS = -4.0, 16.0  # drawn of headroom; an overflow is drawn as the least
+SCARCE_BITS = 1.0  # of headroom, below which a module stands out
+SCARCE, AMPLE = "#D55E00", "#0072B2"  # Okabe-Ito
+
+Picture = NDArray[np.uint8]  # (height, width, 3)
+
+
+@dataclass(frozen=True)
+class JudgedImage:
+    """Where the image of a case lies, and the digest of the pixels that were judged."""
+
+    path: Path
+    pixels: str
+
+
+def locate_image(folder: Path, eval_name: str, record: CaseRecord) -> JudgedImage:
+    """Return the image of a record in a candidate's evaluation folder."""
+    return JudgedImage(folder / eval_name / f"{record.case_id}.png", record.output)
+
+
+def read_image(image: JudgedImage) -> Picture:
+    """Return the pixels of an image.
+
+    Raises:
+        EvidenceError: no file, no image, or other pixels than those that were judged.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(image.path) as opened:
+            picture = np.asarray(opened.convert("RGB"))
+    except FileNotFoundError:
+        raise EvidenceError(f"{image.path}: expected an image, found no file; run `dvc repro`") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # how Pillow says "broken"
+        raise EvidenceError(f"{image.path}: expected an image, got {type(error).__name__} while reading it; run "
+                            "`dvc repro`") from None  # fmt: skip
+    if hashlib.sha256(picture.transpose(2, 0, 1).tobytes()).hexdigest() != image.pixels:
+        raise EvidenceError(f"{image.path}: expected the image that was judged, got other pixels; run `dvc repro`")
+    return picture
+
+
+def amplify_difference(ours: Picture, theirs: Picture) -> Picture:
+    """Return by how much each colour differs, times `DIFFERENCE_GAIN`, cut off at white.
+
+    Raises:
+        EvidenceError: the images differ in size.
+    """
+    if ours.shape != theirs.shape:
+        raise EvidenceError(f"difference: expected images of one size, got {ours.shape[1]} x {ours.shape[0]} and "
+                            f"{theirs.shape[1]} x {theirs.shape[0]} pixels")  # fmt: skip
+    gap = np.abs(ours.astype(int) - theirs.astype(int)) * DIFFERENCE_GAIN
+    return np.clip(gap, 0, 255).astype(np.uint8)
+
+
+def list_scarcest(modules: Mapping[str, Mapping[str, Any]], *, limit: int) -> list[tuple[str, float]]:
+    """Return name and float16 headroom of the decoder's modules that have least, least first, within what is drawn."""
+    bits = {name or "(output)": headroom(module, "headroom_bits_float16") for name, module in modules.items()}
+    scarcest = sorted(bits, key=lambda name: bits[name])[:limit]
+    return [(name, min(MOST_BITS, max(LEAST_BITS, bits[name]))) for name in scarcest]

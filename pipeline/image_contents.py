@@ -1,0 +1,168 @@
+"""Which images a reviewer should see of each run of the image track.
+
+Pure: records in, names of files out; `run_pictures.py` draws them and `tracking.py` writes them. A case is a key in
+MLflow and every run shows the same ones, each candidate's worst: its image grid has a row a key and a column a run.
+Keys are sorted, hence the number in front. Two more are a run's own: the difference from the reference in its worst
+case, and the headroom of its decoder. MLflow's own charts have one key each and little room, so a saved view comes
+along that has them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.digests import digest_file
+from pipeline.errors import EvidenceError
+from pipeline.gate.flips import list_worst_images
+from pipeline.gate.pairing import PairedCases, align
+from pipeline.gate.pictures import DIFFERENCE_GAIN, JudgedImage, locate_image
+from pipeline.gate.verdicts import Judgement
+from pipeline.gate.wording import escape_markdown
+from pipeline.predictions import Scored
+
+MAX_CASES = 8
+MAX_NAME = 100  # characters of a case id in a key, which becomes a file name
+SECTION = "images"  # of the charts
+VIEW = "images-side-by-side"  # key of the saved view
+_MAX_COLUMNS = 10  # that MLflow's image grid shows, those listed first
+_ROW_HEIGHT, _MARGINS = 170, 120  # pixels
+
+Case = tuple[str, str]  # eval, case id
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """One image of a run: a case as it is, or something drawn.
+
+    Attributes:
+        key: names its chart.
+        images: one is shown as it is; of two, the reference's first, the difference is drawn.
+        notes: of the eval whose decoder's headroom is drawn, where there are no images.
+        caption: of the difference: its case.
+    """
+
+    key: str
+    images: tuple[JudgedImage, ...] = ()
+    notes: Path | None = None
+    caption: str = ""
+
+    @property
+    def identity(self) -> list[str | None]:
+        """Name what is shown and the content of its files; None where there is none."""
+        files = [image.path for image in self.images] + ([self.notes] if self.notes else [])
+        return [self.key, self.caption, *(digest_file(file) if file.is_file() else None for file in files)]
+
+
+@dataclass(frozen=True)
+class ImageContents:
+    """What a run shows, and the line of its note that tells a reviewer where to look."""
+
+    shown: tuple[ShownImage, ...]
+    note: str
+
+
+def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Path) -> dict[str, ImageContents]:
+    """Choose the images of every run.
+
+    Args:
+        judgement: which candidates there are, and which are to be released: their worst cases come first.
+        scored: candidate -> eval -> case id -> record, the reference's among them; empty where unreadable.
+        build: the folder that holds `evaluations/`.
+    """
+    reference = judgement.policy.reference
+    ordered = sorted(judgement.verdicts, key=lambda v: not v.is_release)  # stable
+    worst = {v.candidate: case for v in ordered if (case := find_worst(scored[reference], scored[v.candidate]))}
+    keys = name_cases(worst)
+    contents = {}
+    for name, own in scored.items():
+        cases = [ShownImage(key, (image,)) for case, key in keys.items() if (image := _locate(build, name, own, case))]
+        images = tuple(_locate(build, side, scored[side], worst[name]) for side in (reference, name) if name in worst)
+        note = _name_owners(keys, worst) if name == reference else _name_worst(keys, worst.get(name))
+        contents[name] = ImageContents((*cases, *_list_own(build / "evaluations" / name, images, own)), note)
+    return contents
+
+
+def find_worst(reference: Scored, candidate: Scored) -> Case | None:
+    """Return the case in which a candidate is worst; None where no case can be paired."""
+    pairs: dict[str, PairedCases] = {}
+    for eval_name, cases in candidate.items():
+        ours, theirs = ([record for record, _ in side.values()] for side in (reference.get(eval_name, {}), cases))
+        try:
+            pairs[eval_name] = align(ours, theirs, where=eval_name)
+        except EvidenceError:
+            continue  # the verdict was refused for it
+    for eval_name, i in list_worst_images(pairs)[:1]:
+        return eval_name, pairs[eval_name].reference[i].case_id
+    return None
+
+
+def name_cases(worst: Mapping[str, Case]) -> dict[Case, str]:
+    """Return the cases to show and a key for each, in the characters that MLflow takes.
+
+    Args:
+        worst: candidate -> its worst case, those first that matter most.
+    """
+    owners: dict[Case, list[str]] = {}
+    for name, case in worst.items():
+        owners.setdefault(case, []).append(name)
+    has_many = len({eval_name for eval_name, _ in owners}) > 1
+    keys = {}
+    for number, (case, names) in enumerate(list(owners.items())[:MAX_CASES], start=1):
+        said = re.sub(r"[^A-Za-z0-9_. -]", "_", " ".join(case) if has_many else case[1])[:MAX_NAME]
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        keys[case] = f"{SECTION}/{number} {said} - worst of {names[0]}{others}"
+    return keys
+
+
+def describe_view(runs: Sequence[Sequence[ShownImage]]) -> dict[str, Any]:
+    """Describe the saved view in the words of MLflow's page: one grid of all images, above the other charts.
+
+    The grid shows runs in the reverse of the list's order, which has the reference first: turned round, so that the
+    reference is the first column. Where there are more runs than columns the list has to stay as it is, as the
+    reference would be left out.
+
+    Args:
+        runs: the images of each run.
+    """
+    keys = list(dict.fromkeys(image.key for shown in runs for image in shown))
+    grid = {"type": "IMAGE", "uuid": VIEW, "metricSectionId": VIEW, "runsCountToCompare": _MAX_COLUMNS,
+            "deleted": False, "isGenerated": False, "imageKeys": sorted(keys), "step": 0, "showRunParams": False}
+    section = {"uuid": VIEW, "name": "images side by side", "display": True, "isReordered": True, "deleted": False,
+               "isGenerated": False, "columns": 1, "cardHeight": _ROW_HEIGHT * len(keys) + _MARGINS}
+    return {"compareRunCharts": [grid], "compareRunSections": [section], "isAccordionReordered": True,
+            "runListHidden": True, "orderByKey": "attributes.`Created`", "orderByAsc": len(runs) <= _MAX_COLUMNS}
+
+
+def _locate(build: Path, name: str, scored: Scored, case: Case) -> JudgedImage | None:
+    eval_name, case_id = case
+    record, _ = scored.get(eval_name, {}).get(case_id, (None, None))
+    return None if record is None else locate_image(build / "evaluations" / name, eval_name, record)
+
+
+def _list_own(folder: Path, images: tuple[JudgedImage | None, ...], scored: Scored) -> list[ShownImage]:
+    """List what only this run has: the difference in its worst case, and its decoder's headroom."""
+    own = []
+    both = tuple(image for image in images if image is not None)
+    if len(both) == 2:
+        own.append(ShownImage(f"{SECTION}/difference x {DIFFERENCE_GAIN}", both, caption=both[0].path.stem))
+    for eval_name in list(scored)[:1]:
+        own.append(ShownImage(f"{SECTION}/headroom", notes=folder / f"{eval_name}.json"))
+    return own
+
+
+def _name_owners(keys: Mapping[Case, str], worst: Mapping[str, Case]) -> str:
+    """Say on the reference's page which image is whose worst."""
+    owners = [" and ".join(name for name, own in worst.items() if own == case) for case in keys]
+    said = ", ".join(f"image {number} of {names}" for number, names in enumerate(owners, start=1))
+    return f"\n- shown of every run are the worst images of each candidate: {said}" if keys else ""
+
+
+def _name_worst(keys: Mapping[Case, str], case: Case | None) -> str:
+    if case is None:
+        return ""
+    where = f"image {keys[case].partition('/')[2].split()[0]}" if case in keys else "its difference alone is shown"
+    return f"\n- worst image: {escape_markdown(case[1])} ({where})"

@@ -1,0 +1,132 @@
+"""Writes the records and images that stages optimize_images and evaluate_images would, without rendering any.
+
+Every candidate has images of its own with noise, so that an exchanged one shows. Scores are the reference's plus what a
+behaviour asks for; the case that a candidate is worst in is `worst`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from pipeline.digests import digest_file, digest_text
+from pipeline.image_params import ImageTrack
+from pipeline.image_serving import serve
+from pipeline.records import (
+    BuiltCandidate,
+    CaseRecord,
+    Checkpoint,
+    EvalFile,
+    Evaluation,
+    ImageCandidate,
+    write_cases,
+    write_record,
+    write_text,
+)
+
+NUM_CASES = 40
+SIDE = 8  # pixels
+_SOUND = {"sound": 1.0, "oversaturated": 0.0, "saturated": 0.02, "std_ratio": 1.5, "clip": 0.9, "seam_levels": 0.0, "ssim": 1.0,
+          "psnr_db": 100.0, "clipped": 0.0, "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0}  # fmt: skip
+_DECODER = {"": {"absmax": 9.0, "headroom_bits": 12.0, "headroom_bits_float16": 12.0, "nonfinite_count": 0},
+            "up.0": {"absmax": 9.0, "headroom_bits": 3.0, "headroom_bits_float16": 0.5, "nonfinite_count": 0}}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the images of a candidate look beside the reference's.
+
+    Attributes:
+        guidance: what its step `guidance` asks for; None: it has none.
+        changes: scores of all its images that differ from the reference's by so much.
+        worst: the case that is worse still; None: all are alike.
+        notes: what its notes hold beside the decoder's ranges.
+    """
+
+    guidance: dict[str, Any] | None = None
+    changes: dict[str, float] = field(default_factory=dict)
+    worst: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def make_image_track(looks: dict[str, Look], release: str) -> ImageTrack:
+    """Return the settings of a track with a reference `shots` and these candidates."""
+    candidates = {name: {"checkpoint": "models/shots", "steps": [_step(look)]} for name, look in looks.items()}
+    return ImageTrack.model_validate({
+        "reference": "shots", "release": [release],
+        "candidates": {"shots": {"checkpoint": "models/shots", "steps": []}, **candidates},
+        "sampling": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_workers": 1,
+                     "num_threads": 1},
+        "evals": {"shots": {"kind": "images", "evalset": "evalsets/shots", "clip": "models/clip"}},
+        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
+            "shots/sound_image_rate": {"overall": 0.2}, "shots/clip_similarity": {"overall": 0.01},
+            "shots/saturated_pixel_fraction": {"overall": 0.01}}},
+    })  # fmt: skip
+
+
+def write_image_tree(build: Path, track: ImageTrack, looks: dict[str, Look], *, case_id: str = "shot-{i}") -> None:
+    """Write what a track's candidates leave under `build`.
+
+    Args:
+        build: the track's folder.
+        track: of `make_image_track`.
+        looks: by candidate.
+        case_id: names the cases; `{i}` is their number.
+    """
+    for number, name in enumerate(track.candidates):
+        look = looks.get(name, Look())
+        candidate = _write_candidate(build, track, name)
+        folder, rng = build / "evaluations" / name, np.random.default_rng(number)
+        records = [_write_case(folder / "shots", candidate, look, i, case_id.format(i=i), rng)
+                   for i in range(NUM_CASES)]  # fmt: skip
+        write_cases(folder / "shots.jsonl", records)
+        notes = {"denoise_ms_per_image": 1.0, "step_ms_per_image": 0.5, "decode_ms_per_image": 1.0,
+                 "decode_to_float32": None, "decode_peak_mib": 2.0, "peak_memory_mib": 1.0,
+                 "decoder": _DECODER}  # fmt: skip
+        write_text(folder / "shots.json", json.dumps(notes | look.notes))
+        file = EvalFile(kind="images", settings=track.evals["shots"].model_dump(mode="json"), key="k",
+                        evalset_digest="e", num_cases=len(records), records="shots.jsonl",
+                        sha256=digest_file(folder / "shots.jsonl"), notes_sha256=digest_file(folder / "shots.json"))
+        write_record(folder / "evaluation.json", Evaluation(
+            candidate=name, fingerprint=candidate.fingerprint, checkpoint_digest=candidate.checkpoint.digest,
+            serving=candidate.serving, evals={"shots": file}, served_by=candidate.facts, seconds=1.0))  # fmt: skip
+
+
+def _step(look: Look) -> dict[str, Any]:
+    return {"kind": "guidance", **look.guidance} if look.guidance else {"kind": "vae_precision", "dtype": "float16"}
+
+
+def _write_candidate(build: Path, track: ImageTrack, name: str) -> ImageCandidate:
+    steps = [step.model_dump(mode="json") for step in track.candidates[name].steps]
+    for step in steps:
+        if step["kind"] == "guidance":
+            step["serving"] = {"guidance_scale": step["scale"], "guidance_rescale": step["rescale"],
+                               "guidance_by_category": step["by_category"]}  # fmt: skip
+    built = BuiltCandidate(name=name, steps=tuple(steps), checkpoint=Checkpoint(
+        path="models/shots", kind="StableDiffusionXLPipeline", format="diffusers", dtype="float32", num_parameters=1,
+        num_bytes=4, digest=digest_text(name)))  # fmt: skip
+    write_record(build / "candidates" / name / "candidate.json", built)
+    return serve(built, track)
+
+
+def _write_case(
+    folder: Path, candidate: ImageCandidate, look: Look, i: int, case_id: str, rng: np.random.Generator
+) -> CaseRecord:
+    pixels = rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    path = folder / f"{case_id}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+    changes = look.changes | ({"clip": look.changes.get("clip", 0.0) - 0.2} if i == look.worst else {})
+    spread = 0.001 * (i % 7)  # of every candidate alike: intervals need it
+    scores = {key: value + changes.get(key, 0.0) + (spread if key in ("saturated", "clip") else 0.0)
+              for key, value in _SOUND.items()}  # fmt: skip
+    return CaseRecord(
+        case_id=case_id, input_digest=digest_text(str(i)), cluster=str(i), prompt=f"ball {i}", scores=scores,
+        output=hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest(), fingerprint=candidate.fingerprint,
+    )  # fmt: skip
