@@ -32,8 +32,9 @@ from pipeline.records import (
 
 NUM_CASES = 40
 SIDE = 8  # pixels
-_SOUND = {"sound": 1.0, "oversaturated": 0.0, "saturated": 0.02, "std_ratio": 1.5, "clip": 0.9, "seam_levels": 0.0, "ssim": 1.0,
-          "psnr_db": 100.0, "clipped": 0.0, "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0}  # fmt: skip
+_SOUND = {"sound": 1.0, "oversaturated": 0.0, "saturated": 0.02, "std_ratio": 1.5, "clip": 0.9,
+          "seam_levels": 0.0, "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0, "nonfinite": 0.0, "black": 0.0,
+          "latents_out_of_range": 0.0}  # fmt: skip
 _DECODER = {"": {"absmax": 9.0, "headroom_bits": 12.0, "headroom_bits_float16": 12.0, "nonfinite_count": 0},
             "up.0": {"absmax": 9.0, "headroom_bits": 3.0, "headroom_bits_float16": 0.5, "nonfinite_count": 0}}
 
