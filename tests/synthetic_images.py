@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline.digests import digest_file, digest_text
+from pipeline.files import write_text
 from pipeline.image_params import ImageTrack
 from pipeline.image_serving import serve
 from pipeline.records import (
@@ -27,16 +28,18 @@ from pipeline.records import (
     ImageCandidate,
     write_cases,
     write_record,
-    write_text,
 )
 
 NUM_CASES = 40
 SIDE = 8  # pixels
-_SOUND = {"sound": 1.0, "oversaturated": 0.0, "saturated": 0.02, "std_ratio": 1.5, "clip": 0.9,
-          "seam_levels": 0.0, "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0, "nonfinite": 0.0, "black": 0.0,
-          "latents_out_of_range": 0.0}  # fmt: skip
+_SOUND = {"sound": 1.0, "saturated": 0.02, "std_ratio": 1.5, "clip": 0.9, "seam_levels": 0.0, "ssim": 1.0,
+          "psnr_db": 100.0, "clipped": 0.0, "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0,
+          "oversaturated": 0.0}  # fmt: skip
 _DECODER = {"": {"absmax": 9.0, "headroom_bits": 12.0, "headroom_bits_float16": 12.0, "nonfinite_count": 0},
             "up.0": {"absmax": 9.0, "headroom_bits": 3.0, "headroom_bits_float16": 0.5, "nonfinite_count": 0}}
+
+_NOTES = {"denoise_ms_per_image": 1.0, "step_ms_per_image": 1.0, "decode_ms_per_image": 1.0, "decode_to_float32": None,
+          "decode_peak_mib": 1.0, "peak_memory_mib": 1.0, "decoder": _DECODER}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,7 @@ def write_image_tree(build: Path, track: ImageTrack, looks: dict[str, Look], *, 
         records = [_write_case(folder / "shots", candidate, look, i, case_id.format(i=i), rng)
                    for i in range(NUM_CASES)]  # fmt: skip
         write_cases(folder / "shots.jsonl", records)
-        notes = {"denoise_ms_per_image": 1.0, "step_ms_per_image": 0.5, "decode_ms_per_image": 1.0,
-                 "decode_to_float32": None, "decode_peak_mib": 2.0, "peak_memory_mib": 1.0,
-                 "decoder": _DECODER}  # fmt: skip
-        write_text(folder / "shots.json", json.dumps(notes | look.notes))
+        write_text(folder / "shots.json", json.dumps(_NOTES | look.notes))
         file = EvalFile(kind="images", settings=track.evals["shots"].model_dump(mode="json"), key="k",
                         evalset_digest="e", num_cases=len(records), records="shots.jsonl",
                         sha256=digest_file(folder / "shots.jsonl"), notes_sha256=digest_file(folder / "shots.json"))

@@ -106,7 +106,7 @@ def excerpt(text: str, character: int | None) -> str:
 def list_worst_images(pairs: Mapping[str, PairedCases]) -> list[tuple[str, int]]:
     """Return (eval, position) of all images of a candidate, the worst first.
 
-    Unsound ones, then those that lost most of any metric in units of its spread over the cases.
+    Those that became unsound or oversaturated, then those that lost most of any metric in units of its spread.
     """
     ranked = []
     for eval_name, paired in pairs.items():
