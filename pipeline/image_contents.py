@@ -28,6 +28,7 @@ MAX_CASES = 8
 MAX_NAME = 100  # characters of a case id in a key, which becomes a file name
 SECTION = "images"  # of the charts
 VIEW = "images-side-by-side"  # key of the saved view
+COLUMN = "quantgate.column"  # tag of a run that the view sorts by
 _MAX_COLUMNS = 10  # that MLflow's image grid shows, those listed first
 _ROW_HEIGHT, _MARGINS = 170, 120  # pixels
 
@@ -59,10 +60,11 @@ class ShownImage:
 
 @dataclass(frozen=True)
 class ImageContents:
-    """What a run shows, and the line of its note that tells a reviewer where to look."""
+    """What a run shows, the line of its note that tells a reviewer where to look, and its column in the saved view."""
 
-    shown: tuple[ShownImage, ...]
-    note: str
+    shown: tuple[ShownImage, ...] = ()
+    note: str = ""
+    column: str = ""
 
 
 def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Path) -> dict[str, ImageContents]:
@@ -77,12 +79,14 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     ordered = sorted(judgement.verdicts, key=lambda v: not v.is_release)  # stable
     worst = {v.candidate: case for v in ordered if (case := find_worst(scored[reference], scored[v.candidate]))}
     keys = name_cases(worst)
+    columns = order_columns([reference, *(v.candidate for v in ordered)])
     contents = {}
     for name, own in scored.items():
         cases = [ShownImage(key, (image,)) for case, key in keys.items() if (image := _locate(build, name, own, case))]
         images = tuple(_locate(build, side, scored[side], worst[name]) for side in (reference, name) if name in worst)
         note = _name_owners(keys, worst) if name == reference else _name_worst(keys, worst.get(name))
-        contents[name] = ImageContents((*cases, *_list_own(build / "evaluations" / name, images, own)), note)
+        shown = (*cases, *_list_own(build / "evaluations" / name, images, own))
+        contents[name] = ImageContents(shown, note, columns[name])
     return contents
 
 
@@ -118,23 +122,27 @@ def name_cases(worst: Mapping[str, Case]) -> dict[Case, str]:
     return keys
 
 
+def order_columns(names: Sequence[str]) -> dict[str, str]:
+    """Return what the list of runs has to be sorted by for the image grid to show these runs in this order.
+
+    The grid takes the first ten runs of the list and shows them from the last to the first.
+    """
+    return {name: f"{_MAX_COLUMNS - 1 - i if i < _MAX_COLUMNS else i:04}" for i, name in enumerate(names)}
+
+
 def describe_view(runs: Sequence[Sequence[ShownImage]]) -> dict[str, Any]:
     """Describe the saved view in the words of MLflow's page: one grid of all images, above the other charts.
-
-    The grid shows runs in the reverse of the list's order, which has the reference first: turned round, so that the
-    reference is the first column. Where there are more runs than columns the list has to stay as it is, as the
-    reference would be left out.
 
     Args:
         runs: the images of each run.
     """
-    keys = list(dict.fromkeys(image.key for shown in runs for image in shown))
+    keys = sorted({image.key for shown in runs for image in shown})
     grid = {"type": "IMAGE", "uuid": VIEW, "metricSectionId": VIEW, "runsCountToCompare": _MAX_COLUMNS,
-            "deleted": False, "isGenerated": False, "imageKeys": sorted(keys), "step": 0, "showRunParams": False}
+            "deleted": False, "isGenerated": False, "imageKeys": keys, "step": 0, "showRunParams": False}
     section = {"uuid": VIEW, "name": "images side by side", "display": True, "isReordered": True, "deleted": False,
                "isGenerated": False, "columns": 1, "cardHeight": _ROW_HEIGHT * len(keys) + _MARGINS}
     return {"compareRunCharts": [grid], "compareRunSections": [section], "isAccordionReordered": True,
-            "runListHidden": True, "orderByKey": "attributes.`Created`", "orderByAsc": len(runs) <= _MAX_COLUMNS}
+            "runListHidden": True, "orderByKey": f"tags.`{COLUMN}`", "orderByAsc": True}
 
 
 def _locate(build: Path, name: str, scored: Scored, case: Case) -> JudgedImage | None:

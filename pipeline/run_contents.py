@@ -33,7 +33,8 @@ class RunContents:
     """Everything about one run, ready to be logged.
 
     `key` is a digest of the verdict, the candidate, the evaluation and which cases and images are shown: a run
-    with the same key says the same. `metrics` are in the order in which they should appear.
+    with the same key says the same. `metrics` are in the order in which they should appear, `column` sorts the runs
+    for the view of all images and says nothing about the run.
     """
 
     candidate: str
@@ -44,6 +45,7 @@ class RunContents:
     note: str
     color: str
     images: tuple[ShownImage, ...] = ()
+    column: str = ""
 
 
 def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
@@ -62,7 +64,7 @@ def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
     tables = select_predictions(scored, judgement.policy.reference)
     images = choose_images(judgement, scored, build) if judgement.policy.track == "images" else {}
-    return [_describe_run(judgement, build, name, tables[name], images.get(name, ImageContents((), "")), problems[name])
+    return [_describe_run(judgement, build, name, tables[name], images.get(name, ImageContents()), problems[name])
             for name in names]  # fmt: skip
 
 
@@ -86,6 +88,7 @@ def _describe_run(
         note=_write_note(verdict, is_reference) + images.note + problem,
         color=_COLORS["reference" if is_reference or verdict is None else verdict.outcome],
         images=images.shown,
+        column=images.column,
     )
 
 

@@ -26,7 +26,7 @@ from urllib.parse import quote
 from pipeline.errors import JournalError
 from pipeline.files import write_text
 from pipeline.gate.wording import escape_markdown
-from pipeline.image_contents import VIEW, describe_view
+from pipeline.image_contents import COLUMN, VIEW, describe_view
 from pipeline.run_contents import RunContents
 from pipeline.run_pictures import draw_pictures
 
@@ -128,18 +128,26 @@ def _log_once(client: Any, experiment_id: str, run: RunContents, files: list[Pat
     if same is not None:
         if same.info.lifecycle_stage == "deleted":
             client.restore_run(same.info.run_id)
+        for tag, value in _place(run, dvc_experiment).items():
+            if same.data.tags.get(tag) != value:
+                client.set_tag(same.info.run_id, tag, value)
         return LoggedRun(run.candidate, same.info.run_id, experiment_id, is_new=False)
     name = f"{run.candidate} ({dvc_experiment})" if dvc_experiment else run.candidate
     pictures, problems = draw_pictures(run.images)
     note = "".join([run.note, *(f"\n- not shown: {escape_markdown(problem)}" for problem in problems)])
     tags = {_PIPELINE: "quantgate", _KEY: run.key, _GROUP: group, "mlflow.note.content": note,
-            "mlflow.runColor": run.color}  # fmt: skip
+            "mlflow.runColor": run.color} | _place(run, dvc_experiment)  # fmt: skip
     run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
     _fill(client, run_id, run, files)
     for key, picture in pictures.items():
         client.log_image(run_id, picture, key=key, step=0)
     client.set_terminated(run_id)  # the mark of a complete run: a killed one is logged again
     return LoggedRun(run.candidate, run_id, experiment_id, is_new=True)
+
+
+def _place(run: RunContents, dvc_experiment: str) -> dict[str, str]:
+    """Return the tag that gives a run its column; those of an experiment leave the columns to the workspace's."""
+    return {COLUMN: run.column} if run.column and not dvc_experiment else {}
 
 
 def _save_view(client: Any, experiment_id: str, runs: list[RunContents]) -> None:

@@ -106,16 +106,19 @@ def excerpt(text: str, character: int | None) -> str:
 def list_worst_images(pairs: Mapping[str, PairedCases]) -> list[tuple[str, int]]:
     """Return (eval, position) of all images of a candidate, the worst first.
 
-    Those that became unsound or oversaturated, then those that lost most of any metric in units of its spread.
+    Those that became unsound, then those that lost most of any metric in units of its spread over the cases. Other
+    rates count through what they are rates of: an image that saturates a little beyond a limit is not the worst.
     """
     ranked = []
     for eval_name, paired in pairs.items():
-        losses = np.zeros(len(paired.reference))
+        unsound = losses = np.zeros(len(paired.reference))
         for definition in METRICS_BY_EVAL_KIND["images"]:
             ours, theirs = (np.array([r.scores.get(definition.score, 0.0) for r in side])
                             for side in (paired.reference, paired.candidate))  # fmt: skip
             harm = definition.sign * (ours - theirs)
-            weight = 1e6 if definition.estimator == "proportion" else 1 / (harm.std() or 1.0)
-            losses = np.maximum(losses, harm * weight)
-        ranked += [(-float(loss), eval_name, i) for i, loss in enumerate(losses)]
-    return [(eval_name, i) for _, eval_name, i in sorted(ranked)]
+            if definition.score == "sound":
+                unsound = harm
+            elif definition.estimator != "proportion":
+                losses = np.maximum(losses, harm / (harm.std() or 1.0))
+        ranked += [(-unsound[i], -losses[i], eval_name, i) for i in range(len(losses))]
+    return [(eval_name, i) for _, _, eval_name, i in sorted(ranked)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.images import describe_guidance, list_guided, read_std_ratios
@@ -79,6 +79,10 @@ def _draw_steps(axis: Axes, ratios: Mapping[str, list[float]], names: list[str])
         axis.plot(range(1, len(found) + 1), found, linewidth=1.4, markersize=4, **_style(names.index(name)))
     axis.axhline(1, color="#000000", linewidth=1, linestyle="--")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_yscale("log")  # the first steps are several times wider than all others
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+    axis.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.minorticks_off()
     axis.set_xlabel("denoising step", fontsize=9)
     axis.set_ylabel("std of guided / conditional prediction", fontsize=9)
     _finish(axis, "Mean over images; 1 is no guidance")

@@ -26,7 +26,8 @@ def tabulate_costs(compared: ReleaseComparison) -> list[list[str]]:
     for name, measured in compared.measured.items():
         if measured.evidence is None or own is None:
             continue
-        eval_name = next(iter(measured.evidence.records))
+        if (eval_name := next(iter(measured.evidence.records), None)) is None or eval_name not in own.records:
+            continue  # refused: what it cost is not known either
         notes, base = read_notes(measured.evidence, eval_name), read_notes(own, eval_name)
         ratio, least = notes["decode_to_float32"], min(map(headroom, notes["decoder"].values()), default=0.0)
         psnr = next((m.value for m in measured.metrics if m.name == f"{eval_name}/decode_psnr_db" and not m.bucket), 0)

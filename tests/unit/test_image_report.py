@@ -10,6 +10,7 @@ from PIL import Image
 
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.guidance_plot import plot_guidance
+from pipeline.gate.image_plots import plot_headroom, plot_worst_images
 from pipeline.gate.images import describe_guidance, list_guided
 from pipeline.gate.report import render_report
 from tests.synthetic_images import Look, make_image_track, write_image_tree
@@ -89,3 +90,15 @@ def test_a_failure_without_flips_has_no_empty_table(tmp_path: Path) -> None:
 def test_a_failure_with_flips_names_the_images(tmp_path: Path) -> None:
     report = render_report(judge(tmp_path, {"bad": Look(changes={"sound": -1.0, "nonfinite": 1.0})}))
     assert FLIPS in report and "| loss | shot-0 | ball 0 |" in report
+
+
+@pytest.mark.parametrize("name", ["bad", "shots"])
+def test_records_that_are_unfit_are_refused_and_reported(tmp_path: Path, name: str) -> None:
+    """The report names them; no table or picture of it may need them."""
+    looks = {"bad": Look(), "guided": Look(guidance={"scale": 12})}
+    judge(tmp_path, looks)
+    (tmp_path / f"evaluations/{name}/shots.jsonl").write_text("edited")
+    compared = compare_release(make_image_track(looks, "bad"), tmp_path)
+    assert "the records were edited or cut" in render_report(compared)
+    for draw in (plot_guidance, plot_worst_images, plot_headroom):
+        draw(compared, tmp_path / "picture.png")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from pipeline.digests import digest_file
 from pipeline.gate.compare import compare_release
+from pipeline.gate.flips import list_worst_images
 from pipeline.gate.image_plots import plot_worst_images
 from pipeline.gate.pictures import JudgedImage
-from pipeline.image_contents import MAX_CASES, VIEW, ShownImage, describe_view
+from pipeline.image_contents import COLUMN, MAX_CASES, VIEW, ShownImage, describe_view, order_columns
 from pipeline.run_contents import RunContents, describe_runs
 from pipeline.run_pictures import MAX_SIDE, draw_pictures, fit_size
 from pipeline.tracking import PAGES_FILES, log_runs, write_pages
@@ -194,8 +196,43 @@ def test_small_images_grow_without_new_colours_and_large_ones_shrink() -> None:
     assert fit_size(np.zeros((500, 2000, 3), dtype=np.uint8)).size == (MAX_SIDE, MAX_SIDE // 4)
 
 
-@pytest.mark.parametrize(("num_runs", "is_turned"), [(10, True), (11, False)])
-def test_the_reference_is_always_among_the_columns(num_runs: int, is_turned: bool) -> None:
-    view = describe_view([[ShownImage("images/2 b"), ShownImage("images/1 a")]] * num_runs)
-    assert view["orderByAsc"] is is_turned
+@pytest.mark.parametrize("num_runs", [1, 9, 10, 11, 25])
+def test_the_reference_is_the_first_column_and_no_release_is_left_out(num_runs: int) -> None:
+    """MLflow's grid shows the first ten runs of the list, the last of them first."""
+    names = [str(i) for i in range(num_runs)]
+    columns = order_columns(names)
+    listed = sorted(names, key=lambda name: columns[name])
+    assert listed[:10][::-1] == names[:10]
+
+
+def test_the_view_holds_every_image_once() -> None:
+    view = describe_view([[ShownImage("images/2 b"), ShownImage("images/1 a")]] * 2)
     assert view["compareRunCharts"][0]["imageKeys"] == ["images/1 a", "images/2 b"]
+    assert view["compareRunCharts"][0]["metricSectionId"] == view["compareRunSections"][0]["uuid"]
+
+
+def test_another_release_moves_the_columns_of_runs_that_stay(built: Path, tmp_path: Path) -> None:
+    def read_columns() -> list[str]:
+        client = open_client(tmp_path)
+        runs = client.search_runs([first[0].experiment_id], order_by=[f"tags.`{COLUMN}` DESC"])
+        return [run.info.run_name for run in runs]
+
+    runs = describe(built)
+    first = log_runs(runs, tmp_path, track="images")
+    assert read_columns() == ["shots", "bad", "fine", "alike"]
+    moved = [replace(run, column=column) for run, column in zip(runs, ("0009", "0006", "0008", "0007"), strict=True)]
+    assert not any(run.is_new for run in log_runs(moved, tmp_path, track="images"))
+    assert read_columns() == ["shots", "bad", "alike", "fine"]
+    log_runs(runs, tmp_path, track="images", dvc_experiment="sweep-1")
+    assert read_columns()[:4] == ["shots", "bad", "alike", "fine"], "an experiment takes no column from the workspace"
+
+
+def test_the_worst_image_is_unsound_or_lost_most_and_not_just_beyond_a_limit(tmp_path: Path) -> None:
+    """A rate has no size: of all images beyond its limit the first would be the worst."""
+    looks = {"bad": Look(changes={"oversaturated": 1.0}, worst=9)}
+    write_image_tree(tmp_path, make_image_track(looks, "bad"), looks)
+    pairs = compare_release(make_image_track(looks, "bad"), tmp_path).measured["bad"].pairs
+    assert list_worst_images(pairs)[0] == ("shots", 9)
+    pairs["shots"].candidate[4] = pairs["shots"].candidate[4].model_copy(
+        update={"scores": pairs["shots"].candidate[4].scores | {"sound": 0.0}})  # fmt: skip
+    assert list_worst_images(pairs)[:2] == [("shots", 4), ("shots", 9)]
