@@ -84,14 +84,15 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     for name, own in scored.items():
         cases = [ShownImage(key, (image,)) for case, key in keys.items() if (image := _locate(build, name, own, case))]
         images = tuple(_locate(build, side, scored[side], worst[name]) for side in (reference, name) if name in worst)
-        note = _name_owners(keys, worst) if name == reference else _name_worst(keys, worst.get(name))
+        note = _name_owners(keys, worst) if name == reference else _name_worst(
+            keys, worst.get(name), is_same=_list_outputs(own) == _list_outputs(scored[reference]))  # fmt: skip
         shown = (*cases, *_list_own(build / "evaluations" / name, images, own))
         contents[name] = ImageContents(shown, note, columns[name])
     return contents
 
 
 def find_worst(reference: Scored, candidate: Scored) -> Case | None:
-    """Return the case in which a candidate is worst; None where no case can be paired."""
+    """Return the case in which a candidate is worst; None where no case can be paired or no image is another one."""
     pairs: dict[str, PairedCases] = {}
     for eval_name, cases in candidate.items():
         ours, theirs = ([record for record, _ in side.values()] for side in (reference.get(eval_name, {}), cases))
@@ -99,9 +100,8 @@ def find_worst(reference: Scored, candidate: Scored) -> Case | None:
             pairs[eval_name] = align(ours, theirs, where=eval_name)
         except EvidenceError:
             continue  # the verdict was refused for it
-    for eval_name, i in list_worst_images(pairs)[:1]:
-        return eval_name, pairs[eval_name].reference[i].case_id
-    return None
+    return next(((eval_name, pairs[eval_name].reference[i].case_id) for eval_name, i in list_worst_images(pairs)
+                 if pairs[eval_name].reference[i].output != pairs[eval_name].candidate[i].output), None)  # fmt: skip
 
 
 def name_cases(worst: Mapping[str, Case]) -> dict[Case, str]:
@@ -169,8 +169,13 @@ def _name_owners(keys: Mapping[Case, str], worst: Mapping[str, Case]) -> str:
     return f"\n- shown of every run are the worst images of each candidate: {said}" if keys else ""
 
 
-def _name_worst(keys: Mapping[Case, str], case: Case | None) -> str:
+def _list_outputs(scored: Scored) -> dict[Case, str]:
+    return {(eval_name, case_id): record.output for eval_name, cases in scored.items()
+            for case_id, (record, _) in cases.items()}  # fmt: skip
+
+
+def _name_worst(keys: Mapping[Case, str], case: Case | None, *, is_same: bool) -> str:
     if case is None:
-        return ""
+        return "\n- every image has the pixels of the reference's" if is_same else ""
     where = f"image {keys[case].partition('/')[2].split()[0]}" if case in keys else "its difference alone is shown"
     return f"\n- worst image: {escape_markdown(case[1])} ({where})"

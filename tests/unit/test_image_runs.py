@@ -19,6 +19,7 @@ from pipeline.gate.flips import list_worst_images
 from pipeline.gate.image_plots import plot_worst_images
 from pipeline.gate.pictures import JudgedImage
 from pipeline.image_contents import COLUMN, MAX_CASES, VIEW, ShownImage, describe_view, order_columns
+from pipeline.records import read_cases, write_cases
 from pipeline.run_contents import RunContents, describe_runs
 from pipeline.run_pictures import MAX_SIDE, draw_pictures, fit_size
 from pipeline.tracking import PAGES_FILES, log_runs, write_pages
@@ -61,6 +62,21 @@ def test_a_run_adds_its_own_difference_and_headroom(built: Path) -> None:
         assert [image.images[0].path.parts[-3] for image in differences] == ["shots"] * (run.candidate != "shots")
         assert [image.notes for image in run.images if image.notes] == [
             built / "evaluations" / run.candidate / "shots.json"]  # fmt: skip
+
+
+def test_a_candidate_with_the_references_own_images_takes_no_row(built: Path, tmp_path: Path) -> None:
+    """It would leave no room for one that differs, and show nothing."""
+    build = tmp_path / "build"
+    shutil.copytree(built, build)
+    folder = build / "evaluations/bad"
+    outputs = [record.output for record in read_cases(build / "evaluations/shots/shots.jsonl")]
+    write_cases(folder / "shots.jsonl", [record.model_copy(update={"output": output}) for record, output
+                                         in zip(read_cases(folder / "shots.jsonl"), outputs, strict=True)])  # fmt: skip
+    reference, *others = describe(build)
+    assert list_cases(reference) == ["images/1 shot-3 - worst of fine and 1 more"]
+    run = next(run for run in others if run.candidate == "bad")
+    assert "every image has the pixels of the reference's" in run.note
+    assert not any(len(image.images) == 2 for image in run.images), "no difference to draw"
 
 
 def test_many_candidates_show_no_more_than_a_dozen_images(tmp_path: Path) -> None:
