@@ -79,7 +79,8 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     ordered = sorted(judgement.verdicts, key=lambda v: not v.is_release)  # stable
     worst = {v.candidate: case for v in ordered if (case := find_worst(scored[reference], scored[v.candidate]))}
     keys = name_cases(worst)
-    columns = order_columns([reference, *(v.candidate for v in ordered)])
+    by_use = sorted(ordered, key=lambda v: not v.is_release and v.candidate not in worst)
+    columns = order_columns([reference, *(v.candidate for v in by_use)])
     contents = {}
     for name, own in scored.items():
         cases = [ShownImage(key, (image,)) for case, key in keys.items() if (image := _locate(build, name, own, case))]

@@ -76,6 +76,8 @@ def test_a_candidate_with_the_references_own_images_takes_no_row(built: Path, tm
     assert list_cases(reference) == ["images/1 shot-3 - worst of fine and 1 more"]
     run = next(run for run in others if run.candidate == "bad")
     assert "every image has the pixels of the reference's" in run.note
+    listed = sorted(describe(build, release="fine"), key=lambda run: run.column)
+    assert [run.candidate for run in listed] == ["bad", "alike", "fine", "shots"]
     assert not any(len(image.images) == 2 for image in run.images), "no difference to draw"
 
 
