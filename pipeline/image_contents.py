@@ -9,17 +9,19 @@ along that has them all.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.flips import list_worst_images
+from pipeline.gate.images import headroom
 from pipeline.gate.pairing import PairedCases, align
-from pipeline.gate.pictures import DIFFERENCE_GAIN, JudgedImage, locate_image
+from pipeline.gate.pictures import DIFFERENCE_GAIN, LEAST_BITS, JudgedImage, locate_image
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown
 from pipeline.predictions import Scored
@@ -60,11 +62,12 @@ class ShownImage:
 
 @dataclass(frozen=True)
 class ImageContents:
-    """What a run shows, the line of its note that tells a reviewer where to look, and its column in the saved view."""
+    """What a run shows, a line of its note that says where to look, its column in the saved view, and its costs."""
 
     shown: tuple[ShownImage, ...] = ()
     note: str = ""
     column: str = ""
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Path) -> dict[str, ImageContents]:
@@ -87,8 +90,9 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
         images = tuple(_locate(build, side, scored[side], worst[name]) for side in (reference, name) if name in worst)
         note = _name_owners(keys, worst) if name == reference else _name_worst(
             keys, worst.get(name), is_same=_list_outputs(own) == _list_outputs(scored[reference]))  # fmt: skip
-        shown = (*cases, *_list_own(build / "evaluations" / name, images, own))
-        contents[name] = ImageContents(shown, note, columns[name])
+        folder = build / "evaluations" / name
+        shown = (*cases, *_list_own(folder, images, own))
+        contents[name] = ImageContents(shown, note, columns[name], _read_costs(folder, own))
     return contents
 
 
@@ -180,3 +184,22 @@ def _name_worst(keys: Mapping[Case, str], case: Case | None, *, is_same: bool) -
         return "\n- every image has the pixels of the reference's" if is_same else ""
     where = f"image {keys[case].partition('/')[2].split()[0]}" if case in keys else "its difference alone is shown"
     return f"\n- worst image: {escape_markdown(case[1])} ({where})"
+
+
+def _read_costs(folder: Path, scored: Scored) -> dict[str, float]:
+    """Return what the first eval noted of time, memory and room, as metrics of a run; nothing where it can't be read.
+
+    An overflow has no number of doublings left: it is shown as the least that is drawn.
+    """
+    for eval_name in list(scored)[:1]:
+        try:
+            notes = json.loads((folder / f"{eval_name}.json").read_text(encoding="utf-8"))
+            numbers = {f"cost/{key}": float(notes[key]) for key in
+                       ("step_ms_per_image", "decode_ms_per_image", "decode_peak_mib")}  # fmt: skip
+            if ratio := notes["decode_to_float32"]:
+                numbers["cost/decode_percent_of_float32"] = 100 * ratio["median"]
+            room = min(map(headroom, notes["decoder"].values()), default=None)
+            return numbers | ({} if room is None else {"cost/least_headroom_doublings": max(LEAST_BITS, room)})
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+    return {}

@@ -35,7 +35,7 @@ class VaeRangeFixStep(Settings):
 
     kind: Literal["vae_range_fix"]
     target_absmax: float = Field(default=4096.0, ge=256, le=32768)  # of the residual stream, after scaling
-    num_prompts: int = Field(default=32, ge=4)  # whose latents the range is measured on
+    num_prompts: int = Field(default=32, ge=4)  # at most, from all over the eval, whose latents are measured
     min_headroom: float = Field(default=2.0, ge=0)  # powers of two below the largest float16, in every module
     max_difference: float = Field(default=1e-3, gt=0)  # of the float32 output, whose range is -1 to 1
 
@@ -72,7 +72,7 @@ class VaeTilingStep(Settings):
 
     kind: Literal["vae_tiling"]
     tile: int = Field(ge=8)  # pixels
-    overlap: float = Field(ge=0, lt=1)  # fraction of a tile
+    overlap: float = Field(ge=0, le=0.5)  # fraction of a tile
     window: Literal["none", "linear", "hann"]
 
 
@@ -120,6 +120,9 @@ class ImageTrack(Track):
 def find_image_problems(track: ImageTrack) -> list[str]:
     """Return what contradicts itself in the section, one line each, starting with the key's path."""
     problems = find_track_problems(track) + find_unknown_metrics(track)
+    problems += [f"gate.tolerances: expected {name}/sound_image_rate with an overall tolerance, found none; black "
+                 "images and NaN must not pass for want of one" for name in track.evals
+                 if (t := track.gate.tolerances.get(f"{name}/sound_image_rate")) is None or t.overall is None]
     problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
                  for problem in _step_problems(candidate.steps)]
     return [f"images.{problem}" for problem in problems]

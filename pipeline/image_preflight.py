@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pipeline.cases import PromptCase
 from pipeline.digests import digest_folder
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets import load_evalset
-from pipeline.image_params import GuidanceStep, ImageTrack
-from pipeline.images.folders import open_pipeline
+from pipeline.image_params import GuidanceStep, ImageTrack, VaeTilingStep
+from pipeline.images.folders import ImageShape, open_pipeline, read_shape
 from pipeline.preflight import check_buckets, load_kind
 
 _CLIP_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
@@ -33,17 +35,42 @@ def check_images(track: ImageTrack, root: Path) -> None:
                 raise SettingsError(f"images.evals.{name}.clip: expected a CLIP checkpoint folder with {file}, found "
                                     f"none in {settings.clip!r}; correct the path, or save model and processor there")
     check_buckets("images.gate", track, evalsets)
+    cases = [case for evalset in evalsets.values() for case in evalset.cases]
     check = cache(open_pipeline)  # most candidates share a folder
+    wanted = _read_shape(track, track.reference, root, check)
     for name, candidate in track.candidates.items():
-        try:
-            check(root / candidate.checkpoint)
-        except CheckpointError as error:
-            raise SettingsError(f"images.candidates.{name}.checkpoint: {error}") from None
+        shape = _read_shape(track, name, root, check)
+        if shape != wanted:
+            raise SettingsError(f"images.candidates.{name}.checkpoint: expected images as the reference draws them, "
+                                f"{wanted.pixels} pixels from {wanted.latent_channels} latent channels, got "
+                                f"{shape.pixels} from {shape.latent_channels}; they can't be compared")  # fmt: skip
         for i, step in enumerate(candidate.steps):
-            for category in step.by_category if isinstance(step, GuidanceStep) else ():
-                if category not in buckets:
-                    raise SettingsError(f"images.candidates.{name}.steps.{i}.by_category.{category}: the evalsets have "
-                                        f"no such bucket; they have {', '.join(sorted(buckets)) or 'none'}")
+            where = f"images.candidates.{name}.steps.{i}"
+            if isinstance(step, GuidanceStep):
+                _check_categories(where, step, buckets, cases)
+            elif isinstance(step, VaeTilingStep) and (step.tile >= shape.pixels or step.tile % shape.factor):
+                raise SettingsError(f"{where}.tile: expected less than the images' {shape.pixels} pixels, which one "
+                                    f"tile would hold, and a multiple of {shape.factor}, got {step.tile}")  # fmt: skip
+
+
+def _read_shape(track: ImageTrack, name: str, root: Path, check: Callable[[Path], object]) -> ImageShape:
+    folder = root / track.candidates[name].checkpoint
+    try:
+        check(folder)
+        return read_shape(folder)
+    except CheckpointError as error:
+        raise SettingsError(f"images.candidates.{name}.checkpoint: {error}") from None
+
+
+def _check_categories(where: str, step: GuidanceStep, buckets: set[str], cases: Sequence[PromptCase]) -> None:
+    for category in step.by_category:
+        if category not in buckets:
+            raise SettingsError(f"{where}.by_category.{category}: the evalsets have no such bucket; they have "
+                                f"{', '.join(sorted(buckets)) or 'none'}")  # fmt: skip
+    for case in cases:
+        if len(own := [bucket for bucket in case.buckets if bucket in step.by_category]) > 1:
+            raise SettingsError(f"{where}.by_category: expected one guidance for a prompt, got those of "
+                                f"{' and '.join(own)} for case {case.id!r}; name fewer buckets")  # fmt: skip
 
 
 def describe_material(track: ImageTrack, root: Path) -> dict[str, Any]:

@@ -123,7 +123,10 @@ class PipelineServing(Record):
     def summary(self) -> str:
         """The most important settings in a few words."""
         guidance = f"guidance {self.guidance_scale:g} rescale {self.guidance_rescale:g}"
-        return f"{self.engine} U-Net {self.unet_dtype} VAE {self.vae_dtype}, {guidance}"
+        parts = [f"{self.engine} U-Net {self.unet_dtype} VAE {self.vae_dtype}", guidance]
+        parts += [f"channels-last {' and '.join(self.channels_last)}"] if self.channels_last else []
+        parts += [f"tiles of {self.tiling.tile} {self.tiling.window}"] if self.tiling else []
+        return ", ".join(parts)
 
     @property
     def dtype(self) -> str:

@@ -82,7 +82,7 @@ def _describe_run(
         candidate=name,
         key=digest_json([*says, is_reference, predictions["id"], *(image.identity for image in images.shown)]),
         metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline) | describe_gate(verdict)
-        | describe_speed(verdict.speed if verdict else None) | describe_path(verdict, evaluation),
+        | describe_speed(verdict.speed if verdict else None) | describe_path(verdict, evaluation) | images.costs,
         params={"gate": describe_role(verdict, is_reference)} | describe_candidate(candidate, evaluation),
         predictions=predictions,
         note=_write_note(verdict, is_reference) + images.note + problem,

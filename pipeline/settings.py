@@ -54,6 +54,11 @@ class Track(Settings):
     gate: GateSettings
 
 
+def name_stage(stage: str, track: str) -> str:
+    """Return the name of a stage in a track: "compare" of the images is compare_images."""
+    return stage if track == "text" else f"{stage}_{track}"
+
+
 def find_track_problems(track: Track) -> list[str]:
     """Return what is wrong with the names of a track, one line each, starting with the key's path."""
     problems = [f"candidates.{name}: a name is lower-case letters, digits and dashes"

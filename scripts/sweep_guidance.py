@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.errors import SettingsError  # noqa: E402
 from pipeline.files import write_text  # noqa: E402
 from pipeline.image_params import SAMPLE_MAX, ImageTrack  # noqa: E402
-from pipeline.images.preflight import check_images  # noqa: E402
+from pipeline.image_preflight import check_images  # noqa: E402
 from pipeline.params import get_images, load_params  # noqa: E402
 from pipeline.settings import BUILDS, REPORTS  # noqa: E402
 from pipeline.sweep.judging import judge_sweep  # noqa: E402

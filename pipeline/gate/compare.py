@@ -85,6 +85,7 @@ def compare_release(params: Track, build: Path) -> ReleaseComparison:
     reference = _load(build, params.reference, params, policy)
     _describe(reference, kinds)
     _check_room(reference, is_reference=True)
+    _check_drawn(reference)
     measured = {name: _measure_candidate(_load(build, name, params, policy), reference, params, kinds)
                 for name in params.candidates if name != params.reference}
     if isinstance(params, Params):
@@ -139,6 +140,15 @@ def _check_room(measured: Measured, *, is_reference: bool) -> None:
                 measured.notes.append(f"{what} and count as wrong")
 
 
+def _check_drawn(reference: Measured) -> None:
+    """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
+    if reference.evidence is not None:
+        reference.refusals += [f"{eval_name}: {said}; repair it, or leave these prompts out"
+                               for eval_name, records in reference.evidence.records.items()
+                               if any(record.scores.get("sound") == 0 for record in records)
+                               and (said := explain_unsound(reference.evidence, eval_name))]  # fmt: skip
+
+
 def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     """Return the cluster of each record as a number, 0-based without holes."""
     return np.unique([record.cluster for record in records], return_inverse=True)[1].astype(np.int64)
@@ -158,18 +168,22 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Track, k
                 measured.refusals.append(str(error))
                 continue
             _measure_eval(measured, reference.evidence, eval_name, params)
-    if isinstance(params, Params):
-        _measure_path(measured, reference.evidence, params)
+    try:
+        check_same_hardware(reference.evidence.evaluation, measured.evidence.evaluation)
+    except EvidenceError as error:
+        measured.refusals.append(str(error))
+    else:
+        if isinstance(params, Params):
+            _measure_canary(measured, reference.evidence, params)
     if blindness := describe_blindness(reference.evidence, measured.evidence):
         measured.notes.append(blindness)
     return measured
 
 
-def _measure_path(measured: Measured, reference: Evidence, params: Params) -> None:
-    """Compare what the candidate was served on with what the reference was: hardware, and the canary's answers."""
+def _measure_canary(measured: Measured, reference: Evidence, params: Params) -> None:
+    """Compare what the candidate's path answers to the canary with what the reference's does."""
     assert measured.evidence is not None
     try:
-        check_same_hardware(reference.evaluation, measured.evidence.evaluation)
         measured.canary = compare_canary(reference, measured.evidence, params.canary, alpha=params.gate.alpha)
     except EvidenceError as error:
         measured.refusals.append(str(error))

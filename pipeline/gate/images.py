@@ -61,6 +61,14 @@ def explain_unsound(evidence: Evidence, eval_name: str) -> str | None:
     return said + (f"; {wild} had latents out of range, which is not the decoder's doing" if wild else "")
 
 
+def describe_files(evidence: Evidence, reference: Evidence) -> str:
+    """Name the files in which a candidate's pipeline differs from the reference's: another sampler is one of them."""
+    ours, theirs = (side.candidate.checkpoint.files for side in (evidence, reference))
+    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    return ("\nFiles that differ from the reference's: "
+            + (", ".join(f"`{escape_markdown(name)}`" for name in differing) or "none") + ".")
+
+
 def describe_rendering(evidence: Evidence) -> list[str]:
     """Say what rendering cost, and what a range fix proved, one sentence or two each."""
     lines = []
@@ -73,6 +81,9 @@ def describe_rendering(evidence: Evidence) -> list[str]:
                      f"({notes['step_ms_per_image']:.2f} a step), {notes['decode_ms_per_image']:.2f} ms to decode"
                      f"{beside}; a batch's decode holds at most {notes['decode_peak_mib']:.1f} MiB, weights included, "
                      f"and a process {notes['peak_memory_mib']:.0f} MiB.")
+        if cut := sum(record.scores.get("cut_tokens", 0) > 0 for record in evidence.records[eval_name]):
+            lines.append(f"{eval_name}: {cut} prompts are longer than the tokenizer's limit; what is beyond it was not "
+                         "drawn.")  # fmt: skip
     for step in evidence.candidate.steps:
         if "proof" in step:
             lines += [_describe_proof(step["proof"]), _list_headroom(step["proof"])]

@@ -29,6 +29,7 @@ from pipeline.records import (
     read_cases,
     read_record,
 )
+from pipeline.settings import name_stage
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,10 @@ def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
     ours, theirs = ({"hardware": e.served_by["hardware"]} if "hardware" in e.served_by else {}
                     for e in (reference, candidate))
     if difference := find_difference(ours, theirs):
+        stage = name_stage("evaluate", "images" if reference.serving.engine == "diffusers" else "text")
         raise EvidenceError(f"{difference.field}: {reference.candidate} was evaluated on {difference.expected!r}, "
                             f"{candidate.candidate} on {difference.found!r}; sums round otherwise there: run "
-                            f"`dvc repro -f -s evaluate@{reference.candidate}` to evaluate both on one machine")
+                            f"`dvc repro -f -s {stage}@{reference.candidate}` to evaluate both on one machine")
 
 
 def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, settings: dict[str, Any]) -> list[CaseRecord]:

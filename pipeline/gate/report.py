@@ -16,7 +16,8 @@ from pipeline.gate.canary import describe_canary
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.flips import Flip, excerpt, worst_cases, worst_flips
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
-from pipeline.gate.images import describe_rendering, embed_pictures, tabulate_flips
+from pipeline.gate.images import describe_files, describe_rendering, embed_pictures, tabulate_flips
+from pipeline.gate.pairing import Evidence
 from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.speed_section import describe_measurement, tabulate_speed
 from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
@@ -74,7 +75,8 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
         parts += embed_pictures({n: m.evidence for n, m in compared.measured.items()}, judgement.policy.reference)
     if any(verdict.speed for verdict in judgement.verdicts):
         parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
-    parts += [_candidate_section(verdict, compared.measured[verdict.candidate], here) for verdict in judgement.verdicts]
+    reference = compared.measured[judgement.policy.reference].evidence
+    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here) for v in judgement.verdicts]
     parts.append(_LEGEND.format(
         confidence=1 - judgement.policy.alpha, alpha=judgement.policy.alpha,
         family="all gated comparisons of the release (of the candidate alone where it is not released)",
@@ -170,7 +172,9 @@ def _compared_cell(comparison: Comparison | None) -> str:
     return f"{value} ({format_harm(c.metric, change, signed=True).replace(' points', '')}){mark}"
 
 
-def _candidate_section(verdict: Verdict, measured: Measured, here: Machine | None) -> str:
+def _candidate_section(
+    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None
+) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
     if measured.evidence is not None:
@@ -179,6 +183,7 @@ def _candidate_section(verdict: Verdict, measured: Measured, here: Machine | Non
         if counts is not None and asked is not None:
             lines += ["", describe_speculation(counts, asked.method)]
         if measured.evidence.candidate.serving.engine == "diffusers":
+            lines += [describe_files(measured.evidence, reference)] if reference else []
             lines += [text for said in describe_rendering(measured.evidence) for text in ("", said)]
         if verdict.canary is not None and not verdict.canary.is_same_weights:
             lines += ["", describe_canary(verdict.canary)]

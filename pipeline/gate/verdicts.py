@@ -28,7 +28,7 @@ from pipeline.gate.wording import (
 from pipeline.params import Params
 from pipeline.records import Record
 from pipeline.serving_config import read_track_candidate
-from pipeline.settings import BUILDS, REPORTS, Track
+from pipeline.settings import BUILDS, REPORTS, Track, name_stage
 from pipeline.verdict_records import Comparison, Metric, Verdict
 
 VERDICT_PATH, REPORT_PATH = REPORTS["text"] / "verdict.json", REPORTS["text"] / "report.md"
@@ -202,7 +202,7 @@ def check_outcomes(judgement: Judgement) -> None:
             wrong.append("the verdict")
         if wrong:
             raise EvidenceError(f"{judgement.path}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
-                                "policy beside it; the file was edited: run `dvc repro -f -s compare`")
+                                f"policy beside it; {_tell_edited(judgement)}")
 
 
 def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
@@ -271,10 +271,10 @@ def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
         candidate = read_track_candidate(build, verdict.candidate, params)
         if fingerprint(verdict.facts) != verdict.fingerprint:
             raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
-                                "it, found another; the file was edited: run `dvc repro -f -s compare`")
+                                f"it, found another; {_tell_edited(judgement)}")
         if missing := candidate.facts.keys() - verdict.facts.keys():
             raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected facts about {min(missing)}, found "
-                                "none; the file was edited: run `dvc repro -f -s compare`")
+                                f"none; {_tell_edited(judgement)}")
         if difference := find_difference(verdict.facts, candidate.facts):
             raise EvidenceError(f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
                                 f"{difference.found!r}; run `dvc repro` so that it is evaluated again")
@@ -368,3 +368,7 @@ def describe(comparison: Comparison) -> list[str]:
         f"p {format_p(c.p_holm)}",
         f"      {c.sentence}",
     ]
+
+
+def _tell_edited(judgement: Judgement) -> str:
+    return f"the file was edited: run `dvc repro -f -s {name_stage('compare', judgement.policy.track)}`"

@@ -1,8 +1,9 @@
 """Render every prompt with one candidate, judge each image, and write the evaluation folder.
 
 All candidates get the same prompts and seeds, so every comparison is paired. Finished batches are journaled with
-their pixels: a killed run renders none of them twice. The folder holds records as of any other eval, the images as
-PNG, and a file of notes: the range of every decoder module, time, memory, what guidance did at each step.
+their pixels and notes: a killed run renders none of them twice, and the next one knows as much. The folder holds
+records as of any other eval, the images as PNG, and a file of notes: the range of every decoder module, time, memory,
+what guidance did at each step.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.cases import PromptCase
-from pipeline.digests import digest_file, digest_json
+from pipeline.digests import digest_checkpoint, digest_file, digest_json
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.image_params import ImagesEval, ImageTrack
-from pipeline.images.workers import Order, Rendered, read_facts, render_batch, start_workers, weigh_decode
+from pipeline.images.workers import Order, read_facts, render_batch, start_workers, weigh_decode
 from pipeline.medians import MIN_ROUNDS, bound_median
 from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, write_record
 
 # What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
 CODE = (
-    "images/evaluate.py", "images/rendering.py", "images/scoring.py", "images/timing.py", "images/workers.py",
+    "images/evaluate.py", "images/folders.py", "images/rendering.py", "images/schedulers.py", "images/scoring.py",
+    "images/timing.py", "images/workers.py",
     "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
     "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
 )  # fmt: skip
@@ -62,8 +63,10 @@ def evaluate_images(candidate: ImageCandidate, track: ImageTrack, *, root: Path,
     files, facts = {}, candidate.facts
     for name, settings in track.evals.items():
         evalset = load_evalset(root / settings.evalset)
-        key = digest_work(settings, evalset)
-        with start_workers(Order(candidate, source, settings, root), track.sampling.num_workers) as pool:
+        judges = digest_judges(track, settings, root)
+        key = digest_work(settings, evalset, judges)
+        order = Order(candidate, source, settings, root, judges)
+        with start_workers(order, track.sampling.num_workers) as pool:
             facts = pool.submit(read_facts).result()
             journal = build / "journal" / candidate.name / f"{name}.jsonl"
             with Journal(journal, fingerprint=fingerprint(facts), key=key) as opened:
@@ -87,16 +90,18 @@ def _run_eval(
     # rounding depends on who shares a batch: the same ones do after a kill
     left = [(batch, category) for batch, category in _batch(evalset.cases, candidate)
             if any(journal.find(case.digest) is None for case in batch)]  # fmt: skip
-    rendered = _render(name, left, pool, journal)
-    records = []
+    _render(name, left, pool, journal)
+    records, batches = [], {}
     (working / name).mkdir()
     for case in evalset.cases:
-        record, picture = journal.find(case.digest) or (None, None)
-        assert record is not None and picture is not None
+        record, attachment = journal.find(case.digest) or (None, None)
+        assert record is not None and attachment is not None
+        kept = json.loads(attachment)
+        batches[kept["batch"]["cases"]] = kept["batch"]
         records.append(record)
-        (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
+        (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(kept["png"]))
     write_cases(working / f"{name}.jsonl", records)
-    notes = _describe(rendered, candidate) | {
+    notes = _describe(list(batches.values()), candidate) | {
         "decode_peak_mib": round(pool.submit(weigh_decode, candidate.serving.batch_size).result(), 2)}
     write_text(working / f"{name}.json", json.dumps(notes, indent=1) + "\n")
     sound = sum(r.scores["sound"] for r in records)
@@ -121,42 +126,41 @@ def _batch(cases: Sequence[PromptCase], candidate: ImageCandidate) -> Iterator[t
 
 def _render(
     name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: ProcessPoolExecutor, journal: Journal
-) -> list[Rendered]:
-    """Render batches as workers come free; journal each as it is done, and keep all but its pictures."""
-    last, done = time.monotonic(), []
+) -> None:
+    """Render batches as workers come free; journal each image as it is done, with what is noted of its batch."""
+    last = time.monotonic()
     waiting = {pool.submit(render_batch, batch, category): batch for batch, category in batches}
-    for future in as_completed(waiting):
-        found = future.result()
-        for case, record, picture in zip(waiting[future], found.records, found.pictures, strict=True):
-            journal.add(case.digest, record, base64.b64encode(picture).decode())
-        done.append(replace(found, pictures=()))
+    for number, future in enumerate(as_completed(waiting), start=1):
+        found, cases = future.result(), waiting[future]
+        batch = found.describe() | {"cases": digest_json([case.digest for case in cases]), "num": len(cases)}
+        for case, record, picture in zip(cases, found.records, found.pictures, strict=True):
+            journal.add(case.digest, record, json.dumps({"png": base64.b64encode(picture).decode(), "batch": batch}))
         if time.monotonic() - last > _PROGRESS_EVERY_S:
             last = time.monotonic()
-            print(f"  {name}: {len(done)}/{len(batches)} batches", file=sys.stderr, flush=True)
-    return done
+            print(f"  {name}: {number}/{len(batches)} batches", file=sys.stderr, flush=True)
 
 
-def _describe(rendered: Sequence[Rendered], candidate: ImageCandidate) -> dict[str, Any]:
-    """Return the notes: of the batches of this run, the others were taken from the journal.
+def _describe(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
+    """Return the notes from those of all batches, whichever run made them.
 
     Time is that of pipeline/images/timing.py. Fewer than six batches give no interval of the ratio.
     """
     from pipeline.images.scoring import describe_activations
+    from pipeline.numerics.activation_watch import ModuleRange
 
-    num = sum(len(batch.records) for batch in rendered)
-    per_image = 1000 / num if num else 0.0
-    ratios = [batch.decode_s / batch.exact_decode_s for batch in rendered if batch.exact_decode_s]
-    denoise_ms = sum(batch.denoise_s for batch in rendered) * per_image
-    steps = zip(*(batch.std_ratios for batch in rendered), strict=False)
+    num = sum(batch["num"] for batch in batches)
+    denoise_ms, decode_ms = (1000 * sum(batch[key] for batch in batches) / num for key in ("denoise_s", "decode_s"))
+    ratios = [batch["decode_s"] / batch["exact_decode_s"] for batch in batches if batch["exact_decode_s"]]
+    steps = zip(*(batch["std_ratios"] for batch in batches), strict=False)
+    ranges = [{name: ModuleRange(*found) for name, found in batch["ranges"].items()} for batch in batches]
     return {
-        "num_rendered": num,
         "denoise_ms_per_image": round(denoise_ms, 3),
         "step_ms_per_image": round(denoise_ms / candidate.serving.num_inference_steps, 4),
-        "decode_ms_per_image": round(sum(batch.decode_s for batch in rendered) * per_image, 3),
+        "decode_ms_per_image": round(decode_ms, 3),
         "decode_to_float32": bound_median(ratios).model_dump() if len(ratios) >= MIN_ROUNDS else None,
         "std_ratio_by_step": [round(statistics.fmean(values), 5) for values in map(_drop_nan, steps) if values],
-        "peak_memory_mib": round(max((batch.peak_memory_mib for batch in rendered), default=0.0), 1),
-        "decoder": describe_activations([batch.ranges for batch in rendered], candidate.serving.vae_dtype),
+        "peak_memory_mib": round(max(batch["peak_memory_mib"] for batch in batches), 1),
+        "decoder": describe_activations(ranges, candidate.serving.vae_dtype),
     }
 
 
@@ -164,7 +168,14 @@ def _drop_nan(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def digest_work(settings: ImagesEval, evalset: Evalset) -> str:
-    """Return the key of an eval's records: the digest of its settings, its prompts, and the code that judges."""
+def digest_judges(track: ImageTrack, settings: ImagesEval, root: Path) -> dict[Path, str]:
+    """Return the digests of what images are judged by: the reference's pipeline, whose VAE is exact, and the CLIP."""
+    folders = (root / track.candidates[track.reference].checkpoint, root / settings.clip)
+    return {folder: digest_checkpoint(folder) for folder in folders}
+
+
+def digest_work(settings: ImagesEval, evalset: Evalset, judges: Mapping[Path, str]) -> str:
+    """Return the key of an eval's records: the digest of its settings, prompts, judges, and the code that judges."""
     package = Path(__file__).parents[1]
-    return digest_json([settings.model_dump(), evalset.digest, {path: digest_file(package / path) for path in CODE}])
+    code = {path: digest_file(package / path) for path in CODE}
+    return digest_json([settings.model_dump(), evalset.digest, list(judges.values()), code])

@@ -6,22 +6,21 @@ have, weights beside which a pickle lies and no safetensors. Loading is `renderi
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
 import json
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digest_files, digest_json
 from pipeline.errors import CheckpointError
+from pipeline.images.schedulers import check_scheduler
 from pipeline.records import Checkpoint
 from pipeline.weight_files import TensorInfo, read_header
 
 INDEX_FILE = "model_index.json"
 FORMAT = "diffusers"
+PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 _NEEDED = ("unet", "vae", "scheduler")
 _WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
 _WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
@@ -39,6 +38,9 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: expected a pipeline folder, found none; correct the path or make it")
     path = folder / INDEX_FILE
     index = _read_json(path, "a diffusers pipeline folder's index")
+    if (name := index.get("_class_name")) not in PIPELINES:
+        raise CheckpointError(f"{path}: _class_name: expected a pipeline from text to an image with a U-Net, "
+                              f"{' or '.join(PIPELINES)}, got {name!r}; others are not supported")  # fmt: skip
     parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
     for name in _NEEDED:
         if name not in parts:
@@ -65,7 +67,8 @@ def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
         if not name.startswith(_WITHOUT_WEIGHTS):
             _read_json(part / "config.json", f"the config of component {name!r}")
             tensors[name] = read_header(find_weights(part))
-    _check_scheduler(folder / "scheduler" / "scheduler_config.json")
+    path = folder / "scheduler" / "scheduler_config.json"
+    check_scheduler(path, _read_json(path, "the scheduler's config"))
     return tensors
 
 
@@ -87,7 +90,36 @@ def find_weights(part: Path) -> Path:
     if pickles:
         raise CheckpointError(f"{part}: expected safetensors weights, found pickle weights {pickles[0]!r}, which run "
                               "code when opened; convert them to safetensors")  # fmt: skip
-    raise CheckpointError(f"{part}: expected {' or '.join(_WEIGHTS)}, found neither; copy the component again")
+    others = sorted(p.name for p in part.glob("*.safetensors*"))
+    do = ("save the component again in one file: save_pretrained(..., max_shard_size='100GB', variant=None)" if others
+          else "copy the component again")
+    raise CheckpointError(f"{part}: expected {' or '.join(_WEIGHTS)}, found {', '.join(others) or 'neither'}; {do}")
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """What a pipeline draws, from its configs."""
+
+    pixels: int  # a side
+    latent_channels: int
+    factor: int  # pixels a latent pixel, a side
+
+
+def read_shape(folder: Path) -> ImageShape:
+    """Read the size of a pipeline's images.
+
+    Raises:
+        CheckpointError: the configs don't say it, or the images are not square.
+    """
+    unet, vae = (_read_json(folder / part / "config.json", f"the config of component {part!r}")
+                 for part in ("unet", "vae"))  # fmt: skip
+    size, blocks = unet.get("sample_size"), vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
+    if not isinstance(size, int) or not isinstance(blocks, list):
+        raise CheckpointError(f"{folder}: expected a number as unet/config.json's sample_size and a list as "
+                              f"vae/config.json's block_out_channels, got {size!r} and {blocks!r}; images that are not "
+                              "square are not supported")  # fmt: skip
+    factor = 2 ** (len(blocks) - 1)
+    return ImageShape(size * factor, int(vae.get("latent_channels", 4)), factor)
 
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -125,40 +157,6 @@ def describe_pipeline(folder: Path, *, root: Path, parent_digest: str | None = N
         files=files,
         parent_digest=parent_digest,
     )
-
-
-def _check_scheduler(path: Path) -> None:
-    """Refuse an option that the scheduler does not have: diffusers would ignore it."""
-    config = _read_json(path, "the scheduler's config")
-    name = str(config.get("_class_name"))
-    known = read_scheduler_options(name)
-    if known is None:
-        raise CheckpointError(f"{path}: _class_name: expected a scheduler of diffusers, got {name!r}; correct it or "
-                              "save the pipeline again")  # fmt: skip
-    for option in config:
-        if option not in known and not option.startswith("_"):
-            near = difflib.get_close_matches(option, known, n=1)
-            raise CheckpointError(f"{path}: {option}: expected an option of {name}, which would ignore this one"
-                                  f"{f'; did you mean {near[0]!r}?' if near else '; remove it'}")  # fmt: skip
-
-
-@cache
-def read_scheduler_options(name: str) -> frozenset[str] | None:
-    """Return the options of a scheduler of the installed diffusers, read from its source; None for an unknown one.
-
-    To import it would take torch along, and seconds.
-    """
-    found = importlib.util.find_spec("diffusers")
-    folders = [Path(place) / "schedulers" for place in (found.submodule_search_locations or [])] if found else []
-    for path in sorted(file for folder in folders for file in folder.rglob("scheduling_*.py")):
-        text = path.read_text(encoding="utf-8")
-        if f"class {name}(" in text:
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.ClassDef) and node.name == name:
-                    return frozenset(a.arg for function in node.body
-                                     if isinstance(function, ast.FunctionDef) and function.name == "__init__"
-                                     for a in (*function.args.args, *function.args.kwonlyargs))  # fmt: skip
-    return None
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.errors import CheckpointError, EngineError, SettingsError
+from pipeline.images.folders import find_weights, open_pipeline, read_index
 from pipeline.numerics.guidance import guide, rescale_guidance
 from pipeline.numerics.saturation import guided_std_ratio
 from pipeline.numerics.tiling import blend_tiles, find_stitches
@@ -63,12 +64,54 @@ def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder}: expected a pipeline that diffusers {diffusers.__version__} loads, got: "
                               f"{reason}; save it again with that version") from None  # fmt: skip
+    _check_complete(folder, pipe)
+    _follow_pipeline(pipe.vae, pipe)
     pipe.set_progress_bar_config(disable=True)
     for part in serving.channels_last:
         getattr(pipe, part).to(memory_format=torch.channels_last)
     pipe.unet.eval()
     pipe.vae.eval()
     return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_exact_vae(folder: Path) -> Any:
+    """Load the VAE of a pipeline alone, in float32.
+
+    Raises:
+        CheckpointError: diffusers can't load it.
+    """
+    import diffusers
+
+    index = read_index(folder)
+    try:
+        vae = getattr(diffusers, index["vae"][1]).from_pretrained(folder / "vae", torch_dtype=torch.float32)
+        pipeline = getattr(diffusers, index["_class_name"])
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{folder / 'vae'}: expected a VAE that diffusers {diffusers.__version__} loads, got: "
+                              f"{' '.join(str(error).split())[:300]}; save it again with that version") from None
+    _follow_pipeline(vae, pipeline)
+    return vae.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _follow_pipeline(vae: Any, pipeline: Any) -> None:
+    """Forget the mean and deviation of latents where the pipeline does not use them: only SDXL's does."""
+    if "XL" not in getattr(pipeline, "__name__", type(pipeline).__name__) and hasattr(vae.config, "latents_mean"):
+        vae.register_to_config(latents_mean=None, latents_std=None)
+
+
+def _check_complete(folder: Path, pipe: Any) -> None:
+    """Refuse a component that lacks a tensor: the libraries would fill it with random numbers, and only warn.
+
+    Tied weights are stored once; where a library renames tensors, as many are unknown as seem to be missing.
+    """
+    for part, stored in open_pipeline(folder).items():
+        state = getattr(pipe, part).state_dict()
+        held = {state[name].data_ptr() for name in stored if name in state and not state[name].is_meta}
+        missing = [name for name, tensor in state.items()
+                   if name not in stored and (tensor.is_meta or tensor.data_ptr() not in held)]
+        if len(missing) > sum(name not in state for name in stored):
+            raise CheckpointError(f"{find_weights(folder / part)}: expected the tensor {missing[0]!r}, found none of "
+                                  f"that name; {len(missing)} are missing: save the component again")  # fmt: skip
 
 
 @torch.inference_mode()
@@ -85,13 +128,15 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
         if len(predicted) != 2 * len(prompts):
             return
         unconditional, conditional = predicted.chunk(2)
-        if not predicted.isfinite().all():
-            ratios.append(torch.full((len(prompts),), torch.nan))
-        else:
-            guided = guide(unconditional, conditional, scale=guidance["scale"])
-            if guidance["rescale"]:
-                guided = rescale_guidance(guided, conditional, rescale=guidance["rescale"])
-            ratios.append(guided_std_ratio(guided, conditional).cpu())
+        finite = (unconditional.isfinite() & conditional.isfinite()).flatten(1).all(1)
+        unconditional, conditional = unconditional[finite], conditional[finite]
+        guided = guide(unconditional, conditional, scale=guidance["scale"])
+        if guidance["rescale"]:
+            guided = rescale_guidance(guided, conditional, rescale=guidance["rescale"])
+        found = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
+        if finite.any():
+            found[finite.cpu()] = guided_std_ratio(guided, conditional).cpu()
+        ratios.append(found)
 
     handle = pipe.unet.register_forward_hook(watch)
     try:
@@ -106,7 +151,7 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             generator=[torch.Generator("cpu").manual_seed(p.seed) for p in prompts],
             output_type="latent",
         ).images
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise EngineError(f"rendering: {type(pipe).__name__} refused {len(prompts)} prompts, first "
                           f"{prompts[0].text[:60]!r}: {' '.join(str(error).split())[:300]}") from None  # fmt: skip
     finally:
@@ -164,8 +209,14 @@ def unscale_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     mean, std = (getattr(vae.config, f"latents_{name}", None) for name in ("mean", "std"))
     if mean is None or std is None:
         return latents / vae.config.scaling_factor
-    shape = (1, -1, 1, 1)
-    return latents * torch.tensor(std).view(shape) / vae.config.scaling_factor + torch.tensor(mean).view(shape)
+    mean, std = (torch.tensor(values, device=latents.device).view(1, -1, 1, 1) for values in (mean, std))
+    return latents * std / vae.config.scaling_factor + mean
+
+
+def count_cut_tokens(pipe: Any, prompt: str) -> int:
+    """Return how many of a prompt's tokens the pipeline cuts off, by its tokenizer with the least room."""
+    tokenizers = [t for t in (getattr(pipe, "tokenizer", None), getattr(pipe, "tokenizer_2", None)) if t is not None]
+    return max([0, *(len(t(prompt).input_ids) - int(t.model_max_length) for t in tokenizers)])
 
 
 def _find_guidance(serving: PipelineServing, category: str | None) -> dict[str, float]:

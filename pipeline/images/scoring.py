@@ -10,20 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from pipeline.errors import CheckpointError
 from pipeline.numerics.activation_watch import ModuleRange
 from pipeline.numerics.saturation import clipped_pixel_fraction, is_black, saturated_pixel_fraction, to_unit_range
-from pipeline.numerics.seams import signed_steps
+from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 
 LATENT_LIMIT = 20.0  # standard deviations: what a decoder was trained on lies within about 5
 MAX_PSNR_DB = 100.0  # of equal images, whose ratio is infinite
 # of an image that holds NaN or infinity: nothing can be measured, and no loss may hide behind that
-_WORST = {"seam_levels": 255.0, "saturated": 1.0, "clipped": 1.0, "ssim": 0.0, "psnr_db": 0.0, "clip": 0.0}
+_WORST = {"seam_levels": 255.0, "saturated": 1.0, "clipped": 1.0, "ssim": 0.0, "psnr_db": 0.0, "clip": -1.0}
 _WORST_STD_RATIO = 100.0  # where no step had a finite one
 
 
@@ -72,7 +71,7 @@ def score_images(
     Args:
         raw: what the candidate's decoder wrote, (n, 3, height, width), meant to lie in [-1, 1].
         exact: the same latents decoded by the reference's VAE in float32.
-        latents: (n, channels, height, width), on the decoder's scale.
+        latents: (n, channels, height, width), as the denoising loop left them: about one deviation wide.
         clip: (n,), similarity with the prompt.
         std_ratios: (n,), of the guided prediction to the conditional one, mean over the steps; NaN where none is.
         stitches: x of columns and y of rows where tiles meet.
@@ -114,7 +113,7 @@ def blank(batch: torch.Tensor, unusable: torch.Tensor, value: float = 0.0) -> to
 def measure_seam_excess(
     image: torch.Tensor, wanted: torch.Tensor, stitches: tuple[list[int], list[int]]
 ) -> torch.Tensor:
-    """Return by how much the mean step across tile boundaries is larger than in the same image decoded in one piece.
+    """Return by how much the mean step between neighbouring tiles is larger than in the same image in one piece.
 
     Args:
         image: (n, 3, height, width), in [0, 1].
@@ -124,14 +123,10 @@ def measure_seam_excess(
     Returns:
         (n,), in grey levels of 255; 0 without tiles.
     """
-    excess = []
-    directions: tuple[Literal["columns", "rows"], ...] = ("columns", "rows")
-    for along, places in zip(directions, stitches, strict=True):
-        if places:
-            at = torch.tensor(places) - 1
-            ours, theirs = (signed_steps(side, along=along)[:, at].abs() for side in (image, wanted))
-            excess.append(ours - theirs)
-    return 255 * torch.cat(excess, dim=1).mean(dim=1) if excess else torch.zeros(len(image))
+    if not any(stitches):
+        return torch.zeros(len(image))
+    ours, theirs = (boundary_steps(side, *stitches) for side in (image, wanted))
+    return 255 * (ours - theirs).mean(dim=1)
 
 
 def to_bytes(raw: torch.Tensor) -> torch.Tensor:

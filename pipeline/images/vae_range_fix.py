@@ -1,7 +1,7 @@
 """The step that rescales a decoder so that float16 holds it, on latents of the candidate's own prompts.
 
 The range is measured on half of the latents and proved on the other half: a proof on what the plan was made from
-would prove little. The prompts are the first ones of the eval, at the track's own guidance.
+would prove little. The prompts come from all over the eval, at the track's own guidance.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pipeline.cases import spread
 from pipeline.errors import SettingsError
 from pipeline.image_params import VaeRangeFixStep
 from pipeline.images.folders import find_weights
@@ -20,6 +21,8 @@ from pipeline.images.results import StepResult
 from pipeline.numerics.range_fix import apply_range_fix, measure_activations, plan_range_fix
 from pipeline.numerics.range_proof import RangeFixProof, prove_range_fix
 from pipeline.records import PipelineServing
+
+_FEWEST = 4  # prompts
 
 
 def run_vae_range_fix(
@@ -31,18 +34,18 @@ def run_vae_range_fix(
         folder: the candidate's own copy.
         serving: so far.
         step: target, headroom and tolerated difference.
-        prompts: at least `step.num_prompts`.
+        prompts: of the eval; up to `step.num_prompts` from all over them are rendered.
 
     Raises:
         NumericsError: equality, headroom or the share of subnormals can't be held; names the module.
-        SettingsError: there are fewer prompts than asked for.
+        SettingsError: there are too few prompts.
     """
-    if len(prompts) < step.num_prompts:
-        raise SettingsError(f"num_prompts: expected at most {len(prompts)}, the prompts of the eval, got "
-                            f"{step.num_prompts}; lower it")  # fmt: skip
+    if len(prompts) < _FEWEST:
+        raise SettingsError(f"vae_range_fix: expected {_FEWEST} prompts or more in the first eval, half of them to "
+                            f"measure and half to prove, got {len(prompts)}; add some")  # fmt: skip
     plain = serving.model_copy(update={"unet_dtype": "float32", "vae_dtype": "float32", "tiling": None})
     pipe = load_pipeline(folder, plain)
-    latents = _collect_latents(pipe, prompts[: step.num_prompts], plain)
+    latents = _collect_latents(pipe, spread(prompts, step.num_prompts), plain)
     seen, unseen = latents[::2], latents[1::2]
     ranges = measure_activations(pipe.vae, seen)
     plan = plan_range_fix(pipe.vae, ranges, target=step.target_absmax)

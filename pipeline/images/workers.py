@@ -15,11 +15,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pipeline.cases import PromptCase
+from pipeline.digests import digest_checkpoint, digest_files, digest_json, name_changed_file
 from pipeline.environment import read_hardware
 from pipeline.errors import EngineError, QuantgateError
 from pipeline.fingerprints import fingerprint, read_environment
@@ -29,12 +30,13 @@ from pipeline.records import CaseRecord, ImageCandidate
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker loads."""
+    """What a worker loads, and the digests of the files that it must have."""
 
     candidate: ImageCandidate
     source: Path  # pipeline folder of the reference, whose VAE in float32 is compared with
     settings: ImagesEval
     root: Path
+    judges: dict[Path, str]  # folder of the reference and of the CLIP -> digest
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Rendered:
     decode_s: float
     exact_decode_s: float  # of the same latents by the reference's VAE in float32, in turn
     peak_memory_mib: float  # of the process
+
+    def describe(self) -> dict[str, Any]:
+        """Return all but records and pictures as JSON, for a journal."""
+        kept = {field.name: getattr(self, field.name) for field in fields(self)
+                if field.name not in ("records", "pictures")}  # fmt: skip
+        return kept | {"ranges": {name: astuple(found) for name, found in self.ranges.items()}}
 
 
 @dataclass
@@ -124,19 +132,33 @@ def _end_with_parent() -> None:
 
 
 def _load_all(order: Order) -> _Loaded:
-    from pipeline.images.rendering import load_pipeline
+    from pipeline.images.rendering import load_exact_vae, load_pipeline
     from pipeline.images.scoring import ClipScorer
 
     candidate, serving = order.candidate, order.candidate.serving
+    _check_files(order)
     pipe = load_pipeline(order.root / candidate.checkpoint.path, serving)
     for key, part in (("unet_dtype", pipe.unet), ("vae_dtype", pipe.vae)):
-        if (loaded := str(part.dtype).removeprefix("torch.")) != getattr(serving, key):
+        if (dtype := str(part.dtype).removeprefix("torch.")) != getattr(serving, key):
             raise EngineError(f"serving.{key}: the candidate says {getattr(serving, key)!r}, the pipeline loaded "
-                              f"{loaded!r}; diffusers keeps some parts in another format: correct the step")
-    plain = serving.model_copy(update={"unet_dtype": "float32", "vae_dtype": "float32", "channels_last": ()})
-    exact = load_pipeline(order.source, plain).vae
-    return _Loaded(candidate, pipe, exact, ClipScorer(order.root / order.settings.clip),
-                   order.settings.oversaturated_above, candidate.facts | read_machine_facts())  # fmt: skip
+                              f"{dtype!r}; diffusers keeps some parts in another format: correct the step")
+    loaded = _Loaded(candidate, pipe, load_exact_vae(order.source), ClipScorer(order.root / order.settings.clip),
+                     order.settings.oversaturated_above, candidate.facts | read_machine_facts())  # fmt: skip
+    _check_files(order)  # read while they were loaded: what was digested is what runs
+    return loaded
+
+
+def _check_files(order: Order) -> None:
+    """Refuse files that are not those that the candidate was built of, or that the eval's key names."""
+    checkpoint = order.candidate.checkpoint
+    found = digest_files(order.root / checkpoint.path)
+    if digest_json(found) != checkpoint.digest:
+        changed = name_changed_file(checkpoint.files, found)
+        raise EngineError(f"{checkpoint.path}: expected the files that candidate {order.candidate.name!r} was built "
+                          f"of, {changed}; run `dvc repro` to build it again")  # fmt: skip
+    for folder, digest in order.judges.items():
+        if digest_checkpoint(folder) != digest:
+            raise EngineError(f"{folder}: its files changed while this ran; run `dvc repro` again")
 
 
 def read_machine_facts() -> dict[str, Any]:
@@ -154,7 +176,7 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
         batch: cases that share a guidance.
         category: the bucket that has this guidance, None for the candidate's own.
     """
-    from pipeline.images.rendering import Prompt, list_stitches, make_latents, unscale_latents
+    from pipeline.images.rendering import Prompt, count_cut_tokens, list_stitches, make_latents
     from pipeline.images.scoring import blank, score_images, to_bytes
     from pipeline.images.timing import time_call
 
@@ -168,14 +190,14 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
     raw = blank(raw, is_broken, float("nan"))
     pixels = to_bytes(raw).cpu()
     clip = loaded.clip.score(pixels, [case.prompt for case in batch])
-    scores = score_images(raw.cpu(), exact.cpu(), unscale_latents(vae, latents.values).cpu(), clip,
+    scores = score_images(raw.cpu(), exact.cpu(), latents.values.cpu(), clip,
                           latents.mean_std_ratios(), list_stitches(vae, values, tiling),
                           oversaturated_above=loaded.oversaturated_above)  # fmt: skip
     records = tuple(
         CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
                    prompt=case.prompt, output=hashlib.sha256(pixels[i].numpy().tobytes()).hexdigest(),
-                   scores=scores[i], latency_s=(denoise_s + decode_s) / len(batch),
-                   fingerprint=fingerprint(loaded.facts))
+                   scores=scores[i] | {"cut_tokens": float(count_cut_tokens(loaded.pipe, case.prompt))},
+                   latency_s=(denoise_s + decode_s) / len(batch), fingerprint=fingerprint(loaded.facts))
         for i, case in enumerate(batch)
     )  # fmt: skip
     ratios = tuple(float(step.nanmean()) for step in latents.std_ratios)

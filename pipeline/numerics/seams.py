@@ -7,11 +7,13 @@ straight edge in it looks like a seam: pool over a set that shares its tile grid
 
 Give full-size output of the path that ships. A decoder that upsamples has a pattern of its own every few
 pixels, and tile boundaries always fall on the same phase of it: `period` takes controls of that phase only.
-Seams that change sign along the boundary and repeated content are not covered.
+In `measure_seams` a seam that changes sign along the boundary cancels, in `boundary_steps` only within one edge of a
+tile. Repeated content is not covered.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -57,6 +59,34 @@ def signed_steps(images: torch.Tensor, *, along: Literal["columns", "rows"] = "c
     """
     check_images(images, "seams")
     return images.double().mean(dim=(1, 2) if along == "columns" else (1, 3)).diff(dim=1)
+
+
+def boundary_steps(images: torch.Tensor, columns: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+    """Return the absolute step between each two neighbouring tiles, in each channel.
+
+    A step is averaged with its sign along the edge that two tiles share, which takes the picture's own detail out, and
+    only there: tiles that are brighter and darker in turn, as on a chessboard, must not cancel along the whole image,
+    and neither must colours.
+
+    Args:
+        images: shape (n, channels, height, width), in [0, 1].
+        columns: x where a boundary lies between pixel x - 1 and x.
+        rows: y likewise.
+
+    Returns:
+        float64 of shape (n, channels * number of edges), in units of the images.
+
+    Raises:
+        NumericsError: not a batch of images, or NaN or infinity in it.
+    """
+    check_images(images, "seams")
+    steps = []
+    for pixels, places, cuts in ((images, columns, rows), (images.transpose(2, 3), rows, columns)):
+        ends = [0, *cuts, pixels.shape[2]]
+        for x in places:
+            across = pixels[..., x].double() - pixels[..., x - 1].double()  # (n, channels, length)
+            steps += [across[..., i:j].mean(dim=2).abs() for i, j in itertools.pairwise(ends)]
+    return torch.cat(steps, dim=1)
 
 
 def measure_seams(

@@ -19,7 +19,7 @@ from pipeline.files import write_text
 from pipeline.fingerprints import find_difference
 from pipeline.image_params import ImageTrack
 from pipeline.images.candidate import build_image_candidate
-from pipeline.images.evaluate import digest_work, evaluate_images
+from pipeline.images.evaluate import digest_judges, digest_work, evaluate_images
 from pipeline.images.workers import read_machine_facts
 from pipeline.records import Evaluation, ImageCandidate, read_record, write_cases
 
@@ -78,7 +78,9 @@ def _is_finished(candidate: ImageCandidate, track: ImageTrack, *, root: Path, bu
         return False
     for name, settings in track.evals.items():
         file = evaluation.evals.get(name)
-        if file is None or file.key != digest_work(settings, load_evalset(root / settings.evalset)):
+        if file is None or file.key != digest_work(
+            settings, load_evalset(root / settings.evalset), digest_judges(track, settings, root)
+        ):
             return False
         for path, sealed in ((file.records, file.sha256), (f"{name}.json", file.notes_sha256)):
             if not (folder / path).is_file() or digest_file(folder / path) != sealed:

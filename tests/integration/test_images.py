@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 
+from pipeline.digests import digest_file
 from pipeline.errors import QuantgateError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.report import render_report
 from pipeline.gate.verdicts import render_gate
 from pipeline.image_params import ImageTrack
 from pipeline.image_preflight import check_images
-from pipeline.image_serving import read_image_candidate
+from pipeline.image_serving import read_image_candidate, sample_plainly
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import evaluate_images
 from pipeline.images.layout import LayoutMeasurement
-from pipeline.records import read_cases
+from pipeline.records import read_cases, write_cases
 from pipeline.serving.engines.keeper import list_descendants
 from pipeline.verdict_records import MedianInterval
 
@@ -83,10 +84,11 @@ def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
     track = make_track(["shots", "hot", "fixed", "bf16"])
     check_images(track, project)
     scores = {name: [r.scores for r in run(project, track, name)] for name in track.candidates}
+    assert not any(s["latents_out_of_range"] for s in scores["shots"])
     broken = sum(s["nonfinite"] for s in scores["hot"])
     assert 0 < broken < NUM_PROMPTS, "depends on the picture"
     assert all(s["sound"] == 1 and s["ssim"] > 0.99 for name in ("fixed", "bf16") for s in scores[name])
-    assert all(s["saturated"] == 1 and s["clip"] == 0 for s in scores["hot"] if s["nonfinite"]), "worst, not none"
+    assert all(s["saturated"] == 1 and s["clip"] == -1 for s in scores["hot"] if s["nonfinite"]), "worst, not none"
     proof = read_image_candidate(project / "build", "fixed", track).steps[0]["proof"]
     assert proof["max_difference"] < 1e-3 and min(proof["headroom_bits_after"].values()) >= 2
     compared = compare_release(track, project / "build")
@@ -158,12 +160,95 @@ STAGE = """
 import sys
 from pathlib import Path
 from pipeline.image_params import ImageTrack
-from pipeline.image_serving import read_image_candidate
+from pipeline.image_serving import read_image_candidate, sample_plainly
 from pipeline.images.evaluate import evaluate_images
 if __name__ == "__main__":
     root, track = Path(sys.argv[1]), ImageTrack.model_validate_json(sys.argv[2])
     evaluate_images(read_image_candidate(root / "build", "shots", track), track, root=root, build=root / "build")
 """
+
+
+def test_weights_that_were_changed_after_the_build_are_not_evaluated(project: Path) -> None:
+    track = make_track(["shots", "hot"])
+    build = project / "build"
+    build_image_candidate("hot", track, root=project, build=build)
+    ours = build / "candidates/hot/checkpoint" / VAE_WEIGHTS
+    shutil.copy(project / "models/product-shots" / VAE_WEIGHTS, ours)
+    with pytest.raises(QuantgateError, match=f"candidate 'hot' was built of, {VAE_WEIGHTS} differs"):
+        evaluate_images(read_image_candidate(build, "hot", track), track, root=project, build=build)
+
+
+@pytest.mark.parametrize(("part", "tensor"), [
+    ("text_encoder_2", "text_model.encoder.layers.0.self_attn.q_proj.weight"),
+    ("unet", "conv_out.weight"),
+])  # fmt: skip
+def test_a_missing_tensor_is_not_filled_with_random_numbers(
+    project: Path, tmp_path: Path, part: str, tensor: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from pipeline.images.folders import find_weights
+    from pipeline.images.rendering import load_pipeline
+
+    shutil.copytree(project / "models/product-shots", tmp_path / "shots")
+    path = find_weights(tmp_path / "shots" / part)
+    weights = load_file(path)
+    del weights[tensor]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(QuantgateError, match=f"expected the tensor '{tensor}', found none of that name; 1 are missing"):
+        load_pipeline(tmp_path / "shots", sample_plainly(make_track(["shots", "hot"])))
+
+
+def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.images import evaluate
+
+    track, build = make_track(["shots", "guided"]), project / "build"
+    run(project, track, "shots")
+    whole = json.loads((build / "evaluations/shots/shots.json").read_text())
+    with monkeypatch.context() as context:
+        context.setattr(evaluate, "_describe", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(project, track, "shots")
+    monkeypatch.setattr(evaluate, "render_batch", "nothing is rendered twice")
+    evaluate_images(read_image_candidate(build, "shots", track), track, root=project, build=build)
+    resumed = json.loads((build / "evaluations/shots/shots.json").read_text())
+    assert resumed["decoder"] == whole["decoder"] and resumed["std_ratio_by_step"] == whole["std_ratio_by_step"]
+    assert resumed["step_ms_per_image"] > 0
+
+
+def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Path) -> None:
+    from pipeline.evalsets import load_evalset
+    from pipeline.images.evaluate import digest_judges, digest_work
+
+    track = make_track(["shots", "guided"])
+    shutil.copytree(project / "models", tmp_path / "models")
+    (settings,), evalset = track.evals.values(), load_evalset(project / "evalsets/few")
+    keys = [digest_work(settings, evalset, digest_judges(track, settings, root)) for root in (project, tmp_path)]
+    assert keys[0] == keys[1]
+    for changed in ("product-shots-clip/model.safetensors", f"product-shots/{VAE_WEIGHTS}"):
+        path = tmp_path / "models" / changed
+        path.write_bytes(path.read_bytes() + b" ")
+        keys.append(digest_work(settings, evalset, digest_judges(track, settings, tmp_path)))
+    assert len(set(keys)) == 3
+
+
+def test_a_reference_that_draws_nothing_proves_nothing(project: Path) -> None:
+    track = make_track(["shots", "hot"], reference="wild-reference", candidates={
+        "wild-reference": {"checkpoint": "models/product-shots-hot-vae", "steps": []},
+        "hot": {"checkpoint": "models/product-shots", "steps": [HALF]}})  # fmt: skip
+    for name in track.candidates:
+        run(project, track, name)
+    path = project / "build/evaluations/wild-reference"
+    records = read_cases(path / "shots.jsonl")
+    broken = [r.model_copy(update={"scores": r.scores | {"sound": 0.0, "black": 1.0}}) if i == 0 else r
+              for i, r in enumerate(records)]  # fmt: skip
+    write_cases(path / "shots.jsonl", broken)
+    evaluation = json.loads((path / "evaluation.json").read_text())
+    evaluation["evals"]["shots"]["sha256"] = digest_file(path / "shots.jsonl")
+    (path / "evaluation.json").write_text(json.dumps(evaluation))
+    verdict = compare_release(track, project / "build").judgement.verdicts[0]
+    assert verdict.outcome == "refused"
+    assert any("the reference is unfit" in reason and "1 are black" in reason for reason in verdict.reasons)
 
 
 def test_after_sigkill_no_worker_is_left(project: Path) -> None:
@@ -193,6 +278,45 @@ def is_running(pid: int) -> bool:
 Damage = Callable[[Path], Any]
 
 
+SHOTS = {"checkpoint": "models/product-shots", "steps": []}
+
+
+@pytest.mark.parametrize(("steps", "said"), [
+    pytest.param([{"kind": "vae_tiling", "tile": 64, "overlap": 0, "window": "none"}],
+                 "steps.0.tile: expected less than the images' 64 pixels", id="tile-as-large-as-the-image"),
+    pytest.param([{"kind": "vae_tiling", "tile": 30, "overlap": 0, "window": "none"}],
+                 "and a multiple of 4, got 30", id="tile-between-latent-pixels"),
+    pytest.param([{"kind": "guidance", "scale": 5, "by_category": {
+        "background/white": {"scale": 9}, "finish/glossy": {"scale": 2}}}],
+        "expected one guidance for a prompt, got those of", id="two-guidances"),
+    pytest.param([{"kind": "guidance", "scale": 5, "by_category": {"metal": {"scale": 9}}}],
+                 "by_category.metal: the evalsets have no such bucket", id="no-such-category"),
+])  # fmt: skip
+def test_a_step_that_the_files_contradict_is_told_before_any_work(project: Path, steps: Any, said: str) -> None:
+    track = make_track(["shots", "hot"], candidates={"shots": SHOTS, "hot": SHOTS | {"steps": steps}})
+    with pytest.raises(QuantgateError) as caught:
+        check_images(track, project)
+    assert str(caught.value).startswith("images.candidates.hot.steps.0") and said in str(caught.value)
+
+
+def test_a_candidate_of_another_size_is_told_before_any_work(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project / "models", tmp_path / "models")
+    (tmp_path / "evalsets").symlink_to(project / "evalsets")
+    rewrite("unet/config.json", sample_size=12)(tmp_path / "models/product-shots-hot-vae")
+    with pytest.raises(QuantgateError, match="expected images as the reference draws them, 64 pixels from 4 latent "
+                       "channels, got 48 from 4"):  # fmt: skip
+        check_images(make_track(["shots", "hot"]), tmp_path)
+
+
+def test_options_of_another_scheduler_are_no_mistake(project: Path, tmp_path: Path) -> None:
+    """diffusers keeps them when a scheduler is swapped, and SDXL's own config has some."""
+    shutil.copytree(project / "models", tmp_path / "models")
+    (tmp_path / "evalsets").symlink_to(project / "evalsets")
+    foreign = rewrite("scheduler/scheduler_config.json", clip_sample=False, skip_prk_steps=True)
+    foreign(tmp_path / "models/product-shots")
+    check_images(make_track(["shots", "hot"]), tmp_path)
+
+
 def rewrite(path: str, **changes: Any) -> Damage:
     def damage(folder: Path) -> None:
         config = json.loads((folder / path).read_text())
@@ -208,6 +332,11 @@ def rewrite(path: str, **changes: Any) -> Damage:
                  "model_index.json: expected a diffusers pipeline folder's index, found no file", id="no-index"),
     pytest.param(lambda f: (f / "model_index.json").write_text("{"), "got no JSON", id="index-no-json"),
     pytest.param(rewrite("model_index.json", vae=None), "expected a component 'vae', found", id="component-unnamed"),
+    pytest.param(rewrite("model_index.json", _class_name="FluxPipeline"),
+                 "_class_name: expected a pipeline from text to an image with a U-Net", id="another-kind"),
+    pytest.param(lambda f: (f / VAE_WEIGHTS).rename(f / "vae/diffusion_pytorch_model.fp16.safetensors"),
+                 "found diffusion_pytorch_model.fp16.safetensors; save the component again in one file", id="variant"),
+    pytest.param(rewrite("unet/config.json", sample_size=[16, 24]), "images that are not square", id="not-square"),
     pytest.param(lambda f: shutil.rmtree(f / "unet"), "unet: expected the component that", id="component-missing"),
     pytest.param(lambda f: (f / VAE_WEIGHTS).rename(f / "vae/diffusion_pytorch_model.bin"),
                  "expected safetensors weights, found pickle weights 'diffusion_pytorch_model.bin'", id="pickle"),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from pipeline.digests import digest_file
+from pipeline.fingerprints import fingerprint
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.guidance_plot import plot_guidance
 from pipeline.gate.image_plots import plot_headroom, plot_worst_images
 from pipeline.gate.images import describe_guidance, list_guided
 from pipeline.gate.report import render_report
+from pipeline.records import read_cases, write_cases
 from tests.synthetic_images import Look, make_image_track, write_image_tree
 
 FLIPS = "|  | image | prompt |"
@@ -102,3 +106,30 @@ def test_records_that_are_unfit_are_refused_and_reported(tmp_path: Path, name: s
     assert "the records were edited or cut" in render_report(compared)
     for draw in (plot_guidance, plot_worst_images, plot_headroom):
         draw(compared, tmp_path / "picture.png")
+
+
+def test_sides_that_ran_on_other_hardware_are_not_compared(tmp_path: Path) -> None:
+    looks = {"guided": Look(guidance={"scale": 12})}
+    judge(tmp_path, looks)
+    for name, device in (("shots", "cpu"), ("guided", "another")):
+        folder = tmp_path / "evaluations" / name
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        evaluation["served_by"]["hardware"] = {"device": device}
+        evaluation["fingerprint"] = fingerprint(evaluation["served_by"])
+        write_cases(folder / "shots.jsonl", [r.model_copy(update={"fingerprint": evaluation["fingerprint"]})
+                                             for r in read_cases(folder / "shots.jsonl")])
+        evaluation["evals"]["shots"]["sha256"] = digest_file(folder / "shots.jsonl")
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    (verdict,) = compare_release(make_image_track(looks, "guided"), tmp_path).judgement.verdicts
+    assert verdict.outcome == "refused" and "`dvc repro -f -s evaluate_images@shots`" in verdict.reasons[0]
+
+
+def test_a_file_that_no_step_names_is_named(tmp_path: Path) -> None:
+    looks = {"guided": Look(guidance={"scale": 12})}
+    judge(tmp_path, looks)
+    path = tmp_path / "candidates/guided/candidate.json"
+    built = json.loads(path.read_text())
+    built["checkpoint"]["files"] = {"scheduler/scheduler_config.json": "another"}
+    path.write_text(json.dumps(built))
+    report = render_report(compare_release(make_image_track(looks, "guided"), tmp_path))
+    assert "Files that differ from the reference's: `scheduler/scheduler_config.json`." in report

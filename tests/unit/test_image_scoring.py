@@ -37,7 +37,7 @@ def test_an_image_that_is_no_number_scores_worst_everywhere() -> None:
     good, broken, _ = score(raw)
     assert (good["sound"], good["ssim"], good["psnr_db"], good["nonfinite"]) == (1, 1, 100, 0)
     assert (broken["sound"], broken["nonfinite"], broken["black"]) == (0, 1, 0)
-    assert (broken["ssim"], broken["psnr_db"], broken["clip"], broken["saturated"]) == (0, 0, 0, 1)
+    assert (broken["ssim"], broken["psnr_db"], broken["clip"], broken["saturated"]) == (0, 0, -1, 1)
     assert (broken["oversaturated"], good["oversaturated"]) == (1, 0)
     assert broken["seam_levels"] == 0, "without tiles there is no seam"
     assert score(raw, stitches=([SIZE // 2], []))[1]["seam_levels"] == 255
@@ -65,7 +65,7 @@ def test_latents_whose_float32_decode_is_no_number_leave_nothing_to_compare_with
     exact[0, 0, 0, 0] = float("nan")
     lost, kept, _ = score_images(draw(), exact, torch.zeros(3, 4, 8, 8), torch.full((3,), 0.9),
                                  torch.tensor([float("nan"), 1.0, 1.0]), ([], []), oversaturated_above=0.05)
-    assert (lost["sound"], lost["ssim"], lost["clip"]) == (1, 0, 0) and kept["ssim"] == 1
+    assert (lost["sound"], lost["ssim"], lost["clip"]) == (1, 0, -1) and kept["ssim"] == 1
     assert lost["std_ratio"] > 10, "the worst, where no step could be measured"
 
 
@@ -76,6 +76,19 @@ def test_a_planted_seam_is_as_high_as_it_is_and_without_tiles_there_is_none() ->
     assert torch.allclose(measure_seam_excess(tiled, whole, ([SIZE // 2], [])), torch.tensor(4.0).double(), atol=1e-3)
     assert measure_seam_excess(tiled, whole, ([], [])).tolist() == [0, 0, 0]
     assert measure_seam_excess(tiled, whole, ([SIZE // 4], [])).abs().max() < 1e-3, "not where tiles meet"
+
+
+def test_tiles_of_a_chessboard_and_of_other_colours_do_not_cancel() -> None:
+    whole = torch.full((1, 3, SIZE, SIZE), 0.5)
+    half = SIZE // 2
+    board, tinted = whole.clone(), whole.clone()
+    for rows, columns, sign in ((slice(0, half), slice(0, half), 1), (slice(0, half), slice(half, SIZE), -1),
+                                (slice(half, SIZE), slice(0, half), -1), (slice(half, SIZE), slice(half, SIZE), 1)):
+        board[..., rows, columns] += sign * 10 / 255
+    tinted[:, 0, :, half:] += 10 / 255
+    tinted[:, 1, :, half:] -= 10 / 255
+    assert measure_seam_excess(board, whole, ([half], [half])).item() == pytest.approx(20, abs=1e-4)
+    assert measure_seam_excess(tinted, whole, ([half], [])).item() == pytest.approx(20 / 3, abs=1e-4)
 
 
 def test_images_that_no_tile_cuts_are_refused() -> None:

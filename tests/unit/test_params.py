@@ -325,3 +325,12 @@ def test_a_benchmark_needs_an_eval_that_chats() -> None:
     assert refusal(data).startswith("benchmark.candidates: the prompts are those of evals of kind tool_calls or ")
     data["benchmark"]["candidates"] = []
     assert not parse_params(data).chat_evals
+
+
+def test_black_images_must_have_a_tolerance() -> None:
+    from pipeline.image_params import find_image_problems
+    from tests.unit.test_sweep import make_track
+
+    assert [p for p in find_image_problems(make_track()) if "expected shots/sound_image_rate" in p]
+    tolerances = {"shots/sound_image_rate": {"overall": 0.02}}
+    assert not find_image_problems(make_track(tolerances=tolerances))

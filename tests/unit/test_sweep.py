@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,9 @@ def test_more_prompts_hold_the_fewer_and_keep_their_order(tmp_path: Path) -> Non
     assert more == [name for name in whole if name in more]
     with pytest.raises(SettingsError, match="--prompts: expected 1 to 192"):
         take_prompts(ROOT / "evalsets/shots", 193, tmp_path / "none")
+
+
+def test_the_command_starts() -> None:
+    command = [sys.executable, ROOT / "scripts/sweep_guidance.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "--scales" in done.stdout, done.stderr

@@ -1,0 +1,64 @@
+"""The options that the schedulers of the installed diffusers have, read from their source: importing takes seconds.
+
+diffusers ignores an option that a scheduler does not have, and keeps those of other schedulers in a config on
+purpose, so that one can be swapped for another and back. A name that no scheduler has is a mistake.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError
+
+
+def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a scheduler that diffusers does not have, and an option that none of its schedulers has.
+
+    Raises:
+        CheckpointError: names the file, the option and the nearest one.
+    """
+    name = str(config.get("_class_name"))
+    own = read_options(name)
+    if own is None:
+        raise CheckpointError(f"{path}: _class_name: expected a scheduler of diffusers, got {name!r}; correct it or "
+                              "save the pipeline again")  # fmt: skip
+    for option in config:
+        if option not in own and not option.startswith("_") and option not in _read_all_options():
+            near = difflib.get_close_matches(option, own, n=1)
+            raise CheckpointError(f"{path}: {option}: expected an option of {name}, which would ignore this one"
+                                  f"{f'; did you mean {near[0]!r}?' if near else '; remove it'}")  # fmt: skip
+
+
+def read_options(name: str) -> frozenset[str] | None:
+    """Return the options of a scheduler class; None for an unknown one."""
+    text = next((text for text in _read_sources() if f"class {name}(" in text), None)
+    return None if text is None else _parse_options(text)[name]
+
+
+@cache
+def _read_sources() -> tuple[str, ...]:
+    found = importlib.util.find_spec("diffusers")
+    folders = [Path(place) / "schedulers" for place in (found.submodule_search_locations or [])] if found else []
+    return tuple(file.read_text(encoding="utf-8") for folder in folders
+                 for file in sorted(folder.rglob("scheduling_*.py")))  # fmt: skip
+
+
+@cache
+def _read_all_options() -> frozenset[str]:
+    return frozenset(option for text in _read_sources() for options in _parse_options(text).values()
+                     for option in options)  # fmt: skip
+
+
+@cache
+def _parse_options(text: str) -> dict[str, frozenset[str]]:
+    """Return the arguments of each class's constructor."""
+    return {node.name: frozenset(a.arg for function in node.body
+                                 if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+                                 for a in (*function.args.args, *function.args.kwonlyargs))
+            for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}  # fmt: skip
