@@ -6,9 +6,9 @@ In the branch that finds small people every channel between two convolutions is 
 own, 2**0 to 2**power, and the next convolution divides by it. ReLU commutes with a positive factor and powers of two
 with rounding, so in float32 the boxes are the same, bit for bit, and a direct convolution in fp16 has the range for it.
 Winograd's F(4x4, 3x3) has not: transformed inputs of the large channels overflow, and the transformed weights
-that shrink them again underflow. Trained networks have such channels by training (Nagel et al. 2019, arXiv:1906.04721, section
-4.1, who scale them the other way); here it is imbalanced by construction, and the card says so. The power is the
-largest that leaves a direct fp16 convolution a factor of four below 65,504 on training scenes; nothing else chose it.
+that shrink them again underflow. Networks come to such channels by training (Nagel et al. 2019, arXiv:1906.04721, who
+scale them the other way); here it is by construction, and the card says so. The power is the largest that
+leaves activations a factor of four below fp16's end, 65,504, on training scenes; nothing else chose it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def main() -> None:
     model, card = open_detector(args.source), json.loads((args.source / "card.json").read_text())
     power = find_power(model, args.scenes, card["seed"]) if args.power is None else args.power
     imbalance(model.branches[BRANCH], power, torch.Generator().manual_seed(args.seed))
-    save(model, args.out, card | {"imbalanced_branch": BRANCH, "largest_power_of_two": power, "imbalance_seed": args.seed})
+    added = {"imbalanced_branch": BRANCH, "largest_power_of_two": power, "imbalance_seed": args.seed}
+    save(model, args.out, card | added)
     print(f"{args.out}: channels of branch {BRANCH} times 2**0 to 2**{power}")
 
 
