@@ -102,6 +102,18 @@ def test_every_result_is_a_number_of_the_dtype(tile: int, dtype: torch.dtype) ->
         assert torch.equal(found, found.to(dtype).float())
 
 
+@by_tile
+@by_dtype
+def test_operands_are_rounded_before_anything_else(tile: int, dtype: torch.dtype) -> None:
+    """The checkpoint and the layer before are of the dtype, too."""
+    x, weight, bias = draw(channels=8)
+    stored = [value.to(dtype).float() for value in (x, weight, bias)]
+    for changed in range(3):
+        operands = [s if i == changed else v for i, (v, s) in enumerate(zip((x, weight, bias), stored, strict=True))]
+        assert torch.equal(winograd_conv2d(*operands, tile=tile, dtype=dtype),
+                           winograd_conv2d(x, weight, bias, tile=tile, dtype=dtype))  # fmt: skip
+
+
 @by_dtype
 def test_the_direct_convolution_is_torchs_within_one_last_place(dtype: torch.dtype) -> None:
     x, weight, bias = draw(channels=16)
@@ -127,6 +139,15 @@ def test_an_overflow_stays_in_its_tile() -> None:
     found = winograd_conv2d(x, torch.full((1, 1, 3, 3), 0.1), tile=4, dtype=torch.float16)
     assert not found[..., :4, :4].isfinite().all()
     assert found[..., 4:, :].isfinite().all() and found[..., :, 4:].isfinite().all()
+
+
+@by_tile
+def test_an_infinite_input_breaks_what_reads_it_and_no_more(tile: int) -> None:
+    """The corner of a tile is in one row and one column of the transforms; elsewhere its coefficient is zero."""
+    x = torch.ones(1, 1, tile + 2, tile + 2)
+    x[0, 0, 0, 0] = 1e5
+    found = winograd_conv2d(x, torch.full((1, 1, 3, 3), 0.1), tile=tile, dtype=torch.float16, padding=0)
+    assert (~found.isfinite()).flatten().tolist() == [True] + [False] * (tile * tile - 1)
 
 
 def test_channels_of_unlike_size_cost_a_direct_convolution_nothing_and_four_much() -> None:
