@@ -5,10 +5,10 @@
 In the branch that finds small people every channel between two convolutions is multiplied by a power of two of its
 own, 2**0 to 2**power, and the next convolution divides by it. ReLU commutes with a positive factor and powers of two
 with rounding, so in float32 the boxes are the same, bit for bit, and a direct convolution in fp16 has the range for it.
-Winograd's F(4x4, 3x3) has not: transformed inputs of the large channels overflow, and the transformed weights
-that shrink them again underflow. Networks come to such channels by training (Nagel et al. 2019, arXiv:1906.04721, who
-scale them the other way); here it is by construction, and the card says so. The power is the largest that
-leaves activations a factor of four below fp16's end, 65,504, on training scenes; nothing else chose it.
+Winograd's F(4x4, 3x3) has not: its transformed inputs overflow where a large channel is active. Networks come to
+such channels by training (Nagel et al. 2019, arXiv:1906.04721, who scale them the other way); here it is by
+construction, and the card says so. The power is the largest that leaves activations a factor of four below fp16's
+end, 65,504, on training scenes; nothing else chose it.
 """
 
 from __future__ import annotations
