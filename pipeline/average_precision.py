@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.detections import IOU_THRESHOLDS, MatchTable, rank_within
+from pipeline.detections import IOU_THRESHOLDS, MatchTable, rank_within, unpack
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -93,9 +93,9 @@ def average_recall(table: MatchTable, *, max_detections: int) -> Floats:
     """Return the recall [num_areas, num_thresholds] of each image's and class's best detections, mean over classes."""
     num_classes = table.num_objects.shape[1]
     is_best = rank_within(table.images * num_classes + table.classes) < max_detections
-    bits = (table.matched[..., None] >> np.arange(len(IOU_THRESHOLDS), dtype=np.uint16)) & 1
+    hits = unpack(table.matched)
     num_objects = table.num_objects.sum(axis=0)  # [classes, areas]
-    found = np.stack([bits[is_best & (table.classes == k)].sum(axis=0) for k in range(num_classes)])
+    found = np.stack([hits[is_best & (table.classes == k)].sum(axis=0) for k in range(num_classes)])
     with np.errstate(invalid="ignore"):
         recall = np.where(num_objects[..., None] > 0, found / np.maximum(num_objects, 1)[..., None], 0.0)
         return np.asarray(recall.sum(axis=0) / (num_objects > 0).sum(axis=0)[:, None])

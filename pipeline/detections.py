@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.detection_params import AREAS
 from pipeline.errors import EvidenceError, NumericsError
 from pipeline.files import replace_whole
 
@@ -32,8 +33,6 @@ Bits = NDArray[np.uint16]
 
 IOU_THRESHOLDS: Floats = np.linspace(0.5, 0.95, 10)  # as COCO computes them: the seventh is not quite 0.8
 MAX_DETECTIONS = 100  # of a class on an image
-_LARGEST = 1e5**2
-AREAS = {"all": (0.0, _LARGEST), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, _LARGEST)}
 _ARRAYS = ("offsets", "classes", "scores", "matched", "ignored", "num_objects", "area_bounds")
 
 
@@ -63,7 +62,7 @@ class Detections:
     scores: Floats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two are one only when they are the same object: caches tell them apart by that
 class MatchTable:
     """Detections of one or more images, matched; those of an image by falling score.
 
@@ -154,6 +153,23 @@ def match_image(
         matched=_pack(matched & ~ignored), ignored=_pack(ignored), num_objects=num_objects[None])  # fmt: skip
 
 
+def score_image(table: MatchTable) -> dict[str, float]:
+    """Return the scores of a case record from the table of its image, for people: what was found of what is there.
+
+    `objects` and `found`, the mean over thresholds of the objects found, are followed by "_<bucket>" for buckets
+    other than "all"; `found_50` and `found_75` are at one threshold, `false_alarms` at 0.5. AP does not follow from
+    them: it needs the ranking over all images.
+    """
+    flags = unpack(table.matched)
+    scores = {"false_alarms": float((~flags[:, 0, 0] & ~unpack(table.ignored)[:, 0, 0]).sum())}
+    scores |= {"found_50": float(flags[:, 0, 0].sum()), "found_75": float(flags[:, 0, 5].sum())}
+    for number, name in enumerate(table.areas):
+        suffix = "" if name == "all" else f"_{name}"
+        scores |= {f"objects{suffix}": float(table.num_objects[:, :, number].sum()),
+                   f"found{suffix}": float(flags[:, number].sum(axis=0).mean())}
+    return scores
+
+
 def compute_iou(found: Floats, boxes: Floats, is_crowd: Bools) -> Floats:
     """Return the intersection over union [num_found, num_boxes]; with a crowd, over the area of what was found."""
     low = np.maximum(found[:, None, :2], boxes[None, :, :2])
@@ -209,6 +225,11 @@ def _check_boxes(what: str, boxes: Floats, numbers: Floats, classes: Ints, num_c
 
 def _pack(flags: Bools) -> Bits:
     return (flags.astype(np.uint16) << np.arange(len(IOU_THRESHOLDS), dtype=np.uint16)).sum(axis=-1, dtype=np.uint16)
+
+
+def unpack(bits: Bits) -> Bools:
+    """Return the flags [..., num_thresholds] that are packed into bits."""
+    return (bits[..., None] >> np.arange(len(IOU_THRESHOLDS), dtype=np.uint16)) & 1 == 1
 
 
 def save_matches(path: Path, table: MatchTable) -> None:
