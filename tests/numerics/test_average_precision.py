@@ -69,6 +69,11 @@ def make_set(name):
                    for s in sides]
         detections = [Detections(np.array([[10.0, 10.0, s, s * 0.9], [300, 300, s, s]]), np.zeros(2, int),
                                  np.array([0.5, 0.6])) for s in sides]
+    if name == "between-two":  # equally far from both; only one choice leaves an object for the second detection
+        pair = np.array([[0.0, 0, 10, 10], [4, 0, 10, 10]])
+        objects = [Objects(pair[::step], np.zeros(2, int), np.full(2, 100.0), np.zeros(2, bool)) for step in (1, -1, 1)]
+        detections = [Detections(np.array([[2.0, 0, 10, 10], [0, 0, 10, 10]]), np.zeros(2, int),
+                                 np.array([0.9, 0.8]) - i / 100) for i in range(3)]
     return objects, detections
 
 
@@ -82,6 +87,7 @@ SETS = {
     "more-than-100": ({"mean": 40.0}, Detector(false_alarms=250, digits=2)),
     "no-detection": ({}, Detector()),
     "on-the-bounds": ({}, Detector()),
+    "between-two": ({}, Detector()),
 }
 
 

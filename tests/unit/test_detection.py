@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pipeline.average_precision import average_precision
+from pipeline.average_precision import average_precision, coco_numbers
 from pipeline.detection_params import DetectionEval, find_area_problems
 from pipeline.detections import load_matches, save_matches
 from pipeline.digests import digest_file
@@ -169,6 +169,22 @@ def test_metrics_carry_an_interval_and_empty_buckets_have_none(build):
     assert ("shelves/ap", "specks") not in metrics and ("shelves/ap_small", "price_tags") not in metrics
     for metric in metrics.values():
         assert 0 <= metric.low < metric.value < metric.high <= 1
+
+
+def test_each_metric_is_coco_s_number_of_its_name(build):
+    """Catches a metric at another threshold or of another area."""
+    expected = coco_numbers(load_matches(build / "evaluations/reference/shelves.npz", num_images=120))
+    metrics = {m.name: m.value for m in judge(build).judgement.reference_metrics if m.bucket is None}
+    assert metrics == {f"shelves/{name}": value for name, value in expected.items() if name.startswith("ap")}
+
+
+def test_an_unchanged_detector_is_proven_as_far_as_the_suite_is_large(tmp_path):
+    """A bootstrap of what does not differ has bounds of width 0, on 2 images as on 2,000."""
+    write_detector_tree(tmp_path, {"same": Change(score=0, box=0)}, num_images=80)
+    comparison = judge(tmp_path).judgement.verdicts[0].comparisons[0]
+    assert comparison.harm == 0 and comparison.p == comparison.p_holm == 1
+    assert comparison.high == pytest.approx(2.8 * comparison.reference / comparison.effective_clusters, rel=0.05)
+    assert comparison.low == -comparison.high
 
 
 def test_an_empty_bucket_is_refused_by_name_where_it_is_gated(build):
