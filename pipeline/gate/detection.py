@@ -88,26 +88,29 @@ def measure_precision(
     area, positions = _locate(pairs.reference, whole[0], definition, bucket)
     reference, candidate = (_select(table, tuple(positions)) for table in whole)
     _check_filled(reference, area, name)
-    clusters = number_by_first(pairs.clusters[positions])
-    shares = share_of_objects(reference)[:, area]
+    clusters, shares = number_by_first(pairs.clusters[positions]), share_of_objects(reference)[:, area]
     count = effective_clusters(shares, clusters)
     ours, theirs = (_pick(_resample(table, tuple(clusters)), definition, area) for table in (reference, candidate))
+    value, other = float(ours[0]), float(theirs[0])
+    _check_loss_can_show(name, metric, value, tolerance)
     try:
-        bounds = bootstrap_bounds(ours - theirs, count, lost=float(ours[0]), gained=float(theirs[0]),
-                                  confidence=1 - alpha)
+        bounds = bootstrap_bounds(ours - theirs, count, lost=value, gained=other, confidence=1 - alpha)
     except ValueError as error:
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
-    if tolerance is not None and ours[0] <= tolerance:
-        raise EvidenceError(f"{name}: the reference has {format_value(metric, float(ours[0]))}, so a loss above the "
-                            f"tolerance of {tolerance:g} can't show; look at the evalset")
-    d = _pick(_influence(reference, candidate), definition, area)
+    parts = _pick(_influence(reference, candidate), definition, area)
     return Measurement(
-        metric=metric, bucket=bucket, reference=float(ours[0]), candidate=float(theirs[0]), unit=definition.unit,
-        n=len(positions), num_clusters=len(np.unique(clusters[shares > 0])), effective_clusters=count, b=None, c=None,
-        harm=bounds.harm, low=bounds.low, high=bounds.high, p=sign_flip_p(d, clusters),
-        p_gain=sign_flip_p(-d, clusters), tolerance=tolerance,
+        metric=metric, bucket=bucket, reference=value, candidate=other, unit=definition.unit, n=len(positions),
+        num_clusters=len(np.unique(clusters[shares > 0])), effective_clusters=count, b=None, c=None,
+        harm=bounds.harm, low=bounds.low, high=bounds.high, p=sign_flip_p(parts, clusters),
+        p_gain=sign_flip_p(-parts, clusters), tolerance=tolerance,
         more_cases=None if tolerance is None else cases_for_spread(bounds, tolerance, len(positions)),
     )
+
+
+def _check_loss_can_show(name: str, metric: str, reference: float, tolerance: float | None) -> None:
+    if tolerance is not None and reference <= tolerance:
+        raise EvidenceError(f"{name}: the reference has {format_value(metric, reference)}, so a loss above the "
+                            f"tolerance of {tolerance:g} can't show; look at the evalset")
 
 
 def _locate(

@@ -2,9 +2,9 @@
 
 Both sides are resampled alike, because the draws follow from the clusters and the seed alone. A bootstrap gives the
 spread of a number that is no mean. Its percentiles are no bounds to decide by: it draws only what was seen, and where
-few images lose everything they pass a candidate that sits on the tolerance 15 to 27 % of the time, and BCa 10 to 22 %
-(100 images, 3 to 5 % of which lose everything; benchmarks/detection_bounds.py). So the draws give standard error and
-skewness alone, and half a cluster that loses everything is added to what was seen.
+few images lose everything they pass a candidate that sits on the tolerance 17 to 26 % of the time, and BCa's 10 to
+24 % (100 images, 2 to 5 % of which lose everything; benchmarks/detection_bounds.py). So the draws give standard error
+and skewness alone, and half a cluster that loses everything is added to what was seen.
 """
 
 from __future__ import annotations
