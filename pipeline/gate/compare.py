@@ -21,7 +21,7 @@ from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.images import explain_unsound
-from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
+from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.speculation import check_acceptance, check_speculation
@@ -119,12 +119,15 @@ def _load(build: Path, name: str, params: Track, policy: Policy) -> Measured:
 
 def _describe(measured: Measured, kinds: dict[str, str]) -> None:
     """Compute a candidate's own metrics from whatever records are fit."""
-    for eval_name, records in (measured.evidence.records if measured.evidence else {}).items():
+    if measured.evidence is None:
+        return
+    for eval_name, records in measured.evidence.records.items():
         clusters = number_clusters(records)
         for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
             if definition.is_gated:
                 try:
-                    measured.metrics += describe_metrics(records, definition, clusters, eval_name=eval_name)
+                    measured.metrics += describe_metrics(records, definition, clusters, eval_name=eval_name,
+                                                         table=measured.evidence.tables.get(eval_name))
                 except EvidenceError as error:
                     measured.refusals.append(str(error))
 
@@ -212,7 +215,7 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
             continue
         tolerance = params.gate.tolerances.get(f"{eval_name}/{definition.name}", Tolerance())
         asked: dict[str | None, float | None] = {None: tolerance.overall}
-        for name in [*list_buckets(pairs.reference), *tolerance.buckets]:
+        for name in [*list_pair_buckets(pairs, definition), *tolerance.buckets]:
             asked[name] = tolerance.buckets.get(name)
         for bucket, allowed in asked.items():
             try:

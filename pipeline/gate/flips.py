@@ -86,13 +86,17 @@ def _show(eval_name: str, is_loss: bool, ours: CaseRecord, theirs: CaseRecord) -
 
 
 def worst_cases(metric: str, pairs: PairedCases, *, limit: int) -> list[tuple[str, float, float]]:
-    """Return (case id, reference, candidate) per unit of weight for the cases that lost most in total."""
+    """Return (case id, reference, candidate) per unit of weight for the cases that lost most in total.
+
+    A case of weight 0, as an image without a small object, has lost nothing.
+    """
     definition = definition_of(metric)
     rows = []
     for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
         weight = ours.scores[definition.weight] if definition.weight else 1.0
         before, after = ours.scores[definition.score], theirs.scores[definition.score]
-        rows.append((definition.sign * (after - before), ours.case_id, before / weight, after / weight))
+        if weight > 0:
+            rows.append((definition.sign * (after - before), ours.case_id, before / weight, after / weight))
     return [(case_id, ours, theirs) for _, case_id, ours, theirs in sorted(rows)[:limit]]
 
 

@@ -15,12 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.detections import MatchTable
 from pipeline.errors import EvidenceError
 from pipeline.gate.decision import Measurement
+from pipeline.gate.detection import describe_precision, list_areas, measure_precision
 from pipeline.gate.metrics import MetricDefinition
 from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
 from pipeline.gate.statistics import (
     Bounds,
+    cases_for_spread,
     cases_to_prove,
     effective_clusters,
     proportion_bounds,
@@ -92,14 +95,27 @@ def list_buckets(records: Sequence[CaseRecord]) -> list[str]:
     return sorted({bucket for record in records for bucket in record.buckets}, key=natural_key)
 
 
+def list_pair_buckets(pairs: PairedCases, definition: MetricDefinition) -> list[str]:
+    """Return the buckets in which a metric can be compared: those of the cases, and areas of what is on an image."""
+    areas = list_areas(pairs.tables[0], definition) if pairs.tables else []
+    return [*list_buckets(pairs.reference), *areas]
+
+
 def describe_metrics(
-    records: Sequence[CaseRecord], definition: MetricDefinition, clusters: Ints, *, eval_name: str
+    records: Sequence[CaseRecord], definition: MetricDefinition, clusters: Ints, *, eval_name: str,
+    table: MatchTable | None = None,
 ) -> list[Metric]:
     """Return one candidate's metric, overall and per bucket, each with its interval.
+
+    Args:
+        table: of a detector.
 
     Raises:
         EvidenceError: the metric can't be computed from these records.
     """
+    if table is not None:
+        return describe_precision(records, table, definition, clusters, eval_name=eval_name,
+                                  buckets=list_buckets(records))
     name = f"{eval_name}/{definition.name}"
     scores = collect_scores(records, definition, clusters, where=name)
     metrics = []
@@ -140,6 +156,8 @@ def measure_metric(
         EvidenceError: no case in the bucket, a score is absent, the two sides did unequal work, or
             there are too few clusters for an interval.
     """
+    if definition.estimator == "average_precision":
+        return measure_precision(pairs, definition, bucket, eval_name=eval_name, tolerance=tolerance, alpha=alpha)
     name = name_metric(f"{eval_name}/{definition.name}", bucket)
     positions = select_bucket(pairs.reference, bucket)
     if len(positions) == 0:
@@ -213,5 +231,4 @@ def _more_cases(
         more = cases_to_prove(b / deff, c / deff, n / deff, limit, confidence=1 - alpha)
         without_flips = cases_to_prove(0, 0, n / size, limit, confidence=1 - alpha)
         return None if more is None or without_flips is None else math.ceil(max(more * deff, without_flips * size))
-    factor = ((bounds.high - bounds.harm) / (limit - bounds.harm)) ** 2
-    return math.ceil(n * (factor - 1)) if factor <= 1_000 else None
+    return cases_for_spread(bounds, limit, n)

@@ -17,24 +17,28 @@ class MetricDefinition:
 
     Attributes:
         name: the field's standard term, unit as suffix.
-        estimator: "proportion" (0/1 scores), "mean" (real scores) or "ratio" (sum of `score` over
-            sum of `weight`, clustered by document).
-        score: key into CaseRecord.scores.
-        weight: key of the denominator, for ratios.
+        estimator: "proportion" (0/1 scores), "mean" (real scores), "ratio" (sum of `score` over
+            sum of `weight`, clustered by document) or "average_precision" (of the detections beside the records).
+        score: key into CaseRecord.scores; of an average precision, what is shown of an image.
+        weight: key of the denominator, for ratios and for what is shown.
         better: which direction is an improvement.
         harm: "absolute" (difference), or "relative" (exp of the ratio difference, minus 1).
         unit: printed beside the value.
         is_gated: False for tripwires, which are shown against a threshold and never decide.
+        area: of the objects that an average precision covers, a key of `detection_params.AREAS`.
+        iou: threshold of an average precision; None is the mean over COCO's ten.
     """
 
     name: str
-    estimator: Literal["proportion", "mean", "ratio"]
+    estimator: Literal["proportion", "mean", "ratio", "average_precision"]
     score: str
     better: Literal["higher", "lower"]
     unit: str
     harm: Literal["absolute", "relative"] = "absolute"
     weight: str | None = None
     is_gated: bool = True
+    area: str = "all"
+    iou: float | None = None
 
     @property
     def sign(self) -> float:
@@ -50,6 +54,15 @@ _DIVERGENCE = (
 _FIRST_DIVERGENCE = (
     MetricDefinition("output_divergence_rate", "proportion", "diverged", "lower", "", is_gated=False),
 )
+
+_PRECISION = tuple(
+    MetricDefinition(name, "average_precision", score, "higher", "", weight=weight, area=area, iou=iou)
+    for name, score, weight, area, iou in (
+        ("ap", "found", "objects", "all", None),
+        ("ap_50", "found_50", "objects", "all", 0.5),
+        ("ap_75", "found_75", "objects", "all", 0.75),
+        *((f"ap_{area}", f"found_{area}", f"objects_{area}", area, None) for area in ("small", "medium", "large")),
+    ))  # fmt: skip
 
 METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
     "perplexity": (
@@ -79,6 +92,7 @@ METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
         MetricDefinition("seam_step_levels", "mean", "seam_levels", "lower", "levels"),
         MetricDefinition("guided_std_ratio", "mean", "std_ratio", "lower", ""),
     ),
+    "detection": _PRECISION,
 }
 
 METRICS_BY_NAME: dict[str, MetricDefinition] = {

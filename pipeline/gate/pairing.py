@@ -9,13 +9,14 @@ aligned lists. No statistics here; a regression is not a problem of evidence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.detections import MatchTable, load_matches
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.fingerprints import Difference, find_difference, fingerprint
@@ -40,6 +41,7 @@ class Evidence:
         fingerprint: of what was evaluated, which was checked to be what would ship.
         records: per eval, in evalset order; only evals that are fit.
         problems: per eval that is unfit, the reason in one line.
+        tables: per eval of a detector that is fit, its matched detections, in the order of the records.
     """
 
     candidate: Candidate | ImageCandidate
@@ -48,6 +50,7 @@ class Evidence:
     evaluation: Evaluation
     records: dict[str, list[CaseRecord]]
     problems: dict[str, str]
+    tables: dict[str, MatchTable]
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,14 @@ class PairedCases:
         candidate: records of the candidate, the i-th answering the same case.
         candidate_order: position of each in the candidate's own file, for arrays kept beside it.
         clusters: cluster number per case, 0-based.
+        tables: matched detections of both, in the order of the cases; None where there are none.
     """
 
     reference: list[CaseRecord]
     candidate: list[CaseRecord]
     candidate_order: NDArray[np.int64]
     clusters: NDArray[np.int64]
+    tables: tuple[MatchTable, MatchTable] | None = None
 
 
 def load_evidence(build: Path, candidate: Candidate | ImageCandidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
@@ -86,12 +91,16 @@ def load_evidence(build: Path, candidate: Candidate | ImageCandidate, evals: Map
         _check_sealed(folder / "config" / file, sha256, "configuration")
     records: dict[str, list[CaseRecord]] = {}
     problems: dict[str, str] = {}
+    tables: dict[str, MatchTable] = {}
     for eval_name, settings in evals.items():
         try:
-            records[eval_name] = _load_eval(folder, evaluation, eval_name, settings)
+            found = _load_eval(folder, evaluation, eval_name, settings)
+            if settings["kind"] == "detection":
+                tables[eval_name] = _load_table(folder, evaluation.evals[eval_name], found)
+            records[eval_name] = found
         except EvidenceError as error:
             problems[eval_name] = f"{eval_name} of {name}: {error}"
-    return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems)
+    return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems, tables)
 
 
 def _check_identity(candidate: Candidate | ImageCandidate, evaluation: Evaluation, path: Path) -> None:
@@ -142,6 +151,24 @@ def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, settings: d
     return records
 
 
+def _load_table(folder: Path, file: EvalFile, records: Sequence[CaseRecord]) -> MatchTable:
+    """Load the matched detections beside records, and check that they are of these records in this order."""
+    path = (folder / file.records).with_suffix(".npz")
+    if file.arrays_sha256 is None:
+        raise EvidenceError(f"{path}: expected matched detections and their sha256 in the index, found none; "
+                            "run `dvc repro`")
+    table = load_matches(path, num_images=len(records))
+    counts = read_scores(records, "objects", where=str(path))
+    totals = table.num_objects[:, :, list(table.areas).index("all")].sum(axis=1)
+    for i in np.flatnonzero(counts != totals)[:1].tolist():
+        raise EvidenceError(f"{path}: expected {counts[i]:g} objects of case {records[i].case_id!r}, as its record "
+                            f"says, got {totals[i]}; run `dvc repro`")
+    carried = {bucket for record in records for bucket in record.buckets}
+    if shared := sorted(carried & table.areas.keys()):
+        raise EvidenceError(f"{path}: {shared[0]!r} is a bucket of images and one of areas; rename one")
+    return table
+
+
 def _check_sealed(path: Path, sha256: str, what: str) -> None:
     if not path.is_file():
         raise EvidenceError(f"{path}: expected {what}, found no file; run `dvc repro`")
@@ -184,7 +211,13 @@ def pair_cases(reference: Evidence, candidate: Evidence, eval_name: str) -> Pair
     if ours.key != theirs.key:
         raise EvidenceError(f"{eval_name}: reference and candidate were asked or scored by different settings or code "
                             f"({ours.key[:12]} and {theirs.key[:12]}); run `dvc repro` to evaluate both alike")
-    return align(reference.records[eval_name], candidate.records[eval_name], where=eval_name)
+    pairs = align(reference.records[eval_name], candidate.records[eval_name], where=eval_name)
+    if eval_name not in reference.tables:
+        return pairs
+    order, theirs_found = pairs.candidate_order, candidate.tables[eval_name]
+    if not np.array_equal(order, np.arange(len(order))):
+        theirs_found = theirs_found.at(order)
+    return replace(pairs, tables=(reference.tables[eval_name], theirs_found))
 
 
 def align(reference: Sequence[CaseRecord], candidate: Sequence[CaseRecord], *, where: str) -> PairedCases:

@@ -37,7 +37,7 @@ from pipeline.records import BuiltCandidate
 from pipeline.verdict_records import Comparison, Metric, Verdict
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "reported": "·"}
-_KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity", "images")
+_KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity", "images", "detection")
 _MAX_FLIPS = 5
 _MAX_COLUMNS = 12  # of numbers in the table of candidates, before it is turned on its side
 

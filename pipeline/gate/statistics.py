@@ -275,3 +275,15 @@ def cases_to_prove(b: float, c: float, n: float, tolerance: float, *, confidence
         middle = (low + high) / 2
         low, high = (low, middle) if is_proven(middle) else (middle, high)
     return math.ceil(n * (high - 1))
+
+
+def cases_for_spread(bounds: Bounds, tolerance: float, n: int) -> int | None:
+    """Return how many more cases would bring an upper bound that shrinks with 1 / sqrt(n) to the tolerance.
+
+    Returns:
+        The number, or None when the bound is there, the harm is beyond it, or 1,000 times as many would be needed.
+    """
+    if bounds.harm >= tolerance or bounds.high <= tolerance:
+        return None
+    factor = ((bounds.high - bounds.harm) / (tolerance - bounds.harm)) ** 2
+    return math.ceil(n * (factor - 1)) if factor <= 1_000 else None

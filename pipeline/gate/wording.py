@@ -28,7 +28,8 @@ def definition_of(metric: str) -> MetricDefinition:
 def is_rate(metric: str) -> bool:
     """Say whether a metric is a share in [0, 1], which is written in percent and compared in points."""
     definition = definition_of(metric)
-    return definition.estimator == "proportion" or definition.name.endswith(("_rate", "_fraction"))
+    is_share = definition.estimator in ("proportion", "average_precision")
+    return is_share or definition.name.endswith(("_rate", "_fraction"))
 
 
 def format_value(metric: str, value: float) -> str:

@@ -16,7 +16,7 @@ from tests.structure.import_closure import ROOT, direct_imports
 LAYERS = (
     ("errors", "digests", "differences", "files", "fingerprints", "records", "settings", "image_params",
      "params", "image_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
-     "medians", "recall", "sweep.settings"),
+     "medians", "recall", "detection_params", "detections", "average_precision", "sweep.settings"),
     ("numerics", "environment"),
     ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
     ("optimize", "serving"),

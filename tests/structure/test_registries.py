@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from pipeline.detection_params import DetectionEval
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.image_params import IMAGE_STEP_KINDS, ImagesEval, ImageStep
 from pipeline.params import EvalSettings, Step, load_params
@@ -44,8 +45,8 @@ def test_image_steps_are_those_of_the_settings() -> None:
 
 
 def test_every_eval_kind_declares_its_metrics() -> None:
-    images = get_args(ImagesEval.model_fields["kind"].annotation)
-    assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings) | set(images)
+    others = {get_args(settings.model_fields["kind"].annotation)[0] for settings in (ImagesEval, DetectionEval)}
+    assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings) | others
 
 
 def test_shipped_settings_are_valid() -> None:

@@ -1,0 +1,41 @@
+"""The settings of an eval of detectors: which boxes, and by which areas of the objects they are judged.
+
+Free of numpy, as all settings are. What needs the evalset is checked where that is read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.settings import Settings
+
+_LARGEST = 1e5**2
+# COCO's, in square pixels, smallest and largest inclusive: an object of exactly 32^2 is both small and medium
+AREAS = {"all": (0.0, _LARGEST), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, _LARGEST)}
+
+_Area = Annotated[float, Field(ge=0)]
+
+
+class DetectionEval(Settings):
+    """Boxes found on images, matched as COCO does and judged by average precision."""
+
+    kind: Literal["detection"]
+    evalset: str
+    # bucket -> smallest and largest area, beside COCO's: a bucket of ap, ap_50 and ap_75
+    areas: dict[str, Annotated[list[_Area], Field(min_length=2, max_length=2)]] = {}
+
+    @property
+    def all_areas(self) -> dict[str, tuple[float, float]]:
+        """COCO's buckets, then the product's own."""
+        return AREAS | {name: (low, high) for name, (low, high) in self.areas.items()}
+
+
+def find_area_problems(settings: DetectionEval) -> list[str]:
+    """Return what is wrong with the areas of an eval, one line each, starting with the key's path."""
+    problems = [f"areas.{name}: expected another name than COCO's own ({', '.join(AREAS)}); rename it"
+                for name in settings.areas if name in AREAS]
+    problems += [f"areas.{name}: expected the smaller area first, got {list(bounds)!r}; swap them"
+                 for name, bounds in settings.areas.items() if bounds[0] >= bounds[1]]
+    return problems
