@@ -267,7 +267,8 @@ def _check_table(path: Path, table: MatchTable, num_images: int) -> None:
     fits = (len(table.offsets) == num_images + 1 and table.offsets[0] == 0 and table.offsets[-1] == num
             and (np.diff(table.offsets) >= 0).all() and table.classes.shape == (num,)
             and table.matched.shape == table.ignored.shape == (num, width)
-            and table.num_objects.shape[::2] == (num_images, width) and np.isfinite(table.scores).all())  # fmt: skip
+            and table.num_objects.ndim == 3 and table.num_objects.shape[::2] == (num_images, width)
+            and np.isfinite(table.scores).all() and np.isin(table.classes, range(table.num_objects.shape[1])).all())
     if not fits:
         raise EvidenceError(f"{path}: expected finite detections of {num_images} images in {width} buckets, got "
                             f"arrays that don't fit together; run `dvc repro`")  # fmt: skip

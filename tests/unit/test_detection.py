@@ -240,6 +240,7 @@ def add_object(table):
     pytest.param(lambda t: replace(t, areas={**t.areas, "small": (0.0, 1000.0)}), "were matched in other areas",
                  id="other-areas"),
     pytest.param(lambda t: replace(t, scores=t.scores * np.nan), "expected finite detections", id="nan"),
+    pytest.param(lambda t: replace(t, classes=t.classes + 1), "expected finite detections", id="unknown-class"),
 ])
 def test_a_table_that_does_not_fit_is_refused(tmp_path, edit, said):
     write_detector_tree(tmp_path, {"same": Change()}, num_images=80)
