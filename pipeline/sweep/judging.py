@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 from pipeline.errors import EvidenceError
 from pipeline.gate.compare import Measured, compare_release, number_clusters
 from pipeline.gate.pairing import read_scores
-from pipeline.gate.statistics import proportion_interval
 from pipeline.image_params import GuidanceStep, ImageTrack
 from pipeline.records import CaseRecord
 from pipeline.sweep.settings import SATURATION, SIMILARITY, read_setting
 from pipeline.verdict_records import Comparison, Verdict
 
-OVERSATURATED = 0.05  # share of saturated pixels above which a picture counts
-STD_RATIO = "guided_std_ratio"
+OVERSATURATION, STD_RATIO = "oversaturated_image_rate", "guided_std_ratio"
 _NUM_DRAWS = 2_000
 
 Floats = NDArray[np.float64]
@@ -46,8 +44,7 @@ class SweepRow:
     """One setting.
 
     Attributes:
-        estimates: by metric: saturation, similarity, ratio of deviations.
-        oversaturated: share of pictures with more than `OVERSATURATED` of their pixels saturated.
+        estimates: by metric: saturation of pixels and of images, similarity, ratio of deviations.
         verdict: of the gate, against the reference; None for the reference itself.
         is_pareto: no other setting is better in saturation or similarity without being worse in the other.
         pareto_share: of bootstrap samples of the prompts in which that holds.
@@ -57,7 +54,6 @@ class SweepRow:
     step: GuidanceStep
     num_prompts: int
     estimates: dict[str, Estimate]
-    oversaturated: Estimate
     verdict: Verdict | None
     is_pareto: bool
     pareto_share: float
@@ -89,11 +85,9 @@ def judge_sweep(track: ImageTrack, build: Path) -> list[SweepRow]:
     verdicts = {verdict.candidate: verdict for verdict in compared.judgement.verdicts}
     rows = []
     for i, name in enumerate(track.candidates):
-        over = (saturated[i] > OVERSATURATED).astype(np.float64)
         rows.append(SweepRow(
-            name=name, step=read_setting(track, name), num_prompts=len(over), is_pareto=bool(pareto[i]),
+            name=name, step=read_setting(track, name), num_prompts=len(clusters), is_pareto=bool(pareto[i]),
             pareto_share=float(shares[i]), estimates=_read_estimates(compared.measured[name]),
-            oversaturated=Estimate(float(over.mean()), *proportion_interval(over, clusters)),
             verdict=verdicts.get(name)))  # fmt: skip
     return rows
 
@@ -139,7 +133,7 @@ def _read_records(measured: Measured, eval_name: str) -> list[CaseRecord]:
 
 
 def _read_estimates(measured: Measured) -> dict[str, Estimate]:
-    names = (SATURATION, SIMILARITY, STD_RATIO)
+    names = (SATURATION, OVERSATURATION, SIMILARITY, STD_RATIO)
     found = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None}
     return {name: Estimate(m.value, m.low if m.low is not None else m.value, m.high if m.high is not None else m.value)
             for name in names if (m := found[name])}  # fmt: skip

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from pipeline.gate.wording import format_harm, format_range, format_tolerance
 from pipeline.image_params import GuidanceStep, ImageTrack
-from pipeline.sweep.judging import OVERSATURATED, STD_RATIO, Estimate, SweepRow, list_pareto
+from pipeline.sweep.judging import OVERSATURATION, STD_RATIO, Estimate, SweepRow, list_pareto
 from pipeline.sweep.settings import SATURATION, SIMILARITY
 
-_COLUMNS = ("guidance", "rescale", "threshold", "saturated pixels", "oversaturated pictures", "CLIP similarity",
+_COLUMNS = ("guidance", "rescale", "threshold", "saturated pixels", "oversaturated images", "CLIP similarity",
             "guided std ratio", "Pareto set", "gate: saturation", "gate: CLIP", "verdict")
 _ALIGNED = ("---:", "---:", "---", "---:", "---:", "---:", "---:", "---", "---", "---", "---")
 
@@ -85,13 +85,13 @@ def _describe_work(rows: Sequence[SweepRow], track: ImageTrack) -> str:
 
 
 def _describe_columns(track: ImageTrack) -> str:
-    (eval_name,) = track.evals
+    ((eval_name, settings),) = track.evals.items()
     tolerated = [f"{name} {format_tolerance(metric, allowed.overall)}" for name, metric in (
         ("saturation", f"{eval_name}/{SATURATION}"), ("CLIP similarity", f"{eval_name}/{SIMILARITY}"))
         if (allowed := track.gate.tolerances.get(metric)) and allowed.overall is not None]  # fmt: skip
-    return (f"In brackets 95 % intervals by cluster, as the gate's. A pixel is saturated with a channel above 0.97, a "
-            f"picture oversaturated with more than {OVERSATURATED:.0%} of such pixels. The ratio is the standard "
-            "deviation of the guided prediction over that of the conditional one, mean over the steps, before any "
+    return (f"In brackets 95 % intervals by cluster, as the gate's. A pixel is saturated with a channel above 0.97, an "
+            f"image oversaturated with more than {settings.oversaturated_above:.0%} of such pixels. The ratio is the "
+            "standard deviation of the guided prediction over that of the conditional one, mean over the steps, before any "
             "thresholding. *Pareto set*: no other setting has fewer saturated pixels and a CLIP similarity as high, or "
             "the reverse; in brackets the share of 2,000 bootstrap samples of the prompts in which that holds. *gate*: "
             "the outcome, the loss against the reference and its one-sided bounds at "
@@ -101,7 +101,7 @@ def _describe_columns(track: ImageTrack) -> str:
 
 def _render_row(row: SweepRow) -> str:
     saturated, similar = (_format_estimate(m, row.estimates[m]) for m in (SATURATION, SIMILARITY))
-    over = _format_estimate(SATURATION, row.oversaturated)
+    over = _format_estimate(OVERSATURATION, row.estimates[OVERSATURATION])
     pareto = f"{'**yes**' if row.is_pareto else 'no'} ({row.pareto_share:.0%})"
     cells = [f"{row.step.scale:g}", f"{row.step.rescale:g}", format_threshold(row.step), saturated, over, similar,
              _format_estimate(STD_RATIO, row.estimates[STD_RATIO]), pareto, _format_outcome(row, SATURATION),
@@ -114,7 +114,7 @@ def _join(cells: Sequence[str]) -> str:
 
 
 def _format_estimate(metric: str, estimate: Estimate) -> str:
-    if metric == SATURATION:  # the bounds of a share that is nearly 0 may lie below it
+    if metric in (SATURATION, OVERSATURATION):  # the bounds of a share that is nearly 0 may lie below it
         low, high = (100 * min(max(x, 0.0), 1.0) for x in (estimate.low, estimate.high))
         return f"{100 * estimate.value:.2f} % ({low:.2f} to {high:.2f})"
     return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"

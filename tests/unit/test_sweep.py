@@ -63,7 +63,7 @@ def write_tree(build: Path, track: ImageTrack, shown: dict[str, tuple[float, flo
             case_id=f"shot-{i}", input_digest=digest_text(str(i)), cluster=str(i), prompt="a ball",
             output=f"{name} {i}", fingerprint=candidate.fingerprint, scores={
                 "sound": 1.0, "saturated": min(max(saturated + float(noise[i]), 0.0), 1.0), "std_ratio": 1.5,
-                "oversaturated": 0.0,
+                "oversaturated": float(saturated > 0.05),
                 "clip": similar + float(noise[-i]), "seam_levels": 0.0, "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0,
                 "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0}) for i in range(NUM_PROMPTS)]  # fmt: skip
         write_cases(folder / "shots.jsonl", records)
@@ -148,8 +148,8 @@ def test_table_has_a_row_a_setting_with_the_gates_own_verdicts(tmp_path: Path) -
     assert rows["scale-5-rescale-0-7"].pareto_share == 1 and rows["shots"].verdict is None
     assert {name: row.verdict.outcome for name, row in rows.items() if row.verdict} == {
         "scale-5-rescale-0-7": "pass", "scale-12-rescale-0": "fail", "scale-12-rescale-0-7": "fail"}  # fmt: skip
-    over = rows["scale-12-rescale-0"].oversaturated
-    assert over.value == 1 and over.low < 1 and rows["shots"].oversaturated.value == 0
+    over, none = (rows[name].estimates["oversaturated_image_rate"] for name in ("scale-12-rescale-0", "shots"))
+    assert over.value == 1 and over.low < 1 and none.value == 0
 
     lines = render_table(list(rows.values())).splitlines()
     assert len(lines) == 2 + 4 and {line.count("|") for line in lines} == {12}
