@@ -91,10 +91,10 @@ def _describe_columns(track: ImageTrack) -> str:
         if (allowed := track.gate.tolerances.get(metric)) and allowed.overall is not None]  # fmt: skip
     return (f"In brackets 95 % intervals by cluster, as the gate's. A pixel is saturated with a channel above 0.97, an "
             f"image oversaturated with more than {settings.oversaturated_above:.0%} of such pixels. The ratio is the "
-            "standard deviation of the guided prediction over that of the conditional one, mean over the steps, before any "
-            "thresholding. *Pareto set*: no other setting has fewer saturated pixels and a CLIP similarity as high, or "
-            "the reverse; in brackets the share of 2,000 bootstrap samples of the prompts in which that holds. *gate*: "
-            "the outcome, the loss against the reference and its one-sided bounds at "
+            "standard deviation of the guided prediction over that of the conditional one, mean over the steps, "
+            "before any thresholding. *Pareto set*: no other setting has fewer saturated pixels and a CLIP similarity "
+            "as high, or the reverse; in brackets the share of 2,000 bootstrap samples of the prompts in which that "
+            "holds. *gate*: the outcome, the loss against the reference and its one-sided bounds at "
             f"{1 - track.gate.alpha:.0%}; tolerated: {', '.join(tolerated) or 'nothing is set'}. The verdict rests on "
             f"all tolerances of the eval ({', '.join(sorted(track.gate.tolerances))}).")
 
