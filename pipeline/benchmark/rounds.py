@@ -31,6 +31,7 @@ from pipeline.errors import EngineError
 from pipeline.records import SpeculationCounts, sum_speculation
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
+from pipeline.serving.failures import find_error
 
 
 @dataclass
@@ -62,9 +63,11 @@ class Contender:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
                     group.create_task(work())
-        except* EngineError as errors:
+        except ExceptionGroup as group:
+            if (failed := find_error(group, EngineError)) is None:
+                raise
             self.engine.check_alive()  # a server that has died says more in its log
-            raise errors.exceptions[0] from None
+            raise failed from None
         return [replies[number] for number in range(len(prompts))]
 
     async def time_batch(self, plan: Plan, prompts: Sequence[Prompt], *, num_tokens: int) -> Batch:

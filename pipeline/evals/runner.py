@@ -17,6 +17,7 @@ from pipeline.cases import Case, ToolCallCase, TrajectoryCase
 from pipeline.errors import EngineError, JournalError, RequestError, SettingsError
 from pipeline.evals.context import EvalContext
 from pipeline.records import CaseRecord
+from pipeline.serving.failures import find_error
 
 PROGRESS_EVERY_S = 10.0
 NUM_LENGTHS_CHECKED = 32
@@ -113,11 +114,13 @@ async def run_cases(
         async with asyncio.TaskGroup() as group:
             for _ in range(min(context.concurrency, len(waiting))):
                 group.create_task(work())
-    except* JournalError as errors:
-        raise errors.exceptions[0] from None
-    except* EngineError as errors:
+    except ExceptionGroup as group:
+        if (lost := find_error(group, JournalError)) is not None:
+            raise lost from None
+        if (died := find_error(group, EngineError)) is None:
+            raise
         kept = sum(record.failure is None for record in records.values())
-        raise EngineError(f"{errors.exceptions[0]}; {context.name}: {kept} of {len(cases)} cases are finished and "
+        raise EngineError(f"{died}; {context.name}: {kept} of {len(cases)} cases are finished and "
                           "kept, run `dvc repro` to go on") from None  # fmt: skip
     return [records[case.id] for case in cases]
 

@@ -205,3 +205,12 @@ def test_after_sigkill_no_finished_case_is_repeated(tmp_path: Path) -> None:
     asked = (tmp_path / "asked").read_text().split()
     assert finished.isdisjoint(asked)
     assert finished | set(asked) == {case.id for case in CASES}
+
+
+def test_the_first_error_of_a_kind_is_found_however_deep() -> None:
+    from pipeline.errors import EngineError, JournalError
+    from pipeline.serving.failures import find_error
+
+    inner = ExceptionGroup("inner", [ValueError("a"), EngineError("died"), EngineError("later")])
+    group = ExceptionGroup("outer", [KeyError("b"), inner])
+    assert str(find_error(group, EngineError)) == "died" and find_error(group, JournalError) is None
