@@ -82,8 +82,10 @@ def find_port() -> int:
 @contextlib.contextmanager
 def serving(project: Path, *argv: str) -> Iterator[str]:
     """Run scripts/serve.py; yield its base URL, press Ctrl-C, and expect that nothing listens there afterwards."""
+    # a shell's background job, as CI may be, ignores Ctrl-C, and so would its children
     process = subprocess.Popen([sys.executable, str(ROOT / "scripts/serve.py"), *argv], cwd=project, text=True,
-                               env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     url = process.stdout.readline().partition(" ")[0]
     try:
