@@ -60,15 +60,15 @@ def buckets(shot: Shot) -> list[str]:
     return [f"{name}/{getattr(shot, name)}" for name in ("shape", "colour", "finish", "background")]
 
 
-def render(shot: Shot, rng: np.random.Generator) -> np.ndarray:
+def render(shot: Shot, rng: np.random.Generator, *, size: int = SIZE) -> np.ndarray:
     """Draw a shot from where the generator puts the object and the light.
 
     Returns:
-        uint8 (64, 64, 3), RGB.
+        uint8 (size, size, 3), RGB.
     """
     centre, angle = rng.uniform(-0.08, 0.08, size=2), rng.uniform(-0.15, 0.15)
     scale, light = rng.uniform(0.92, 1.15), _light(rng)
-    x, y = _grid()
+    x, y = _grid(size)
     background = _background(x, y, BACKGROUNDS[shot.background] + rng.uniform(-0.012, 0.012), centre, scale)
     across, up = (x - centre[0]) / scale, (y - centre[1]) / scale
     distance = _distance(shot.shape, across * np.cos(angle) + up * np.sin(angle),
@@ -76,13 +76,13 @@ def render(shot: Shot, rng: np.random.Generator) -> np.ndarray:
     colour = _shade(shot, _normals(distance, _BEVEL[shot.shape]), light)
     inside = np.clip(0.5 - distance * scale / (x[0, 1] - x[0, 0]), 0, 1)[..., None]
     samples = inside * colour + (1 - inside) * background[..., None]
-    pixels = samples.reshape(SIZE, _OVERSAMPLING, SIZE, _OVERSAMPLING, 3).mean(axis=(1, 3))
+    pixels = samples.reshape(size, _OVERSAMPLING, size, _OVERSAMPLING, 3).mean(axis=(1, 3))
     return np.round(np.clip(pixels, 0, 1) * 255).astype(np.uint8)
 
 
-def _grid() -> tuple[Field, Field]:
+def _grid(size: int) -> tuple[Field, Field]:
     """Return x to the right and y upwards, both from -1 to 1, at the centres of the samples."""
-    num = SIZE * _OVERSAMPLING
+    num = size * _OVERSAMPLING
     axis = (np.arange(num) + 0.5) / num * 2 - 1
     return np.meshgrid(axis, -axis)
 

@@ -24,7 +24,8 @@ from torch import nn
 
 from evalsets.scenes import render
 from models.people.detector import Detector, open_detector, prepare
-from models.train_people import TRAIN, save
+from models.saving import save_network
+from models.train_people import TRAIN
 
 BRANCH = "small"
 _HEADROOM = 4.0  # below fp16's largest number
@@ -80,7 +81,7 @@ def main() -> None:
     power = find_power(model, args.scenes, card["seed"]) if args.power is None else args.power
     imbalance(model.branches[BRANCH], power, torch.Generator().manual_seed(args.seed))
     added = {"imbalanced_branch": BRANCH, "largest_power_of_two": power, "imbalance_seed": args.seed}
-    save(model, args.out, card | added)
+    save_network(model, args.out, card | added)
     print(f"{args.out}: channels of branch {BRANCH} times 2**0 to 2**{power}")
 
 

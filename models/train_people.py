@@ -12,7 +12,6 @@ shipped model has none. Minutes on a GPU, hours on a CPU. `python -m models.scor
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import time
@@ -20,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from evalsets.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, render
 from models.people.detector import LEVELS, STRIDES, Detector, prepare, to_corners
+from models.saving import save_network
 
 CONFIG = {"size": SIZE, "stem": 16, "widths": [48, 80, 128], "depth": 2, "pyramid": 48, "branch_depth": 3,
           "min_score": 0.02, "max_overlap": 0.6, "max_candidates": 300}  # fmt: skip
@@ -146,14 +145,6 @@ def fold(trained: Detector) -> Detector:
     return folded
 
 
-def save(model: Detector, folder: Path, settings: dict[str, object]) -> None:
-    """Write config.json, model.safetensors and the settings as card.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-    (folder / "card.json").write_text(json.dumps(settings, indent=2) + "\n")
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
-
-
 def main() -> None:
     """Parse the command line, train, fold, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -171,7 +162,7 @@ def main() -> None:
     print(f"{len(pixels)} scenes, {int((~corners[..., 0].isnan()).sum())} people", flush=True)
     model = fold(train(pixels, corners, steps=args.steps, batch=args.batch, lr=args.lr, device=device))
     print(f"{sum(p.numel() for p in model.parameters())} parameters in {len(LEVELS)} levels", flush=True)
-    save(model, args.out, {k: v for k, v in vars(args).items() if k != "out"} | {
+    save_network(model, args.out, {k: v for k, v in vars(args).items() if k != "out"} | {
         "device": device, "torch": torch.__version__})
 
 

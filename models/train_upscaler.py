@@ -13,22 +13,20 @@ it is.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
 from evalsets import panoramas, scenes, textures
 from evalsets.shots import all_shots
 from evalsets.shots import render as render_shot
+from models.saving import save_network
 from models.upscaler.upscaler import Upscaler, build_upscaler, preprocess
 
 CONFIG = {"channels": 64, "growth": 16, "layers": 4, "blocks": 6, "squeezed": 16, "channels_upscaled": 32}
@@ -54,8 +52,7 @@ def draw(kind: str, rng: np.random.Generator) -> np.ndarray:
         return textures.draw_sheet(rng, SIZE)[None]
     if kind == "shots":
         listed = all_shots()
-        with patch("evalsets.shots.SIZE", SIZE):  # it draws at one size, which is smaller
-            return render_shot(listed[rng.integers(len(listed))], rng)[None]
+        return render_shot(listed[rng.integers(len(listed))], rng, size=SIZE)[None]
     return panoramas.shrink(scenes.render(rng).pixels, rng, noise=0)[None]
 
 
@@ -113,14 +110,6 @@ def train(pixels: torch.Tensor, *, config: dict[str, int], steps: int, batch: in
     return model.to("cpu", memory_format=torch.contiguous_format).eval()
 
 
-def save(model: Upscaler, folder: Path, settings: dict[str, object]) -> None:
-    """Write config.json, model.safetensors and the settings as card.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-    (folder / "card.json").write_text(json.dumps(settings, indent=2) + "\n")
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
-
-
 def main() -> None:
     """Parse the command line, train, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,7 +128,7 @@ def main() -> None:
     model = train(pixels, config=CONFIG | {"squeezed": args.squeezed}, steps=args.steps, batch=args.batch, lr=args.lr,
                   device=device)  # fmt: skip
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    save(model, args.out, {k: v for k, v in vars(args).items() if k != "out"} | {
+    save_network(model, args.out, {k: v for k, v in vars(args).items() if k != "out"} | {
         "device": device, "torch": torch.__version__})
 
 

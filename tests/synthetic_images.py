@@ -89,14 +89,21 @@ def write_image_tree(build: Path, track: ImageTrack, looks: dict[str, Look], *, 
         folder, rng = build / "evaluations" / name, np.random.default_rng(number)
         records = [_write_case(folder / "shots", candidate, look, i, case_id.format(i=i), rng)
                    for i in range(NUM_CASES)]  # fmt: skip
-        write_cases(folder / "shots.jsonl", records)
-        write_text(folder / "shots.json", json.dumps(_NOTES | look.notes))
-        file = EvalFile(kind="images", settings=track.evals["shots"].model_dump(mode="json"), key="k",
-                        evalset_digest="e", num_cases=len(records), records="shots.jsonl",
-                        sha256=digest_file(folder / "shots.jsonl"), notes_sha256=digest_file(folder / "shots.json"))
-        write_record(folder / "evaluation.json", Evaluation(
-            candidate=name, fingerprint=candidate.fingerprint, checkpoint_digest=candidate.checkpoint.digest,
-            serving=candidate.serving, evals={"shots": file}, served_by=candidate.facts, seconds=1.0))  # fmt: skip
+        write_image_evaluation(folder, candidate, track, records, _NOTES | look.notes)
+
+
+def write_image_evaluation(
+    folder: Path, candidate: ImageCandidate, track: ImageTrack, records: list[CaseRecord], notes: dict[str, Any]
+) -> None:
+    """Write records, notes and index of a candidate's eval `shots`, sealed."""
+    write_cases(folder / "shots.jsonl", records)
+    write_text(folder / "shots.json", json.dumps(notes))
+    file = EvalFile(kind="images", settings=track.evals["shots"].model_dump(mode="json"), key="k",
+                    evalset_digest="e", num_cases=len(records), records="shots.jsonl",
+                    sha256=digest_file(folder / "shots.jsonl"), notes_sha256=digest_file(folder / "shots.json"))
+    write_record(folder / "evaluation.json", Evaluation(
+        candidate=candidate.name, fingerprint=candidate.fingerprint, checkpoint_digest=candidate.checkpoint.digest,
+        serving=candidate.serving, evals={"shots": file}, served_by=candidate.facts, seconds=1.0))  # fmt: skip
 
 
 def _step(look: Look) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.digests import digest_file, digest_text
+from pipeline.digests import digest_text
 from pipeline.errors import SettingsError
 from pipeline.evalsets import load_evalset
-from pipeline.files import write_text
 from pipeline.image_params import GuidanceStep, ImageTrack
 from pipeline.image_serving import serve
-from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint, EvalFile, Evaluation, write_cases, write_record
+from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint, write_record
 from pipeline.sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
 from pipeline.sweep.plot import plot_sweep
 from pipeline.sweep.rendering import take_prompts
 from pipeline.sweep.settings import list_settings, make_sweep_track, name_setting, read_setting
 from pipeline.sweep.table import format_step, render_sweep, render_table
 from tests.structure.import_closure import ROOT
+from tests.synthetic_images import write_image_evaluation
 
 NUM_PROMPTS = 96
 
@@ -66,14 +65,7 @@ def write_tree(build: Path, track: ImageTrack, shown: dict[str, tuple[float, flo
                 "oversaturated": float(saturated > 0.05),
                 "clip": similar + float(noise[-i]), "seam_levels": 0.0, "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0,
                 "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0}) for i in range(NUM_PROMPTS)]  # fmt: skip
-        write_cases(folder / "shots.jsonl", records)
-        write_text(folder / "shots.json", json.dumps({"decoder": {}}))
-        file = EvalFile(kind="images", settings=track.evals["shots"].model_dump(mode="json"), key="k",
-                        evalset_digest="e", num_cases=len(records), records="shots.jsonl",
-                        sha256=digest_file(folder / "shots.jsonl"), notes_sha256=digest_file(folder / "shots.json"))
-        write_record(folder / "evaluation.json", Evaluation(
-            candidate=name, fingerprint=candidate.fingerprint, checkpoint_digest=candidate.checkpoint.digest,
-            serving=candidate.serving, evals={"shots": file}, served_by=candidate.facts, seconds=1.0))  # fmt: skip
+        write_image_evaluation(folder, candidate, track, records, {"decoder": {}})
 
 
 def test_a_setting_without_threshold_has_no_maximum_and_comes_once() -> None:

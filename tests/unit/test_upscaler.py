@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from evalsets import panoramas, shots
 from evalsets.textures import draw_bricks, draw_clouds, draw_edge, draw_grain, draw_sheet, draw_waves, draw_writing
+from models.saving import save_network
 from models.score_upscaler import held_out, list_methods, score
-from models.train_upscaler import CONFIG, HELD_OUT, SIZE, TRAIN, degrade, draw, save, train
+from models.train_upscaler import CONFIG, HELD_OUT, SIZE, TRAIN, degrade, draw, train
 from models.upscaler.upscaler import Upscaler, build_upscaler, open_upscaler, postprocess, preprocess, upscale
 from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db
@@ -102,7 +103,7 @@ def test_a_few_steps_teach_something_and_survive_the_disk(tmp_path: Path) -> Non
     before = build_upscaler(SMALL).eval()
     torch.manual_seed(0)
     after = train(pixels, config=SMALL, steps=30, batch=2, lr=0.02, device="cpu")
-    save(after, tmp_path, {"seed": 0})
+    save_network(after, tmp_path, {"seed": 0})
     wanted = preprocess(pixels)
     with torch.no_grad():
         errors = [(m(F.avg_pool2d(wanted, 2)) - wanted).abs().mean() for m in (before, open_upscaler(tmp_path))]
