@@ -20,13 +20,14 @@ import numpy as np
 import torch
 
 from evalsets.shots import SIZE, all_shots, render
+from pipeline.image_params import ImageTrack
 from pipeline.image_serving import sample_plainly
 from pipeline.images.rendering import decode_latents, list_stitches, load_pipeline
 from pipeline.images.scoring import measure_seam_excess
 from pipeline.numerics.saturation import to_unit_range
 from pipeline.numerics.seams import measure_seams, signed_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
-from pipeline.params import get_images, load_params
+from pipeline.params import get_track, load_params
 from pipeline.records import Tiling
 
 WIDTH, TILE = 736, 64  # pixels; (WIDTH - TILE) is a multiple of what each overlap leaves of a tile
@@ -50,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=4)
     count = parser.parse_args().images
-    track = get_images(load_params())
+    track = get_track(load_params(), "images", kind=ImageTrack)
     vae = load_pipeline(Path(track.candidates[track.reference].checkpoint), sample_plainly(track)).vae
     mosaics = torch.stack([make_mosaic(seed) for seed in range(count)])
     latents = vae.encode(mosaics).latent_dist.mode() * vae.config.scaling_factor

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from evalsets.scenes import render
-from models.people.detector import Detector, open_detector, prepare
+from models.people.detector import Detector, open_detector, preprocess
 from models.saving import save_network
 from models.train_people import TRAIN
 
@@ -61,7 +61,7 @@ def find_power(model: Detector, scenes: int, seed: int) -> int:
     handles = [m.register_forward_hook(note) for m in model.branches[BRANCH].modules() if isinstance(m, nn.Conv2d)]
     for index in range(scenes):
         pixels = render(np.random.default_rng([seed, TRAIN, index])).pixels
-        model(prepare(torch.from_numpy(pixels)[None]))
+        model(preprocess(torch.from_numpy(pixels)[None]))
     for handle in handles:
         handle.remove()
     return math.floor(math.log2(_FP16_MAX / _HEADROOM / largest))

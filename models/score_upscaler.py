@@ -38,7 +38,7 @@ def held_out(kind: str, num: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 
 def interpolate(pixels: np.ndarray, mode: str) -> np.ndarray:
     """Upscale by `nearest` or `bicubic` interpolation."""
-    return postprocess(F.interpolate(preprocess(torch.from_numpy(pixels)), scale_factor=FACTOR, mode=mode)).numpy()
+    return postprocess(F.interpolate(preprocess(torch.from_numpy(pixels)), scale_factor=FACTOR, mode=mode), {}).numpy()
 
 
 def list_methods(model: Upscaler) -> dict[str, Upscale]:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from evalsets.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, render
-from models.people.detector import LEVELS, STRIDES, Detector, prepare, to_corners
+from models.people.detector import LEVELS, STRIDES, Detector, preprocess, to_corners
 from models.saving import save_network
 
 CONFIG = {"size": SIZE, "stem": 16, "widths": [48, 80, 128], "depth": 2, "pyramid": 48, "branch_depth": 3,
@@ -118,7 +118,7 @@ def train(pixels: torch.Tensor, corners: torch.Tensor, *, steps: int, batch: int
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 300, 0.5 * (1 + math.cos(math.pi * step / steps)))
         chosen = torch.randint(len(pixels), (batch,), device=device)
-        x, wanted = augment(prepare(pixels[chosen]), corners[chosen])
+        x, wanted = augment(preprocess(pixels[chosen]), corners[chosen])
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             outputs = model(x.contiguous(memory_format=torch.channels_last))
         loss = loss_of(outputs, wanted)

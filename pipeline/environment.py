@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files import write_text
+from pipeline.fingerprints import read_environment
 from pipeline.records import Record
 
 # Every package whose version can change an answer; mlflow, dvc and the gate's own are not among them.
@@ -185,6 +186,14 @@ def read_hardware(device: str) -> dict[str, str]:
     _, flags = parse_cpuinfo(_read_text(Path("/proc/cpuinfo")))
     return {"device": f"cpu {platform.machine()}",
             "instruction_sets": " ".join(name for name in INSTRUCTION_SETS if name in flags)}  # fmt: skip
+
+
+def read_machine_facts() -> dict[str, Any]:
+    """Return what a process that runs torch finds of its environment and hardware, by section of a fingerprint."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"environment": read_environment(), "hardware": read_hardware(device)}
 
 
 def find_gpus() -> tuple[Gpu, ...]:

@@ -112,6 +112,7 @@ class ImagesEval(Settings):
 class ImageTrack(Track):
     """The section `images` of params.yaml."""
 
+    name = "images"
     candidates: dict[str, ImageCandidateSettings] = Field(min_length=1)
     sampling: SamplingSettings
     evals: dict[str, ImagesEval] = Field(min_length=1)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.errors import EvidenceError
+from pipeline.built_candidates import read_built
 from pipeline.image_params import ImageTrack
-from pipeline.records import BuiltCandidate, ImageCandidate, PipelineServing, read_record
+from pipeline.records import BuiltCandidate, ImageCandidate, PipelineServing
 
 
 def sample_plainly(track: ImageTrack) -> PipelineServing:
@@ -32,14 +32,5 @@ def read_image_candidate(build: Path, name: str, track: ImageTrack) -> ImageCand
     Raises:
         EvidenceError: it was not built, or its record is another candidate's or of other steps.
     """
-    path = build / "candidates" / name / "candidate.json"
-    built = read_record(path, BuiltCandidate)
-    if built.name != name:
-        raise EvidenceError(f"{path}: expected candidate {name!r}, found {built.name!r}; run `dvc repro`")
     asked = [step.model_dump(mode="json") for step in track.candidates[name].steps]
-    made = [{key: step.get(key) for key in wanted} for step, wanted in zip(built.steps, asked, strict=False)]
-    if len(built.steps) != len(asked) or made != asked:
-        raise EvidenceError(f"{path}: expected the steps of params.yaml, {[step['kind'] for step in asked]}, found "
-                            f"others, {[step.get('kind') for step in built.steps]}, or other settings of them; run "
-                            "`dvc repro`")  # fmt: skip
-    return serve(built, track)
+    return serve(read_built(build, name, asked), track)

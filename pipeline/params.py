@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
@@ -18,13 +18,16 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError, describe_problem
 from pipeline.image_params import IMAGE_STEP_KINDS, ImageTrack, find_image_problems
-from pipeline.settings import Settings, Track, describe_yaml_error, find_track_problems, find_unknown_metrics
+from pipeline.network_params import NETWORK_STEP_KINDS, DetectorTrack, UpscalerTrack, find_network_problems
+from pipeline.settings import TRACKS, Settings, Track, describe_yaml_error, find_track_problems, find_unknown_metrics
 
 TRANSFORMERS_METHODS = ("draft_model", "prompt_lookup")
 # ways of verifying drafts that keep a token only when it is the target's own, or drawn as the target would draw it
 LOSSLESS_REJECTION = ("standard", "strict", "block")
 LOSSY_OPTIONS = ("posterior_threshold", "posterior_alpha", "typical_acceptance_sampler_posterior_threshold",
                  "assistant_ensemble_weight")  # fmt: skip
+
+T = TypeVar("T", bound=Track)
 
 
 class Calibration(Settings):
@@ -204,13 +207,17 @@ class BenchmarkSettings(Settings):
 class Params(Track):
     """The whole of params.yaml: the text track, and beside it the others."""
 
+    name = "text"
     optimize: OptimizeSettings
     candidates: dict[str, CandidateSettings] = Field(min_length=1)
     serving: ServingSettings
     canary: CanarySettings
     evals: dict[str, EvalSettings] = Field(min_length=1)
     benchmark: BenchmarkSettings
-    images: ImageTrack | None = None  # a second product, gated on its own
+    # other products, each gated on its own
+    images: ImageTrack | None = None
+    detector: DetectorTrack | None = None
+    upscaler: UpscalerTrack | None = None
 
     @property
     def chat_evals(self) -> dict[str, ChatEval]:
@@ -233,25 +240,38 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     return parse_params(data, where=str(path))
 
 
-def pick_images(params: Params, argv: list[str]) -> ImageTrack:
-    """Return the section `images`, for a stage that was given one of its candidates.
+def get_track(params: Params, name: str, *, kind: type[T]) -> T:
+    """Return a track by its name.
+
+    Args:
+        params: the whole file.
+        name: one of TRACKS.
+        kind: of track that it must be; `Track` is any.
 
     Raises:
-        SettingsError: there is no such section, or no such candidate.
+        SettingsError: there is no such track of this kind, or params.yaml has no section for it.
     """
-    track = get_images(params)
-    if len(argv) != 1 or argv[0] not in track.candidates:
-        raise SettingsError(f"images.candidates: expected one of {', '.join(track.candidates)}, got "
-                            f"{' '.join(argv)!r}")
+    kinds: dict[str, type[Track]] = {t.name: t for t in (Params, ImageTrack, DetectorTrack, UpscalerTrack)}
+    names = [known for known in TRACKS if issubclass(kinds[known], kind)]
+    if name not in names:
+        raise SettingsError(f"track: expected {' or '.join(names)}, got {name!r}")
+    track: T | None = params if name == "text" else getattr(params, name)
+    if track is None:
+        raise SettingsError(f"{name}: expected this section in params.yaml, found none; add it, or remove its stages "
+                            "from dvc.yaml")
     return track
 
 
-def get_images(params: Params) -> ImageTrack:
-    """Return the section `images`; raise SettingsError when there is none."""
-    if params.images is None:
-        raise SettingsError("images: expected this section in params.yaml, found none; add it, or remove its stages "
-                            "from dvc.yaml")
-    return params.images
+def check_candidate(track: Track, argv: list[str]) -> str:
+    """Return the candidate that a stage was given on its command line.
+
+    Raises:
+        SettingsError: not one word, or no candidate of the track.
+    """
+    if len(argv) != 1 or argv[0] not in track.candidates:
+        where = "candidates" if track.name == "text" else f"{track.name}.candidates"
+        raise SettingsError(f"{where}: expected one of {', '.join(track.candidates)}, got {' '.join(argv)!r}")
+    return argv[0]
 
 
 def parse_params(data: Any, where: str = "params.yaml") -> Params:
@@ -284,6 +304,8 @@ def _contradictions(params: Params) -> list[str]:
     problems += find_unknown_metrics(params)
     problems += [f"benchmark.{problem}" for problem in _benchmark_problems(params)]
     problems += find_image_problems(params.images) if params.images else []
+    for network in (params.detector, params.upscaler):
+        problems += find_network_problems(network) if network else []
     return problems
 
 
@@ -403,7 +425,7 @@ def _one_line(error: ValidationError) -> str:
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     tags = {"gptq", "awq", "speculative", "perplexity", "harness", "tool_calls", "trajectories", "transformers", "vllm",
-            "openai", *IMAGE_STEP_KINDS}
+            "openai", *IMAGE_STEP_KINDS, *NETWORK_STEP_KINDS}
     loc = [str(p) for p in problem["loc"]]
     # pydantic puts the union's tag into the path; the file has no such level
     where = ".".join(p for i, p in enumerate(loc) if not (p in tags and i and loc[i - 1].isdigit())

@@ -59,18 +59,27 @@ def check_project(params: Params, root: Path) -> None:
     check_buckets("gate", params, evalsets)
 
 
-def check_buckets(where: str, track: Track, evalsets: Mapping[str, Evalset | None]) -> None:
-    """Refuse a tolerance of a bucket that its evalset has not; None stands for one whose cases are elsewhere.
+def check_buckets(
+    where: str, track: Track, evalsets: Mapping[str, Evalset | None], areas: Mapping[str, list[str]] | None = None
+) -> None:
+    """Refuse a tolerance of a bucket that its evalset has not.
+
+    Args:
+        where: starts the path of the key.
+        track: whose tolerances.
+        evalsets: by eval; None stands for one whose cases are elsewhere.
+        areas: by eval, buckets of objects that params.yaml adds.
 
     Raises:
-        SettingsError: with the path of the key, which starts with `where`.
+        SettingsError: with the path of the key.
     """
     for metric, tolerance in track.gate.tolerances.items():
-        evalset = evalsets[metric.split("/")[0]]
+        eval_name = metric.split("/")[0]
+        evalset, own = evalsets[eval_name], (areas or {}).get(eval_name, [])
         for bucket in tolerance.buckets:
-            if evalset is not None and bucket not in evalset.card.buckets:
+            if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
                 raise SettingsError(f"{where}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
-                                    f"no such bucket; it has {', '.join(evalset.card.buckets) or 'none'}")
+                                    f"no such bucket; it has {', '.join(known) or 'none'}")
 
 
 def _check_candidate(

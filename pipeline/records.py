@@ -97,11 +97,18 @@ class ServingConfig(Record):
 
 
 class Tiling(Record):
-    """How a decoder is cut into tiles that are blended."""
+    """How an input is cut into tiles whose outputs are blended."""
 
-    tile: int  # pixels
+    tile: int  # pixels: of the image that a decoder writes, of the picture that a network is given
     overlap: float  # fraction of a tile
     window: Literal["none", "linear", "hann"]
+
+
+class ConvArithmetic(Record):
+    """How one convolution is computed."""
+
+    algorithm: Literal["direct", "winograd_f23", "winograd_f43"]
+    dtype: Literal["float32", "bfloat16", "float16"]
 
 
 class PipelineServing(Record):
@@ -146,6 +153,45 @@ class PipelineServing(Record):
         plain = self.model_dump(exclude={"tiling", "guidance_by_category"}, mode="json")
         parts = {f"tiling.{key}": getattr(self.tiling, key, None) for key in Tiling.model_fields}
         return plain | parts | {"guidance_by_category": self.guidance_by_category}
+
+
+class NetworkServing(Record):
+    """How a torch module is run; everything here can change what comes out or its speed."""
+
+    engine: Literal["torch"] = "torch"
+    dtype: str = "float32"
+    autocast: bool = False  # weights stay float32, and torch picks the operations that run in `dtype`
+    channels_last: bool = False
+    conv_policy: dict[str, ConvArithmetic] = {}  # by layer; empty: torch's own convolutions
+    compile_mode: str | None = None
+    compile_dynamic: bool | None = None  # shapes; None: as torch decides
+    tiling: Tiling | None = None
+    batch_size: int = 1  # pictures of one size together
+    num_threads: int = 1  # torch threads
+
+    @property
+    def summary(self) -> str:
+        """The most important settings in a few words."""
+        kinds = sorted({f"{c.algorithm} {c.dtype}" for c in self.conv_policy.values()})
+        parts = [f"{self.engine} {self.dtype}{' autocast' if self.autocast else ''}"]
+        parts += [f"emulated {' and '.join(kinds)}"] if kinds else []
+        parts += ["channels-last"] if self.channels_last else []
+        parts += [f"compiled {self.compile_mode}"] if self.compile_mode else []
+        parts += [f"tiles of {self.tiling.tile} {self.tiling.window}"] if self.tiling else []
+        return ", ".join(parts)
+
+    @property
+    def speculative(self) -> None:
+        """Text only: no drafts."""
+
+    @property
+    def base_url(self) -> None:
+        """Text only: runs in the process of the stage."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return every setting that makes one way of serving another, by name."""
+        plain = self.model_dump(exclude={"tiling"}, mode="json")
+        return plain | {f"tiling.{key}": getattr(self.tiling, key, None) for key in Tiling.model_fields}
 
 
 class Fallback(Record):
@@ -209,6 +255,23 @@ class ImageCandidate(BuiltCandidate):
     @property
     def facts(self) -> dict[str, Any]:
         """What is known before it runs: content, serving config, library versions."""
+        checkpoint = {"digest": self.checkpoint.digest, "files": self.checkpoint.files}
+        return {"checkpoint": checkpoint, "serving": self.serving.identity(), "libraries": self.libraries}
+
+    @property
+    def fingerprint(self) -> str:
+        """Sha256 over `facts`."""
+        return fingerprint(self.facts)
+
+
+class NetworkCandidate(BuiltCandidate):
+    """A torch module's folder plus how it is run: the thing that is evaluated and would ship."""
+
+    serving: NetworkServing
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known before it runs: content, serving config, library versions, the adapter among them."""
         checkpoint = {"digest": self.checkpoint.digest, "files": self.checkpoint.files}
         return {"checkpoint": checkpoint, "serving": self.serving.identity(), "libraries": self.libraries}
 
@@ -395,7 +458,7 @@ class Evaluation(Record):
     candidate: str
     fingerprint: str
     checkpoint_digest: str
-    serving: ServingConfig | PipelineServing  # as it was evaluated
+    serving: ServingConfig | PipelineServing | NetworkServing  # as it was evaluated
     evals: dict[str, EvalFile]
     served_by: dict[str, Any]  # facts about the endpoint by section, see pipeline/fingerprints.py
     proof: str = ""  # who says so

@@ -25,7 +25,7 @@ from pipeline.verdict_records import Metric, Speed, Verdict
 
 # Bars and dots: a reviewer tells the verdict by the colour.
 _COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c", "fail": "#cf222e",
-           "refused": "#8250df"}  # fmt: skip
+           "refused": "#8250df", "no gain": "#6e7781"}  # fmt: skip
 
 
 @dataclass(frozen=True)

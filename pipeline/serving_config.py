@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.errors import EvidenceError
+from pipeline.built_candidates import read_built
 from pipeline.image_params import ImageTrack
 from pipeline.image_serving import read_image_candidate
+from pipeline.network_params import NetworkTrack
+from pipeline.network_serving import read_network_candidate
 from pipeline.params import Params
-from pipeline.records import BuiltCandidate, Candidate, ImageCandidate, ServingConfig, read_record
+from pipeline.records import BuiltCandidate, Candidate, ImageCandidate, NetworkCandidate, ServingConfig
 from pipeline.settings import Track
 
 
@@ -27,37 +29,26 @@ def serve(built: BuiltCandidate, params: Params) -> Candidate:
     return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
 
 
-def read_track_candidate(build: Path, name: str, track: Track) -> Candidate | ImageCandidate:
-    """Read a candidate of whatever track; see `read_candidate` and `read_image_candidate`."""
+def read_track_candidate(build: Path, name: str, track: Track) -> Candidate | ImageCandidate | NetworkCandidate:
+    """Read a candidate of whatever track: what was built of it, and how it is served.
+
+    Raises:
+        EvidenceError: it was not built, or its record is another candidate's or of other steps.
+    """
     if isinstance(track, ImageTrack):
         return read_image_candidate(build, name, track)
+    if isinstance(track, NetworkTrack):
+        return read_network_candidate(build, name, track)
     assert isinstance(track, Params)
     return read_candidate(build, name, track)
 
 
 def read_candidate(build: Path, name: str, params: Params) -> Candidate:
-    """Read what was built of a candidate and add how it is served.
+    """Read what was built of a text candidate and add how it is served.
 
     Raises:
-        EvidenceError: it was not built, or its record is another candidate's.
+        EvidenceError: it was not built, or its record is another candidate's or of other steps.
     """
-    path = build / "candidates" / name / "candidate.json"
-    built = read_record(path, BuiltCandidate)
-    if built.name != name:
-        raise EvidenceError(f"{path}: expected candidate {name!r}, found {built.name!r}; run `dvc repro`")
-    _check_steps(path, built, params)
-    return serve(built, params)
-
-
-def _check_steps(path: Path, built: BuiltCandidate, params: Params) -> None:
-    """Refuse weights that other steps than those of params.yaml made; a record of a step says more than was asked."""
     # the threshold is the gate's: another one makes no other weights
-    asked = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in params.candidates[built.name].steps]
-    kinds = [[step["kind"] for step in steps] for steps in (asked, built.steps)]
-    if kinds[0] != kinds[1]:
-        raise EvidenceError(f"{path}: expected steps {kinds[0]}, as params.yaml asks, got {kinds[1]}; run `dvc repro`")
-    for i, (step, record) in enumerate(zip(asked, built.steps, strict=True)):
-        for key, value in step.items():
-            if record.get(key) != value:
-                raise EvidenceError(f"{path}: steps.{i}.{key}: expected {value!r}, as params.yaml asks, got "
-                                    f"{record.get(key)!r}; run `dvc repro`")
+    asked = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in params.candidates[name].steps]
+    return serve(read_built(build, name, asked), params)

@@ -1,24 +1,26 @@
 """What the settings of every track share: strictness, the gate's section, and how a track is put together.
 
-A track is one kind of product with a reference, candidates, evals and a gate of its own: text, images. Each has
-its own file of settings; `params.py` reads params.yaml and holds them together.
+A track is one kind of product with a reference, candidates, evals and a gate of its own: text, images, a detector, an
+upscaler. Each kind has its own file of settings; `params.py` reads params.yaml and holds them together.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from ruamel.yaml.error import MarkedYAMLError
 
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 
+_SECTIONS = ("images", "detector", "upscaler")  # of params.yaml, a track each; the text track is the rest of the file
+TRACKS = ("text", *_SECTIONS)
 # by track
-BUILDS = {"text": Path("build"), "images": Path("build/images")}  # what stages make
-REPORTS = {"text": Path("reports"), "images": Path("reports/images")}  # what people read
-METRICS = {"text": Path("metrics/text"), "images": Path("metrics/images")}  # what DVC compares
+BUILDS = {"text": Path("build")} | {name: Path("build", name) for name in _SECTIONS}  # what stages make
+REPORTS = {"text": Path("reports")} | {name: Path("reports", name) for name in _SECTIONS}  # what people read
+METRICS = {name: Path("metrics", name) for name in TRACKS}  # what DVC compares
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
@@ -46,6 +48,8 @@ class GateSettings(Settings):
 
 class Track(Settings):
     """One kind of product: what is compared with what, on which evals, and what may be lost."""
+
+    name: ClassVar[str]  # one of TRACKS
 
     reference: str
     release: list[str] = Field(min_length=1)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pipeline.records import Record, SpeculationCounts
 
+GAIN_BELOW = 0.95  # a ratio of times whose interval lies below is a gain: less is not worth a change
 MIN_POWER = 0.8  # of a canary, to notice the rate that it is there for
 
 
@@ -128,6 +129,21 @@ class SpeedCell(Record):
     outcome: Literal["faster", "slower", "no difference shown"]
 
 
+class Gain(Record):
+    """What a step that is there for speed alone gains: a memory format, compilation."""
+
+    steps: tuple[str, ...]  # their kinds
+    baseline: str  # the same candidate without them
+    ratio: MedianInterval | None = None  # of the time to the baseline's; None: not told
+    clock: str = ""  # "cpu", "device"
+    why: str  # in words, for people
+
+    @property
+    def is_sure(self) -> bool:
+        """Say whether it is faster beyond noise."""
+        return self.ratio is not None and self.ratio.high < GAIN_BELOW
+
+
 class Speed(Record):
     """How fast a candidate does the reference's work, over the grid."""
 
@@ -146,9 +162,10 @@ class Verdict(Record):
     behaviour: dict[str, str] = {}  # digest of each run of the canary: the behavioural fingerprint
     canary: CanaryComparison | None = None
     speculation: SpeculationCounts | None = None
-    outcome: Literal["pass", "fail", "inconclusive", "refused"]
+    outcome: Literal["pass", "fail", "inconclusive", "refused", "no gain"]
     is_release: bool
     reasons: tuple[str, ...]
     comparisons: tuple[Comparison, ...]
     metrics: tuple[Metric, ...]
     speed: Speed | None = None  # None: not in benchmark.candidates, or refused
+    gain: Gain | None = None  # None: no step of it is there for speed alone

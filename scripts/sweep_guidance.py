@@ -25,7 +25,7 @@ from pipeline.errors import SettingsError  # noqa: E402
 from pipeline.files import write_text  # noqa: E402
 from pipeline.image_params import SAMPLE_MAX, ImageTrack  # noqa: E402
 from pipeline.image_preflight import check_images  # noqa: E402
-from pipeline.params import get_images, load_params  # noqa: E402
+from pipeline.params import get_track, load_params  # noqa: E402
 from pipeline.settings import BUILDS, REPORTS  # noqa: E402
 from pipeline.sweep.judging import judge_sweep  # noqa: E402
 from pipeline.sweep.plot import plot_sweep  # noqa: E402
@@ -40,7 +40,7 @@ PICTURE, TABLE = "sweep.png", "sweep.md"
 def main(argv: list[str]) -> int:
     """Render, judge, write; return 0 whatever the verdicts are, 130 on Ctrl-C."""
     options, start = _parse(argv), time.monotonic()
-    images = get_images(load_params())
+    images = get_track(load_params(), "images", kind=ImageTrack)
     check_images(images, Path())
     build = BUILDS["images"] / "sweep" / ("all" if options.prompts is None else str(options.prompts))
     track = _make_track(options, images, build)

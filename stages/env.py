@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pipeline import image_preflight, network_preflight
 from pipeline.drafts import digest_drafts
 from pipeline.environment import describe_problems, read_libraries, read_machine, write_if_changed
 from pipeline.evalsets import digest_evalsets
-from pipeline.image_preflight import check_images, describe_material
 from pipeline.memory import check_needs, estimate_needs, read_available_mib
 from pipeline.params import load_params
 from pipeline.preflight import check_project
@@ -22,8 +22,11 @@ def main(argv: list[str]) -> int:
     params = load_params()
     check_project(params, Path())
     if params.images:
-        check_images(params.images, Path())
-        write_if_changed(OUTPUT / "images.json", describe_material(params.images, Path()))
+        image_preflight.check_images(params.images, Path())
+        write_if_changed(OUTPUT / "images.json", image_preflight.describe_material(params.images, Path()))
+    for track in filter(None, (params.detector, params.upscaler)):
+        network_preflight.check_network(track, Path())
+        write_if_changed(OUTPUT / f"{track.name}.json", network_preflight.describe_material(track, Path()))
     machine = read_machine()
     total = machine.memory_mib
     warnings = check_needs(estimate_needs(params, Path()), total_mib=total, available_mib=read_available_mib(total))

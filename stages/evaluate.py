@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from pipeline.errors import SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
-from pipeline.params import load_params
+from pipeline.params import check_candidate, load_params
 from pipeline.serving_config import read_candidate
 from stages.cli import run_stage
 
@@ -15,9 +14,7 @@ from stages.cli import run_stage
 def main(argv: list[str]) -> int:
     """Evaluate the candidate named on the command line."""
     params = load_params()
-    if len(argv) != 1 or argv[0] not in params.candidates:
-        raise SettingsError(f"expected one candidate of {', '.join(params.candidates)}, got {' '.join(argv)!r}")
-    candidate = read_candidate(Path("build"), argv[0], params)
+    candidate = read_candidate(Path("build"), check_candidate(params, argv), params)
     asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=Path("build")))
     return 0
 

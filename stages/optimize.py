@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.errors import SettingsError
 from pipeline.optimize.candidate import build_candidate
-from pipeline.params import load_params
+from pipeline.params import check_candidate, load_params
 from stages.cli import run_stage
 
 
 def main(argv: list[str]) -> int:
     """Build the candidate named on the command line and say what it became."""
     params = load_params()
-    if len(argv) != 1:
-        raise SettingsError(f"expected one candidate name ({', '.join(params.candidates)}), got {argv!r}")
-    candidate = build_candidate(argv[0], params, root=Path())
+    candidate = build_candidate(check_candidate(params, argv), params, root=Path())
     checkpoint = candidate.checkpoint
     num_quantised = sum(layer.asked for layer in candidate.coverage)
     print(

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pipeline.files import write_text
 from pipeline.gate.verdicts import Judgement
+from pipeline.params import get_track, load_params
 from pipeline.records import read_record
 from pipeline.run_contents import describe_runs
-from pipeline.settings import BUILDS, REPORTS
+from pipeline.settings import BUILDS, REPORTS, Track
 from pipeline.tracking import log_runs, write_pages
 from stages.cli import run_stage
 
@@ -17,12 +18,8 @@ OUTPUT = "tracked.txt"
 
 
 def main(argv: list[str]) -> int:
-    """Log the text track."""
-    return track("text")
-
-
-def track(name: str) -> int:
-    """Log what MLflow does not hold yet of a track and say where to look."""
+    """Log what MLflow does not hold yet of the track named on the command line and say where to look."""
+    name = get_track(load_params(), " ".join(argv) or "text", kind=Track).name
     root = Path(os.environ.get("DVC_ROOT", "."))  # the real root, also for a queued experiment
     build, reports = BUILDS[name], REPORTS[name]
     runs = describe_runs(read_record(reports / "verdict.json", Judgement), build)

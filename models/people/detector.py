@@ -3,6 +3,8 @@
     model = open_detector("models/people")
     found = detect(model, pixels)  # uint8 (images, 320, 320, 3)
 
+`build`, `preprocess` and `postprocess` are what a network track's adapter has (`pipeline/networks/adapters.py`).
+
 A backbone of 3x3 convolutions, a feature pyramid (Lin et al. 2017, arXiv:1612.03144), and one branch for each size
 of person with weights of its own: `branches.small` at stride 4, `.medium` at 8, `.large` at 16. Each cell says how
 sure it is to hold a person's centre (Zhou et al. 2019, arXiv:1904.07850) and how far the box's sides are
@@ -60,7 +62,7 @@ class Detector(nn.Module):
                                  nn.Conv2d(width, _NUM_OUTPUTS, 1)) for level in LEVELS})  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return one (images, 5, rows, columns) per level; x is (images, 3, rows, columns), from `prepare`."""
+        """Return one (images, 5, rows, columns) per level; x is (images, 3, rows, columns), from `preprocess`."""
         x, found = self.stem(x), []
         for stage in self.stages:
             x = stage(x)
@@ -85,7 +87,12 @@ def open_detector(folder: Path | str) -> Detector:
     return model.eval()
 
 
-def prepare(pixels: torch.Tensor) -> torch.Tensor:
+def build(config: dict[str, Any]) -> Detector:
+    """Return it untrained."""
+    return Detector(config)
+
+
+def preprocess(pixels: torch.Tensor) -> torch.Tensor:
     """Return uint8 (images, rows, columns, 3) as float32 (images, 3, rows, columns) in [-2, 2]."""
     return pixels.permute(0, 3, 1, 2).float() / 63.75 - 2
 
@@ -93,10 +100,21 @@ def prepare(pixels: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def detect(model: Detector, pixels: np.ndarray) -> list[Found]:
     """Find the people in images of one size, whose sides are multiples of 16 pixels."""
-    outputs = model(prepare(torch.from_numpy(pixels)))
+    return find(model(preprocess(torch.from_numpy(pixels))), model.config)
+
+
+def find(outputs: list[torch.Tensor], config: dict[str, Any]) -> list[Found]:
+    """Return the boxes of each image from the raw outputs of all levels."""
     candidates = [decode(out.float(), stride) for out, stride in zip(outputs, STRIDES, strict=True)]
     return [_pick(torch.cat([boxes[i] for boxes, _ in candidates]), torch.cat([scores[i] for _, scores in candidates]),
-                  model.config) for i in range(len(pixels))]  # fmt: skip
+                  config) for i in range(len(outputs[0]))]  # fmt: skip
+
+
+def postprocess(outputs: list[torch.Tensor], config: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return COCO results of each image."""
+    return [[{"bbox": box, "score": score, "category_id": 1}
+             for box, score in zip(found.boxes.tolist(), found.scores.tolist(), strict=True)]
+            for found in find(outputs, config)]  # fmt: skip
 
 
 def decode(output: torch.Tensor, stride: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,8 @@
     model = open_upscaler("models/upscaler")
     large = upscale(model, pixels)  # uint8 (images, rows, columns, 3), twice the rows and columns
 
+`build`, `preprocess` and `postprocess` are what a network track's adapter has (`pipeline/networks/adapters.py`).
+
 Residual dense blocks with local and global fusion (Zhang et al. 2018, arXiv:1802.08797) and no norm; after each,
 channel attention (RCAN: Zhang et al. 2018, arXiv:1807.02758): the mean of every channel over the whole input decides
 how much the block adds. So a pixel depends on everything that was upscaled together with it, however far away. The
@@ -96,6 +98,11 @@ def build_upscaler(config: dict[str, Any]) -> Upscaler:
     return model
 
 
+def build(config: dict[str, Any]) -> Upscaler:
+    """Return it untrained."""
+    return Upscaler(config)
+
+
 def open_upscaler(folder: Path | str) -> Upscaler:
     """Load config.json and model.safetensors, float32, ready to run."""
     model = Upscaler(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
@@ -108,12 +115,12 @@ def preprocess(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.permute(0, 3, 1, 2).float() / 255 - 0.5
 
 
-def postprocess(output: torch.Tensor) -> torch.Tensor:
+def postprocess(outputs: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
     """Return the network's output, (images, 3, rows, columns), as uint8 (images, rows, columns, 3)."""
-    return ((output.float() + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    return ((outputs.float() + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
 
 
 @torch.no_grad()
 def upscale(model: Upscaler, pixels: np.ndarray) -> np.ndarray:
     """Return images of one size, uint8 (images, rows, columns, 3), with twice the rows and columns."""
-    return postprocess(model(preprocess(torch.from_numpy(pixels)))).numpy()
+    return postprocess(model(preprocess(torch.from_numpy(pixels))), model.config).numpy()

@@ -20,15 +20,18 @@ from pipeline.gate.canary import compare_canary, describe_blind, describe_canary
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.gate.headlines import explain_flat_average, explain_flat_perplexity
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.gate.networks import measure_gain
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.speculation import check_acceptance, check_speculation
 from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, list_slow_cells, load_benchmark
 from pipeline.gate.verdicts import (
     DECLARED,
     DRAFTS_FAILED,
+    NO_GAIN,
     PATH_FAILED,
     REFUSED,
     SPEED_FAILED,
@@ -39,12 +42,13 @@ from pipeline.gate.verdicts import (
     describe_policy,
     is_blocking,
 )
-from pipeline.gate.wording import format_harm, format_tolerance, format_value, name_comparison
+from pipeline.gate.wording import name_comparison
+from pipeline.network_params import NetworkTrack
 from pipeline.params import Params
 from pipeline.records import OUTGROWN, CaseRecord
 from pipeline.serving_config import read_track_candidate
 from pipeline.settings import Tolerance, Track
-from pipeline.verdict_records import CanaryComparison, Comparison, Metric, Speed, Verdict
+from pipeline.verdict_records import CanaryComparison, Comparison, Gain, Metric, Speed, Verdict
 
 
 @dataclass
@@ -63,6 +67,7 @@ class Measured:
     notes: list[str] = field(default_factory=list)
     benchmark: Benchmark | None = None
     speed: Speed | None = None
+    gain: Gain | None = None
 
 
 @dataclass(frozen=True)
@@ -172,12 +177,14 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Track, k
                 continue
             _measure_eval(measured, reference.evidence, eval_name, params)
     try:
-        check_same_hardware(reference.evidence.evaluation, measured.evidence.evaluation)
+        check_same_hardware(reference.evidence.evaluation, measured.evidence.evaluation, track=params.name)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     else:
         if isinstance(params, Params):
             _measure_canary(measured, reference.evidence, params)
+        elif isinstance(params, NetworkTrack):
+            measured.gain = measure_gain(measured.evidence)
     if blindness := describe_blindness(reference.evidence, measured.evidence):
         measured.notes.append(blindness)
     return measured
@@ -265,11 +272,15 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
     outcome = combine(comparisons, measured.refusals, measured.failures)
     if outcome == "pass" and measured.unproven:
         outcome = "inconclusive"
-    headline = explain_flat_perplexity(name, comparisons, params)
-    reasons = [headline] if headline else []
+    idle = measured.gain is not None and not measured.gain.is_sure
+    if outcome == "pass" and idle:
+        outcome = "no gain"
+    found = (explain(name, comparisons, params) for explain in (explain_flat_perplexity, explain_flat_average))
+    reasons = [headline for headline in found if headline]
     reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
     reasons += measured.failures
     reasons += measured.unproven
+    reasons += [f"{NO_GAIN}{measured.gain.why}"] if measured.gain and idle else []
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
@@ -285,26 +296,8 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
                    facts=evaluation.served_by if evaluation else {},
                    behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
                    canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
-                   speed=measured.speed, is_release=name in params.release, reasons=tuple(reasons),
+                   speed=measured.speed, gain=measured.gain, is_release=name in params.release, reasons=tuple(reasons),
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
-
-
-def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Track) -> str | None:
-    """Say it in words when perplexity stays within its tolerance and a task fails, else None."""
-    def of_kind(*kinds: str) -> list[Comparison]:
-        return [c for c in comparisons if params.evals[c.metric.partition("/")[0]].kind in kinds]
-
-    flat = [c for c in of_kind("perplexity") if c.bucket is None and c.tolerance is not None
-            and abs(c.harm) <= c.tolerance]
-    down = [c for c in of_kind("tool_calls", "trajectories") if c.outcome == "fail"]
-    if not flat or not down:
-        return None
-    likelihood, task = flat[0], max(down, key=lambda c: (c.bucket is None, c.harm))
-    moved = format_harm(likelihood.metric, likelihood.harm, signed=True)
-    allowed = format_tolerance(likelihood.metric, likelihood.tolerance or 0.0)
-    return (f"perplexity flat, task down: {name} moves {likelihood.metric} by {moved} (tolerated {allowed}), "
-            f"but {name_comparison(task)} falls from {format_value(task.metric, task.reference)} "
-            f"to {format_value(task.metric, task.candidate)}")
 
 
 def _fingerprint(measured: Measured) -> str:

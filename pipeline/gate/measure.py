@@ -97,7 +97,8 @@ def list_buckets(records: Sequence[CaseRecord]) -> list[str]:
 
 def list_pair_buckets(pairs: PairedCases, definition: MetricDefinition) -> list[str]:
     """Return the buckets in which a metric can be compared: those of the cases, and areas of what is on an image."""
-    areas = list_areas(pairs.tables[0], definition) if pairs.tables else []
+    has_areas = definition.estimator == "average_precision"
+    areas = list_areas(pairs.tables[0], definition) if pairs.tables and has_areas else []
     return [*list_buckets(pairs.reference), *areas]
 
 
@@ -113,7 +114,10 @@ def describe_metrics(
     Raises:
         EvidenceError: the metric can't be computed from these records.
     """
-    if table is not None:
+    if definition.estimator == "average_precision":
+        if table is None:
+            raise EvidenceError(f"{eval_name}/{definition.name}: expected matched detections beside the records, "
+                                "found none; run `dvc repro`")
         return describe_precision(records, table, definition, clusters, eval_name=eval_name,
                                   buckets=list_buckets(records))
     name = f"{eval_name}/{definition.name}"

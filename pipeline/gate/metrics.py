@@ -55,6 +55,8 @@ _FIRST_DIVERGENCE = (
     MetricDefinition("output_divergence_rate", "proportion", "diverged", "lower", "", is_gated=False),
 )
 
+_FINITE = MetricDefinition("finite_output_rate", "proportion", "finite", "higher", "")
+_SEAMS = MetricDefinition("seam_step_levels", "mean", "seam_levels", "lower", "levels")
 _PRECISION = tuple(
     MetricDefinition(name, "average_precision", score, "higher", "", weight=weight, area=area, iou=iou)
     for name, score, weight, area, iou in (
@@ -89,10 +91,16 @@ METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
         MetricDefinition("clip_similarity", "mean", "clip", "higher", ""),
         MetricDefinition("decode_ssim", "mean", "ssim", "higher", ""),
         MetricDefinition("decode_psnr_db", "mean", "psnr_db", "higher", "dB"),
-        MetricDefinition("seam_step_levels", "mean", "seam_levels", "lower", "levels"),
+        _SEAMS,
         MetricDefinition("guided_std_ratio", "mean", "std_ratio", "lower", ""),
     ),
-    "detection": _PRECISION,
+    "detection": (*_PRECISION, _FINITE),
+    "upscaling": (
+        MetricDefinition("psnr_db", "mean", "psnr_db", "higher", "dB"),
+        MetricDefinition("ssim", "mean", "ssim", "higher", ""),
+        _SEAMS,
+        _FINITE,
+    ),
 }
 
 METRICS_BY_NAME: dict[str, MetricDefinition] = {

@@ -115,7 +115,7 @@ def _check_identity(candidate: Candidate | ImageCandidate, evaluation: Evaluatio
                             f"{difference.expected!r}, got {difference.found!r}; run `dvc repro` to evaluate it again")
 
 
-def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
+def check_same_hardware(reference: Evaluation, candidate: Evaluation, *, track: str) -> None:
     """Refuse a candidate that was evaluated on other hardware than the reference, as far as both tell theirs.
 
     Raises:
@@ -124,7 +124,7 @@ def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
     ours, theirs = ({"hardware": e.served_by["hardware"]} if "hardware" in e.served_by else {}
                     for e in (reference, candidate))
     if difference := find_difference(ours, theirs):
-        stage = name_stage("evaluate", "images" if reference.serving.engine == "diffusers" else "text")
+        stage = name_stage("evaluate", track)
         raise EvidenceError(f"{difference.field}: {reference.candidate} was evaluated on {difference.expected!r}, "
                             f"{candidate.candidate} on {difference.found!r}; sums round otherwise there: run "
                             f"`dvc repro -f -s {stage}@{reference.candidate}` to evaluate both on one machine")

@@ -20,7 +20,7 @@ from pipeline.gate.images import describe_files, describe_rendering, embed_pictu
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.speed_section import describe_measurement, tabulate_speed
-from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
+from pipeline.gate.verdicts import HEADLINES, Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
     escape_markdown,
@@ -36,8 +36,9 @@ from pipeline.gate.wording import (
 from pipeline.records import BuiltCandidate
 from pipeline.verdict_records import Comparison, Metric, Verdict
 
-_MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "reported": "·"}
-_KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity", "images", "detection")
+_MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖",
+          "reported": "·"}
+_KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity", "images", "detection", "upscaling")
 _MAX_FLIPS = 5
 _MAX_COLUMNS = 12  # of numbers in the table of candidates, before it is turned on its side
 
@@ -54,6 +55,7 @@ sign-flip test), after Holm's correction over {family}.
 - ❌ **fail**: the loss seen is beyond the tolerance, and p ≤ {alpha:g}.
 - ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release.
 - ⛔ **refused**: the evidence is not fit to be judged.
+- ➖ **no gain**: nothing is lost, and a step that is there for speed alone is not faster beyond noise.
 - · reported only. Divergence (KL, changed outputs) says where to look and never decides.
 """
 
@@ -110,7 +112,7 @@ def _headline(judgement: Judgement) -> str:
              + (f"**Blocked** by {', '.join(f'`{v.candidate}` ({v.outcome})' for v in blocking)}." if blocking
                 else "**Nothing blocks it.**"), ""]
     notable = [f"- {escape_markdown(reason[0].upper() + reason[1:])}." for verdict in judgement.verdicts
-               for reason in verdict.reasons if reason.startswith("perplexity flat")]
+               for reason in verdict.reasons if reason.startswith(HEADLINES)]
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 

@@ -8,7 +8,7 @@ here and numpy is never imported, so the gate answers at once and on a machine w
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pipeline.digests import canonical_json, digest_file, digest_files, digest_json, name_changed_file
 from pipeline.errors import EvidenceError
@@ -38,7 +38,9 @@ DRAFTS_FAILED = "fail: speculation: "  # starts the reason of a candidate whose 
 PATH_FAILED = "fail: path: "  # starts the reason of a candidate whose path changes answers
 SPEED_FAILED = "fail: speed: "  # starts the reason of a candidate that is slower than tolerated
 UNPROVEN = "inconclusive: canary: "  # starts the reason of a path that was judged by too few prompts
+NO_GAIN = "no gain: "  # starts the reason of a candidate that is there for speed and has none
 UNSOUND = "note: images: "  # starts the reason that says why images are not sound
+HEADLINES = ("perplexity flat", "aggregate flat")  # start the reason that says what an average hides
 FAILED = (DRAFTS_FAILED, PATH_FAILED, SPEED_FAILED)  # start the reasons that no comparison stands for
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
@@ -53,7 +55,7 @@ class GatedTolerance(Record):
 class Policy(Record):
     """What was asked of the gate: the part of params.yaml that a judgement rests on."""
 
-    track: Literal["text", "images"] = "text"
+    track: Literal["text", "images", "detector", "upscaler"] = "text"
     reference: str
     release: tuple[str, ...]
     alpha: float
@@ -99,12 +101,12 @@ def describe_policy(track: Track) -> Policy:
     """Return what params.yaml asks of a track's gate."""
     gate = track.gate
     shared = Policy(
-        reference=track.reference, release=tuple(track.release), alpha=gate.alpha,
+        track=cast(Any, track.name), reference=track.reference, release=tuple(track.release), alpha=gate.alpha,
         on_inconclusive=gate.on_inconclusive, tripwires=gate.tripwires,
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
         evals={name: settings.model_dump(mode="json") for name, settings in track.evals.items()},
     )
-    return shared.model_copy(update=_describe_text(track) if isinstance(track, Params) else {"track": "images"})
+    return shared.model_copy(update=_describe_text(track)) if isinstance(track, Params) else shared
 
 
 def _describe_text(params: Params) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def check_outcomes(judgement: Judgement) -> None:
             wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
         is_unfit = (bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
                     or _changes_answers(verdict, judgement.policy) or _drafts_too_few(verdict, judgement.policy)
-                    or _is_too_slow(verdict, judgement.policy))
+                    or _is_too_slow(verdict, judgement.policy) or _gains_nothing(verdict))
         is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not is_unfit
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
@@ -225,6 +227,12 @@ def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
     if verdict.speed is None:
         return verdict.candidate in policy.benchmarked
     return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
+
+
+def _gains_nothing(verdict: Verdict) -> bool:
+    """Say whether a step for speed alone has no sure gain."""
+    is_told = any(reason.startswith(NO_GAIN) for reason in verdict.reasons)
+    return is_told or (verdict.gain is not None and not verdict.gain.is_sure)
 
 
 def _list_gated(policy: Policy) -> list[tuple[str, str | None]]:
@@ -346,8 +354,9 @@ def _row(verdict: Verdict, width: int) -> str:
 def _why(verdict: Verdict, blocks: bool) -> list[str]:
     effect = "blocks the release" if blocks else "does not block: gate.on_inconclusive is warn"
     lines = ["", f"{verdict.candidate}: {verdict.outcome}, {effect}"]
-    lines += [f"  {reason}" for reason in verdict.reasons if reason.startswith("perplexity flat")]
-    for label, starts in (("refused", REFUSED), ("fail", FAILED), ("inconclusive", UNPROVEN), ("images", UNSOUND)):
+    lines += [f"  {reason}" for reason in verdict.reasons if reason.startswith(HEADLINES)]
+    for label, starts in (("refused", REFUSED), ("fail", FAILED), ("inconclusive", UNPROVEN), ("no gain", NO_GAIN),
+                          ("images", UNSOUND)):
         lines += [f"  {label:<12} {reason.removeprefix('note: ').removeprefix(f'{label}: ')}"
                   for reason in verdict.reasons if reason.startswith(starts)]
     shown = [c for outcome in ("fail", "inconclusive") for c in verdict.comparisons if c.outcome == outcome]

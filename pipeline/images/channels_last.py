@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.image_params import ChannelsLastStep
-from pipeline.images.layout import KEPT_BELOW, LayoutMeasurement, measure_layout
+from pipeline.images.layout import LayoutMeasurement, measure_layout
 from pipeline.images.rendering import Prompt, load_pipeline
 from pipeline.images.results import StepResult
 from pipeline.records import Fallback, PipelineServing
+from pipeline.verdict_records import GAIN_BELOW
 
 ROUNDS = 12  # pairs that are timed
 
@@ -54,4 +55,4 @@ def _explain(measured: LayoutMeasurement) -> Fallback:
     differs = ("" if measured.difference <= measured.tolerance else
                f", and its output differs by {measured.difference:.2g} of its standard deviation")
     return Fallback(layer=measured.part, reason=f"channels-last is left off: {took}{differs}; it is kept where it "
-                    f"surely takes under {KEPT_BELOW} and changes nothing but rounding")  # fmt: skip
+                    f"surely takes under {GAIN_BELOW} and changes nothing but rounding")  # fmt: skip

@@ -27,14 +27,14 @@ from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.image_params import ImagesEval, ImageTrack
-from pipeline.images.workers import Order, read_facts, render_batch, start_workers, weigh_decode
+from pipeline.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
 from pipeline.medians import MIN_ROUNDS, bound_median
 from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, write_record
 
 # What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
 CODE = (
     "images/evaluate.py", "images/folders.py", "images/rendering.py", "images/schedulers.py", "images/scoring.py",
-    "images/timing.py", "images/workers.py",
+    "images/workers.py", "timing.py", "worker_pool.py",
     "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
     "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
 )  # fmt: skip
@@ -66,7 +66,7 @@ def evaluate_images(candidate: ImageCandidate, track: ImageTrack, *, root: Path,
         judges = digest_judges(track, settings, root)
         key = digest_work(settings, evalset, judges)
         order = Order(candidate, source, settings, root, judges)
-        with start_workers(order, track.sampling.num_workers) as pool:
+        with start_renderers(order, track.sampling.num_workers) as pool:
             facts = pool.submit(read_facts).result()
             journal = build / "journal" / candidate.name / f"{name}.jsonl"
             with Journal(journal, fingerprint=fingerprint(facts), key=key) as opened:
@@ -143,7 +143,7 @@ def _render(
 def _describe(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
     """Return the notes from those of all batches, whichever run made them.
 
-    Time is that of pipeline/images/timing.py. Fewer than six batches give no interval of the ratio.
+    Time is that of pipeline/timing.py. Fewer than six batches give no interval of the ratio.
     """
     from pipeline.images.scoring import describe_activations
     from pipeline.numerics.activation_watch import ModuleRange

@@ -1,9 +1,8 @@
 """Measure whether a part of a pipeline gains by channels-last, and decide: keep it or leave it off.
 
 Both memory formats run the same inputs, taken from the pipeline's own rendering, in turn on one thread; what is
-compared is the ratio of CPU seconds (`timing.py`) within a pair, so that what else runs meets both. Also here: what
-oneDNN's log says of reorders, the copies it makes of activations between two memory formats. Copies that torch makes
-itself are not in that log, which a GPU does not write; `benchmarks/sdxl_shapes.py` times GPUs at full shape.
+compared is the ratio of CPU seconds (`pipeline/timing.py`) within a pair, so that what else runs meets both.
+`benchmarks/sdxl_shapes.py` times GPUs at full shape.
 """
 
 from __future__ import annotations
@@ -11,27 +10,22 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from pipeline.images.rendering import Prompt, make_latents, unscale_latents
-from pipeline.images.timing import read_seconds
 from pipeline.medians import bound_median
 from pipeline.records import PipelineServing
-from pipeline.verdict_records import MedianInterval
+from pipeline.timing import TOLERANCES, Run, compare_outputs, read_seconds, time_in_turn
+from pipeline.verdict_records import GAIN_BELOW, MedianInterval
 
 Part = Literal["unet", "vae"]
 Decision = Literal["keep", "leave off"]
-Run = Callable[[], torch.Tensor]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-KEPT_BELOW = 0.95  # of the time with channels first: a smaller gain is not worth another memory format
-# of the output's standard deviation: float32 sums in another order stay far below; in 16 bits about 50 roundings
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}
-WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ def decide_layout(ratio: MedianInterval, *, difference: float, tolerance: float)
         difference: of the two outputs, in units of the output's standard deviation; NaN where one is not finite.
         tolerance: in the same units.
     """
-    return "keep" if ratio.high < KEPT_BELOW and difference <= tolerance else "leave off"
+    return "keep" if ratio.high < GAIN_BELOW and difference <= tolerance else "leave off"
 
 
 def measure_layout(
@@ -107,16 +101,7 @@ def measure_runs(
         tolerance: of that.
         clock: seconds; CPU seconds are fair beside other work.
     """
-    for run in (first, last) * WARM_UPS:
-        run()
-    pairs = []
-    for i in range(rounds):
-        took = {}
-        for name, run in sorted({"first": first, "last": last}.items(), reverse=bool(i % 2)):
-            start = clock()
-            run()
-            took[name] = clock() - start
-        pairs.append((took["first"], took["last"]))
+    pairs = time_in_turn(first, last, rounds=rounds, clock=clock)
     firsts, lasts = (bound_median(column).median for column in zip(*pairs, strict=True))
     return LayoutMeasurement(part, bound_median([b / a for a, b in pairs]), firsts, lasts, difference, tolerance)
 
@@ -136,27 +121,6 @@ def bind_layouts(
         model = copy.deepcopy(getattr(pipe, part)).to(memory_format=memory_format)
         runs.append(_bind(wrap(model if part == "unet" else model.decode), arguments, named))
     return runs[0], runs[1]
-
-
-def compare_outputs(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference in units of the expected output's standard deviation; NaN if one is not finite."""
-    difference = (got.double() - expected.double()).abs().max() / expected.double().std()
-    return float(difference) if got.isfinite().all() and expected.isfinite().all() else float("nan")
-
-
-def count_reorders(log: str, weights: Collection[tuple[int, ...]]) -> int:
-    """Count the reorders of activations in a log that oneDNN wrote with ONEDNN_VERBOSE=1.
-
-    Args:
-        log: its lines, among others; fields are separated by commas: "onednn_verbose", version, "primitive", "exec",
-            engine, kind of primitive, ..., shape such as 4x32x16x16, milliseconds.
-        weights: shapes of the model's parameters. Weights are reordered too, whatever the activations' format, and so
-            are matrices, which no memory format concerns: neither is counted.
-    """
-    known = {"x".join(map(str, shape)) for shape in weights}
-    fields = [line.split(",") for line in log.splitlines() if line.startswith("onednn_verbose,")]
-    shapes = [line[-2] for line in fields if "exec" in line and "reorder" in line]
-    return sum(shape.count("x") == 3 and shape not in known for shape in shapes)
 
 
 def _record_arguments(

@@ -1,31 +1,25 @@
-"""Render and judge batches in worker processes, one per core: each loads the candidate once.
-
-A worker that dies, for lack of memory say, ends the run with one line; what other batches made is kept.
-"""
+"""Render and judge batches in worker processes, one per core: each loads the candidate once."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
-import multiprocessing
-import os
 import resource
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pipeline.cases import PromptCase
 from pipeline.digests import digest_checkpoint, digest_files, digest_json, name_changed_file
-from pipeline.environment import read_hardware
-from pipeline.errors import EngineError, QuantgateError
-from pipeline.fingerprints import fingerprint, read_environment
+from pipeline.environment import read_machine_facts
+from pipeline.errors import EngineError
+from pipeline.fingerprints import fingerprint
 from pipeline.image_params import ImagesEval
 from pipeline.records import CaseRecord, ImageCandidate
+from pipeline.worker_pool import get_loaded, start_workers
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class Rendered:
     pictures: tuple[bytes, ...]  # PNG
     ranges: dict[str, Any]  # of the decoder's modules, see pipeline/numerics/activation_watch.py
     std_ratios: tuple[float, ...]  # of the guided prediction to the conditional one, per step, mean over the batch
-    denoise_s: float  # see pipeline/images/timing.py for what a second is
+    denoise_s: float  # see pipeline/timing.py for what a second is
     decode_s: float
     exact_decode_s: float  # of the same latents by the reference's VAE in float32, in turn
     peak_memory_mib: float  # of the process
@@ -72,27 +66,11 @@ class _Loaded:
     num_batches: int = 0
 
 
-_worker: list[_Loaded] = []  # at most one
-_problems: list[QuantgateError] = []  # why there is none
-
-
-@contextlib.contextmanager
-def start_workers(order: Order, num_workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Start workers; they load when the first batch comes.
-
-    Raises:
-        EngineError: a worker died.
-    """
-    context = multiprocessing.get_context("spawn")  # a forked torch hangs on its own threads
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_load, initargs=(order,))
-    try:
-        yield pool
-    except BrokenProcessPool:
-        raise EngineError(f"{order.candidate.name}: a rendering process ended by itself, perhaps for lack of memory; "
-                          "lower images.sampling.batch_size or num_workers; finished batches are kept, run "
-                          "`dvc repro` to go on") from None  # fmt: skip
-    finally:
-        pool.shutdown(cancel_futures=True)
+def start_renderers(order: Order, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
+    """Start processes that render; see `worker_pool.start_workers`."""
+    died = (f"{order.candidate.name}: a rendering process ended by itself, perhaps for lack of memory; lower "
+            "images.sampling.batch_size or num_workers; finished batches are kept, run `dvc repro` to go on")
+    return start_workers(_load, order, num_workers, died=died)
 
 
 def weigh_decode(num_images: int) -> float:
@@ -100,9 +78,9 @@ def weigh_decode(num_images: int) -> float:
     import torch
 
     from pipeline.images.rendering import decode_latents
-    from pipeline.images.timing import measure_peak_bytes
+    from pipeline.timing import measure_peak_bytes
 
-    loaded = _worker[0]
+    loaded: _Loaded = get_loaded()
     vae, size = loaded.pipe.vae, loaded.pipe.unet.config.sample_size
     latents = torch.zeros(num_images, vae.config.latent_channels, size, size, device=vae.device)
     made = measure_peak_bytes(lambda: decode_latents(vae, latents, loaded.candidate.serving.tiling), vae.device)
@@ -111,27 +89,11 @@ def weigh_decode(num_images: int) -> float:
 
 def read_facts() -> dict[str, Any]:
     """Return what a worker has loaded, by section of a fingerprint; raise what kept it from loading."""
-    for problem in _problems:
-        raise problem
-    return _worker[0].facts
+    facts: dict[str, Any] = get_loaded().facts
+    return facts
 
 
-def _load(order: Order) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
-    try:
-        _worker.append(_load_all(order))
-    except QuantgateError as error:  # raised here it would only say that a process has ended
-        _problems.append(error)
-
-
-def _end_with_parent() -> None:
-    """End when the stage is gone, killed or not: a worker that waits for its next batch would not notice."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-    os._exit(1)
-
-
-def _load_all(order: Order) -> _Loaded:
+def _load(order: Order) -> _Loaded:
     from pipeline.images.rendering import load_exact_vae, load_pipeline
     from pipeline.images.scoring import ClipScorer
 
@@ -161,14 +123,6 @@ def _check_files(order: Order) -> None:
             raise EngineError(f"{folder}: its files changed while this ran; run `dvc repro` again")
 
 
-def read_machine_facts() -> dict[str, Any]:
-    """Return what a worker finds of its environment and hardware, by section of a fingerprint."""
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"environment": read_environment(), "hardware": read_hardware(device)}
-
-
 def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
     """Render prompts together and judge each image.
 
@@ -178,9 +132,10 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
     """
     from pipeline.images.rendering import Prompt, count_cut_tokens, list_stitches, make_latents
     from pipeline.images.scoring import blank, score_images, to_bytes
-    from pipeline.images.timing import time_call
+    from pipeline.timing import time_call
 
-    loaded, vae = _worker[0], _worker[0].pipe.vae
+    loaded: _Loaded = get_loaded()
+    vae = loaded.pipe.vae
     tiling = loaded.candidate.serving.tiling
     prompts = [Prompt(case.prompt, case.seed, category) for case in batch]
     latents, denoise_s = time_call(lambda: make_latents(loaded.pipe, prompts, loaded.candidate.serving), vae.device)
@@ -212,8 +167,8 @@ def _decode_both_ways(loaded: _Loaded, latents: Any) -> tuple[Any, Any, float, f
         Both raw decodes, the seconds of both, the range of each module of the candidate's decoder.
     """
     from pipeline.images.rendering import decode_latents
-    from pipeline.images.timing import time_call
     from pipeline.numerics.activation_watch import ActivationWatch
+    from pipeline.timing import time_call
 
     vae, tiling = loaded.pipe.vae, loaded.candidate.serving.tiling
     with ActivationWatch(vae.decoder) as watch:  # also warms up what is timed

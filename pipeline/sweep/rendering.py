@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.digests import digest_file
+from pipeline.environment import read_machine_facts
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, compute_seal, load_evalset
 from pipeline.files import write_text
@@ -20,7 +21,6 @@ from pipeline.fingerprints import find_difference
 from pipeline.image_params import ImageTrack
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import digest_judges, digest_work, evaluate_images
-from pipeline.images.workers import read_machine_facts
 from pipeline.records import Evaluation, ImageCandidate, read_record, write_cases
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from pipeline.errors import EvidenceError
-from pipeline.images.layout import compare_outputs, count_reorders, decide_layout, measure_runs
+from pipeline.images.layout import decide_layout, measure_runs
+from pipeline.memory_format import count_reorders
+from pipeline.timing import compare_outputs
 from pipeline.verdict_records import MedianInterval
 
 LOG = """\

@@ -14,7 +14,7 @@ from evalsets import scenes as scenes_module
 from evalsets.figures import Figure
 from evalsets.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, Scene, name_bucket, render
 from models.imbalance_people import BRANCH, imbalance
-from models.people.detector import LEVELS, STRIDES, Detector, Found, detect, open_detector, overlap, prepare, to_corners
+from models.people.detector import LEVELS, STRIDES, Detector, Found, detect, open_detector, overlap, preprocess, to_corners
 from models.score_people import find_all, held_out, score
 from models.train_people import CONFIG, MAX_PEOPLE, fold, loss_of
 from tests.structure.import_closure import ROOT
@@ -165,7 +165,7 @@ def test_scores_are_told_apart_by_size(scenes: list[Scene]) -> None:
 
 @torch.no_grad()
 def test_the_hard_detector_is_the_same_one_in_float32(people: Detector, scenes: list[Scene]) -> None:
-    hard, x = open_detector(MODELS / "people-hard"), prepare(torch.from_numpy(scenes[0].pixels)[None])
+    hard, x = open_detector(MODELS / "people-hard"), preprocess(torch.from_numpy(scenes[0].pixels)[None])
     assert all(torch.equal(a, b) for a, b in zip(people(x), hard(x), strict=True))
     other = hard.state_dict()
     differ = {key for key, value in people.state_dict().items() if not torch.equal(value, other[key])}

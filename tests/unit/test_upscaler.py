@@ -121,8 +121,8 @@ def test_the_folder_is_small_and_has_its_cards(model: Upscaler) -> None:
 
 def test_pixels_survive_their_preparation() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 16, 16, 3)
-    assert torch.equal(postprocess(preprocess(pixels)), pixels)
-    assert postprocess(torch.tensor([-9.0, 9, 0]).view(1, 3, 1, 1)).flatten().tolist() == [0, 255, 128]
+    assert torch.equal(postprocess(preprocess(pixels), {}), pixels)
+    assert postprocess(torch.tensor([-9.0, 9, 0]).view(1, 3, 1, 1), {}).flatten().tolist() == [0, 255, 128]
 
 
 @pytest.mark.parametrize("size", [(16, 16), (17, 40)])

@@ -1,0 +1,36 @@
+"""Read back what was built of a candidate, and refuse it where params.yaml asks for something else by now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import EvidenceError
+from pipeline.records import BuiltCandidate, read_record
+
+
+def read_built(build: Path, name: str, asked: Sequence[dict[str, Any]]) -> BuiltCandidate:
+    """Return a candidate's record; what it says of a step is more than was asked.
+
+    Args:
+        build: folder of a track's results.
+        name: of the candidate.
+        asked: its steps in params.yaml, as JSON.
+
+    Raises:
+        EvidenceError: it was not built, or its record is another candidate's or of other steps.
+    """
+    path = build / "candidates" / name / "candidate.json"
+    built = read_record(path, BuiltCandidate)
+    if built.name != name:
+        raise EvidenceError(f"{path}: expected candidate {name!r}, found {built.name!r}; run `dvc repro`")
+    kinds = [[step["kind"] for step in steps] for steps in (asked, built.steps)]
+    if kinds[0] != kinds[1]:
+        raise EvidenceError(f"{path}: expected steps {kinds[0]}, as params.yaml asks, got {kinds[1]}; run `dvc repro`")
+    for i, (step, record) in enumerate(zip(asked, built.steps, strict=True)):
+        for key, value in step.items():
+            if record.get(key) != value:
+                raise EvidenceError(f"{path}: steps.{i}.{key}: expected {value!r}, as params.yaml asks, got "
+                                    f"{record.get(key)!r}; run `dvc repro`")
+    return built

@@ -1,0 +1,148 @@
+"""The settings of the network tracks: plain torch modules, what makes them smaller and faster, and what watches them.
+
+Two sections of params.yaml have them, `detector` and `upscaler`. Both name an adapter, a file of the user's own that
+builds the module and knows its inputs and outputs (`pipeline/networks/adapters.py`). No step rewrites weights: each
+says how they are run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pipeline.detection_params import DetectionEval, find_area_problems
+from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
+
+
+class PrecisionStep(Settings):
+    """The number format of weights and activations, or with autocast of the operations that torch deems safe."""
+
+    kind: Literal["precision"]
+    dtype: Dtype
+    autocast: bool = False
+
+
+class ConvRule(Settings):
+    """How the convolutions that a pattern names are computed."""
+
+    layers: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)  # names, or shell patterns of them
+    algorithm: Algorithm
+    dtype: Dtype
+    reason: str = ""
+
+
+class ConvPolicyStep(Settings):
+    """The algorithm and the arithmetic of each convolution (Lavin and Gray 2015), emulated exactly."""
+
+    kind: Literal["conv_policy"]
+    algorithm: Algorithm  # of the 3x3 convolutions with stride 1 that no rule names; all others are direct
+    dtype: Dtype  # of all convolutions that no rule names
+    rules: list[ConvRule] = []  # the first that names a layer holds
+
+
+class MemoryFormatStep(Settings):
+    """Channels-last memory format for weights and input."""
+
+    kind: Literal["channels_last"]
+
+
+class CompileStep(Settings):
+    """torch.compile."""
+
+    kind: Literal["compile"]
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    dynamic: bool | None = None  # shapes; None: as torch decides once it has met a second one
+
+
+class TilingStep(Settings):
+    """Run in tiles that overlap, which bounds memory."""
+
+    kind: Literal["tiling"]
+    tile: int = Field(ge=8)  # pixels of the input
+    overlap: float = Field(ge=0, le=0.5)  # fraction of a tile
+    window: Literal["none", "linear", "hann"]
+
+
+NetworkStep = Annotated[
+    PrecisionStep | ConvPolicyStep | MemoryFormatStep | CompileStep | TilingStep, Field(discriminator="kind")
+]
+NETWORK_STEP_KINDS = ("precision", "conv_policy", "channels_last", "compile", "tiling")
+
+
+class NetworkCandidateSettings(Settings):
+    """A folder with config.json and model.safetensors, and the steps that say how it would be run."""
+
+    checkpoint: str
+    steps: list[NetworkStep]
+
+
+class RunningSettings(Settings):
+    """How pictures are run through a network, for all candidates alike."""
+
+    batch_size: int = Field(ge=1, le=256)  # pictures of one size together
+    num_workers: int = Field(ge=1, le=64)  # processes
+    num_threads: int = Field(ge=1, le=256)  # torch threads of each
+
+
+class UpscalingEval(Settings):
+    """Pictures enlarged, and compared with what they were made from."""
+
+    kind: Literal["upscaling"]
+    evalset: str
+
+
+class NetworkTrack(Track):
+    """What the sections `detector` and `upscaler` share."""
+
+    adapter: str  # Python file
+    calibration_images: str | None = None  # an evalset that nothing is evaluated on: what a policy is proposed from
+    candidates: dict[str, NetworkCandidateSettings] = Field(min_length=1)
+    running: RunningSettings
+
+
+class DetectorTrack(NetworkTrack):
+    """The section `detector` of params.yaml."""
+
+    name = "detector"
+    evals: dict[str, DetectionEval] = Field(min_length=1)
+
+
+class UpscalerTrack(NetworkTrack):
+    """The section `upscaler` of params.yaml."""
+
+    name = "upscaler"
+    evals: dict[str, UpscalingEval] = Field(min_length=1)
+
+
+def find_network_problems(track: NetworkTrack) -> list[str]:
+    """Return what contradicts itself in a section, one line each, starting with the key's path."""
+    problems = find_track_problems(track) + find_unknown_metrics(track)
+    problems += [f"gate.tolerances: expected {name}/finite_output_rate with an overall tolerance, found none; NaN and "
+                 "infinity must not pass for want of one" for name in track.evals
+                 if (t := track.gate.tolerances.get(f"{name}/finite_output_rate")) is None or t.overall is None]
+    problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
+                 for problem in _step_problems(candidate.steps, track.name)]
+    problems += [f"evals.{name}.{problem}" for name, settings in track.evals.items()
+                 if isinstance(settings, DetectionEval) for problem in find_area_problems(settings)]
+    return [f"{track.name}.{problem}" for problem in problems]
+
+
+def _step_problems(steps: list[Any], track: str) -> list[str]:
+    kinds = [step.kind for step in steps]
+    problems = [f"steps.{i}: {kind} is there twice; remove one" for i, kind in enumerate(kinds) if kind in kinds[:i]]
+    if "conv_policy" in kinds:
+        # an emulation's own speed and number format say nothing
+        problems += [f"steps.{i}: expected no {kind} beside conv_policy, which is emulated in float32 and says for "
+                     "each layer in which arithmetic; remove one of them" for i, kind in enumerate(kinds)
+                     if kind in ("precision", "channels_last", "compile")]
+    if "tiling" in kinds and track == "detector":
+        problems.append(f"steps.{kinds.index('tiling')}: expected a step that a detector knows, got tiling: a box may "
+                        "lie in two tiles; remove it")
+    problems += [f"steps.{i}.autocast: expected bfloat16 or float16 with it, got float32; remove autocast"
+                 for i, step in enumerate(steps)
+                 if isinstance(step, PrecisionStep) and step.autocast and step.dtype == "float32"]
+    return problems

@@ -1,0 +1,87 @@
+"""Check the sections `detector` and `upscaler` against the files they name, before any work; free of torch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints import read_config
+from pipeline.detection_params import DetectionEval
+from pipeline.digests import digest_checkpoint, digest_file, digest_folder
+from pipeline.errors import CheckpointError, SettingsError
+from pipeline.evalsets import Evalset, load_evalset
+from pipeline.network_params import NetworkTrack, TilingStep
+from pipeline.pictures import check_pictures, measure_picture
+from pipeline.preflight import check_buckets, load_kind
+from pipeline.weight_files import read_tensors
+
+_NOTES = frozenset({"README.md"})
+
+
+def check_network(track: NetworkTrack, root: Path) -> None:
+    """Refuse settings that the named files contradict.
+
+    Raises:
+        SettingsError: with the path of the key, what it names, and what there is.
+        EvalsetError: with file and line.
+    """
+    _check_adapter(track, root)
+    evalsets = {name: load_kind(load_evalset, root / e.evalset, f"{track.name}.evals.{name}.evalset", e.kind)
+                for name, e in track.evals.items()}  # fmt: skip
+    for name, evalset in evalsets.items():
+        check_pictures(root / track.evals[name].evalset, evalset.cases)
+    areas = {name: list(e.areas) for name, e in track.evals.items() if isinstance(e, DetectionEval)}
+    check_buckets(f"{track.name}.gate", track, evalsets, areas)
+    if track.calibration_images is not None:
+        where, folder = f"{track.name}.calibration_images", root / track.calibration_images
+        check_pictures(folder, load_kind(load_evalset, folder, where, next(iter(track.evals.values())).kind).cases)
+    for name, candidate in track.candidates.items():
+        _check_folder(f"{track.name}.candidates.{name}.checkpoint", root / candidate.checkpoint)
+        for i, step in enumerate(candidate.steps):
+            if isinstance(step, TilingStep):
+                _check_tiling(f"{track.name}.candidates.{name}.steps.{i}.tile", step, evalsets, track, root)
+
+
+def _check_adapter(track: NetworkTrack, root: Path) -> None:
+    path = root / track.adapter
+    try:
+        ast.parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(f"{track.name}.adapter: expected a Python file with build, preprocess and postprocess, "
+                            f"found none at {str(path)!r}") from None  # fmt: skip
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{track.name}.adapter: expected a Python file, got {error}") from None
+    except SyntaxError as error:
+        raise SettingsError(f"{track.name}.adapter: {path}:{error.lineno}: expected Python: {error.msg}") from None
+
+
+def _check_folder(where: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise SettingsError(f"{where}: expected a folder with config.json and model.safetensors, found none at "
+                            f"{str(folder)!r}")  # fmt: skip
+    try:
+        read_config(folder)
+        read_tensors(folder)
+    except CheckpointError as error:
+        raise SettingsError(f"{where}: {error}") from None
+
+
+def _check_tiling(
+    where: str, step: TilingStep, evalsets: dict[str, Evalset], track: NetworkTrack, root: Path
+) -> None:
+    """Refuse an evalset whose pictures fit into one tile: it can't show a seam."""
+    for name, evalset in evalsets.items():
+        sizes = [measure_picture(root / track.evals[name].evalset / case.image) for case in evalset.cases]
+        if all(max(size) <= step.tile for size in sizes):
+            raise SettingsError(f"{where}: expected a picture larger than a tile in evalset {evalset.card.name!r}, got "
+                                f"{step.tile} pixels, and its largest has {max(map(max, sizes))}: no seam could show; "
+                                "add pictures of the size that is served, or tile smaller")  # fmt: skip
+
+
+def describe_material(track: NetworkTrack, root: Path) -> dict[str, Any]:
+    """Return what the track's results depend on beside candidates: DVC watches it."""
+    folders = {e.evalset: digest_folder(root / e.evalset, ignore=_NOTES) for e in track.evals.values()}
+    reference = track.candidates[track.reference].checkpoint
+    return {"evalsets": folders, "adapter": digest_file(root / track.adapter),
+            "reference": digest_checkpoint(root / reference)}  # fmt: skip

@@ -1,0 +1,34 @@
+"""How a network candidate is run, derived from params.yaml: one place for whoever runs it and whoever judges it.
+
+Free of torch: the gate asks here what would ship.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.built_candidates import read_built
+from pipeline.network_params import NetworkTrack
+from pipeline.records import BuiltCandidate, NetworkCandidate, NetworkServing
+
+
+def run_plainly(track: NetworkTrack) -> NetworkServing:
+    """Return the serving config of a candidate without steps."""
+    return NetworkServing(batch_size=track.running.batch_size, num_threads=track.running.num_threads)
+
+
+def serve(built: BuiltCandidate, track: NetworkTrack) -> NetworkCandidate:
+    """Add the serving config: what all candidates share, and what this one's steps changed of it."""
+    changes = {key: value for step in built.steps for key, value in step.get("serving", {}).items()}
+    serving = NetworkServing.model_validate(run_plainly(track).model_dump() | changes)
+    return NetworkCandidate(**built.model_dump(), serving=serving)
+
+
+def read_network_candidate(build: Path, name: str, track: NetworkTrack) -> NetworkCandidate:
+    """Read what was built of a candidate and add how it is run.
+
+    Raises:
+        EvidenceError: it was not built, or its record is another candidate's or of other steps.
+    """
+    asked = [step.model_dump(mode="json") for step in track.candidates[name].steps]
+    return serve(read_built(build, name, asked), track)

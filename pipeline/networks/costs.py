@@ -1,0 +1,162 @@
+"""What a candidate costs beside its baseline: time, memory, compilation, and whether its memory format survives.
+
+The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand;
+that of any other is the reference. Time is of one batch, in pairs whose order alternates, and is told only where both
+outputs are equal within the number format's rounding. An emulated policy has no speed of its own
+(`benchmarks/winograd_speed.py` measures real kernels), and a tiled run does more work, which is counted instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipeline.medians import bound_median
+from pipeline.memory_format import count_reorders, list_other_formats, log_onednn
+from pipeline.networks.loading import Network, list_tensors
+from pipeline.numerics.tiling import place_tiles
+from pipeline.records import NetworkServing
+from pipeline.timing import TOLERANCES, compare_outputs, measure_peak_bytes, read_seconds, time_in_turn
+
+ROUNDS = 12  # pairs that are timed
+_LAYOUT = {"channels_last": False, "compile_mode": None, "compile_dynamic": None}
+
+Load = Callable[[NetworkServing], Network]  # the candidate's own weights, run in another way
+
+
+def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
+    """Return what a candidate is timed against; None where its time would say nothing."""
+    plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads)
+    if serving.conv_policy or serving == plain:
+        return None
+    other = serving.model_copy(update=_LAYOUT)
+    if other != serving:
+        return other
+    return None if serving.tiling else plain
+
+
+def measure_costs(load: Load, serving: NetworkServing, batches: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return what is noted of a candidate's costs, as JSON.
+
+    Args:
+        load: sets the candidate's network up as a serving config says.
+        serving: the candidate's.
+        batches: of uint8 pixels, (pictures, rows, columns, 3): one of each shape that the eval meets, the first is
+            the one that is timed.
+    """
+    largest = max(batches, key=lambda batch: batch.shape[1] * batch.shape[2])[:1]
+    return {
+        "speed": _measure_speed(load, serving, batches[0]),
+        "compile": _count_compilations(load, serving, batches),
+        "layout": _follow_layout(load, serving, batches[0]),
+        "peak_mib": _weigh(load, serving, largest),
+        "peak_pixels": list(largest.shape[1:3]),
+        "work": count_work(largest.shape[1:3], serving),
+    }
+
+
+def _measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:
+    """Time both, in CPU seconds and by the wall clock; None where there is no baseline."""
+    base = choose_baseline(serving)
+    if base is None:
+        return None
+    ours, theirs = load(serving), load(base)
+    x, y = ours.prepare(pixels), theirs.prepare(pixels)
+    difference = _differ(ours.run(x), theirs.run(y))
+    tolerance = TOLERANCES[getattr(torch, serving.dtype)]
+    found = {"baseline": base.summary, "difference": _finite(difference), "tolerance": tolerance, "timed": None}
+    if not difference <= tolerance:
+        return found
+
+    def clock() -> np.ndarray:
+        return np.array([read_seconds(ours.device), time.perf_counter()])
+
+    pairs = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=ROUNDS, clock=clock))
+    names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
+    return found | {"timed": {name: {
+        "baseline_ms": bound_median((1e3 * pairs[:, 0, i] / len(pixels)).tolist()).model_dump(),
+        "candidate_ms": bound_median((1e3 * pairs[:, 1, i] / len(pixels)).tolist()).model_dump(),
+        "ratio": bound_median((pairs[:, 1, i] / pairs[:, 0, i]).tolist()).model_dump(),
+    } for i, name in enumerate(names)}, "clock": names[0], "batch": len(pixels), "rounds": ROUNDS}  # fmt: skip
+
+
+def _differ(ours: Any, theirs: Any) -> float:
+    """Return the largest difference of any output tensor, in units of its standard deviation; NaN if not finite."""
+    found = [compare_outputs(a.float(), b.float())
+             for a, b in zip(list_tensors(ours), list_tensors(theirs), strict=True)]  # fmt: skip
+    return float(np.max(found)) if found else float("nan")
+
+
+def _count_compilations(load: Load, serving: NetworkServing, batches: Sequence[torch.Tensor]) -> dict[str, Any] | None:
+    """Return what compilation met from its first call on, over one batch of each shape."""
+    if serving.compile_mode is None:
+        return None
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    network, graphs, first_s = load(serving), [], 0.0
+    for number, pixels in enumerate(batches):
+        start = time.perf_counter()
+        network.run(network.prepare(pixels))
+        first_s = first_s if number else time.perf_counter() - start
+        graphs.append(counters["stats"]["unique_graphs"])
+    return {"mode": serving.compile_mode, "num_graphs": graphs[0], "num_recompilations": graphs[-1] - graphs[0],
+            "num_graph_breaks": sum(counters["graph_break"].values()), "num_shapes": len(batches),
+            "first_call_s": round(first_s, 2)}  # fmt: skip
+
+
+def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:
+    """Return whether channels-last survives: which modules write another format, and what oneDNN copies."""
+    if not serving.channels_last:
+        return None
+    eager = load(serving.model_copy(update={"compile_mode": None, "compile_dynamic": None}))
+    networks = {"last": load(serving), "first": load(serving.model_copy(update={"channels_last": False}))}
+    weights = {tuple(parameter.shape) for parameter in eager.module.parameters()}
+    x = {name: network.prepare(pixels) for name, network in networks.items()}
+    for name, network in networks.items():
+        network.run(x[name])  # compiles, and reorders weights
+    return {"other_formats": list_other_formats(eager.module, lambda: eager.run(x["last"])),
+            "num_reorders": {name: count_reorders(log_onednn(lambda n=network, i=x[name]: n.run(i)), weights)
+                             for name, network in networks.items()}}  # fmt: skip
+
+
+def _weigh(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> float | None:
+    """Return the MiB that running one picture takes at most, weights included; of a compiled one without compiling.
+
+    On a CPU nothing is computed: tensors without content are counted. None where a module can't run on those, and for
+    an emulation.
+    """
+    if serving.conv_policy:
+        return None
+    network = load(serving.model_copy(update={"compile_mode": None, "compile_dynamic": None}))
+    weights = sum(p.numel() * p.element_size() for p in network.module.parameters())
+    x = network.prepare(pixels)
+    if network.device.type != "cpu":
+        return round((measure_peak_bytes(lambda: network.run(x), network.device) + weights) / 2**20, 2)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            network.call = copy.deepcopy(network.module)
+            peak = measure_peak_bytes(lambda: network.run(mode.from_tensor(x)), network.device)
+    except Exception:  # whatever a module does with values that are not there
+        return None
+    return round((peak + weights) / 2**20, 2)
+
+
+def count_work(size: Sequence[int], serving: NetworkServing) -> float:
+    """Return the pixels that a network is run on, as a multiple of those of a picture of this size."""
+    if serving.tiling is None:
+        return 1.0
+    tile, overlap = serving.tiling.tile, round(serving.tiling.tile * serving.tiling.overlap)
+    run = np.prod([len(place_tiles(side, tile, overlap)) * min(tile, side) for side in size])
+    return float(run / np.prod(list(size)))
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.5g}") if np.isfinite(value) else None

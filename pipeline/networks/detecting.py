@@ -1,0 +1,99 @@
+"""Judge what a detector found: COCO results matched with what is on each picture.
+
+A record's output is the results as JSON, so nothing else has to be kept to match them again. Results that hold NaN or
+infinity are no results: they are left out, and the picture's output counts as not finite. Categories that no
+annotation of the evalset has are left out, as COCO's own evaluation does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.cases import DetectionCase
+from pipeline.detection_params import DetectionEval
+from pipeline.detections import Detections, MatchTable, Objects, join_tables, match_image, save_matches, score_image
+from pipeline.digests import canonical_json, digest_file
+from pipeline.errors import EngineError
+from pipeline.records import CaseRecord
+
+
+def list_categories(cases: Sequence[DetectionCase]) -> list[int]:
+    """Return the categories of an evalset's annotations, in order; a class is a position in this list."""
+    return sorted({annotation.category_id for case in cases for annotation in case.annotations})
+
+
+def judge_results(
+    case: DetectionCase, results: Any, *, is_finite: bool, settings: DetectionEval, categories: Sequence[int]
+) -> tuple[str, dict[str, float]]:
+    """Return the output and the scores of a record.
+
+    Args:
+        case: one picture.
+        results: what the adapter made of it, a list of COCO results.
+        is_finite: whether all raw outputs of this picture are.
+        settings: the eval's.
+        categories: of the whole evalset.
+
+    Raises:
+        EngineError: not COCO results.
+    """
+    read = [_read_result(case.id, result) for result in _as_list(case.id, results)]
+    sound = [r for r in read if all(map(math.isfinite, (*r["bbox"], r["score"])))]
+    output = canonical_json(sound)
+    scores = score_image(match_output(case, output, settings=settings, categories=categories))
+    return output, scores | {"finite": float(is_finite and len(sound) == len(read))}
+
+
+def match_output(
+    case: DetectionCase, output: str, *, settings: DetectionEval, categories: Sequence[int]
+) -> MatchTable:
+    """Match the results that a record holds with what is on its picture."""
+    places = {category: number for number, category in enumerate(categories)}
+    results = [r for r in json.loads(output) if r["category_id"] in places]
+    found = Detections(np.array([r["bbox"] for r in results], dtype=np.float64).reshape(-1, 4),
+                       np.array([places[r["category_id"]] for r in results], dtype=np.int64),
+                       np.array([r["score"] for r in results], dtype=np.float64))  # fmt: skip
+    marked = case.annotations
+    there = Objects(np.array([a.bbox for a in marked], dtype=np.float64).reshape(-1, 4),
+                    np.array([places[a.category_id] for a in marked], dtype=np.int64),
+                    np.array([a.area for a in marked], dtype=np.float64),
+                    np.array([a.iscrowd for a in marked], dtype=bool))  # fmt: skip
+    return match_image(there, found, num_classes=len(places), areas=settings.all_areas)
+
+
+def save_tables(
+    path: Path, cases: Sequence[DetectionCase], records: Sequence[CaseRecord], settings: DetectionEval
+) -> str:
+    """Write the matched detections of all records and return the digest of the file."""
+    categories = list_categories(cases)
+    save_matches(path, join_tables([match_output(case, record.output, settings=settings, categories=categories)
+                                    for case, record in zip(cases, records, strict=True)]))  # fmt: skip
+    return digest_file(path)
+
+
+def _as_list(case_id: str, results: Any) -> list[Any]:
+    if not isinstance(results, list):
+        raise EngineError(f"case {case_id!r}: postprocess() returned {type(results).__name__!r} for a picture, "
+                          "expected a list of COCO results; correct the adapter")  # fmt: skip
+    return results
+
+
+def _read_result(case_id: str, result: Any) -> dict[str, Any]:
+    """Return a result as JSON; nine digits hold a float32 exactly."""
+    try:
+        bbox = [float(f"{float(side):.9g}") for side in result["bbox"]]
+        read = {"bbox": bbox, "score": float(f"{float(result['score']):.9g}"),
+                "category_id": int(result["category_id"])}  # fmt: skip
+        if len(bbox) != 4 or min(bbox[2:]) < 0:
+            raise ValueError("a box has left, top, width and height, the last two 0 or more")
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"case {case_id!r}: postprocess() returned {str(result)[:120]!r}, expected a COCO result "
+                          f"with bbox, score and category_id ({' '.join(str(error).split())}); correct the adapter"
+                          ) from None  # fmt: skip
+    return read

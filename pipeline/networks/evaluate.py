@@ -1,0 +1,158 @@
+"""Run every picture of an eval through one candidate, judge what comes out, and write the evaluation folder.
+
+All candidates get the same pictures in the same batches, so every comparison is paired. Finished pictures are
+journaled: a killed run goes on at the next batch. The folder holds records as of any other eval, the matched
+detections of a detector or the pictures of an upscaler as PNG, and a file of notes: how far each layer is from
+float32, time, memory, compilation.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from pipeline.cases import spread
+from pipeline.detection_params import DetectionEval
+from pipeline.digests import digest_checkpoint, digest_file, digest_json
+from pipeline.evals.journal import Journal
+from pipeline.evalsets import Evalset, load_evalset
+from pipeline.files import replace_folder, write_text
+from pipeline.fingerprints import fingerprint
+from pipeline.network_params import NetworkTrack, UpscalingEval
+from pipeline.networks.detecting import list_categories, save_tables
+from pipeline.networks.workers import Order, PictureCase, describe_run, read_facts, run_batch, start_runners
+from pipeline.pictures import measure_picture
+from pipeline.records import EvalFile, Evaluation, NetworkCandidate, write_cases, write_record
+
+# What runs and judges: files that the stage runs, as an edit elsewhere makes DVC evaluate no candidate again.
+CODE = (
+    "networks/adapters.py", "networks/conv_policy.py", "networks/costs.py", "networks/detecting.py",
+    "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/upscaling.py",
+    "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py", "numerics/seams.py",
+    "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detections.py", "evalsets.py",
+    "memory_format.py", "pictures.py", "records.py", "timing.py", "worker_pool.py",
+)  # fmt: skip
+_NUM_COMPARED = 4  # pictures on which layers are compared
+_PROGRESS_EVERY_S = 10.0
+
+
+def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: Path, build: Path) -> Evaluation:
+    """Evaluate one candidate and write `evaluations/<name>/` under `build`.
+
+    Args:
+        candidate: what stage optimize_network wrote, with its serving config.
+        track: a section of params.yaml.
+        root: project root, which paths are relative to.
+        build: folder of the track's results.
+
+    Raises:
+        CheckpointError: the network can't be loaded.
+        EngineError: it failed on a picture, is not what the candidate says, or a worker died.
+        EvalsetError: a picture is missing or was changed.
+    """
+    start = time.monotonic()
+    target = build / "evaluations" / candidate.name
+    working = target.with_name(f".{candidate.name}.new")
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir(parents=True)
+    source = track.candidates[track.reference].checkpoint
+    files, facts = {}, candidate.facts
+    for name, settings in track.evals.items():
+        evalset = load_evalset(root / settings.evalset)
+        categories = tuple(list_categories(evalset.cases)) if isinstance(settings, DetectionEval) else ()
+        order = Order(candidate, track.name, root, track.adapter, source, settings, categories)
+        key = digest_work(track, settings, evalset, root)
+        with start_runners(order, track.running.num_workers) as pool:
+            facts = pool.submit(read_facts).result()
+            journal = build / "journal" / candidate.name / f"{name}.jsonl"
+            with Journal(journal, fingerprint=fingerprint(facts), key=key) as opened:
+                files[name] = _run_eval(name, settings, evalset, candidate, pool, opened, working, key,
+                                        root / settings.evalset)
+    evaluation = Evaluation(
+        candidate=candidate.name, fingerprint=fingerprint(facts), checkpoint_digest=candidate.checkpoint.digest,
+        serving=candidate.serving, evals=files, served_by=facts, proof="loaded and run by the processes that judged",
+        seconds=round(time.monotonic() - start, 3),
+    )  # fmt: skip
+    write_record(working / "evaluation.json", evaluation)
+    replace_folder(working, target)
+    shutil.rmtree(build / "journal" / candidate.name, ignore_errors=True)
+    return evaluation
+
+
+def _run_eval(
+    name: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, candidate: NetworkCandidate,
+    pool: ProcessPoolExecutor, journal: Journal, working: Path, key: str, folder: Path,
+) -> EvalFile:  # fmt: skip
+    start = time.monotonic()
+    batches = _batch(evalset.cases, folder, candidate.serving.batch_size)
+    left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
+    _run_batches(name, left, pool, journal)
+    found = [journal.find(case.digest) for case in evalset.cases]
+    records = [entry[0] for entry in found if entry is not None]
+    path = working / f"{name}.jsonl"
+    write_cases(path, records)
+    for record, picture in (entry for entry in found if entry is not None):
+        if picture is not None:
+            (working / name).mkdir(exist_ok=True)
+            (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
+    arrays = (save_tables(path.with_suffix(".npz"), evalset.cases, records, settings)
+              if isinstance(settings, DetectionEval) else None)  # fmt: skip
+    compared = spread(evalset.cases, _NUM_COMPARED)
+    notes = pool.submit(describe_run, compared, _pick_shapes(batches, folder)).result()
+    write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
+    finite = sum(r.scores["finite"] for r in records)
+    print(f"  {name}: n={len(records)}, {finite:.0f} finite, {time.monotonic() - start:.1f} s", file=sys.stderr)
+    return EvalFile(kind=settings.kind, settings=settings.model_dump(mode="json"), key=key,
+                    evalset_digest=evalset.digest, num_cases=len(records), records=path.name,
+                    sha256=digest_file(path), arrays_sha256=arrays,
+                    notes_sha256=digest_file(path.with_suffix(".json")))  # fmt: skip
+
+
+def _run_batches(
+    name: str, batches: Sequence[Sequence[PictureCase]], pool: ProcessPoolExecutor, journal: Journal
+) -> None:
+    """Run batches as workers come free; journal each picture as it is done."""
+    last = time.monotonic()
+    waiting = {pool.submit(run_batch, batch): batch for batch in batches}
+    for number, future in enumerate(as_completed(waiting), start=1):
+        for case, (record, picture) in zip(waiting[future], future.result(), strict=True):
+            journal.add(case.digest, record, None if picture is None else base64.b64encode(picture).decode())
+        if time.monotonic() - last > _PROGRESS_EVERY_S:
+            last = time.monotonic()
+            print(f"  {name}: {number}/{len(batches)} batches", file=sys.stderr, flush=True)
+
+
+def _batch(cases: Sequence[PictureCase], folder: Path, size: int) -> list[list[PictureCase]]:
+    """Cut cases into batches of neighbours whose pictures have one size."""
+    batches: list[list[PictureCase]] = []
+    for _, group in itertools.groupby(cases, key=lambda case: measure_picture(folder / case.image)):
+        some = list(group)
+        batches += [some[i : i + size] for i in range(0, len(some), size)]
+    return batches
+
+
+def _pick_shapes(batches: Sequence[list[PictureCase]], folder: Path) -> list[list[PictureCase]]:
+    """Return one batch of each shape, in their order."""
+    shapes: dict[Any, list[PictureCase]] = {}
+    for batch in batches:
+        shapes.setdefault((len(batch), measure_picture(folder / batch[0].image)), batch)
+    return list(shapes.values())
+
+
+def digest_work(
+    track: NetworkTrack, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path
+) -> str:
+    """Return the key of an eval's records: the digest of its settings, cases, adapter, reference, and the code."""
+    package = Path(__file__).parents[1]
+    code = {path: digest_file(package / path) for path in CODE}
+    reference = digest_checkpoint(root / track.candidates[track.reference].checkpoint)
+    parts: list[Any] = [settings.model_dump(), evalset.digest, digest_file(root / track.adapter), reference, code]
+    return digest_json(parts)

@@ -1,0 +1,96 @@
+"""Judge an enlarged picture against what it was made from, and look for seams where tiles meet.
+
+A seam is a step between neighbouring columns or rows that the original has not. Each is averaged with its sign along
+the edge that two tiles share, and made absolute then (`pipeline/numerics/seams.py`). From the steps at the stitches
+those at control lines of the same picture are taken, both less the original's own steps there: detail that is in the
+picture cancels, and so does what the network does to every line, tiled or not.
+"""
+
+from __future__ import annotations
+
+import torch
+from numpy.typing import NDArray
+
+from pipeline.errors import EngineError
+from pipeline.numerics.seams import boundary_steps
+from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
+from pipeline.numerics.tiling import find_stitches
+from pipeline.records import Tiling
+
+MAX_PSNR_DB = 100.0  # of equal pictures, whose ratio is infinite
+_LEVELS = 255.0
+# of an output that holds NaN or infinity: nothing can be measured, and no loss may hide behind that
+_WORST = {"psnr_db": 0.0, "ssim": 0.0, "seam_levels": _LEVELS}
+
+
+def judge_picture(
+    case_id: str, picture: torch.Tensor, target: NDArray, given: NDArray, *, is_finite: bool, tiling: Tiling | None
+) -> dict[str, float]:  # fmt: skip
+    """Return the scores of one enlarged picture.
+
+    Args:
+        case_id: for messages.
+        picture: uint8 (rows, columns, 3), from the adapter.
+        target: uint8, what it should be.
+        given: uint8, what was enlarged.
+        is_finite: whether all raw outputs are.
+        tiling: how it was cut.
+
+    Raises:
+        EngineError: another shape or type than the target's.
+    """
+    if picture.dtype != torch.uint8 or tuple(picture.shape) != target.shape:
+        raise EngineError(f"case {case_id!r}: postprocess() returned {picture.dtype} of shape {tuple(picture.shape)}, "
+                          f"expected uint8 of the target's shape {target.shape}; correct the adapter or the evalset")
+    if not is_finite:
+        return {"finite": 0.0, **_WORST}
+    ours, wanted = (_to_unit(side) for side in (picture, torch.from_numpy(target)))
+    psnr = peak_signal_to_noise_db(ours, wanted).clamp(max=MAX_PSNR_DB)
+    return {"finite": 1.0, "psnr_db": float(psnr), "ssim": float(structural_similarity(ours, wanted)),
+            "seam_levels": measure_seam_excess(ours, wanted, given.shape[:2], tiling)}  # fmt: skip
+
+
+def measure_seam_excess(
+    picture: torch.Tensor, target: torch.Tensor, given: tuple[int, int], tiling: Tiling | None
+) -> float:
+    """Return by how much the mean step at stitches is above that at control lines, in grey levels of 255.
+
+    Args:
+        picture: (1, 3, rows, columns), in [0, 1].
+        target: what it was made from.
+        given: rows and columns of what was enlarged.
+        tiling: how that was cut; None, or one tile for the picture, gives 0.
+    """
+    factor = picture.shape[2] // given[0]
+    rows, columns = list_stitches(given, tiling, factor)
+    if not rows and not columns:
+        return 0.0
+    at_stitches, at_controls = (
+        _mean_step(picture, *lines) - _mean_step(target, *lines)
+        for lines in ((columns, rows), (_between(columns, picture.shape[3], factor),
+                                        _between(rows, picture.shape[2], factor))))  # fmt: skip
+    return _LEVELS * (at_stitches - at_controls)
+
+
+def list_stitches(given: tuple[int, int], tiling: Tiling | None, factor: int) -> tuple[list[int], list[int]]:
+    """Return the rows and columns of an output at which tiles meet, from the size of what was enlarged."""
+    if tiling is None:
+        return [], []
+    overlap = round(tiling.tile * tiling.overlap)
+    rows, columns = (find_stitches(size, tiling.tile, overlap, factor=factor) for size in given)
+    return rows, columns
+
+
+def _between(stitches: list[int], size: int, factor: int) -> list[int]:
+    """Return lines half way between stitches, and between the outermost and the edge, on a whole pixel of the input."""
+    ends = [0, *stitches, size] if stitches else []
+    return [(low + high) // 2 // factor * factor for low, high in zip(ends, ends[1:], strict=False)]
+
+
+def _mean_step(picture: torch.Tensor, columns: list[int], rows: list[int]) -> float:
+    return float(boundary_steps(picture, columns, rows).mean())
+
+
+def _to_unit(pixels: torch.Tensor) -> torch.Tensor:
+    """Return uint8 (rows, columns, 3) as float32 (1, 3, rows, columns) in [0, 1]."""
+    return pixels.permute(2, 0, 1)[None].float() / _LEVELS

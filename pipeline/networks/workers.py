@@ -1,0 +1,162 @@
+"""Run and judge pictures in worker processes, one per core: each loads the candidate once."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from pipeline.cases import DetectionCase, UpscalingCase
+from pipeline.detection_params import DetectionEval
+from pipeline.digests import digest_files, digest_json, name_changed_file
+from pipeline.environment import read_machine_facts
+from pipeline.errors import EngineError
+from pipeline.fingerprints import fingerprint
+from pipeline.network_params import UpscalingEval
+from pipeline.networks.adapters import Adapter, load_adapter
+from pipeline.networks.costs import measure_costs
+from pipeline.networks.detecting import judge_results
+from pipeline.networks.layer_numerics import compare_layers
+from pipeline.networks.loading import Network, list_tensors, load_network
+from pipeline.networks.upscaling import judge_picture
+from pipeline.pictures import read_picture
+from pipeline.records import CaseRecord, NetworkCandidate, NetworkServing
+from pipeline.timing import time_call
+from pipeline.worker_pool import get_loaded, start_workers
+
+PictureCase = DetectionCase | UpscalingCase
+Judged = tuple[CaseRecord, bytes | None]  # and the picture as PNG, of an upscaler
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker loads, and how it judges."""
+
+    candidate: NetworkCandidate
+    track: str
+    root: Path
+    adapter: str  # relative to the root, as are the others
+    source: str  # folder of the reference, which layers are compared with in float32
+    settings: DetectionEval | UpscalingEval
+    categories: tuple[int, ...] = ()  # of a detection evalset
+
+
+@dataclass
+class _Loaded:
+    order: Order
+    adapter: Adapter
+    network: Network
+    facts: dict[str, Any]
+
+    def load(self, serving: NetworkServing, folder: str | None = None) -> Network:
+        """Set the candidate's weights, or those of another folder, up in another way."""
+        return load_network(self.order.root / (folder or self.order.candidate.checkpoint.path), self.adapter, serving)
+
+
+def start_runners(order: Order, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
+    """Start processes that run pictures; see `worker_pool.start_workers`."""
+    died = (f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory; lower "
+            f"{order.track}.running.batch_size or num_workers; finished pictures are kept, run `dvc repro` to go on")
+    return start_workers(_load, order, num_workers, died=died)
+
+
+def _load(order: Order) -> _Loaded:
+    candidate = order.candidate
+    torch.set_num_threads(candidate.serving.num_threads)
+    adapter = load_adapter(order.root / order.adapter)
+    if adapter.digest != candidate.libraries.get("adapter"):
+        raise EngineError(f"{adapter.path}: expected the adapter that candidate {candidate.name!r} was built with, "
+                          "found another; run `dvc repro` to build it again")  # fmt: skip
+    network = load_network(order.root / candidate.checkpoint.path, adapter, candidate.serving)
+    found = digest_files(order.root / candidate.checkpoint.path)  # after it was read: what is digested is what runs
+    if digest_json(found) != candidate.checkpoint.digest:
+        changed = name_changed_file(candidate.checkpoint.files, found)
+        raise EngineError(f"{candidate.checkpoint.path}: expected the files that candidate {candidate.name!r} was "
+                          f"built of, {changed}; run `dvc repro` to build it again")  # fmt: skip
+    return _Loaded(order, adapter, network, candidate.facts | read_machine_facts())
+
+
+def read_facts() -> dict[str, Any]:
+    """Return what a worker has loaded, by section of a fingerprint; raise what kept it from loading."""
+    facts: dict[str, Any] = get_loaded().facts
+    return facts
+
+
+def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
+    """Run pictures of one size together and judge what comes out."""
+    loaded: _Loaded = get_loaded()
+    network, pixels = loaded.network, np.stack([_read(loaded, case) for case in cases])
+    x = network.prepare(torch.from_numpy(pixels))
+    outputs, seconds = time_call(partial(network.run, x), network.device)
+    results, finite = network.finish(outputs), _find_finite(outputs, len(cases))
+    if not hasattr(results, "__len__") or len(results) != len(cases):
+        raise EngineError(f"{loaded.adapter.path}: postprocess() returned {type(results).__name__!r}, expected results "
+                          f"of each of {len(cases)} pictures; correct the adapter")  # fmt: skip
+    mark = fingerprint(loaded.facts)
+    judged = []
+    for case, result, given, is_finite in zip(cases, results, pixels, finite, strict=True):
+        output, scores, picture = _judge(loaded, case, result, given, is_finite)
+        record = CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
+                            prompt=f"{loaded.order.settings.evalset}/{case.image}", output=output, scores=scores,
+                            latency_s=seconds / len(cases), fingerprint=mark)  # fmt: skip
+        judged.append((record, picture))
+    return judged
+
+
+def _read(loaded: _Loaded, case: PictureCase) -> NDArray[np.uint8]:
+    return read_picture(loaded.order.root / loaded.order.settings.evalset / case.image, case.sha256)
+
+
+def _judge(
+    loaded: _Loaded, case: PictureCase, result: Any, given: NDArray[np.uint8], is_finite: bool
+) -> tuple[str, dict[str, float], bytes | None]:
+    order = loaded.order
+    if isinstance(case, DetectionCase):
+        assert isinstance(order.settings, DetectionEval)
+        output, scores = judge_results(case, result, is_finite=is_finite, settings=order.settings,
+                                       categories=order.categories)  # fmt: skip
+        return output, scores, None
+    target = read_picture(order.root / order.settings.evalset / case.target, case.target_sha256)
+    scores = judge_picture(case.id, result, target, given, is_finite=is_finite, tiling=order.candidate.serving.tiling)
+    pixels = result.numpy()
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=3)
+    # the digest that `gate/pictures.py` checks a picture by
+    return hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest(), scores, buffer.getvalue()
+
+
+def _find_finite(outputs: Any, num: int) -> list[bool]:
+    """Return which pictures have finite raw outputs only; a tensor that is not of so many pictures counts for all."""
+    finite = torch.ones(num, dtype=torch.bool)
+    for tensor in list_tensors(outputs):
+        is_finite = tensor.isfinite().cpu()
+        finite &= is_finite.flatten(1).all(1) if tensor.ndim and len(tensor) == num else is_finite.all()
+    return finite.tolist()
+
+
+def describe_run(cases: Sequence[PictureCase], batches: Sequence[Sequence[PictureCase]]) -> dict[str, Any]:
+    """Return what is noted of a candidate beside its records: how far each layer is from float32, and what it costs.
+
+    Args:
+        cases: whose pictures layers are compared on, one at a time.
+        batches: one of each shape that the eval meets.
+    """
+    loaded: _Loaded = get_loaded()
+    serving = loaded.order.candidate.serving
+    eager = loaded.load(serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None}))
+    exact = loaded.load(NetworkServing(), loaded.order.source)
+    inputs = [torch.from_numpy(_read(loaded, case))[None] for case in cases]
+    layers = compare_layers(exact, eager, inputs)
+    stacked = [torch.from_numpy(np.stack([_read(loaded, case) for case in batch])) for batch in batches]
+    return {"layers": layers, **measure_costs(loaded.load, serving, stacked)}

@@ -1,0 +1,68 @@
+"""Processes that load something once and then work on what comes: one per core, started when the first task comes.
+
+A process that dies, for lack of memory say, ends the run with one line; what other tasks made is kept. None outlives
+the stage that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from pipeline.errors import EngineError, QuantgateError
+
+_loaded: list[Any] = []  # in a worker: at most one
+_problems: list[QuantgateError] = []  # why there is none
+
+
+@contextlib.contextmanager
+def start_workers(
+    load: Callable[[Any], Any], order: Any, num_workers: int, *, died: str
+) -> Iterator[ProcessPoolExecutor]:
+    """Start workers; they load when the first task comes, which finds it by `get_loaded`.
+
+    Args:
+        load: a function of a module, run in each worker on the order.
+        order: what to load, pickled.
+        num_workers: processes.
+        died: what to say when one ends by itself.
+
+    Raises:
+        EngineError: a worker died.
+    """
+    context = multiprocessing.get_context("spawn")  # a forked torch hangs on its own threads
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_initialize, initargs=(load, order))
+    try:
+        yield pool
+    except BrokenProcessPool:
+        raise EngineError(died) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def get_loaded() -> Any:
+    """Return what this worker has loaded, or raise what kept it from loading."""
+    for problem in _problems:
+        raise problem
+    return _loaded[0]
+
+
+def _initialize(load: Callable[[Any], Any], order: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
+    try:
+        _loaded.append(load(order))
+    except QuantgateError as error:  # raised here it would only say that a process has ended
+        _problems.append(error)
+
+
+def _end_with_parent() -> None:
+    """End when the stage is gone, killed or not: a worker that waits for its next task would not notice."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)
