@@ -30,7 +30,6 @@ from torch.nn.utils import parametrize
 
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.numerics.winograd import direct_conv2d, winograd_conv2d
-from pipeline.records import Fallback
 
 Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -59,7 +58,7 @@ class ResolvedPolicy:
     """What each convolution gets, in the network's order, and where that is not what was asked for."""
 
     layers: dict[str, ConvArithmetic]
-    fallbacks: tuple[Fallback, ...]
+    fallbacks: tuple[tuple[str, str], ...]  # layer and reason
 
 
 class EmulatedConv2d(nn.Conv2d):
@@ -162,34 +161,34 @@ def resolve_policy(
         given = _find_arithmetic(name, parsed, default)
         reason = explain_no_winograd(conv) if given.algorithm != "direct" else ""
         if reason:
-            fallbacks.append(Fallback(layer=name, reason=f"{reason}: direct instead of {given.algorithm}"))
+            fallbacks.append((name, f"{reason}: direct instead of {given.algorithm}"))
         layers[name] = ConvArithmetic("direct", given.dtype) if reason else given
     for name, module in others.items():
         if _find_arithmetic(name, parsed, default) != ConvArithmetic("direct", "float32"):
-            reason = f"{type(module).__name__} is not covered: it runs as torch runs it"
-            fallbacks.append(Fallback(layer=name, reason=reason))
+            fallbacks.append((name, f"{type(module).__name__} is not covered: it runs as torch runs it"))
     return ResolvedPolicy(layers, tuple(fallbacks))
 
 
-def apply_policy(network: nn.Module, policy: Mapping[str, ConvArithmetic]) -> None:
+def apply_policy(network: nn.Module, policy: Mapping[str, ConvArithmetic | tuple[Algorithm, Dtype]]) -> None:
     """Make convolutions compute in their arithmetic, in place; names, weights and hooks stay as they are.
 
     Args:
         network: convolutions that the policy does not name stay as they are.
-        policy: arithmetic by layer name; a second policy replaces the first.
+        policy: arithmetic by layer name, or algorithm and dtype; a second policy replaces the first.
 
     Raises:
-        SettingsError: a name is that of no convolution.
+        SettingsError: a name is that of no convolution, or the algorithm or dtype is unknown.
         NumericsError: a convolution can't run the algorithm it was given.
     """
     covered = list_convolutions(network)
-    for name, arithmetic in policy.items():
+    given = {name: a if isinstance(a, ConvArithmetic) else ConvArithmetic(*a) for name, a in policy.items()}
+    for name, arithmetic in given.items():
         if name not in covered:
             raise SettingsError(_describe_miss(name, covered, _list_others(network)))
         if arithmetic.algorithm != "direct" and (reason := explain_no_winograd(covered[name])):
             raise NumericsError(f"{name}: expected a 3x3 convolution with stride 1 for {arithmetic.algorithm}, "
                                 f"got {reason}; `resolve_policy` finds what a layer can run")  # fmt: skip
-    for name, arithmetic in policy.items():
+    for name, arithmetic in given.items():
         # the class and not a closure as `forward`: a deep copy of the network would go on reading these weights
         covered[name].__class__ = EmulatedConv2d
         covered[name].arithmetic = arithmetic

@@ -37,17 +37,18 @@ class LayerNumerics:
 
     def as_json(self) -> dict[str, float | int | None]:
         """Return the numbers to five significant digits; None for what is not finite."""
-        return {name: _shorten(value) for name, value in asdict(self).items()}
+        return {name: shorten(value) for name, value in asdict(self).items()}
 
 
-class _Difference:
-    """The running error of one layer."""
+class RunningError:
+    """The error of one layer over many tensors: rms of the difference over rms of what was expected."""
 
     def __init__(self) -> None:
         self.difference = self.reference = 0.0  # sums of squares
         self.num_finite = 0
 
     def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
+        """Take in what a layer should have written and what it wrote; values finite in both count."""
         expected, found = expected.double(), found.double()
         is_finite = expected.isfinite() & found.isfinite()
         expected, found = expected[is_finite], found[is_finite]
@@ -56,6 +57,7 @@ class _Difference:
         self.reference += expected.square().sum().item()
 
     def read(self) -> float | None:
+        """Return the error: None where nothing was finite, infinite where zero was expected and not found."""
         if not self.num_finite:
             return None
         if not self.reference:
@@ -88,17 +90,17 @@ def compare_layers(
     if set(expected_names) != set(names):
         odd = min(set(expected_names) ^ set(names))
         raise NumericsError(f"layer numerics: expected two networks with the same layers, {odd!r} is in one only")
-    differences, watch, num_inputs = {name: _Difference() for name in names}, ActivationWatch(candidate), 0
+    errors, watch, num_inputs = {name: RunningError() for name in names}, ActivationWatch(candidate), 0
     for x in inputs:
         expected = _collect(reference, expected_names, x)
         with watch:
             found = _collect(candidate, names, x)
-        _add(differences, expected, found)
+        _add(errors, expected, found)
         num_inputs += 1
     if not num_inputs:
         raise NumericsError("layer numerics: expected one input or more, got none")
     ranges = watch.read()
-    return {name: LayerNumerics(differences[name].read(), seen.absmax, seen.nonfinite_count,
+    return {name: LayerNumerics(errors[name].read(), seen.absmax, seen.nonfinite_count,
                                 seen.headroom_bits(dtypes.get(name, torch.float32)))
             for name in names if (seen := ranges.get(name))}  # fmt: skip
 
@@ -125,10 +127,10 @@ def _collect(network: nn.Module, layers: Mapping[str, nn.Module], x: torch.Tenso
 
 
 def _add(
-    differences: Mapping[str, _Difference], expected: Mapping[str, list[torch.Tensor]],
+    errors: Mapping[str, RunningError], expected: Mapping[str, list[torch.Tensor]],
     found: Mapping[str, list[torch.Tensor]],
 ) -> None:  # fmt: skip
-    for name, difference in differences.items():
+    for name, difference in errors.items():
         shapes = [[tuple(t.shape) for t in written[name]] for written in (expected, found)]
         if shapes[0] != shapes[1]:
             raise NumericsError(f"{name}: expected the reference's output shapes {shapes[0]}, got {shapes[1]}; layers "
@@ -137,7 +139,8 @@ def _add(
             difference.add(*pair)
 
 
-def _shorten(value: float | int | None) -> float | int | None:
+def shorten(value: float | int | None) -> float | int | None:
+    """Return a number to five significant digits for JSON, None where it is not finite."""
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.5g}") if math.isfinite(value) else None
