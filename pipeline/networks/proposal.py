@@ -228,4 +228,4 @@ def _say(value: float) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.2g} %"
+    return f"{100 * value:.3g} %"
