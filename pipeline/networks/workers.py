@@ -27,7 +27,7 @@ from pipeline.network_params import UpscalingEval
 from pipeline.networks.adapters import Adapter, load_adapter
 from pipeline.networks.costs import measure_costs
 from pipeline.networks.detecting import judge_results
-from pipeline.networks.layer_numerics import compare_layers
+from pipeline.networks.layer_numerics import compare_layers, describe_layers
 from pipeline.networks.loading import Network, list_tensors, load_network
 from pipeline.networks.upscaling import judge_picture
 from pipeline.pictures import read_picture
@@ -156,7 +156,11 @@ def describe_run(cases: Sequence[PictureCase], batches: Sequence[Sequence[Pictur
     serving = loaded.order.candidate.serving
     eager = loaded.load(serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None}))
     exact = loaded.load(NetworkServing(), loaded.order.source)
-    inputs = [torch.from_numpy(_read(loaded, case))[None] for case in cases]
-    layers = compare_layers(exact, eager, inputs)
+    pixels = [torch.from_numpy(_read(loaded, case))[None] for case in cases]
+    runs = [(partial(exact.run, exact.prepare(p)), partial(eager.run, eager.prepare(p))) for p in pixels]
+    dtypes = {name: getattr(torch, c.dtype) for name, c in serving.conv_policy.items()}
+    default = getattr(torch, serving.dtype)
+    dtypes = {name: dtypes.get(name, default) for name, _ in eager.module.named_modules()}
+    layers = describe_layers(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
     stacked = [torch.from_numpy(np.stack([_read(loaded, case) for case in batch])) for batch in batches]
     return {"layers": layers, **measure_costs(loaded.load, serving, stacked)}

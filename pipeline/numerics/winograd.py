@@ -21,6 +21,8 @@ F(2x2, 3x3) and 4.3 for F(4x4, 3x3). We differ in nothing but the roundings.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional as F
 
@@ -68,32 +70,61 @@ def winograd_conv2d(
     Raises:
         NumericsError: another kind of convolution, an unknown tile or dtype, or an input that is too small.
     """
-    _check(x, weight, padding=padding, dtype=dtype, accumulate=accumulate)
-    if tile not in INPUT_TRANSFORMS:
-        raise NumericsError(f"winograd tile: expected 2 or 4 output pixels a side, got {tile!r}")
+    for _, stored in store_winograd(x, weight, bias, tile=tile, dtype=dtype, accumulate=accumulate, padding=padding):
+        output = stored
     rows, columns = x.shape[2] + 2 * padding - 2, x.shape[3] + 2 * padding - 2
-    tiles = _cut_tiles(_rounded(x.float(), dtype), tile, padding)
-    transformed = _apply(_apply(tiles, INPUT_TRANSFORMS[tile], axis=0, dtype=dtype), INPUT_TRANSFORMS[tile], axis=1,
-                         dtype=dtype)  # fmt: skip
-    products = _sum_channels(transformed, transform_weight(weight, tile=tile, dtype=dtype), dtype, accumulate)
-    output = _apply(products, OUTPUT_TRANSFORMS[tile], axis=0, dtype=dtype)
-    output = _apply(output, OUTPUT_TRANSFORMS[tile], axis=1, dtype=dtype, bias=bias)
     return _join_tiles(output)[:, :, :rows, :columns]
 
 
+def store_winograd(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: int, dtype: torch.dtype,
+    accumulate: torch.dtype = torch.float32, padding: int = 1,
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """Yield everything that `winograd_conv2d` stores on its way, in order, with the name of the step that stored it.
+
+    With float32 it says how large the numbers are that a narrower dtype would have to hold.
+
+    Args:
+        x, weight, bias, tile, dtype, accumulate, padding: as in `winograd_conv2d`.
+
+    Yields:
+        "input", "input transform" (one after each of two passes), "sum of products" and "output transform" (two): each
+        of tiles, (side, side, images, tile rows, tile columns, channels); the last is the output, before it is cut.
+
+    Raises:
+        NumericsError: as `winograd_conv2d`.
+    """
+    _check(x, weight, padding=padding, dtype=dtype, accumulate=accumulate)
+    if tile not in INPUT_TRANSFORMS:
+        raise NumericsError(f"winograd tile: expected 2 or 4 output pixels a side, got {tile!r}")
+    values = _cut_tiles(_rounded(x.float(), dtype), tile, padding)
+    yield "input", values
+    for axis in (0, 1):
+        values = _apply(values, INPUT_TRANSFORMS[tile], axis=axis, dtype=dtype)
+        yield "input transform", values
+    values = _sum_channels(values, transform_weight(weight, tile=tile, dtype=dtype), dtype, accumulate)
+    yield "sum of products", values
+    for axis, added in ((0, None), (1, bias)):
+        values = _apply(values, OUTPUT_TRANSFORMS[tile], axis=axis, dtype=dtype, bias=added)
+        yield "output transform", values
+
+
 def direct_conv2d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype, padding: int = 1,
-    stride: int = 1,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype,
+    padding: int | tuple[int, int] | str = 1, stride: int | tuple[int, int] = 1, dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     """Convolve by the direct sum in the arithmetic of a dtype: operands and result rounded, float32 between them.
 
     Args:
         x: (images, channels in, rows, columns).
-        weight: (channels out, channels in, height, width), of any size.
+        weight: (channels out, channels in / groups, height, width), of any size.
         bias: (channels out,), added before the result is rounded.
         dtype: float32, float16 or bfloat16.
-        padding: rows and columns of zeros on each side.
+        padding: rows and columns of zeros on each side; "same" or "valid" as in torch.
         stride: in pixels.
+        dilation: pixels from one weight to the next.
+        groups: of channels, each convolved on its own.
 
     Returns:
         float32 with values of `dtype`.
@@ -105,7 +136,7 @@ def direct_conv2d(
         raise NumericsError(f"convolution dtype: expected {_NAMES}, got {dtype}")
     added = None if bias is None else _rounded(bias.float(), dtype)
     x, weight = _rounded(x.float(), dtype), _rounded(weight.float(), dtype)
-    return _rounded(F.conv2d(x, weight, added, stride=stride, padding=padding), dtype)
+    return _rounded(F.conv2d(x, weight, added, stride, padding, dilation, groups), dtype)
 
 
 def transform_weight(weight: torch.Tensor, *, tile: int, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,7 @@ from pipeline.numerics.winograd import (
     OUTPUT_TRANSFORMS,
     WEIGHT_TRANSFORMS,
     direct_conv2d,
+    store_winograd,
     transform_weight,
     winograd_conv2d,
 )
@@ -120,6 +121,31 @@ def test_the_direct_convolution_is_torchs_within_one_last_place(dtype: torch.dty
     found = direct_conv2d(x, weight, bias, dtype=dtype, stride=2)
     expected = F.conv2d(x.to(dtype), weight.to(dtype), bias.to(dtype), padding=1, stride=2).float()
     assert torch.allclose(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("settings", [
+    {"groups": 4}, {"dilation": (2, 1)}, {"padding": "same", "dilation": 2}, {"padding": (0, 2), "stride": (2, 1)}],
+    ids=["groups", "dilation", "same", "unequal"])  # fmt: skip
+def test_a_direct_convolution_takes_what_torch_takes(settings: dict[str, Any]) -> None:
+    """Groups or dilation that are dropped on the way give an output of another shape or another sum."""
+    x, weight, bias = draw(channels=8)
+    weight = weight[:, : 8 // settings.get("groups", 1)]
+    found = direct_conv2d(x, weight, bias, dtype=torch.float16, **settings)
+    stored = [value.half().float() for value in (x, weight, bias)]
+    assert torch.equal(found, F.conv2d(*stored, **({"padding": 1} | settings)).half().float())
+
+
+@by_tile
+def test_what_is_stored_on_the_way_shows_where_it_is_largest(tile: int) -> None:
+    """A chequered tile: 4 and 10 times the input a pass; the largest number is not in what comes out."""
+    signs = torch.tensor([1.0, 0, -1, 0, 1, 0])[: tile + 2]
+    x = torch.outer(signs, signs).view(1, 1, tile + 2, tile + 2)
+    weight = torch.full((1, 1, 3, 3), 1e-2)
+    stored = list(store_winograd(x, weight, tile=tile, dtype=torch.float32, padding=0))
+    assert [name for name, _ in stored] == [
+        "input", "input transform", "input transform", "sum of products", "output transform", "output transform"]
+    gain = {2: 2, 4: 10}[tile]
+    assert [values.abs().max().item() for _, values in stored[:3]] == [1, gain, gain**2]
 
 
 def test_four_overflows_where_two_and_direct_do_not() -> None:

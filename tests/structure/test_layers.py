@@ -21,7 +21,7 @@ LAYERS = (
     ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
-    ("images",),
+    ("images", "networks"),
     ("first_turns",),
     ("preflight", "image_preflight", "drift", "benchmark", "sweep.rendering"),
 )

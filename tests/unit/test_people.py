@@ -14,7 +14,17 @@ from evalsets import scenes as scenes_module
 from evalsets.figures import Figure
 from evalsets.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, Scene, name_bucket, render
 from models.imbalance_people import BRANCH, imbalance
-from models.people.detector import LEVELS, STRIDES, Detector, Found, detect, open_detector, overlap, preprocess, to_corners
+from models.people.detector import (
+    LEVELS,
+    STRIDES,
+    Detector,
+    Found,
+    detect,
+    open_detector,
+    overlap,
+    preprocess,
+    to_corners,
+)
 from models.score_people import find_all, held_out, score
 from models.train_people import CONFIG, MAX_PEOPLE, fold, loss_of
 from tests.structure.import_closure import ROOT

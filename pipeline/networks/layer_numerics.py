@@ -1,0 +1,149 @@
+"""How far each layer of a candidate's network is from the reference's, and how near to overflow, on real inputs.
+
+    runs = [(lambda: reference(x), lambda: candidate(x))]
+    numerics = compare_layers(reference, candidate, runs, dtypes={"branches.small.0.0": torch.float16})
+    describe_layers(numerics)["branches.small.0.0"]["relative_error"]
+
+Both networks run whole, one input at a time, and the outputs of their convolutions and linear layers are compared. So
+an error is all that was accumulated from the input to that layer, not what the layer adds: a layer with the reference's
+own arithmetic shows the error of those before it. What one layer adds on the reference's inputs, and the numbers inside
+a Winograd convolution, are `proposal.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.errors import NumericsError
+from pipeline.numerics.activation_watch import ActivationWatch
+
+Run = Callable[[], object]
+
+_LAYERS = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
+
+
+@dataclass(frozen=True)
+class LayerNumerics:
+    """What one layer of the candidate wrote, over all inputs."""
+
+    relative_error: float | None  # rms of the difference over rms of the reference's output; None: nothing finite
+    absmax: float  # infinite after NaN or infinity
+    nonfinite_count: int  # elements that are NaN or infinite
+    headroom_bits: float  # doublings of the largest output before the layer's dtype overflows
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """Return the numbers to five significant digits; None for what is not finite."""
+        return {name: shorten(value) for name, value in asdict(self).items()}
+
+
+class RunningError:
+    """The error of one layer over many tensors: rms of the difference over rms of what was expected."""
+
+    def __init__(self) -> None:
+        self.difference = self.reference = 0.0  # sums of squares
+        self.num_finite = 0
+
+    def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
+        """Take in what a layer should have written and what it wrote; values finite in both count."""
+        expected, found = expected.double(), found.double()
+        is_finite = expected.isfinite() & found.isfinite()
+        expected, found = expected[is_finite], found[is_finite]
+        self.num_finite += len(found)
+        self.difference += (found - expected).square().sum().item()
+        self.reference += expected.square().sum().item()
+
+    def read(self) -> float | None:
+        """Return the error: None where nothing was finite, infinite where zero was expected and not found."""
+        if not self.num_finite:
+            return None
+        if not self.reference:
+            return math.inf if self.difference else 0.0
+        return math.sqrt(self.difference / self.reference)
+
+
+@torch.no_grad()
+def compare_layers(
+    reference: nn.Module, candidate: nn.Module, runs: Iterable[tuple[Run, Run]], *, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, LayerNumerics]:
+    """Run both networks on each input and compare every Conv2d, ConvTranspose2d and Linear.
+
+    The outputs of all layers of the reference are held for one input at a time.
+
+    Args:
+        reference: in float32.
+        candidate: with layers of the same names, which run in the same order on tensors of the same shapes.
+        runs: what runs the reference, and the candidate, on one input.
+        dtypes: the candidate's, by layer, for the headroom; float32 where a layer is not named.
+
+    Returns:
+        By layer name, in the network's order; layers that never ran are left out. The error is accumulated from the
+        input on, and taken over values that are finite in both.
+
+    Raises:
+        NumericsError: there is no input, or the layers of the two networks or what they write can't be paired.
+    """
+    expected_names, names = (_list_layers(network) for network in (reference, candidate))
+    if set(expected_names) != set(names):
+        odd = min(set(expected_names) ^ set(names))
+        raise NumericsError(f"layer numerics: expected two networks with the same layers, {odd!r} is in one only")
+    errors, watch, num_inputs = {name: RunningError() for name in names}, ActivationWatch(candidate), 0
+    for run_reference, run_candidate in runs:
+        expected = _collect(expected_names, run_reference)
+        with watch:
+            found = _collect(names, run_candidate)
+        _add(errors, expected, found)
+        num_inputs += 1
+    if not num_inputs:
+        raise NumericsError("layer numerics: expected one input or more, got none")
+    ranges = watch.read()
+    return {name: LayerNumerics(errors[name].read(), seen.absmax, seen.nonfinite_count,
+                                seen.headroom_bits(dtypes.get(name, torch.float32)))
+            for name in names if (seen := ranges.get(name))}  # fmt: skip
+
+
+def describe_layers(numerics: Mapping[str, LayerNumerics]) -> dict[str, Any]:
+    """Return what `compare_layers` found as JSON, by layer."""
+    return {name: found.as_json() for name, found in numerics.items()}
+
+
+def _list_layers(network: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in network.named_modules() if isinstance(module, _LAYERS)}
+
+
+def _collect(layers: Mapping[str, nn.Module], run: Run) -> dict[str, list[torch.Tensor]]:
+    """Return what each layer writes in one run, a tensor for each time that it is called."""
+    written: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    with ExitStack() as stack:
+        for name, module in layers.items():
+            # cloned, as an activation may write over the output in place
+            handle = module.register_forward_hook(lambda _m, _i, out, kept=written[name]: kept.append(out.clone()))
+            stack.callback(handle.remove)
+        run()
+    return written
+
+
+def _add(
+    errors: Mapping[str, RunningError], expected: Mapping[str, list[torch.Tensor]],
+    found: Mapping[str, list[torch.Tensor]],
+) -> None:  # fmt: skip
+    for name, difference in errors.items():
+        shapes = [[tuple(t.shape) for t in written[name]] for written in (expected, found)]
+        if shapes[0] != shapes[1]:
+            raise NumericsError(f"{name}: expected the reference's output shapes {shapes[0]}, got {shapes[1]}; layers "
+                                "are compared on whole inputs, without tiles")  # fmt: skip
+        for pair in zip(expected[name], found[name], strict=True):
+            difference.add(*pair)
+
+
+def shorten(value: float | int | None) -> float | int | None:
+    """Return a number to five significant digits for JSON, None where it is not finite."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -1,0 +1,134 @@
+"""Errors and ranges of layers against sums done by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import NumericsError
+from pipeline.networks.conv_policy import ConvArithmetic, apply_policy
+from pipeline.networks.layer_numerics import LayerNumerics, compare_layers, describe_layers
+
+
+def compare(reference: nn.Module, candidate: nn.Module, inputs: Any, **named: Any) -> dict[str, Any]:
+    """Run both modules on the same inputs."""
+    return compare_layers(reference, candidate, [(partial(reference, x), partial(candidate, x)) for x in inputs], **named)
+
+
+def build(*, in_place: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(in_place), nn.ConvTranspose2d(8, 4, 2, stride=2),
+                         nn.Flatten(2), nn.Linear(256, 5)).eval()  # fmt: skip
+
+
+def draw(num: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(1, 3, 8, 8, generator=generator) * (i + 1) for i in range(num)]
+
+
+def spoil(network: nn.Module, where: object, value: float) -> nn.Module:
+    """Put a value into the first layer's output."""
+    spoilt = copy.deepcopy(network)
+
+    def hook(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        output[where] = value
+
+    spoilt[0].register_forward_hook(hook)
+    return spoilt
+
+
+@torch.no_grad()
+def test_the_error_is_the_rms_over_all_inputs() -> None:
+    """A mean of each input's own ratio weighs a dark picture like a bright one."""
+    reference, candidate, inputs = build(), build(), draw()
+    candidate[0].weight.mul_(1.01)
+    found = compare(reference, candidate, inputs, dtypes={"0": torch.float16})
+    exact, other = (torch.cat([n[0](x) for x in inputs]).double() for n in (reference, candidate))
+    assert list(found) == ["0", "2", "4"]
+    assert found["0"].relative_error == pytest.approx(((other - exact).norm() / exact.norm()).item(), rel=1e-9)
+    assert found["0"].absmax == other.abs().max().item() and found["0"].nonfinite_count == 0
+    assert found["0"].headroom_bits == pytest.approx(math.log2(65504 / found["0"].absmax))
+    assert found["2"].headroom_bits > 100
+
+
+def test_the_error_of_a_layer_carries_on_to_those_behind_it() -> None:
+    """An error of each layer on the reference's inputs would be zero behind the one that rounds."""
+    reference, candidate = build(), build()
+    apply_policy(candidate, {"0": ConvArithmetic(algorithm="winograd_f43", dtype="bfloat16")})
+    found = compare(reference, candidate, draw(), dtypes={})
+    assert all(1e-3 < numerics.relative_error < 0.2 for numerics in found.values())
+    same = compare(reference, build(), draw(), dtypes={})
+    assert {numerics.relative_error for numerics in same.values()} == {0.0}
+
+
+def test_values_that_are_not_finite_are_counted_and_left_out_of_the_error() -> None:
+    """One NaN would make the error of a whole layer NaN, and the rest of its error unseen."""
+    reference = build()
+    found = compare(reference, spoil(reference, (0, 0, 0), math.nan), draw(2), dtypes={"0": torch.float16})
+    assert found["0"].relative_error == 0 and found["0"].nonfinite_count == 2 * 8
+    assert found["0"].absmax == math.inf and found["0"].headroom_bits == -math.inf
+
+
+def test_nothing_finite_is_no_error_of_zero() -> None:
+    reference = build()
+    found = compare(reference, spoil(reference, ..., math.inf), draw(2), dtypes={})
+    assert found["0"].relative_error is None
+    assert describe_layers(found)["0"] == {
+        "relative_error": None, "absmax": None, "nonfinite_count": 2 * 8 * 64, "headroom_bits": None}
+
+
+@torch.no_grad()
+def test_an_error_where_the_reference_writes_zero_is_infinite() -> None:
+    reference, candidate = build(), build()
+    for parameter in reference[0].parameters():
+        parameter.zero_()
+    assert compare(reference, candidate, draw(), dtypes={})["0"].relative_error == math.inf
+    assert compare(reference, reference, draw(), dtypes={})["0"].relative_error == 0
+
+
+def test_an_activation_in_place_does_not_write_over_what_is_compared() -> None:
+    """Read after the run, the output of a layer in front of ReLU(inplace=True) is what ReLU made of it."""
+    reference, candidate = build(), build(in_place=True)
+    candidate[0].register_forward_hook(lambda _m, _i, output: -output)
+    found = compare(reference, candidate, draw(), dtypes={})
+    assert found["0"].relative_error == pytest.approx(2)
+
+
+def test_a_layer_that_runs_twice_is_compared_twice() -> None:
+    """A head that several levels of a pyramid share: the last level alone would be a third of the evidence."""
+
+    class Twice(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.head, self.unused, self.factor = nn.Linear(4, 4, bias=False), nn.Linear(4, 4), factor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x * self.factor) + self.head(x)
+
+    found = compare(Twice(1), Twice(2), [torch.ones(1, 4)], dtypes={})
+    assert list(found) == ["head"] and found["head"].relative_error == pytest.approx(math.sqrt(1 / 2))
+
+
+@pytest.mark.parametrize(("networks", "inputs", "message"), [
+    ((build(), build()), [], "expected one input or more"),
+    ((build(), build()[:3]), draw(), "'4' is in one only"),
+    ((nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3, padding=1)), draw(), "without tiles"),
+], ids=["no input", "other layers", "other shapes"])  # fmt: skip
+def test_what_cannot_be_paired_is_refused(networks: tuple[nn.Module, nn.Module], inputs: list[torch.Tensor],
+                                          message: str) -> None:
+    with pytest.raises(NumericsError, match=message):
+        compare(*networks, inputs, dtypes={})
+
+
+def test_json_has_five_digits() -> None:
+    found = LayerNumerics(0.0123456789, 65504.123, 0, math.inf).as_json()
+    assert found == {"relative_error": 0.012346, "absmax": 65504.0, "nonfinite_count": 0, "headroom_bits": None}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
