@@ -3,8 +3,8 @@
     python -m evalsets.make                 all of them
     python -m evalsets.make workflows       one
 
-Same seed, same bytes. `evalsets.texts.split_of` keeps what is evaluated apart from what is trained
-on and from what is calibrated with.
+Same seed, same bytes; of pictures on one machine only, so that those in git are what counts.
+`evalsets.texts.split_of` keeps what is evaluated apart from what is trained on and from what is calibrated with.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,6 +28,7 @@ from evalsets.depot import (
     make_workflow,
     render_call,
 )
+from evalsets.pictures import make_panoramas, make_scenes
 from evalsets.seal import describe, render_card, seal
 from evalsets.shots import all_shots, buckets, caption
 from evalsets.texts import make_continuation, make_prose, make_single_call, split_of
@@ -150,12 +152,25 @@ EVALSETS: dict[str, tuple[Callable[[Random], Cases], str, str, str]] = {
               "Prompts for product shots: every shape, colour, finish and background that models/product-shots was "
               "trained on, each with the seed of its noise."),
 }
+# Their makers are given the folder, too, and write pictures into it.
+PICTURE_SETS: dict[str, tuple[Callable[[Random, Path], Cases], str, str, str]] = {
+    "scenes": (partial(make_scenes, num=200), "detection", "an image",
+               "Street scenes and the boxes of the people in them, as of evalsets/scenes.py. few_small: a quarter of "
+               "an image's people or less have 32 x 32 pixels or less. mostly_small: three quarters or more."),
+    "scenes-calibration": (partial(make_scenes, num=16), "detection", "an image",
+                           "Street scenes for calibrating quantisers and for finding out what activations come to. "
+                           "Never evaluated on."),
+    "panoramas": (make_panoramas, "upscaling", "a panorama",
+                  "Streets to be upscaled by two, as of evalsets/panoramas.py. crop: a target of 512 x 384 pixels. "
+                  "full_size: one of 1536 x 1024, large enough to be upscaled in tiles."),
+}
 
 
 def write_evalset(name: str, folder: Path) -> None:
     """Write one evalset's cases and card, and read them back as a check."""
-    make, kind, cluster, description = EVALSETS[name]
-    cases = make(Random(f"evalset/{name}"))
+    make: Callable[..., Cases]
+    make, kind, cluster, description = EVALSETS[name] if name in EVALSETS else PICTURE_SETS[name]
+    cases = make(Random(f"evalset/{name}"), *([folder] if name in PICTURE_SETS else []))
     write_text(folder / CASES_FILE, "".join(json.dumps(case, ensure_ascii=False) + "\n" for case in cases))
     card: dict[str, Any] = {  # None: for the seal, which keeps the order of the keys
         "name": name, "version": "1.0", "licence": "Apache-2.0", "kind": kind, "description": description,
@@ -170,5 +185,5 @@ def write_evalset(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or EVALSETS:
+    for name in sys.argv[1:] or [*EVALSETS, *PICTURE_SETS]:
         write_evalset(name, ROOT / name)

@@ -4,22 +4,24 @@
 
 A card without a seal, or with one that no longer fits `cases.jsonl`, loads nowhere. Run this when the
 cases were meant to change. All other keys of the card stay, with their order and comments; indentation
-becomes ruamel.yaml's.
+becomes ruamel.yaml's. Where cases name pictures, it writes the digest of each into its case, too.
 """
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
+from pipeline.cases import CASES_FILE, PICTURE_DIGESTS
+from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets import (
     CARD_FILE,
-    CASES_FILE,
     Card,
     CardText,
     Seal,
@@ -28,20 +30,26 @@ from pipeline.evalsets import (
     parse_card,
     read_card,
 )
-from pipeline.files import write_text
+from pipeline.files import read_lines, write_text
+from pipeline.pictures import check_pictures
 from stages.cli import run_stage
 
 _LINE_WIDTH = 120
+_PICTURE_KINDS = ("detection", "upscaling")
 
 
 def seal(folder: Path) -> Card:
     """Write what `cases.jsonl` holds into the card of its folder, and return the card.
 
     Raises:
-        EvalsetError: a card or case that is malformed, with file and line; the card stays as it was.
+        EvalsetError: a card, case or picture that is malformed, with file and line; the card stays as it was.
     """
     text = read_card(folder)
-    cases = load_cases(folder, parse_card(text, folder, CardText))
+    written = parse_card(text, folder, CardText)
+    if written.kind in _PICTURE_KINDS:
+        _write_digests(folder)
+    cases = load_cases(folder, written)
+    check_pictures(folder, cases)
     card = _make_yaml().load(text)
     _set_seal(card, compute_seal(folder / CASES_FILE, cases))
     sealed = render_card(card)
@@ -62,6 +70,35 @@ def describe(card: Card) -> str:
     buckets = ", ".join(f"{name} {num:,}" for name, num in card.buckets.items())
     return (f"{card.name}: {card.num_cases:,} cases, {card.num_clusters:,} clusters, "
             f"{f'buckets {buckets}' if buckets else 'no buckets'}; card sealed")  # fmt: skip
+
+
+def _write_digests(folder: Path) -> None:
+    """Bring the digests in `cases.jsonl` up to date; what else is wrong with the file is said by those who load it."""
+    path = folder / CASES_FILE
+    try:
+        lines = read_lines(path)
+    except (OSError, UnicodeDecodeError):
+        return
+    updated = [_update_digests(folder, f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
+    if updated != lines:
+        write_text(path, "".join(f"{line}\n" for line in updated))
+
+
+def _update_digests(folder: Path, where: str, line: str) -> str:
+    try:
+        case = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(case, dict):
+        return line
+    found = {}
+    for name, digest in PICTURE_DIGESTS.items():
+        if isinstance(case.get(name), str):
+            if not (folder / case[name]).is_file():
+                raise EvalsetError(f"{where}: {name}: expected a picture in {folder}, found no file {case[name]!r}")
+            found[digest] = digest_file(folder / case[name])
+    # a line of escapes stays one: half of a surrogate pair is an escape, and UTF-8 can't hold it otherwise
+    return line if case | found == case else json.dumps(case | found, ensure_ascii="\\u" in line)
 
 
 def _make_yaml() -> YAML:

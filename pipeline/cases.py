@@ -2,7 +2,7 @@
 
 A line that the pipeline could not digest later (NaN, half of a surrogate pair) is refused here, so
 that what was read once can be evaluated. Whether the cases are those of their card is up to
-`evalsets.py`.
+`evalsets.py`, and whether the pictures that they name are there up to `pictures.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from pipeline.errors import EvalsetError
 from pipeline.files import line_of, read_lines
 from pipeline.records import Record, first_problem
 
-Kind = Literal["documents", "choices", "tool_calls", "trajectories", "prompts"]
+Kind = Literal["documents", "choices", "tool_calls", "trajectories", "prompts", "detection", "upscaling"]
+CASES_FILE = "cases.jsonl"
+PICTURE_DIGESTS = {"image": "sha256", "target": "target_sha256"}  # what names a picture: what holds its digest
 T = TypeVar("T")
 
 
@@ -33,9 +35,33 @@ def _check_printable(name: str) -> str:
     return name
 
 
+def _check_file_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.+ -]*", name):
+        raise PydanticCustomError("file_name", "expected letters, digits, '_', '-', '+', '.' and spaces, as it "
+                                  "names the picture's file, starting with a letter or digit")  # fmt: skip
+    return name
+
+
+def _check_inside(name: str) -> str:
+    if "\\" in name or ":" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise PydanticCustomError("path", "expected a path inside the evalset's folder, with '/' between its parts, "
+                                  "no '..' and no ':'")  # fmt: skip
+    return name
+
+
+def _check_sha256(digest: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise PydanticCustomError("sha256", "expected 64 hexadecimal digits in lower case")
+    return digest
+
+
 # Names end up in reports, in terminals and, with an eval's and a metric's, in MLflow's names of 250 characters.
 CaseId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_check_printable)]
 Bucket = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_check_printable)]
+FileId = Annotated[CaseId, AfterValidator(_check_file_name)]
+PicturePath = Annotated[str, AfterValidator(_check_printable), AfterValidator(_check_inside)]
+Sha256 = Annotated[str, AfterValidator(_check_sha256)]
+Side = Annotated[float, Field(gt=0)]
 
 
 class Message(Record):
@@ -63,9 +89,10 @@ class Case(Record):
     def digest(self) -> str:
         """Sha256 of what the case asks and expects: the key by which cases are paired.
 
-        Its id, cluster and buckets are no part of it: the same question under another id is no second case.
+        Its id, cluster and buckets are no part of it: the same question under another id is no second case. Nor are
+        the names of pictures, whose digests say what they show.
         """
-        return digest_json(self.model_dump(exclude={"id", "cluster", "buckets"}))
+        return digest_json(self.model_dump(exclude={"id", "cluster", "buckets", *PICTURE_DIGESTS}))
 
 
 class DocumentCase(Case):
@@ -118,6 +145,7 @@ class TrajectoryCase(Case):
 class PromptCase(Case):
     """A prompt for a picture, and the seed of the noise that it is drawn from."""
 
+    id: FileId
     prompt: str
     seed: int = Field(ge=0, lt=2**63)
 
@@ -128,14 +156,33 @@ class PromptCase(Case):
             raise PydanticCustomError("blank", "expected words")
         return prompt
 
-    @field_validator("id")
-    @classmethod
-    def _names_a_file(cls, name: str) -> str:
-        """Refuse an id that can't name the picture's file."""
-        if not re.fullmatch(r"\w[\w.+ -]*", name):
-            raise PydanticCustomError("file_name", "expected letters, digits, '_', '-', '+', '.' and spaces, as it "
-                                      "names the picture's file, starting with a letter or digit")  # fmt: skip
-        return name
+
+class Annotation(Record):
+    """One object on an image, under COCO's own names."""
+
+    bbox: tuple[float, float, Side, Side]  # left, top, width, height in pixels
+    category_id: int = Field(ge=0)
+    area: float = Field(gt=0)  # square pixels, of the object's mask where it has one: by it sizes are told apart
+    iscrowd: bool = False  # many objects in one box, which detections neither hit nor miss
+
+
+class DetectionCase(Case):
+    """An image and what is on it; no annotation says that nothing is."""
+
+    id: FileId
+    image: PicturePath
+    sha256: Sha256
+    annotations: tuple[Annotation, ...]
+
+
+class UpscalingCase(Case):
+    """An image and what it shows at a multiple of its size."""
+
+    id: FileId
+    image: PicturePath
+    sha256: Sha256
+    target: PicturePath
+    target_sha256: Sha256
 
 
 _CASE_KINDS: dict[Kind, type[Case]] = {
@@ -144,6 +191,8 @@ _CASE_KINDS: dict[Kind, type[Case]] = {
     "tool_calls": ToolCallCase,
     "trajectories": TrajectoryCase,
     "prompts": PromptCase,
+    "detection": DetectionCase,
+    "upscaling": UpscalingCase,
 }
 
 

@@ -10,6 +10,10 @@ the card's `kind`:
     tool_calls    messages, expected {name, arguments}, optional accepted {argument: [values]}
     trajectories  messages, state, checks; the tools are declared in the card
     prompts       prompt, seed
+    detection     image, sha256, annotations [{bbox, category_id, area, iscrowd}]
+    upscaling     image, sha256, target, target_sha256
+
+The last two name picture files of the folder; `pictures.py` reads and checks those.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline.cases import Case, Kind, read_cases
+from pipeline.cases import CASES_FILE, Case, Kind, read_cases
 from pipeline.digests import canonical_json, digest_file, digest_folder, digest_json
 from pipeline.errors import EvalsetError, describe_problem
 from pipeline.params import HarnessEval, Params
@@ -33,7 +37,6 @@ from pipeline.records import Record
 from pipeline.settings import describe_yaml_error
 
 CARD_FILE = "card.yaml"
-CASES_FILE = "cases.jsonl"
 _NOTES = frozenset({"README.md"})  # prose beside the cases: editing it changes no result
 
 

@@ -18,7 +18,7 @@ LAYERS = (
      "params", "image_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
      "medians", "recall", "detection_params", "detections", "average_precision", "sweep.settings"),
     ("numerics", "environment"),
-    ("weight_files", "memory", "checkpoints", "drafts", "cases", "evalsets"),
+    ("weight_files", "memory", "checkpoints", "drafts", "cases", "pictures", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
     ("images", "networks"),

@@ -1,0 +1,92 @@
+"""Make an evalset of COCO's annotations: its cases, copies of the images, and a card to be completed by hand.
+
+    python -m evalsets.from_coco instances.json IMAGES_FOLDER evalsets/mine
+
+Boxes without a width, a height or an area are left out, as COCO's own files hold a few, and those of images that are
+not listed. Each image is a cluster of its own. Not covered: masks, key points, the names of the categories.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from evalsets.seal import describe, render_card, seal
+from pipeline.cases import CASES_FILE, DetectionCase
+from pipeline.digests import digest_file
+from pipeline.errors import EvalsetError
+from pipeline.evalsets import CARD_FILE
+from pipeline.files import write_text
+from pipeline.records import first_problem
+from stages.cli import run_stage
+
+_KEYS = ("bbox", "category_id", "area", "iscrowd")
+
+
+def convert(annotations: Path, images: Path, out: Path) -> str:
+    """Write an evalset; returns what was sealed and left out, in one line.
+
+    Raises:
+        EvalsetError: annotations that are not COCO's, an image that is not there, a folder that is.
+    """
+    if out.exists():
+        raise EvalsetError(f"{out}: expected the name of a new folder, found one that exists")
+    try:
+        data = json.loads(annotations.read_text(encoding="utf-8"))
+        listed, boxes = data["images"], _group(data["annotations"])
+        cases = [_make_case(image, boxes.get(image["id"], []), images) for image in listed]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EvalsetError(f"{annotations}: expected COCO's annotations, got {type(error).__name__}: {error}") from None
+    for case, image in zip(cases, listed, strict=True):
+        target = out / case.image
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(images / image["file_name"], target)
+    write_text(out / CASES_FILE, "".join(f"{case.model_dump_json()}\n" for case in cases))
+    write_text(out / CARD_FILE, render_card({
+        "name": out.name, "version": "1.0", "licence": "TODO", "kind": "detection", "description": "TODO",
+        "made_by": f"python -m evalsets.from_coco {annotations.name}", "cluster": "an image"}))  # fmt: skip
+    left_out = len(data["annotations"]) - sum(len(case.annotations) for case in cases)
+    return f"{describe(seal(out))}; boxes left out: {left_out}; write licence and description into {out / CARD_FILE}"
+
+
+def _group(annotations: list[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
+    """Return the boxes with an extent, by image."""
+    grouped = defaultdict(list)
+    for box in annotations:
+        box = {"area": box["bbox"][2] * box["bbox"][3]} | box
+        if min(*box["bbox"][2:], box["area"]) > 0:
+            grouped[box["image_id"]].append({key: box[key] for key in _KEYS if key in box})
+    return grouped
+
+
+def _make_case(image: dict[str, Any], boxes: list[dict[str, Any]], images: Path) -> DetectionCase:
+    file = images / image["file_name"]
+    if not file.is_file():
+        raise EvalsetError(f"image with id {image['id']}: expected {file}, found no file")
+    try:
+        return DetectionCase.model_validate({
+            "id": str(image["id"]), "cluster": str(image["id"]), "image": f"images/{image['file_name']}",
+            "sha256": digest_file(file), "annotations": boxes})  # fmt: skip
+    except ValidationError as error:
+        raise EvalsetError(f"image with id {image['id']}: {first_problem(error)}") from None
+
+
+def main(argv: list[str]) -> int:
+    """Convert the file named on the command line and say what came of it."""
+    if len(argv) != 3:
+        raise EvalsetError(f"expected three arguments, got {argv!r}; usage: python -m evalsets.from_coco "
+                           "ANNOTATIONS IMAGES_FOLDER NEW_FOLDER")  # fmt: skip
+    try:
+        print(convert(*map(Path, argv)))
+    except OSError as error:
+        raise EvalsetError(str(error)) from None
+    return 0
+
+
+if __name__ == "__main__":
+    run_stage("from_coco", main)

@@ -1,0 +1,72 @@
+"""Draw the evalsets of pictures: their files, and the cases that name them.
+
+Each picture has a seed of 128 bits from that of its evalset. Training draws from lists of small numbers, so no picture
+is one that a network was trained on. A JPEG is not the same bytes on every machine: the files in git are what counts,
+and an upscaler's input is made from its decoded target, so that it shows what the target shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from evalsets import panoramas, scenes
+from pipeline.digests import digest_file
+
+PERSON = 1  # COCO's category
+CROP = (512, 384)  # width and height of an upscaler's target, in pixels
+_FEW, _MOST = 0.25, 0.75  # shares of small people that bound the buckets
+
+Cases = Iterator[dict[str, Any]]
+
+
+def make_scenes(rng: Random, folder: Path, *, num: int) -> Cases:
+    """Draw street scenes and the boxes of the people in them."""
+    for i in range(num):
+        scene = scenes.render(_make_rng(rng))
+        file = _place(folder, f"images/{i:03d}.jpg")
+        # colours at full resolution: small people are found by theirs
+        Image.fromarray(scene.pixels).save(file, quality=90, subsampling=0)
+        people = [{"bbox": box.tolist(), "category_id": PERSON, "area": int(area)}
+                  for box, area in zip(scene.boxes, scene.areas, strict=True)]  # fmt: skip
+        yield {"id": f"scene-{i:03d}", "cluster": f"scene-{i:03d}", "buckets": name_buckets(scene.areas),
+               "image": f"images/{file.name}", "sha256": digest_file(file), "annotations": people}
+
+
+def name_buckets(areas: np.ndarray) -> list[str]:
+    """Return the bucket of an image by how many of its people are small; none where there is nobody."""
+    if not len(areas):
+        return []
+    share = float((areas <= scenes.SMALL_AREA).mean())
+    return ["few_small" if share <= _FEW else "mostly_small" if share >= _MOST else "some_small"]
+
+
+def make_panoramas(rng: Random, folder: Path, *, num_crops: int = 34, num_full: int = 2) -> Cases:
+    """Draw parts of panoramas, and at the end whole ones, each of another panorama, and their inputs."""
+    for i in range(num_crops + num_full):
+        drawn = _make_rng(rng)
+        pixels, bucket = panoramas.render(drawn), "full_size" if i >= num_crops else "crop"
+        if bucket == "crop":
+            left, top = drawn.integers(0, [panoramas.WIDTH - CROP[0] + 1, panoramas.HEIGHT - CROP[1] + 1])
+            pixels = pixels[top : top + CROP[1], left : left + CROP[0]]
+        target, image = _place(folder, f"targets/{i:02d}.jpg"), _place(folder, f"images/{i:02d}.png")
+        Image.fromarray(pixels).save(target, quality=95, subsampling=0)
+        with Image.open(target) as truth:
+            Image.fromarray(panoramas.shrink(np.asarray(truth), drawn)).save(image, optimize=True)
+        yield {"id": f"panorama-{i:02d}", "cluster": f"panorama-{i:02d}", "buckets": [bucket],
+               "image": f"images/{image.name}", "sha256": digest_file(image),
+               "target": f"targets/{target.name}", "target_sha256": digest_file(target)}
+
+
+def _make_rng(rng: Random) -> np.random.Generator:
+    return np.random.default_rng(rng.getrandbits(128))
+
+
+def _place(folder: Path, name: str) -> Path:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    return folder / name
