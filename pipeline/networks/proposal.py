@@ -91,7 +91,7 @@ class _Trial:
 @torch.no_grad()
 def propose_policy(
     network: nn.Module, inputs: Iterable[torch.Tensor], *, dtype: Dtype, max_relative_error: float = 0.01,
-    min_headroom_bits: float = 1.0,
+    min_headroom_bits: float = 1.0, run: Callable[[torch.Tensor], object] | None = None,
 ) -> list[LayerProposal]:  # fmt: skip
     """Try every algorithm on every convolution and keep the cheapest that is sound.
 
@@ -102,6 +102,7 @@ def propose_policy(
         max_relative_error: rms of the difference from float32 over rms of the float32 result, both of the layer alone.
             Where the direct sum's is larger, twice that is allowed.
         min_headroom_bits: times that the largest stored number can double before the dtype overflows.
+        run: runs an input, if more is to be done than to call the network.
 
     Returns:
         One per convolution that a policy covers, in the network's order. A layer that can't run Winograd is proposed
@@ -118,7 +119,7 @@ def propose_policy(
         for name, conv in layers.items():
             stack.callback(conv.register_forward_hook(_make_hook(name, trials[name])).remove)
         for x in inputs:
-            network(x)
+            (run or network)(x)
             num_inputs += 1
     if not num_inputs:
         raise NumericsError("a proposal: expected one calibration image or more, got none")

@@ -1,0 +1,103 @@
+"""`scripts/propose_conv_policy.py` on the shipped detector that F(4,3) breaks: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from models.imbalance_people import BRANCH
+from tests.structure.import_closure import ROOT
+
+SECTION = """\
+reference: plain
+release: [found]
+adapter: models/people/detector.py
+calibration_images: evalsets/scenes-calibration   # nothing is evaluated on it
+candidates:
+  plain: {checkpoint: models/people-hard, steps: []}
+  found:
+    checkpoint: models/people-hard
+    steps:
+      - kind: conv_policy
+        algorithm: direct    # of most
+        dtype: float32
+
+evals:
+  scenes: {kind: detection, evalset: evalsets/scenes}
+running: {batch_size: 8, num_workers: 1, num_threads: 1}
+gate:
+  alpha: 0.05
+  on_inconclusive: block
+  tolerances:
+    scenes/ap: {overall: 0.02}
+    scenes/finite_output_rate: {overall: 0.02}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Make a folder with the shipped models and evalsets, and a params.yaml of its own."""
+    for name in ("models", "evalsets"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    yaml = YAML()
+    data = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    data["detector"] = yaml.load(SECTION)
+    text = io.StringIO()
+    yaml.dump(data, text)
+    (tmp_path / "params.yaml").write_text(text.getvalue(), encoding="utf-8")
+    return tmp_path
+
+
+def run(project: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "scripts/propose_conv_policy.py"), *argv], cwd=project, text=True,
+                          capture_output=True, timeout=200)  # fmt: skip
+
+
+def read_steps(project: Path) -> list[dict]:
+    data = YAML(typ="safe").load((project / "params.yaml").read_text(encoding="utf-8"))
+    return data["detector"]["candidates"]["found"]["steps"]
+
+
+def test_the_policy_is_found_and_written(project: Path) -> None:
+    """Every line of params.yaml but those of the step stays, comments too."""
+    before = (project / "params.yaml").read_text(encoding="utf-8").splitlines()
+    done = run(project, "detector", "found", "--dtype", "float16", "--images", "2")
+    assert done.returncode == 0, done.stderr
+    assert f"branches.{BRANCH}.1.0" in done.stdout and "multiplications" in done.stdout
+    after = (project / "params.yaml").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in before if line not in after]) == 2  # algorithm and dtype
+    assert "        algorithm: winograd_f43    # of most" in after
+    step = read_steps(project)[0]
+    assert (step["algorithm"], step["dtype"]) == ("winograd_f43", "float16") and step["rules"]
+    assert all(rule["layers"][0].startswith(f"branches.{BRANCH}.") and "65,504" in rule["reason"]
+               for rule in step["rules"])  # fmt: skip
+
+
+def test_a_dry_run_writes_nothing(project: Path) -> None:
+    before = (project / "params.yaml").read_text(encoding="utf-8")
+    done = run(project, "detector", "found", "--images", "1", "--dry-run")
+    assert done.returncode == 0 and "nothing is written" in done.stdout, done.stderr
+    assert (project / "params.yaml").read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize(("old", "new", "argv", "message"), [
+    ("", "", ["found", "--images", "99"], "--images: expected 1 to 16, got 99"),
+    ("", "", ["found", "--max-relative-error", "0"], "--max-relative-error: expected a share"),
+    ("", "", ["absent"], "detector.candidates: expected one of plain, found, got 'absent'"),
+    ("", "", ["plain"], "detector.candidates.plain.steps: expected a step of kind conv_policy, found none"),
+    ("evalsets/scenes-calibration", "evalsets/scenes", ["found"], "expected pictures that no eval shows, got 200"),
+    ("calibration_images: evalsets/scenes-calibration", "", ["found"], "detector.calibration_images: expected an eval"),
+], ids=["images", "error", "absent", "no step", "evaluated", "no calibration"])  # fmt: skip
+def test_what_it_cannot_do_is_one_line(project: Path, old: str, new: str, argv: list[str], message: str) -> None:
+    """A policy fitted to the pictures that it is judged by would look better than it is."""
+    path = project / "params.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8") if old else None
+    before = path.read_text(encoding="utf-8")
+    done = run(project, "detector", *argv)
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
+    assert path.read_text(encoding="utf-8") == before
