@@ -75,11 +75,19 @@ def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
             raise EvalsetError(f"{folder / CASES_FILE}:{number}: case {case.id!r}: {error}") from None
 
 
-def _measure(path: Path, sha256: str) -> tuple[int, int]:
-    """Return width and height, from the header."""
-    _check_digest(path, sha256)
+def measure_picture(path: Path) -> tuple[int, int]:
+    """Return width and height in pixels, from the header.
+
+    Raises:
+        EvalsetError: no such file, or not a picture.
+    """
     with _open(path) as picture:
         return picture.size
+
+
+def _measure(path: Path, sha256: str) -> tuple[int, int]:
+    _check_digest(path, sha256)
+    return measure_picture(path)
 
 
 def _check_digest(path: Path, sha256: str) -> None:
