@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _DEEP_MODES = ("I", "F")  # how Pillow's names for more than 8 bits a channel start: "I", "I;16", "F"
 _SHOWN = 12  # digits of a digest in messages
+_DAMAGE = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error)  # each format of Pillow has its own
 
 
 def read_picture(path: Path, sha256: str) -> NDArray[np.uint8]:
@@ -115,7 +116,7 @@ def _open(path: Path) -> Iterator[Image]:
             yield picture
     except Image.UnidentifiedImageError:
         raise EvalsetError(f"{path}: expected a picture, got a file in no format that Pillow reads") from None
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except (*_DAMAGE, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EvalsetError(f"{path}: expected a picture, got one that Pillow can't read: {reason}") from None
 
