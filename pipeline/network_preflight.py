@@ -6,11 +6,11 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints import read_config
 from pipeline.detection_params import DetectionEval
 from pipeline.digests import digest_checkpoint, digest_file, digest_folder
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
+from pipeline.network_files import read_config
 from pipeline.network_params import NetworkTrack, TilingStep
 from pipeline.pictures import check_pictures, measure_picture
 from pipeline.preflight import check_buckets, load_kind

@@ -255,10 +255,11 @@ def get_track(params: Params, name: str, *, kind: type[T]) -> T:
     names = [known for known in TRACKS if issubclass(kinds[known], kind)]
     if name not in names:
         raise SettingsError(f"track: expected {' or '.join(names)}, got {name!r}")
-    track: T | None = params if name == "text" else getattr(params, name)
+    track = params if name == "text" else getattr(params, name)
     if track is None:
         raise SettingsError(f"{name}: expected this section in params.yaml, found none; add it, or remove its stages "
                             "from dvc.yaml")
+    assert isinstance(track, kind)
     return track
 
 

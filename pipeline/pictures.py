@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _DEEP_MODES = ("I", "F")  # how Pillow's names for more than 8 bits a channel start: "I", "I;16", "F"
 _SHOWN = 12  # digits of a digest in messages
+_DAMAGE = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error)  # each format of Pillow has its own
 
 
 def read_picture(path: Path, sha256: str) -> NDArray[np.uint8]:
@@ -75,11 +76,19 @@ def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
             raise EvalsetError(f"{folder / CASES_FILE}:{number}: case {case.id!r}: {error}") from None
 
 
-def _measure(path: Path, sha256: str) -> tuple[int, int]:
-    """Return width and height, from the header."""
-    _check_digest(path, sha256)
+def measure_picture(path: Path) -> tuple[int, int]:
+    """Return width and height in pixels, from the header.
+
+    Raises:
+        EvalsetError: no such file, or not a picture.
+    """
     with _open(path) as picture:
         return picture.size
+
+
+def _measure(path: Path, sha256: str) -> tuple[int, int]:
+    _check_digest(path, sha256)
+    return measure_picture(path)
 
 
 def _check_digest(path: Path, sha256: str) -> None:
@@ -107,7 +116,7 @@ def _open(path: Path) -> Iterator[Image]:
             yield picture
     except Image.UnidentifiedImageError:
         raise EvalsetError(f"{path}: expected a picture, got a file in no format that Pillow reads") from None
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except (*_DAMAGE, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EvalsetError(f"{path}: expected a picture, got one that Pillow can't read: {reason}") from None
 

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
+C = TypeVar("C", float, NDArray[np.float64])
 Run = Callable[[], torch.Tensor]
 
 # of the output's standard deviation: float32 sums in another order stay far below; in 16 bits about 50 roundings
@@ -40,15 +43,15 @@ def time_call(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def time_in_turn(
-    first: Callable[[], Any], second: Callable[[], Any], *, rounds: int, clock: Callable[[], float]
-) -> list[tuple[float, float]]:
+    first: Callable[[], Any], second: Callable[[], Any], *, rounds: int, clock: Callable[[], C]
+) -> list[tuple[C, C]]:
     """Time two calls in pairs whose order alternates, so that a trend hits both, after some that are not counted.
 
     Args:
         first: one call.
         second: the other.
         rounds: pairs.
-        clock: seconds, see `read_seconds`.
+        clock: seconds, see `read_seconds`, or an array of several clocks'.
 
     Returns:
         The seconds of both, pair by pair.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pipeline.records import Record, SpeculationCounts
 
 GAIN_BELOW = 0.95  # a ratio of times whose interval lies below is a gain: less is not worth a change
+Outcome = Literal["pass", "fail", "inconclusive", "refused", "no gain"]  # of a candidate
 MIN_POWER = 0.8  # of a canary, to notice the rate that it is there for
 
 
@@ -162,7 +163,7 @@ class Verdict(Record):
     behaviour: dict[str, str] = {}  # digest of each run of the canary: the behavioural fingerprint
     canary: CanaryComparison | None = None
     speculation: SpeculationCounts | None = None
-    outcome: Literal["pass", "fail", "inconclusive", "refused", "no gain"]
+    outcome: Outcome
     is_release: bool
     reasons: tuple[str, ...]
     comparisons: tuple[Comparison, ...]

@@ -48,7 +48,7 @@ from pipeline.params import Params
 from pipeline.records import OUTGROWN, CaseRecord
 from pipeline.serving_config import read_track_candidate
 from pipeline.settings import Tolerance, Track
-from pipeline.verdict_records import CanaryComparison, Comparison, Gain, Metric, Speed, Verdict
+from pipeline.verdict_records import CanaryComparison, Comparison, Gain, Metric, Outcome, Speed, Verdict
 
 
 @dataclass
@@ -269,7 +269,7 @@ def _measure_speed(measured: Measured, reference: Measured, name: str, params: P
 
 
 def _conclude(name: str, measured: Measured, comparisons: list[Comparison], params: Track) -> Verdict:
-    outcome = combine(comparisons, measured.refusals, measured.failures)
+    outcome: Outcome = combine(comparisons, measured.refusals, measured.failures)
     if outcome == "pass" and measured.unproven:
         outcome = "inconclusive"
     idle = measured.gain is not None and not measured.gain.is_sure

@@ -26,6 +26,7 @@ from pipeline.records import (
     EvalFile,
     Evaluation,
     ImageCandidate,
+    NetworkCandidate,
     describe_failures,
     read_cases,
     read_record,
@@ -44,7 +45,7 @@ class Evidence:
         tables: per eval of a detector that is fit, its matched detections, in the order of the records.
     """
 
-    candidate: Candidate | ImageCandidate
+    candidate: Candidate | ImageCandidate | NetworkCandidate
     fingerprint: str
     folder: Path
     evaluation: Evaluation
@@ -72,7 +73,7 @@ class PairedCases:
     tables: tuple[MatchTable, MatchTable] | None = None
 
 
-def load_evidence(build: Path, candidate: Candidate | ImageCandidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
+def load_evidence(build: Path, candidate: Candidate | ImageCandidate | NetworkCandidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
     """Load and check the records of one candidate.
 
     Args:
@@ -103,7 +104,7 @@ def load_evidence(build: Path, candidate: Candidate | ImageCandidate, evals: Map
     return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems, tables)
 
 
-def _check_identity(candidate: Candidate | ImageCandidate, evaluation: Evaluation, path: Path) -> None:
+def _check_identity(candidate: Candidate | ImageCandidate | NetworkCandidate, evaluation: Evaluation, path: Path) -> None:
     if evaluation.candidate != candidate.name:
         raise EvidenceError(f"{path}: expected the evaluation of {candidate.name!r}, found that of "
                             f"{evaluation.candidate!r}")

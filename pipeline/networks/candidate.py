@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_files, digest_json
-from pipeline.errors import CheckpointError, SettingsError
+from pipeline.errors import SettingsError
 from pipeline.files import replace_folder
+from pipeline.network_files import describe_folder
 from pipeline.network_params import (
     CompileStep,
     ConvPolicyStep,
@@ -27,17 +27,15 @@ from pipeline.networks.conv_policy import resolve_policy
 from pipeline.networks.loading import Network, load_network
 from pipeline.records import (
     BuiltCandidate,
-    Checkpoint,
     Fallback,
     LayerCoverage,
     NetworkCandidate,
     Tiling,
     write_record,
 )
-from pipeline.weight_files import check_finite, iterate_weights, read_tensors
+from pipeline.weight_files import check_finite, iterate_weights
 
 LIBRARIES = ("torch", "safetensors")  # what can change an output
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
 def build_network_candidate(name: str, track: NetworkTrack, *, root: Path, build: Path) -> NetworkCandidate:
@@ -116,30 +114,3 @@ def _resolve(
     layers = tuple(LayerCoverage(layer=name, format=f"{c.algorithm} {c.dtype}", num_bytes=sizes[name],
                                  asked=name not in dict(policy.fallbacks)) for name, c in policy.layers.items())
     return layers, [Fallback(layer=layer, reason=reason) for layer, reason in policy.fallbacks]
-
-
-def describe_folder(folder: Path, *, root: Path, kind: str) -> Checkpoint:
-    """Check a network's folder and describe it as a record.
-
-    Args:
-        folder: with config.json and safetensors.
-        root: project root, which the record's path is relative to when the folder is inside it.
-        kind: what it is.
-
-    Raises:
-        CheckpointError: no weights, pickle weights, or a damaged file.
-    """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected a folder with config.json and model.safetensors, found none")
-    tensors = list(read_tensors(folder).values())
-    sizes: dict[str, int] = {}
-    for info in tensors:
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.num_bytes
-    main = max(sizes, key=lambda dtype: sizes[dtype])
-    absolute, base = folder.resolve(), root.resolve()
-    return Checkpoint(
-        path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
-        kind=kind, format="dense", dtype=_DTYPES.get(main, main),
-        num_parameters=sum(info.num_elements for info in tensors), num_bytes=sum(info.num_bytes for info in tensors),
-        digest=digest_json(files := digest_files(folder)), files=files,
-    )  # fmt: skip

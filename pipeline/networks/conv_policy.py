@@ -30,6 +30,7 @@ from torch.nn.utils import parametrize
 
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.numerics.winograd import direct_conv2d, winograd_conv2d
+from pipeline.records import ConvArithmetic
 
 Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -156,7 +157,7 @@ def resolve_policy(
     return ResolvedPolicy(layers, tuple(fallbacks))
 
 
-def apply_policy(network: nn.Module, policy: Mapping[str, ConvArithmetic | tuple[Algorithm, Dtype]]) -> None:
+def apply_policy(network: nn.Module, policy: Mapping[str, ConvArithmetic]) -> None:
     """Make convolutions compute in their arithmetic, in place; names, weights and hooks stay as they are.
 
     Args:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.medians import bound_median
@@ -27,6 +29,7 @@ from pipeline.timing import TOLERANCES, compare_outputs, measure_peak_bytes, rea
 ROUNDS = 12  # pairs that are timed
 _LAYOUT = {"channels_last": False, "compile_mode": None, "compile_dynamic": None}
 
+Floats = NDArray[np.float64]
 Load = Callable[[NetworkServing], Network]  # the candidate's own weights, run in another way
 
 
@@ -74,10 +77,11 @@ def _measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) ->
     if not difference <= tolerance:
         return found
 
-    def clock() -> np.ndarray:
+    def clock() -> Floats:
         return np.array([read_seconds(ours.device), time.perf_counter()])
 
-    pairs = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=ROUNDS, clock=clock))
+    # [round, ours or theirs, clock]
+    pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=ROUNDS, clock=clock))
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
     return found | {"timed": {name: {
         "baseline_ms": bound_median((1e3 * pairs[:, 0, i] / len(pixels)).tolist()).model_dump(),
@@ -123,7 +127,7 @@ def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) ->
     for name, network in networks.items():
         network.run(x[name])  # compiles, and reorders weights
     return {"other_formats": list_other_formats(eager.module, lambda: eager.run(x["last"])),
-            "num_reorders": {name: count_reorders(log_onednn(lambda n=network, i=x[name]: n.run(i)), weights)
+            "num_reorders": {name: count_reorders(log_onednn(partial(network.run, x[name])), weights)
                              for name, network in networks.items()}}  # fmt: skip
 
 

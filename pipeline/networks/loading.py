@@ -6,7 +6,6 @@ machine with a GPU it runs there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import CheckpointError, EngineError
+from pipeline.network_files import read_config
 from pipeline.networks.adapters import Adapter, tell_error
 from pipeline.networks.conv_policy import apply_policy
 from pipeline.numerics.tiling import blend_tiles
 from pipeline.records import NetworkServing
 from pipeline.weight_files import WEIGHTS_FILE
-
-CONFIG_FILE = "config.json"
 
 
 class Network:
@@ -105,24 +103,6 @@ def load_network(folder: Path, adapter: Adapter, serving: NetworkServing) -> Net
         raise CheckpointError(f"{folder}: expected the weights of what {adapter.path} builds: "
                               f"{' '.join(str(error).split())[:300]}") from None  # fmt: skip
     return Network(module.float().eval().requires_grad_(False), config, adapter, serving)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json.
-
-    Raises:
-        CheckpointError: no folder, no file, or no JSON object.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected the network's config, found no file; correct the path") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: expected JSON: {error}; copy the file again") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}; copy the file again")
-    return config
 
 
 def to_float(outputs: Any) -> Any:

@@ -140,10 +140,10 @@ def find_saved_fraction(proposals: Sequence[LayerProposal]) -> float:
 
 def _list_trials(conv: nn.Conv2d, dtype: Dtype) -> list[_Trial]:
     """Return what is tried, in the order of preference; the last is for a layer that nothing else has the range for."""
-    algorithms = ("direct",) if explain_no_winograd(conv) else _ORDER
+    algorithms: tuple[Algorithm, ...] = ("direct",) if explain_no_winograd(conv) else _ORDER
     wide: Dtype = "bfloat16" if dtype == "float16" else "float32"
-    arithmetics = [ConvArithmetic(algorithm=algorithm, dtype=dtype) for algorithm in algorithms] + [ConvArithmetic(algorithm="direct", dtype=wide)]
-    return [_Trial(arithmetic) for arithmetic in dict.fromkeys(arithmetics)]
+    tried: list[tuple[Algorithm, Dtype]] = [*((algorithm, dtype) for algorithm in algorithms), ("direct", wide)]
+    return [_Trial(ConvArithmetic(algorithm=algorithm, dtype=held)) for algorithm, held in dict.fromkeys(tried)]
 
 
 def _make_hook(name: str, trials: Sequence[_Trial]) -> Callable[[nn.Module, Any, torch.Tensor], None]:

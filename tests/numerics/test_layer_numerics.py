@@ -19,7 +19,8 @@ from pipeline.networks.layer_numerics import LayerNumerics, compare_layers, desc
 
 def compare(reference: nn.Module, candidate: nn.Module, inputs: Any, **named: Any) -> dict[str, Any]:
     """Run both modules on the same inputs."""
-    return compare_layers(reference, candidate, [(partial(reference, x), partial(candidate, x)) for x in inputs], **named)
+    runs = [(partial(reference, x), partial(candidate, x)) for x in inputs]
+    return compare_layers(reference, candidate, runs, **named)
 
 
 def build(*, in_place: bool = False) -> nn.Sequential:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from evalsets.scenes import render
 from models.imbalance_people import BRANCH
-from models.people.detector import open_detector, prepare
+from models.people.detector import open_detector, preprocess
 from models.train_people import TRAIN
 from pipeline.errors import NumericsError
 from pipeline.networks.conv_policy import ConvArithmetic, apply_policy, list_convolutions, resolve_policy
@@ -160,7 +160,7 @@ def test_calibration_without_numbers_is_refused(images: list[torch.Tensor], mess
 @torch.no_grad()
 def test_on_people_hard_it_leaves_the_algorithm_that_breaks_the_branch_for_small_people() -> None:
     """Uniform F(4,3) in float16 gives NaN there; every other layer can keep it."""
-    images = [prepare(torch.from_numpy(render(np.random.default_rng([1, TRAIN, i])).pixels)[None]) for i in range(2)]
+    images = [preprocess(torch.from_numpy(render(np.random.default_rng([1, TRAIN, i])).pixels)[None]) for i in range(2)]
     found = propose_policy(open_detector(ROOT / "models/people-hard"), images, dtype="float16")
     slow = {p.layer for p in found if p.can_run_winograd and p.algorithm != "winograd_f43"}
     assert slow and all(name.startswith(f"branches.{BRANCH}.") for name in slow)
