@@ -73,11 +73,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-headroom-bits", type=float, default=1.0, help="doublings left before overflow (1)")
     parser.add_argument("--dry-run", action="store_true", help="print, and write nothing")
     options = parser.parse_args(argv)
-    for name, is_sound in (("max_relative_error", 0 < options.max_relative_error < 1),
-                           ("min_headroom_bits", 0 <= options.min_headroom_bits < math.inf)):  # fmt: skip
-        if not is_sound:
-            raise SettingsError(f"--{name.replace('_', '-')}: expected a share between 0 and 1, or doublings from 0 on, "
-                                f"got {getattr(options, name)!r}")  # fmt: skip
+    if not 0 < options.max_relative_error < 1:
+        raise SettingsError(f"--max-relative-error: expected a share between 0 and 1, got {options.max_relative_error}")
+    if not 0 <= options.min_headroom_bits < math.inf:
+        raise SettingsError(f"--min-headroom-bits: expected 0 doublings or more, got {options.min_headroom_bits}")
     return options
 
 

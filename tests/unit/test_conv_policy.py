@@ -161,7 +161,7 @@ def test_names_weights_and_hooks_stay(network: Network) -> None:
     seen: list[torch.Tensor] = []
     network.body[0].register_forward_hook(lambda _m, _i, output: seen.append(output))
     plain = Network()
-    apply_policy(network, {"body.0": FOUR, "head": ("direct", "float16")})
+    apply_policy(network, {"body.0": FOUR, "head": DIRECT})
     network.body[0].register_forward_hook(lambda _m, _i, output: seen.append(output))
     network(draw())
     assert len(seen) == 2 and seen[0] is seen[1]

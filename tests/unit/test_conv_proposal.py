@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -77,8 +78,8 @@ def test_an_overflow_on_one_image_of_many_counts() -> None:
 
 
 @pytest.mark.parametrize(("limit", "algorithm", "reason"), [
-    (0.1, "winograd_f43", "error 3.25 %"),
-    (0.01, "winograd_f23", "F(4,3)'s error is 3.25 %, over 1 %; F(2,3) leaves "),
+    (0.1, "winograd_f43", "leaves 12[0-9.]+ doublings, error 3[0-9.]* %"),
+    (0.01, "winograd_f23", r"F\(4,3\)'s error is 3[0-9.]* %, over 1 %; F\(2,3\) leaves "),
     (0.001, "direct", "; direct in bfloat16 leaves "),
 ])  # fmt: skip
 def test_error_decides_where_range_does_not(limit: float, algorithm: str, reason: str) -> None:
@@ -86,7 +87,8 @@ def test_error_decides_where_range_does_not(limit: float, algorithm: str, reason
     found = propose_policy(nn.Sequential(make()), draw(), dtype="bfloat16", max_relative_error=limit)[0]
     errors = [found.numbers[f"{name} bfloat16"]["relative_error"] for name in ("direct", "winograd_f23")]
     assert 0.001 < errors[0] < errors[1] / 2
-    assert (found.algorithm, found.dtype) == (algorithm, "bfloat16") and reason in found.reason
+    assert (found.algorithm, found.dtype) == (algorithm, "bfloat16")
+    assert re.search(reason, found.reason)
 
 
 @torch.no_grad()
