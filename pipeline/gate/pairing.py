@@ -33,6 +33,8 @@ from pipeline.records import (
 )
 from pipeline.settings import name_stage
 
+AnyCandidate = Candidate | ImageCandidate | NetworkCandidate
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -45,7 +47,7 @@ class Evidence:
         tables: per eval of a detector that is fit, its matched detections, in the order of the records.
     """
 
-    candidate: Candidate | ImageCandidate | NetworkCandidate
+    candidate: AnyCandidate
     fingerprint: str
     folder: Path
     evaluation: Evaluation
@@ -73,7 +75,7 @@ class PairedCases:
     tables: tuple[MatchTable, MatchTable] | None = None
 
 
-def load_evidence(build: Path, candidate: Candidate | ImageCandidate | NetworkCandidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
+def load_evidence(build: Path, candidate: AnyCandidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
     """Load and check the records of one candidate.
 
     Args:
@@ -104,7 +106,7 @@ def load_evidence(build: Path, candidate: Candidate | ImageCandidate | NetworkCa
     return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems, tables)
 
 
-def _check_identity(candidate: Candidate | ImageCandidate | NetworkCandidate, evaluation: Evaluation, path: Path) -> None:
+def _check_identity(candidate: AnyCandidate, evaluation: Evaluation, path: Path) -> None:
     if evaluation.candidate != candidate.name:
         raise EvidenceError(f"{path}: expected the evaluation of {candidate.name!r}, found that of "
                             f"{evaluation.candidate!r}")
