@@ -10,6 +10,7 @@ import pytest
 from pipeline.detection_params import DetectionEval
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.image_params import IMAGE_STEP_KINDS, ImagesEval, ImageStep
+from pipeline.network_params import NETWORK_STEP_KINDS, NetworkStep, UpscalingEval
 from pipeline.params import EvalSettings, Step, load_params
 from tests.structure.import_closure import ROOT
 
@@ -44,8 +45,14 @@ def test_image_steps_are_those_of_the_settings() -> None:
     assert set(IMAGE_STEP_KINDS) == union_kinds(ImageStep)
 
 
+def test_network_steps_are_those_of_the_settings() -> None:
+    """A kind that is missing would stand in the path of every message about its keys."""
+    assert set(NETWORK_STEP_KINDS) == union_kinds(NetworkStep)
+
+
 def test_every_eval_kind_declares_its_metrics() -> None:
-    others = {get_args(settings.model_fields["kind"].annotation)[0] for settings in (ImagesEval, DetectionEval)}
+    others = {get_args(settings.model_fields["kind"].annotation)[0] 
+              for settings in (ImagesEval, DetectionEval, UpscalingEval)}
     assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings) | others
 
 

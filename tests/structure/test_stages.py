@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.images.evaluate import CODE
+from pipeline.images.evaluate import CODE as IMAGE_CODE
+from pipeline.networks.evaluate import CODE as NETWORK_CODE
 from pipeline.params import ServingSettings
 from pipeline.records import ServingConfig
+from pipeline.settings import TRACKS, name_stage
 from tests.structure.import_closure import NOT_A_STAGE, ROOT, import_closure, list_stages
 
 MAX_STAGE_LINES = 60
@@ -21,45 +23,68 @@ def read_dvc_stages() -> dict[str, dict[str, Any]]:
     return {name: entry.get("do", entry) for name, entry in stages.items()}
 
 
+DVC_STAGES = read_dvc_stages()
+
+
 def _names(entries: list[Any]) -> list[str]:
     return [next(iter(entry)) if isinstance(entry, dict) else entry for entry in entries]
 
 
-def test_every_file_is_a_stage_and_every_stage_a_file() -> None:
-    assert sorted(read_dvc_stages()) == list_stages()
+def _read_command(stage: str) -> list[str]:
+    """Return the words behind `python -m stages.` of a stage, the name of the file first."""
+    return str(DVC_STAGES[stage]["cmd"]).removeprefix("python -m stages.").split()
 
 
-@pytest.mark.parametrize("stage", list_stages())
+def test_every_file_is_a_stage_and_every_stage_runs_a_file() -> None:
+    assert {_read_command(stage)[0] for stage in DVC_STAGES} == set(list_stages())
+
+
+@pytest.mark.parametrize("stage", DVC_STAGES)
 def test_command_runs_the_file_of_the_same_name(stage: str) -> None:
-    command = read_dvc_stages()[stage]["cmd"].split()
-    assert command[:3] == ["python", "-m", f"stages.{stage}"]
+    """Of a stage that several tracks share: with the track behind it."""
+    file, *words = _read_command(stage)
+    track = words[0] if words and words[0] in TRACKS else "text"
+    assert stage == name_stage(file.removesuffix("_network"), track)
 
 
-@pytest.mark.parametrize("stage", list_stages())
+@pytest.mark.parametrize("stage", DVC_STAGES)
+def test_a_stage_of_a_track_reads_and_writes_that_track_alone(stage: str) -> None:
+    """A block copied for another track and half edited would judge one product by the other's records."""
+    track = next((track for track in TRACKS[1:] if stage.endswith(f"_{track}")), None)
+    others = [name for name in TRACKS[1:] if name != track]
+    text = str({key: value for key, value in DVC_STAGES[stage].items() if key != "deps"}) + str(
+        [name for name in _names(DVC_STAGES[stage].get("deps", [])) if not name.startswith(("pipeline/", "stages/"))])
+    if stage != "env":
+        assert not [name for name in others if f"/{name}/" in text or f"{name}." in text or f"env/{name}" in text]
+
+
+@pytest.mark.parametrize("stage", DVC_STAGES)
 def test_code_dependencies_are_the_import_closure(stage: str) -> None:
     """Too few: an edit goes unnoticed. Too many: an edit elsewhere costs an evaluation."""
-    names = _names(read_dvc_stages()[stage]["deps"])
+    names = _names(DVC_STAGES[stage]["deps"])
     code = [ROOT / name for name in names if name.startswith(("pipeline/", "stages/"))]
     files = [file for path in code for file in (path.rglob("*.py") if path.is_dir() else [path])]
     listed = {file.relative_to(ROOT).as_posix() for file in files}
-    needed = set(import_closure(stage))
+    file = _read_command(stage)[0]
+    needed = set(import_closure(file))
     add, remove = sorted(needed - listed), sorted(listed - needed)
     assert listed == needed, (f"deps of {stage} in dvc.yaml: add {add}, remove {remove}; "
-                              f"`python tests/structure/import_closure.py {stage}` prints them")  # fmt: skip
+                              f"`python tests/structure/import_closure.py {file}` prints them")  # fmt: skip
 
 
 def test_evaluate_watches_what_can_change_an_answer_and_nothing_else_of_serving() -> None:
     """Too few: answers of another setting are judged. Too many: a longer timeout costs every evaluation."""
-    names = [name for name in _names(read_dvc_stages()["evaluate"]["params"]) if name.startswith("serving")]
+    names = [name for name in _names(DVC_STAGES["evaluate"]["params"]) if name.startswith("serving")]
     shared = ServingSettings.model_fields.keys() & ServingConfig.model_fields.keys()
     assert sorted(names) == sorted(f"serving.{name}" for name in shared)
 
 
-def test_the_key_of_rendered_images_covers_what_the_stage_runs() -> None:
-    """Too few: old pictures pass for new. Too many: after an edit elsewhere no two candidates can be compared."""
-    folders = ("pipeline/images/", "pipeline/numerics/")
-    run = {path for path in import_closure("evaluate_images") if path.startswith(folders)}
-    covered = {f"pipeline/{path}" for path in CODE if f"pipeline/{path}".startswith(folders)}
+@pytest.mark.parametrize(("stage", "code"), [("evaluate_images", IMAGE_CODE), ("evaluate_network", NETWORK_CODE)])
+def test_the_key_of_an_evaluation_covers_what_the_stage_runs(stage: str, code: tuple[str, ...]) -> None:
+    """Too few: old results pass for new. Too many: after an edit elsewhere no two candidates can be compared."""
+    folders = ("pipeline/images/", "pipeline/networks/", "pipeline/numerics/")
+    run = {path for path in import_closure(stage) if path.startswith(folders)}
+    covered = {f"pipeline/{path}" for path in code if f"pipeline/{path}".startswith(folders)}
     assert covered == {path for path in run if not path.endswith("__init__.py")}
 
 
