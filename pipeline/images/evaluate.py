@@ -88,20 +88,20 @@ def _run_eval(
 ) -> EvalFile:  # fmt: skip
     start = time.monotonic()
     # rounding depends on who shares a batch: the same ones do after a kill
-    left = [(batch, category) for batch, category in _batch(evalset.cases, candidate)
+    batches = list(_batch(evalset.cases, candidate))
+    left = [(batch, category) for batch, category in batches
             if any(journal.find(case.digest) is None for case in batch)]  # fmt: skip
     _render(name, left, pool, journal)
-    records, batches = [], {}
+    records = []
     (working / name).mkdir()
     for case in evalset.cases:
-        record, attachment = journal.find(case.digest) or (None, None)
-        assert record is not None and attachment is not None
-        kept = json.loads(attachment)
-        batches[kept["batch"]["cases"]] = kept["batch"]
+        record, picture = journal.find(case.digest) or (None, None)
+        assert record is not None and picture is not None
         records.append(record)
-        (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(kept["png"]))
+        (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
     write_cases(working / f"{name}.jsonl", records)
-    notes = _describe(list(batches.values()), candidate) | {
+    noted = [journal.find_text(_name_batch(batch)) for batch, _ in batches]
+    notes = _describe([json.loads(text) for text in noted if text is not None], candidate) | {
         "decode_peak_mib": round(pool.submit(weigh_decode, candidate.serving.batch_size).result(), 2)}
     write_text(working / f"{name}.json", json.dumps(notes, indent=1) + "\n")
     sound = sum(r.scores["sound"] for r in records)
@@ -132,12 +132,17 @@ def _render(
     waiting = {pool.submit(render_batch, batch, category): batch for batch, category in batches}
     for number, future in enumerate(as_completed(waiting), start=1):
         found, cases = future.result(), waiting[future]
-        batch = found.describe() | {"cases": digest_json([case.digest for case in cases]), "num": len(cases)}
+        # first: a batch counts as finished when all its images do
+        journal.add_text(_name_batch(cases), json.dumps(found.describe() | {"num": len(cases)}))
         for case, record, picture in zip(cases, found.records, found.pictures, strict=True):
-            journal.add(case.digest, record, json.dumps({"png": base64.b64encode(picture).decode(), "batch": batch}))
+            journal.add(case.digest, record, base64.b64encode(picture).decode())
         if time.monotonic() - last > _PROGRESS_EVERY_S:
             last = time.monotonic()
             print(f"  {name}: {number}/{len(batches)} batches", file=sys.stderr, flush=True)
+
+
+def _name_batch(cases: Sequence[PromptCase]) -> str:
+    return digest_json([case.digest for case in cases])
 
 
 def _describe(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:

@@ -98,7 +98,6 @@ def _load(order: Order) -> _Loaded:
     from pipeline.images.scoring import ClipScorer
 
     candidate, serving = order.candidate, order.candidate.serving
-    _check_files(order)
     pipe = load_pipeline(order.root / candidate.checkpoint.path, serving)
     for key, part in (("unet_dtype", pipe.unet), ("vae_dtype", pipe.vae)):
         if (dtype := str(part.dtype).removeprefix("torch.")) != getattr(serving, key):
@@ -106,7 +105,7 @@ def _load(order: Order) -> _Loaded:
                               f"{dtype!r}; diffusers keeps some parts in another format: correct the step")
     loaded = _Loaded(candidate, pipe, load_exact_vae(order.source), ClipScorer(order.root / order.settings.clip),
                      order.settings.oversaturated_above, candidate.facts | read_machine_facts())  # fmt: skip
-    _check_files(order)  # read while they were loaded: what was digested is what runs
+    _check_files(order)  # after they were read: what is digested is what runs
     return loaded
 
 

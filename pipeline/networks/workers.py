@@ -154,13 +154,21 @@ def describe_run(cases: Sequence[PictureCase], batches: Sequence[Sequence[Pictur
     """
     loaded: _Loaded = get_loaded()
     serving = loaded.order.candidate.serving
-    eager = loaded.load(serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None}))
-    exact = loaded.load(NetworkServing(), loaded.order.source)
+    stacked = [torch.from_numpy(np.stack([_read(loaded, case) for case in batch])) for batch in batches]
+    return {"layers": _compare_layers(loaded, cases), **measure_costs(loaded.load, serving, stacked)}
+
+
+def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:
+    """Return how far each layer is from the reference's in float32; nothing where it runs the very same."""
+    order, serving = loaded.order, loaded.order.candidate.serving
+    plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads)
+    inner = serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None})
+    if inner == plain and order.candidate.checkpoint.path == order.source:
+        return {}
+    eager, exact = loaded.load(inner), loaded.load(plain, order.source)
     pixels = [torch.from_numpy(_read(loaded, case))[None] for case in cases]
     runs = [(partial(exact.run, exact.prepare(p)), partial(eager.run, eager.prepare(p))) for p in pixels]
     dtypes = {name: getattr(torch, c.dtype) for name, c in serving.conv_policy.items()}
     default = getattr(torch, serving.dtype)
     dtypes = {name: dtypes.get(name, default) for name, _ in eager.module.named_modules()}
-    layers = describe_layers(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
-    stacked = [torch.from_numpy(np.stack([_read(loaded, case) for case in batch])) for batch in batches]
-    return {"layers": layers, **measure_costs(loaded.load, serving, stacked)}
+    return describe_layers(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))

@@ -30,7 +30,8 @@ LAYERS = (
 RECORDS_ONLY = ("gate", "tracking", "run_contents", "image_contents", "run_pictures", "predictions", "sweep.judging",
                 "sweep.table", "sweep.plot")  # fmt: skip
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
-LIGHT_MODULES = ("params", "preflight", "image_preflight", "network_preflight", "network_serving", "environment", "memory", *RECORDS_ONLY)
+LIGHT_MODULES = ("params", "preflight", "image_preflight", "network_preflight", "network_serving", "environment",
+                 "memory", *RECORDS_ONLY)  # fmt: skip
 
 MODULES = sorted((ROOT / "pipeline").rglob("*.py"))
 
