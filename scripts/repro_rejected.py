@@ -1,6 +1,7 @@
 """Show a failing gate: release one named candidate in a temporary copy of the project.
 
     python scripts/repro_rejected.py gptq-short
+    python scripts/repro_rejected.py upscaler/bf16    (a name that several tracks have)
 
 The copy holds the working tree's files and shares its DVC cache, so what is already evaluated is
 not evaluated again: only compare, track and gate run. Nothing in the working tree changes. Ends
@@ -19,6 +20,9 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.settings import TRACKS  # noqa: E402
 
 
 def copy_project(target: Path) -> None:
@@ -41,8 +45,12 @@ def set_release(params: Path, candidate: str) -> None:
     """Rewrite `release:` of the candidate's track in params.yaml, keeping comments."""
     yaml = YAML()
     data = yaml.load(params.read_text(encoding="utf-8"))
-    track = next((t for t in (data, data.get("images") or {}) if candidate in t.get("candidates", {})), data)
-    track["release"] = [candidate]
+    section, _, name = candidate.rpartition("/")
+    tracks = {"text": data} | {key: value for key, value in data.items() if key in TRACKS}
+    asked = [track for key, track in tracks.items() if section in ("", key) and name in track.get("candidates", {})]
+    if not asked:
+        sys.exit(f"{candidate}: no candidate of {', '.join(tracks)}; name one, or TRACK/NAME")
+    asked[0]["release"] = [name]
     with params.open("w", encoding="utf-8") as file:
         yaml.dump(data, file)
 

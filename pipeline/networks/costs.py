@@ -55,7 +55,7 @@ def measure_costs(load: Load, serving: NetworkServing, batches: Sequence[torch.T
     """
     largest = max(batches, key=lambda batch: batch.shape[1] * batch.shape[2])[:1]
     return {
-        "speed": _measure_speed(load, serving, batches[0]),
+        "speed": measure_speed(load, serving, batches[0]),
         "compile": _count_compilations(load, serving, batches),
         "layout": _follow_layout(load, serving, batches[0]),
         "peak_mib": _weigh(load, serving, largest),
@@ -64,8 +64,11 @@ def measure_costs(load: Load, serving: NetworkServing, batches: Sequence[torch.T
     }
 
 
-def _measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:
-    """Time both, in CPU seconds and by the wall clock; None where there is no baseline."""
+def measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:
+    """Return the times of a candidate and of its baseline on one batch, in CPU seconds and by the wall clock, as JSON.
+
+    `timed` is None where the outputs differ by more than rounding; all is None where there is no baseline.
+    """
     base = choose_baseline(serving)
     if base is None:
         return None

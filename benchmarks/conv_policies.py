@@ -1,0 +1,96 @@
+"""What each convolution policy costs the people detector, and what the gate says: `python -m benchmarks.conv_policies`.
+
+Direct sums, F(2,3) and F(4,3) wherever they fit, and the calibrated policy, in float32, bfloat16 and float16, each
+evaluated and judged as a candidate of the section `detector` is, against the same reference and tolerances, in a
+temporary folder. A policy is calibrated on the section's `calibration_images` for each number format. The arithmetic is
+emulated: what a kernel gains is measured by `benchmarks/winograd_speed.py`. `--checkpoint models/people` judges the
+network whose channels are alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+
+from pipeline.evalsets import load_evalset
+from pipeline.gate.compare import Measured, compare_release
+from pipeline.network_params import DetectorTrack
+from pipeline.network_serving import run_plainly
+from pipeline.networks.adapters import load_adapter
+from pipeline.networks.candidate import build_network_candidate
+from pipeline.networks.evaluate import evaluate_network
+from pipeline.networks.loading import load_network
+from pipeline.networks.policy_settings import choose_default, list_rules
+from pipeline.networks.proposal import find_saved_fraction, propose_policy
+from pipeline.params import get_track, load_params
+from pipeline.pictures import read_picture
+from pipeline.verdict_records import Comparison, Verdict
+
+DTYPES = ("float32", "bfloat16", "float16")
+UNIFORM = ("direct", "winograd_f23", "winograd_f43")
+METRICS = ("ap", "ap_small", "ap_medium", "ap_large")
+
+
+def main() -> int:
+    """Evaluate, judge, print."""
+    parser = argparse.ArgumentParser(prog="conv_policies", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--checkpoint", default="models/people-hard")
+    options = parser.parse_args()
+    track = get_track(load_params(), "detector", kind=DetectorTrack)
+    candidates = {"reference": {"checkpoint": options.checkpoint, "steps": []}}
+    candidates |= {f"{algorithm.replace('_', '-')}-{dtype}": _make_candidate(options.checkpoint, algorithm, dtype, [])
+                   for dtype in DTYPES for algorithm in UNIFORM}  # fmt: skip
+    for dtype in DTYPES:
+        candidates[f"calibrated-{dtype}"] = _calibrate(track, options.checkpoint, dtype)
+    judged = track.model_dump() | {"candidates": candidates, "reference": "reference", "release": list(candidates)[1:]}
+    track = DetectorTrack.model_validate(judged)
+    with tempfile.TemporaryDirectory(dir=".", prefix=".policies-") as folder:
+        for name in candidates:
+            build = Path(folder)
+            evaluate_network(build_network_candidate(name, track, root=Path(), build=build), track, root=Path(),
+                             build=build)  # fmt: skip
+        compared = compare_release(track, Path(folder))
+        print(_tabulate(compared.judgement.verdicts, compared.measured))
+    return 0
+
+
+def _make_candidate(checkpoint: str, algorithm: str, dtype: str, rules: list[dict]) -> dict:
+    step = {"kind": "conv_policy", "algorithm": algorithm, "dtype": dtype, "rules": rules}
+    return {"checkpoint": checkpoint, "steps": [step]}
+
+
+def _calibrate(track: DetectorTrack, checkpoint: str, dtype: str) -> dict:
+    """Return a candidate with the policy that is proposed for a number format."""
+    torch.set_num_threads(track.running.num_threads)
+    network = load_network(Path(checkpoint), load_adapter(Path(track.adapter)), run_plainly(track))
+    folder = Path(track.calibration_images or "")
+    inputs = [network.prepare(torch.from_numpy(read_picture(folder / case.image, case.sha256))[None])
+              for case in load_evalset(folder).cases]  # fmt: skip
+    proposals = propose_policy(network.module, inputs, dtype=dtype, run=network.run)
+    chosen = [p.algorithm for p in proposals if p.can_run_winograd]
+    print(f"calibrated {dtype}: {', '.join(f'{chosen.count(a)} {a}' for a in UNIFORM)}, "
+          f"{find_saved_fraction(proposals):.0%} of the multiplications saved", flush=True)  # fmt: skip
+    default = choose_default(proposals)
+    return _make_candidate(checkpoint, default, dtype, list_rules(proposals, algorithm=default, dtype=dtype))
+
+
+def _tabulate(verdicts: tuple[Verdict, ...], measured: dict[str, Measured]) -> str:
+    lines = ["| policy | " + " | ".join(METRICS) + " | finite | verdict |", "|---|" + "---:|" * 5 + "---|"]
+    for verdict in verdicts:
+        found = {c.metric.partition("/")[2]: c for c in verdict.comparisons if c.bucket is None}
+        cells = [_show(found[name]) for name in METRICS]
+        lines.append(f"| {verdict.candidate} | {' | '.join(cells)} | {found['finite_output_rate'].candidate:.1%} "
+                     f"| {verdict.outcome} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _show(c: Comparison) -> str:
+    """Return a value, and the loss with its one-sided 95 % bounds in points."""
+    return f"{100 * c.candidate:.1f} ({-100 * c.harm:+.2f}; {-100 * c.high:+.2f} to {-100 * c.low:+.2f})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
