@@ -8,6 +8,8 @@ picture cancels, and so does what the network does to every line, tiled or not.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from numpy.typing import NDArray
 
@@ -24,7 +26,7 @@ _WORST = {"psnr_db": 0.0, "ssim": 0.0, "seam_levels": _LEVELS}
 
 
 def judge_picture(
-    case_id: str, picture: torch.Tensor, target: NDArray, given: NDArray, *, is_finite: bool, tiling: Tiling | None
+    case_id: str, picture: Any, target: NDArray, given: NDArray, *, is_finite: bool, tiling: Tiling | None
 ) -> dict[str, float]:  # fmt: skip
     """Return the scores of one enlarged picture.
 
@@ -39,9 +41,11 @@ def judge_picture(
     Raises:
         EngineError: another shape or type than the target's.
     """
-    if picture.dtype != torch.uint8 or tuple(picture.shape) != target.shape:
-        raise EngineError(f"case {case_id!r}: postprocess() returned {picture.dtype} of shape {tuple(picture.shape)}, "
-                          f"expected uint8 of the target's shape {target.shape}; correct the adapter or the evalset")
+    if not isinstance(picture, torch.Tensor) or picture.dtype != torch.uint8 or tuple(picture.shape) != target.shape:
+        came = (f"{picture.dtype} of shape {tuple(picture.shape)}" if isinstance(picture, torch.Tensor)
+                else f"{type(picture).__name__!r}")  # fmt: skip
+        raise EngineError(f"case {case_id!r}: postprocess() returned {came}, expected a tensor of uint8 of the "
+                          f"target's shape {target.shape}; correct the adapter or the evalset")  # fmt: skip
     if not is_finite:
         return {"finite": 0.0, **_WORST}
     ours, wanted = (_to_unit(side) for side in (picture, torch.from_numpy(target)))
@@ -76,8 +80,7 @@ def list_stitches(given: tuple[int, int], tiling: Tiling | None, factor: int) ->
     """Return the rows and columns of an output at which tiles meet, from the size of what was enlarged."""
     if tiling is None:
         return [], []
-    overlap = round(tiling.tile * tiling.overlap)
-    rows, columns = (find_stitches(size, tiling.tile, overlap, factor=factor) for size in given)
+    rows, columns = (find_stitches(size, tiling.tile, tiling.overlap_pixels, factor=factor) for size in given)
     return rows, columns
 
 
