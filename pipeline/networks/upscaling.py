@@ -1,9 +1,10 @@
 """Judge an enlarged picture against what it was made from, and look for seams where tiles meet.
 
-A seam is a step between neighbouring columns or rows that the original has not. Each is averaged with its sign along
-the edge that two tiles share, and made absolute then (`pipeline/numerics/seams.py`). From the steps at the stitches
-those at control lines of the same picture are taken, both less the original's own steps there: detail that is in the
-picture cancels, and so does what the network does to every line, tiled or not.
+A seam is a step between neighbouring columns or rows that the original has not, so steps are those of the difference
+between the two. Each is averaged with its sign along the edge that two tiles share, and made absolute then
+(`pipeline/numerics/seams.py`). From the mean step at the stitches that at control lines of the same picture is taken:
+what the network does to every line, tiled or not, cancels. Not covered: a line along a stitch that is as dark on its
+one side as on the other, which is no step.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def measure_seam_excess(
     rows, columns = list_stitches(given, tiling, factor)
     if not rows and not columns:
         return 0.0
-    at_stitches, at_controls = (
-        _mean_step(picture, *lines) - _mean_step(target, *lines)
-        for lines in ((columns, rows), (_between(columns, picture.shape[3], factor),
-                                        _between(rows, picture.shape[2], factor))))  # fmt: skip
+    controls = _between(columns, picture.shape[3], factor), _between(rows, picture.shape[2], factor)
+    # not the steps of each, made absolute: where the picture has an edge of its own, a seam may make it smaller
+    at_stitches, at_controls = (float(boundary_steps(picture - target, *lines).mean())
+                                for lines in ((columns, rows), controls))  # fmt: skip
     return _LEVELS * (at_stitches - at_controls)
 
 
@@ -88,10 +89,6 @@ def _between(stitches: list[int], size: int, factor: int) -> list[int]:
     """Return lines half way between stitches, and between the outermost and the edge, on a whole pixel of the input."""
     ends = [0, *stitches, size] if stitches else []
     return [(low + high) // 2 // factor * factor for low, high in zip(ends, ends[1:], strict=False)]
-
-
-def _mean_step(picture: torch.Tensor, columns: list[int], rows: list[int]) -> float:
-    return float(boundary_steps(picture, columns, rows).mean())
 
 
 def _to_unit(pixels: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,8 @@ def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
 ) -> None:
     """Each batch leaves a line in a file: those that were journaled leave none after the kill."""
     calls = project / "calls.txt"
-    slow = (f"\n    import time\n    open({str(calls)!r}, 'a').write('call\\n')\n    time.sleep(0.3)\n    cell = config")
+    slow = (f"\n    import time\n    open({str(calls)!r}, 'a').write('call\\n')\n    time.sleep(0.3)"
+            "\n    cell = config")  # fmt: skip
     edit(project, DETECTOR_FILE, "\n    cell = config", slow)
     track = make_detector()
     journal = project / "build/detector/journal/squares/squares.jsonl"
