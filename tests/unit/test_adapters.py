@@ -16,7 +16,7 @@ from pipeline.networks.loading import list_tensors, to_float
 from pipeline.networks.workers import find_finite
 from tests.tiny_networks import DETECTOR
 
-PLAIN = "def build(config):\n    return 1\n\n\ndef preprocess(pixels):\n    pass\n\n\ndef postprocess(o, c):\n    pass\n"
+PLAIN = "def build(config):\n    return 1\n\n\ndef preprocess(pixels):\n    pass\n\n\ndef postprocess(*_):\n    pass\n"
 
 
 def write(folder: Path, text: str) -> Path:
