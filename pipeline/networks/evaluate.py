@@ -70,7 +70,9 @@ def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: 
         categories = tuple(list_categories(evalset.cases)) if isinstance(settings, DetectionEval) else ()
         order = Order(candidate, track.name, root, track.adapter, source, settings, categories)
         key = digest_work(track, settings, evalset, root)
-        with start_runners(order, track.running.num_workers) as pool:
+        # what one process compiles, another would compile again
+        num_workers = 1 if candidate.serving.compile_mode else track.running.num_workers
+        with start_runners(order, num_workers) as pool:
             facts = pool.submit(read_facts).result()
             journal = build / "journal" / candidate.name / f"{name}.jsonl"
             with Journal(journal, fingerprint=fingerprint(facts), key=key) as opened:
