@@ -25,6 +25,7 @@ from pipeline.gate.wording import (
     name_metric,
     show_unprintable,
 )
+from pipeline.network_params import NetworkTrack
 from pipeline.params import Params
 from pipeline.records import Record
 from pipeline.serving_config import read_track_candidate
@@ -294,6 +295,9 @@ def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
             raise EvidenceError(f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
                                 "`dvc repro` so that it is built again")
         _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
+        if isinstance(params, NetworkTrack) and digest_file(root / params.adapter) != candidate.libraries["adapter"]:
+            raise EvidenceError(f"{params.adapter}: expected the adapter that {candidate.name!r} was judged with, found "
+                                "another; run `dvc repro` so that it is built and evaluated again")
         speculative = candidate.serving.speculative
         if speculative and speculative.draft_path and speculative.draft_digest:
             _check_files(root / speculative.draft_path, speculative.draft_digest, {})
