@@ -296,8 +296,8 @@ def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
                                 "`dvc repro` so that it is built again")
         _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
         if isinstance(params, NetworkTrack) and digest_file(root / params.adapter) != candidate.libraries["adapter"]:
-            raise EvidenceError(f"{params.adapter}: expected the adapter that {candidate.name!r} was judged with, found "
-                                "another; run `dvc repro` so that it is built and evaluated again")
+            raise EvidenceError(f"{params.adapter}: expected the adapter that {candidate.name!r} was judged with, "
+                                "found another; run `dvc repro` so that it is built and evaluated again")
         speculative = candidate.serving.speculative
         if speculative and speculative.draft_path and speculative.draft_digest:
             _check_files(root / speculative.draft_path, speculative.draft_digest, {})
