@@ -60,7 +60,7 @@ def _measure(track: NetworkTrack, step: str, serving: NetworkServing, repeats: i
     cases = load_evalset(folder).cases[: serving.batch_size]
     pixels = torch.from_numpy(np.stack([read_picture(folder / case.image, case.sha256) for case in cases]))
     load = partial(load_network, Path(track.candidates[track.reference].checkpoint), adapter)
-    costs = measure_costs(load, serving, [pixels])
+    costs = measure_costs(load, serving, pixels, pixels[:1], [pixels])
     speeds = [costs["speed"], *(measure_speed(load, serving, pixels) for _ in range(repeats - 1))]
     differs = max(speed["difference"] for speed in speeds)
     if any(speed["timed"] is None for speed in speeds):

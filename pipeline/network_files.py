@@ -50,7 +50,7 @@ def describe_folder(folder: Path, *, root: Path, kind: str) -> Checkpoint:
     sizes: dict[str, int] = {}
     for info in tensors:
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.num_bytes
-    main = max(sizes, key=lambda dtype: sizes[dtype])
+    main = max(sizes, key=lambda dtype: sizes[dtype], default="F32")  # a module may have no weights
     absolute, base = folder.resolve(), root.resolve()
     return Checkpoint(
         path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),

@@ -71,6 +71,7 @@ NetworkStep = Annotated[
     PrecisionStep | ConvPolicyStep | MemoryFormatStep | CompileStep | TilingStep, Field(discriminator="kind")
 ]
 NETWORK_STEP_KINDS = ("precision", "conv_policy", "channels_last", "compile", "tiling")
+SPEED_STEPS = ("channels_last", "compile")  # whose only reason is speed
 
 
 class NetworkCandidateSettings(Settings):
@@ -78,6 +79,11 @@ class NetworkCandidateSettings(Settings):
 
     checkpoint: str
     steps: list[NetworkStep]
+
+    @property
+    def is_for_speed(self) -> bool:
+        """Some step's only reason is speed: without a sure gain it is not released."""
+        return any(step.kind in SPEED_STEPS for step in self.steps)
 
 
 class RunningSettings(Settings):

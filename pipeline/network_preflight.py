@@ -6,12 +6,14 @@ import ast
 from pathlib import Path
 from typing import Any
 
+from pipeline.cases import CASES_FILE, check_distinct
 from pipeline.detection_params import DetectionEval
 from pipeline.digests import digest_checkpoint, digest_file, digest_folder
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.network_files import read_config
-from pipeline.network_params import NetworkTrack, TilingStep
+from pipeline.network_params import NetworkTrack, TilingStep, UpscalingEval
 from pipeline.pictures import check_pictures, measure_picture
 from pipeline.preflight import check_buckets, load_kind
 from pipeline.weight_files import read_tensors
@@ -30,8 +32,10 @@ def check_network(track: NetworkTrack, root: Path) -> None:
     evalsets = {name: load_kind(load_evalset, root / e.evalset, f"{track.name}.evals.{name}.evalset", e.kind)
                 for name, e in track.evals.items()}  # fmt: skip
     for name, evalset in evalsets.items():
-        check_pictures(root / track.evals[name].evalset, evalset.cases)
-    areas = {name: list(e.areas) for name, e in track.evals.items() if isinstance(e, DetectionEval)}
+        _check_evalset(f"{track.name}.evals.{name}", track.evals[name], evalset, root)
+    areas = {f"{name}/{metric.name}": list(e.areas) for name, e in track.evals.items() if isinstance(e, DetectionEval)
+             for metric in METRICS_BY_EVAL_KIND[e.kind]
+             if metric.estimator == "average_precision" and metric.area == "all"}  # fmt: skip
     check_buckets(f"{track.name}.gate", track, evalsets, areas)
     if track.calibration_images is not None:
         where, folder = f"{track.name}.calibration_images", root / track.calibration_images
@@ -54,6 +58,21 @@ def _check_adapter(track: NetworkTrack, root: Path) -> None:
         raise SettingsError(f"{track.name}.adapter: expected a Python file, got {error}") from None
     except SyntaxError as error:
         raise SettingsError(f"{track.name}.adapter: {path}:{error.lineno}: expected Python: {error.msg}") from None
+
+
+def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path) -> None:
+    """Refuse cases that are there twice, pictures that were changed, and for a detector nothing to detect."""
+    folder = root / settings.evalset
+    check_distinct(folder / CASES_FILE, evalset.cases)
+    check_pictures(folder, evalset.cases)
+    if not isinstance(settings, DetectionEval):
+        return
+    if not any(case.annotations for case in evalset.cases):
+        raise SettingsError(f"{where}.evalset: expected an object on some picture, evalset {evalset.card.name!r} has "
+                            "none, and AP is about nothing; annotate what should be found")  # fmt: skip
+    for bucket in settings.all_areas.keys() & evalset.card.buckets:
+        raise SettingsError(f"{where}.areas: {bucket!r} is an area of objects, and a bucket of pictures in evalset "
+                            f"{evalset.card.name!r}; rename one")  # fmt: skip
 
 
 def _check_folder(where: str, folder: Path) -> None:

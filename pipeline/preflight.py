@@ -68,14 +68,14 @@ def check_buckets(
         where: starts the path of the key.
         track: whose tolerances.
         evalsets: by eval; None stands for one whose cases are elsewhere.
-        areas: by eval, buckets of objects that params.yaml adds.
+        areas: by metric, buckets of objects that params.yaml adds.
 
     Raises:
         SettingsError: with the path of the key.
     """
     for metric, tolerance in track.gate.tolerances.items():
         eval_name = metric.split("/")[0]
-        evalset, own = evalsets[eval_name], (areas or {}).get(eval_name, [])
+        evalset, own = evalsets[eval_name], (areas or {}).get(metric, [])
         for bucket in tolerance.buckets:
             if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
                 raise SettingsError(f"{where}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "

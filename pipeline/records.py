@@ -103,6 +103,11 @@ class Tiling(Record):
     overlap: float  # fraction of a tile
     window: Literal["none", "linear", "hann"]
 
+    @property
+    def overlap_pixels(self) -> int:
+        """The overlap in the pixels of `tile`, at most half a tile."""
+        return min(round(self.tile * self.overlap), self.tile // 2)
+
 
 class ConvArithmetic(Record):
     """How one convolution is computed."""

@@ -15,10 +15,10 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from pipeline.errors import EngineError, QuantgateError
+from pipeline.errors import EngineError
 
 _loaded: list[Any] = []  # in a worker: at most one
-_problems: list[QuantgateError] = []  # why there is none
+_problems: list[Exception] = []  # why there is none
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def _initialize(load: Callable[[Any], Any], order: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     try:
         _loaded.append(load(order))
-    except QuantgateError as error:  # raised here it would only say that a process has ended
+    except Exception as error:  # raised here it would only say that a process has ended
         _problems.append(error)
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from pipeline.gate.images import read_notes
 from pipeline.gate.pairing import Evidence
+from pipeline.network_params import SPEED_STEPS
 from pipeline.verdict_records import GAIN_BELOW, Gain, MedianInterval
-
-SPEED_STEPS = ("channels_last", "compile")  # whose only reason is speed
 
 
 def measure_gain(evidence: Evidence) -> Gain | None:
@@ -22,11 +21,11 @@ def measure_gain(evidence: Evidence) -> Gain | None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
     if speed["timed"] is None:
-        differs = "are not finite" if speed["difference"] is None else (
-            f"differ by {speed['difference']:.2g} of their standard deviation, more than the {speed['tolerance']:g} "
-            "that rounding explains")  # fmt: skip
-        return Gain(steps=steps, baseline=speed["baseline"],
-                    why=f"{what}: not timed, as its outputs {differs} from those of {speed['baseline']}")
+        differs = f"are not finite, or of other shapes than those of {speed['baseline']}"
+        if speed["difference"] is not None:
+            differs = (f"differ from those of {speed['baseline']} by {speed['difference']:.2g} of their standard "
+                       f"deviation, more than the {speed['tolerance']:g} that rounding explains")  # fmt: skip
+        return Gain(steps=steps, baseline=speed["baseline"], why=f"{what}: not timed, as its outputs {differs}")
     ratio = MedianInterval(**speed["timed"][speed["clock"]]["ratio"])
     return Gain(steps=steps, baseline=speed["baseline"], ratio=ratio, clock=speed["clock"],
                 why=f"{what}: {tell_ratio(speed)}; a gain is surely below {GAIN_BELOW:g}")

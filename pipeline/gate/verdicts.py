@@ -69,6 +69,7 @@ class Policy(Record):
     exact: tuple[str, ...] = ()  # candidates of which no answer may change
     benchmarked: tuple[str, ...] = ()  # candidates
     max_slowdown: float | None = None  # of their throughput, relative
+    for_speed: tuple[str, ...] = ()  # candidates with a step whose only reason is speed
 
     @property
     def eval_kinds(self) -> dict[str, str]:
@@ -107,6 +108,9 @@ def describe_policy(track: Track) -> Policy:
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
         evals={name: settings.model_dump(mode="json") for name, settings in track.evals.items()},
     )
+    if isinstance(track, NetworkTrack):
+        names = tuple(name for name, candidate in track.candidates.items() if candidate.is_for_speed)
+        return shared.model_copy(update={"for_speed": names})
     return shared.model_copy(update=_describe_text(track)) if isinstance(track, Params) else shared
 
 
@@ -172,10 +176,10 @@ def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     """Say whether a verdict keeps the release from going out.
 
     `on_inconclusive: warn` lets through what is within its tolerance as seen and not proven to be; a loss seen
-    beyond the tolerance blocks, proven or not.
+    beyond the tolerance blocks, proven or not, and so does a step for speed alone that gains nothing.
     """
     if verdict.outcome == "inconclusive":
-        return policy.on_inconclusive == "block" or any(
+        return policy.on_inconclusive == "block" or _gains_nothing(verdict, policy) or any(
             c.outcome == "inconclusive" and c.tolerance is not None and c.harm > c.tolerance
             for c in verdict.comparisons)
     return verdict.outcome != "pass"
@@ -199,7 +203,7 @@ def check_outcomes(judgement: Judgement) -> None:
             wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
         is_unfit = (bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
                     or _changes_answers(verdict, judgement.policy) or _drafts_too_few(verdict, judgement.policy)
-                    or _is_too_slow(verdict, judgement.policy) or _gains_nothing(verdict))
+                    or _is_too_slow(verdict, judgement.policy) or _gains_nothing(verdict, judgement.policy))
         is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not is_unfit
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
@@ -230,10 +234,11 @@ def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
     return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
 
 
-def _gains_nothing(verdict: Verdict) -> bool:
-    """Say whether a step for speed alone has no sure gain."""
-    is_told = any(reason.startswith(NO_GAIN) for reason in verdict.reasons)
-    return is_told or (verdict.gain is not None and not verdict.gain.is_sure)
+def _gains_nothing(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether a step for speed alone has no sure gain, or nobody knows."""
+    if verdict.gain is None:
+        return verdict.candidate in policy.for_speed
+    return not verdict.gain.is_sure or any(reason.startswith(NO_GAIN) for reason in verdict.reasons)
 
 
 def _list_gated(policy: Policy) -> list[tuple[str, str | None]]:
@@ -295,9 +300,8 @@ def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
             raise EvidenceError(f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
                                 "`dvc repro` so that it is built again")
         _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
-        if isinstance(params, NetworkTrack) and digest_file(root / params.adapter) != candidate.libraries["adapter"]:
-            raise EvidenceError(f"{params.adapter}: expected the adapter that {candidate.name!r} was judged with, "
-                                "found another; run `dvc repro` so that it is built and evaluated again")
+        if isinstance(params, NetworkTrack):
+            _check_adapter(root / params.adapter, candidate.libraries.get("adapter", "none"))
         speculative = candidate.serving.speculative
         if speculative and speculative.draft_path and speculative.draft_digest:
             _check_files(root / speculative.draft_path, speculative.draft_digest, {})
@@ -310,6 +314,13 @@ def _check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
         raise EvidenceError(f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
                             f"({digest_json(found)[:12]}: {name_changed_file(files, found)}); run `dvc repro` so that "
                             "it is built and evaluated again")
+
+
+def _check_adapter(path: Path, digest: str) -> None:
+    found = digest_file(path) if path.is_file() else "no file"
+    if found != digest:
+        raise EvidenceError(f"{path}: expected the adapter that was judged ({digest[:12]}), found another "
+                            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again")
 
 
 def write_marker(path: Path, judgement: Judgement, *, verdict_path: Path) -> None:

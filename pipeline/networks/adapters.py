@@ -3,25 +3,28 @@
     build(config)                  the contents of config.json -> an untrained torch.nn.Module
     preprocess(pixels)             uint8 (images, rows, columns, 3), RGB -> the module's input, float32
                                    (images, channels, rows, columns)
-    postprocess(outputs, config)   what the module returns, in float32 -> of a detector a list an image of COCO
-                                   results, dictionaries with `bbox` [left, top, width, height] in pixels, `score` and
-                                   `category_id`; of an upscaler uint8 (images, rows, columns, 3)
+    postprocess(outputs, config)   what the module returns, on the CPU and with fractions in float32 -> of a detector
+                                   a list an image of COCO results, dictionaries with `bbox` [left, top, width,
+                                   height] in pixels, `score` and `category_id`; of an upscaler uint8 (images, rows,
+                                   columns, 3)
 
-The file is imported from where it lies: it is code of the project that runs it, never of a checkpoint that was
-downloaded, and weights are never unpickled. What goes wrong in it is one line with its file and line.
+The file is code of the project that runs it, never of a checkpoint that was downloaded, and weights are never
+unpickled. What goes wrong in it is one line with its file and line. Not covered: a change in a file that it imports,
+which no digest sees.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from pipeline.digests import digest_file, digest_text
+from pipeline.digests import digest_text
 from pipeline.errors import CheckpointError, EngineError
 
 FUNCTIONS = ("build", "preprocess", "postprocess")
@@ -39,21 +42,19 @@ class Adapter:
 
 
 def load_adapter(path: Path) -> Adapter:
-    """Import an adapter.
+    """Run an adapter's file; what is digested is what runs, as no bytecode of another time is read.
 
     Raises:
         CheckpointError: no file, it can't be imported, or a function is missing.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: expected the adapter, a Python file with {', '.join(FUNCTIONS)}, found none")
-    name = f"quantgate_adapter_{digest_text(str(path.resolve()))[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise CheckpointError(f"{path}: expected the adapter, a Python file that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    source = path.read_bytes()
+    module = ModuleType(f"quantgate_adapter_{digest_text(str(path.resolve()))[:12]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         raise CheckpointError(f"{path}: the adapter can't be imported: {tell_error(error, path)}") from None
     missing = [function for function in FUNCTIONS if not callable(getattr(module, function, None))]
@@ -61,14 +62,17 @@ def load_adapter(path: Path) -> Adapter:
         raise CheckpointError(f"{path}: expected the functions {', '.join(FUNCTIONS)}, found no {missing[0]}; see "
                               "docs of `pipeline/networks/adapters.py`")  # fmt: skip
     functions = {name: _guard(path, name, getattr(module, name)) for name in FUNCTIONS}
-    return Adapter(path=path, digest=digest_file(path), **functions)
+    return Adapter(path=path, digest=hashlib.sha256(source).hexdigest(), **functions)
 
 
 def tell_error(error: BaseException, path: Path) -> str:
     """Say what an error was and, where it came through the adapter, on which of its lines."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
-    said = " ".join(str(error).split())[:300] or "without a message"
+    said: object = error
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        said, lines = error.msg, [error.lineno]
+    line = lines[-1] if lines else None
+    said = " ".join(str(said).split())[:300] or "without a message"
     return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
 
 

@@ -108,7 +108,10 @@ def _resolve(
         policy = resolve_policy(network.module, algorithm=step.algorithm, dtype=step.dtype,
                                 rules=[(rule.layers, rule.algorithm, rule.dtype) for rule in step.rules])
     except SettingsError as error:
-        raise SettingsError(f"{where}: {error}") from None
+        raise SettingsError(f"{where}.{error}") from None
+    if not policy.layers:
+        raise SettingsError(f"{where}: expected convolutions that a policy covers, found none in this network; remove "
+                            "the step")  # fmt: skip
     sizes = {name: sum(p.numel() * p.element_size() for p in module.parameters())
              for name, module in network.module.named_modules()}  # fmt: skip
     layers = tuple(LayerCoverage(layer=name, format=f"{c.algorithm} {c.dtype}", num_bytes=sizes[name],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,20 +44,22 @@ def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
     return None if serving.tiling else plain
 
 
-def measure_costs(load: Load, serving: NetworkServing, batches: Sequence[torch.Tensor]) -> dict[str, Any]:
+def measure_costs(
+    load: Load, serving: NetworkServing, first: torch.Tensor, largest: torch.Tensor, batches: Iterable[torch.Tensor]
+) -> dict[str, Any]:
     """Return what is noted of a candidate's costs, as JSON.
 
     Args:
         load: sets the candidate's network up as a serving config says.
         serving: the candidate's.
-        batches: of uint8 pixels, (pictures, rows, columns, 3): one of each shape that the eval meets, the first is
-            the one that is timed.
+        first: batch of uint8 pixels, (pictures, rows, columns, 3), which is timed.
+        largest: the largest picture, (1, rows, columns, 3), whose memory is weighed.
+        batches: one of each shape that the eval meets; read only where something is compiled.
     """
-    largest = max(batches, key=lambda batch: batch.shape[1] * batch.shape[2])[:1]
     return {
-        "speed": measure_speed(load, serving, batches[0]),
+        "speed": measure_speed(load, serving, first),
         "compile": _count_compilations(load, serving, batches),
-        "layout": _follow_layout(load, serving, batches[0]),
+        "layout": _follow_layout(load, serving, first),
         "peak_mib": _weigh(load, serving, largest),
         "peak_pixels": list(largest.shape[1:3]),
         "work": count_work(largest.shape[1:3], serving),
@@ -83,7 +85,7 @@ def measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> 
     def clock() -> Floats:
         return np.array([read_seconds(ours.device), time.perf_counter()])
 
-    # [round, ours or theirs, clock]
+    # [round, theirs or ours, clock]
     pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=ROUNDS, clock=clock))
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
     return found | {"timed": {name: {
@@ -94,29 +96,41 @@ def measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> 
 
 
 def _differ(ours: Any, theirs: Any) -> float:
-    """Return the largest difference of any output tensor, in units of its standard deviation; NaN if not finite."""
-    found = [compare_outputs(a.float(), b.float())
-             for a, b in zip(list_tensors(ours), list_tensors(theirs), strict=True)]  # fmt: skip
+    """Return the largest difference of any output tensor, in units of its standard deviation.
+
+    NaN where one is not finite; infinite where the two sides differ in their number or shapes, as of boxes that the
+    module itself selects.
+    """
+    a, b = ([tensor.float() for tensor in list_tensors(side)] for side in (ours, theirs))
+    if [x.shape for x in a] != [y.shape for y in b]:
+        return float("inf")
+    found = [0.0 if torch.equal(x, y) else compare_outputs(x, y) for x, y in zip(a, b, strict=True)]
     return float(np.max(found)) if found else float("nan")
 
 
-def _count_compilations(load: Load, serving: NetworkServing, batches: Sequence[torch.Tensor]) -> dict[str, Any] | None:
-    """Return what compilation met from its first call on, over one batch of each shape."""
+def _count_compilations(load: Load, serving: NetworkServing, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
+    """Return what compilation met from its first call on, over one batch of each shape.
+
+    Graphs and graph breaks are those of the first shape, recompilations the graphs of the others. Nothing that was
+    compiled before is taken over, so the first call takes as long as on a machine that never saw the network.
+    """
     if serving.compile_mode is None:
         return None
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters, graph_break_reasons
+    from torch._inductor.utils import fresh_cache
 
     torch._dynamo.reset()
     counters.clear()
-    network, graphs, first_s = load(serving), [], 0.0
-    for number, pixels in enumerate(batches):
-        start = time.perf_counter()
-        network.run(network.prepare(pixels))
-        first_s = first_s if number else time.perf_counter() - start
-        graphs.append(counters["stats"]["unique_graphs"])
+    network, graphs, breaks, seconds = load(serving), [], [], []
+    with fresh_cache():
+        for pixels in batches:
+            start = time.perf_counter()
+            network.run(network.prepare(pixels))
+            seconds.append(time.perf_counter() - start)
+            graphs.append(counters["stats"]["unique_graphs"])
+            breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
     return {"mode": serving.compile_mode, "num_graphs": graphs[0], "num_recompilations": graphs[-1] - graphs[0],
-            "num_graph_breaks": sum(counters["graph_break"].values()), "num_shapes": len(batches),
-            "first_call_s": round(first_s, 2)}  # fmt: skip
+            "num_graph_breaks": breaks[0], "num_shapes": len(graphs), "first_call_s": round(seconds[0], 2)}
 
 
 def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:
@@ -160,7 +174,7 @@ def count_work(size: Sequence[int], serving: NetworkServing) -> float:
     """Return the pixels that a network is run on, as a multiple of those of a picture of this size."""
     if serving.tiling is None:
         return 1.0
-    tile, overlap = serving.tiling.tile, round(serving.tiling.tile * serving.tiling.overlap)
+    tile, overlap = serving.tiling.tile, serving.tiling.overlap_pixels
     run = np.prod([len(place_tiles(side, tile, overlap)) * min(tile, side) for side in size])
     return float(run / np.prod(list(size)))
 

@@ -90,9 +90,9 @@ def _read_result(case_id: str, result: Any) -> dict[str, Any]:
         bbox = [float(f"{float(side):.9g}") for side in result["bbox"]]
         read = {"bbox": bbox, "score": float(f"{float(result['score']):.9g}"),
                 "category_id": int(result["category_id"])}  # fmt: skip
-        if len(bbox) != 4 or min(bbox[2:]) < 0:
+        if len(bbox) != 4 or any(side < 0 for side in bbox[2:] if all(map(math.isfinite, bbox))):
             raise ValueError("a box has left, top, width and height, the last two 0 or more")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"case {case_id!r}: postprocess() returned {str(result)[:120]!r}, expected a COCO result "
                           f"with bbox, score and category_id ({' '.join(str(error).split())}); correct the adapter"
                           ) from None  # fmt: skip

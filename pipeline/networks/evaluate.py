@@ -37,8 +37,8 @@ CODE = (
     "networks/adapters.py", "networks/conv_policy.py", "networks/costs.py", "networks/detecting.py",
     "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/upscaling.py",
     "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py", "numerics/seams.py",
-    "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detections.py", "evalsets.py",
-    "memory_format.py", "pictures.py", "records.py", "timing.py", "worker_pool.py",
+    "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detection_params.py",
+    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "records.py", "timing.py", "worker_pool.py",
 )  # fmt: skip
 _NUM_COMPARED = 4  # pictures on which layers are compared
 _PROGRESS_EVERY_S = 10.0
@@ -121,15 +121,21 @@ def _run_eval(
 def _run_batches(
     name: str, batches: Sequence[Sequence[PictureCase]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
-    """Run batches as workers come free; journal each picture as it is done."""
+    """Run batches as workers come free; journal each picture as it is done, and after a failure what still ends."""
     last = time.monotonic()
     waiting = {pool.submit(run_batch, batch): batch for batch in batches}
     for number, future in enumerate(as_completed(waiting), start=1):
+        if future.cancelled() or future.exception() is not None:
+            for other in waiting:
+                other.cancel()
+            continue
         for case, (record, picture) in zip(waiting[future], future.result(), strict=True):
             journal.add(case.digest, record, None if picture is None else base64.b64encode(picture).decode())
         if time.monotonic() - last > _PROGRESS_EVERY_S:
             last = time.monotonic()
             print(f"  {name}: {number}/{len(batches)} batches", file=sys.stderr, flush=True)
+    for failed in (future for future in waiting if not future.cancelled()):
+        failed.result()  # raises what the first of them raised
 
 
 def _batch(cases: Sequence[PictureCase], folder: Path, size: int) -> list[list[PictureCase]]:

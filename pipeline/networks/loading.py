@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.errors import CheckpointError, EngineError
+from pipeline.errors import CheckpointError, EngineError, QuantgateError
 from pipeline.network_files import read_config
 from pipeline.networks.adapters import Adapter, tell_error
 from pipeline.networks.conv_policy import apply_policy
 from pipeline.numerics.tiling import blend_tiles
 from pipeline.records import NetworkServing
-from pipeline.weight_files import WEIGHTS_FILE
+from pipeline.weight_files import iterate_weights
 
 
 class Network:
@@ -67,9 +66,10 @@ class Network:
         try:
             if tiling is None:
                 return self._forward(x)
-            return blend_tiles(self._forward, x, tile=tiling.tile, overlap=round(tiling.tile * tiling.overlap),
-                               window=tiling.window)
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            return blend_tiles(self._forward, x, tile=tiling.tile, overlap=tiling.overlap_pixels, window=tiling.window)
+        except QuantgateError as error:
+            raise EngineError(f"{self.adapter.path}: {error}") from None
+        except Exception as error:
             raise EngineError(f"{self.adapter.path}: the module failed on an input of shape {tuple(x.shape)}: "
                               f"{tell_error(error, self.adapter.path)}") from None  # fmt: skip
 
@@ -98,7 +98,7 @@ def load_network(folder: Path, adapter: Adapter, serving: NetworkServing) -> Net
     if not isinstance(module, torch.nn.Module):
         raise CheckpointError(f"{adapter.path}: build() returned {type(module).__name__!r}, expected a torch.nn.Module")
     try:
-        module.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        module.load_state_dict(dict(iterate_weights(folder)))
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: expected the weights of what {adapter.path} builds: "
                               f"{' '.join(str(error).split())[:300]}") from None  # fmt: skip
@@ -106,8 +106,13 @@ def load_network(folder: Path, adapter: Adapter, serving: NetworkServing) -> Net
 
 
 def to_float(outputs: Any) -> Any:
-    """Return a module's outputs, a tensor or tensors in lists and dictionaries, in float32 on the CPU."""
-    return tree_map(lambda leaf: leaf.float().cpu() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+    """Return a module's outputs, a tensor or tensors in lists and dictionaries, on the CPU; fractions in float32."""
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return (leaf.float() if leaf.is_floating_point() else leaf).cpu()  # labels and masks stay what they are
+
+    return tree_map(convert, outputs)
 
 
 def list_tensors(outputs: Any) -> list[torch.Tensor]:

@@ -1,12 +1,15 @@
 """Judge an enlarged picture against what it was made from, and look for seams where tiles meet.
 
-A seam is a step between neighbouring columns or rows that the original has not. Each is averaged with its sign along
-the edge that two tiles share, and made absolute then (`pipeline/numerics/seams.py`). From the steps at the stitches
-those at control lines of the same picture are taken, both less the original's own steps there: detail that is in the
-picture cancels, and so does what the network does to every line, tiled or not.
+A seam is a step between neighbouring columns or rows that the original has not, so steps are those of the difference
+between the two. Each is averaged with its sign along the edge that two tiles share, and made absolute then
+(`pipeline/numerics/seams.py`). From the mean step at the stitches that at control lines of the same picture is taken:
+what the network does to every line, tiled or not, cancels. Not covered: a line along a stitch that is as dark on its
+one side as on the other, which is no step.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -24,7 +27,7 @@ _WORST = {"psnr_db": 0.0, "ssim": 0.0, "seam_levels": _LEVELS}
 
 
 def judge_picture(
-    case_id: str, picture: torch.Tensor, target: NDArray, given: NDArray, *, is_finite: bool, tiling: Tiling | None
+    case_id: str, picture: Any, target: NDArray, given: NDArray, *, is_finite: bool, tiling: Tiling | None
 ) -> dict[str, float]:  # fmt: skip
     """Return the scores of one enlarged picture.
 
@@ -39,9 +42,11 @@ def judge_picture(
     Raises:
         EngineError: another shape or type than the target's.
     """
-    if picture.dtype != torch.uint8 or tuple(picture.shape) != target.shape:
-        raise EngineError(f"case {case_id!r}: postprocess() returned {picture.dtype} of shape {tuple(picture.shape)}, "
-                          f"expected uint8 of the target's shape {target.shape}; correct the adapter or the evalset")
+    if not isinstance(picture, torch.Tensor) or picture.dtype != torch.uint8 or tuple(picture.shape) != target.shape:
+        came = (f"{picture.dtype} of shape {tuple(picture.shape)}" if isinstance(picture, torch.Tensor)
+                else f"{type(picture).__name__!r}")  # fmt: skip
+        raise EngineError(f"case {case_id!r}: postprocess() returned {came}, expected a tensor of uint8 of the "
+                          f"target's shape {target.shape}; correct the adapter or the evalset")  # fmt: skip
     if not is_finite:
         return {"finite": 0.0, **_WORST}
     ours, wanted = (_to_unit(side) for side in (picture, torch.from_numpy(target)))
@@ -65,10 +70,10 @@ def measure_seam_excess(
     rows, columns = list_stitches(given, tiling, factor)
     if not rows and not columns:
         return 0.0
-    at_stitches, at_controls = (
-        _mean_step(picture, *lines) - _mean_step(target, *lines)
-        for lines in ((columns, rows), (_between(columns, picture.shape[3], factor),
-                                        _between(rows, picture.shape[2], factor))))  # fmt: skip
+    controls = _between(columns, picture.shape[3], factor), _between(rows, picture.shape[2], factor)
+    # not the steps of each, made absolute: where the picture has an edge of its own, a seam may make it smaller
+    at_stitches, at_controls = (float(boundary_steps(picture - target, *lines).mean())
+                                for lines in ((columns, rows), controls))  # fmt: skip
     return _LEVELS * (at_stitches - at_controls)
 
 
@@ -76,8 +81,7 @@ def list_stitches(given: tuple[int, int], tiling: Tiling | None, factor: int) ->
     """Return the rows and columns of an output at which tiles meet, from the size of what was enlarged."""
     if tiling is None:
         return [], []
-    overlap = round(tiling.tile * tiling.overlap)
-    rows, columns = (find_stitches(size, tiling.tile, overlap, factor=factor) for size in given)
+    rows, columns = (find_stitches(size, tiling.tile, tiling.overlap_pixels, factor=factor) for size in given)
     return rows, columns
 
 
@@ -85,10 +89,6 @@ def _between(stitches: list[int], size: int, factor: int) -> list[int]:
     """Return lines half way between stitches, and between the outermost and the edge, on a whole pixel of the input."""
     ends = [0, *stitches, size] if stitches else []
     return [(low + high) // 2 // factor * factor for low, high in zip(ends, ends[1:], strict=False)]
-
-
-def _mean_step(picture: torch.Tensor, columns: list[int], rows: list[int]) -> float:
-    return float(boundary_steps(picture, columns, rows).mean())
 
 
 def _to_unit(pixels: torch.Tensor) -> torch.Tensor:

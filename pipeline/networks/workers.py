@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch.utils._pytree import tree_leaves
 
 from pipeline.cases import DetectionCase, UpscalingCase
 from pipeline.detection_params import DetectionEval
 from pipeline.digests import digest_files, digest_json, name_changed_file
 from pipeline.environment import read_machine_facts
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, NumericsError
 from pipeline.fingerprints import fingerprint
 from pipeline.network_params import UpscalingEval
 from pipeline.networks.adapters import Adapter, load_adapter
@@ -30,9 +31,8 @@ from pipeline.networks.detecting import judge_results
 from pipeline.networks.layer_numerics import compare_layers, describe_layers
 from pipeline.networks.loading import Network, list_tensors, load_network
 from pipeline.networks.upscaling import judge_picture
-from pipeline.pictures import read_picture
+from pipeline.pictures import measure_picture, read_picture
 from pipeline.records import CaseRecord, NetworkCandidate, NetworkServing
-from pipeline.timing import time_call
 from pipeline.worker_pool import get_loaded, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
@@ -98,18 +98,19 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     loaded: _Loaded = get_loaded()
     network, pixels = loaded.network, np.stack([_read(loaded, case) for case in cases])
     x = network.prepare(torch.from_numpy(pixels))
-    outputs, seconds = time_call(partial(network.run, x), network.device)
-    results, finite = network.finish(outputs), _find_finite(outputs, len(cases))
-    if not hasattr(results, "__len__") or len(results) != len(cases):
-        raise EngineError(f"{loaded.adapter.path}: postprocess() returned {type(results).__name__!r}, expected results "
-                          f"of each of {len(cases)} pictures; correct the adapter")  # fmt: skip
+    outputs = network.run(x)
+    finite, results = find_finite(loaded.adapter, outputs, len(cases)), network.finish(outputs)
+    if (num := _count(results)) != len(cases):
+        came = f"{type(results).__name__!r}" + ("" if num is None else f" of {num}")
+        raise EngineError(f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
+                          f"{len(cases)} pictures; correct the adapter")  # fmt: skip
     mark = fingerprint(loaded.facts)
     judged = []
     for case, result, given, is_finite in zip(cases, results, pixels, finite, strict=True):
         output, scores, picture = _judge(loaded, case, result, given, is_finite)
         record = CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
                             prompt=f"{loaded.order.settings.evalset}/{case.image}", output=output, scores=scores,
-                            latency_s=seconds / len(cases), fingerprint=mark)  # fmt: skip
+                            fingerprint=mark)  # fmt: skip
         judged.append((record, picture))
     return judged
 
@@ -136,13 +137,27 @@ def _judge(
     return hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest(), scores, buffer.getvalue()
 
 
-def _find_finite(outputs: Any, num: int) -> list[bool]:
-    """Return which pictures have finite raw outputs only; a tensor that is not of so many pictures counts for all."""
+def find_finite(adapter: Adapter, outputs: Any, num: int) -> list[bool]:
+    """Return which pictures have finite raw outputs only; a tensor that is not of so many pictures counts for all.
+
+    Raises:
+        EngineError: there is no tensor to look into: NaN would pass unseen.
+    """
+    if tree_leaves(outputs) and not list_tensors(outputs):
+        raise EngineError(f"{adapter.path}: the module returned {type(outputs).__name__!r} without a tensor in it, "
+                          "expected a tensor, or tensors in lists, tuples and dictionaries; correct its forward()")
     finite = torch.ones(num, dtype=torch.bool)
     for tensor in list_tensors(outputs):
         is_finite = tensor.isfinite().cpu()
-        finite &= is_finite.flatten(1).all(1) if tensor.ndim and len(tensor) == num else is_finite.all()
+        finite &= is_finite[:, None].flatten(1).all(1) if tensor.ndim and len(tensor) == num else is_finite.all()
     return finite.tolist()
+
+
+def _count(results: Any) -> int | None:
+    try:
+        return len(results)
+    except TypeError:  # not a container
+        return None
 
 
 def describe_run(cases: Sequence[PictureCase], batches: Sequence[Sequence[PictureCase]]) -> dict[str, Any]:
@@ -154,12 +169,18 @@ def describe_run(cases: Sequence[PictureCase], batches: Sequence[Sequence[Pictur
     """
     loaded: _Loaded = get_loaded()
     serving = loaded.order.candidate.serving
-    stacked = [torch.from_numpy(np.stack([_read(loaded, case) for case in batch])) for batch in batches]
-    return {"layers": _compare_layers(loaded, cases), **measure_costs(loaded.load, serving, stacked)}
+    folder = loaded.order.root / loaded.order.settings.evalset
+
+    def read(batch: Sequence[PictureCase]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([_read(loaded, case) for case in batch]))
+
+    largest = max(batches, key=lambda batch: np.prod(measure_picture(folder / batch[0].image)))[:1]
+    return {"layers": _compare_layers(loaded, cases),
+            **measure_costs(loaded.load, serving, read(batches[0]), read(largest), map(read, batches))}
 
 
 def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:
-    """Return how far each layer is from the reference's in float32; nothing where it runs the very same."""
+    """Return how far each layer is from the reference's in float32; nothing where it runs the very same, or others."""
     order, serving = loaded.order, loaded.order.candidate.serving
     plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads)
     inner = serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None})
@@ -171,4 +192,7 @@ def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, 
     dtypes = {name: getattr(torch, c.dtype) for name, c in serving.conv_policy.items()}
     default = getattr(torch, serving.dtype)
     dtypes = {name: dtypes.get(name, default) for name, _ in eager.module.named_modules()}
-    return describe_layers(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
+    try:
+        return describe_layers(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
+    except NumericsError:  # another architecture, whose layers have no counterparts
+        return {}

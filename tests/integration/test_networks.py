@@ -1,0 +1,922 @@
+"""The network tracks from params.yaml's words to a verdict: tiny networks of a user's own, and the shipped ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from ruamel.yaml import YAML
+from safetensors.torch import load_file, save_file
+
+import stages.gate
+from evalsets.seal import seal
+from pipeline import worker_pool
+from pipeline.digests import digest_file
+from pipeline.errors import CheckpointError, EngineError, EvalsetError, EvidenceError, QuantgateError, SettingsError
+from pipeline.evalsets import load_evalset
+from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.report import render_report
+from pipeline.gate.verdicts import Judgement, check_outcomes, render_gate
+from pipeline.network_params import NetworkTrack
+from pipeline.network_preflight import check_network
+from pipeline.network_serving import read_network_candidate
+from pipeline.networks import candidate, workers
+from pipeline.networks.candidate import build_network_candidate
+from pipeline.networks.evaluate import evaluate_network
+from pipeline.params import get_track, load_params, parse_params
+from pipeline.pictures import read_picture
+from pipeline.records import CaseRecord, NetworkCandidate, read_cases, write_record
+from pipeline.serving.engines.keeper import list_descendants
+from pipeline.settings import BUILDS
+from tests.structure.import_closure import ROOT
+from tests.tiny_networks import (
+    NUM_PICTURES,
+    describe_detector,
+    make_detector,
+    make_upscaler,
+    write_detector,
+    write_evalset,
+    write_project,
+    write_views,
+)
+
+HALF = {"kind": "precision", "dtype": "float16"}
+LAST = {"kind": "channels_last"}
+COMPILED = {"kind": "compile", "mode": "default"}
+DETECTOR_FILE, UPSCALER_FILE = "detector/adapter.py", "upscaler/adapter.py"
+FORWARD = "return self.pool(self.scale(self.blur(x)))"
+Damage = Callable[[Path], Any]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return write_project(tmp_path / "project")
+
+
+class Here:
+    """A pool of workers that works at once, in the process of the test."""
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluate without other processes, which take seconds to start."""
+    @contextmanager
+    def start(load: Callable[[Any], Any], order: Any, _num: int, *, died: str) -> Iterator[Here]:
+        monkeypatch.setattr(worker_pool, "_loaded", [load(order)])
+        yield Here()
+
+    monkeypatch.setattr(workers, "start_workers", start)
+
+
+def build(root: Path, track: NetworkTrack, name: str) -> NetworkCandidate:
+    return build_network_candidate(name, track, root=root, build=root / BUILDS[track.name])
+
+
+def evaluate(root: Path, track: NetworkTrack, name: str) -> list[CaseRecord]:
+    """Evaluate what was built; return the records of the first eval."""
+    folder = root / BUILDS[track.name]
+    evaluate_network(read_network_candidate(folder, name, track), track, root=root, build=folder)
+    return read_cases(folder / f"evaluations/{name}" / f"{next(iter(track.evals))}.jsonl")
+
+
+def run(root: Path, track: NetworkTrack, *names: str) -> list[list[CaseRecord]]:
+    found = []
+    for name in names or track.candidates:
+        build(root, track, name)
+        found.append(evaluate(root, track, name))
+    return found
+
+
+def read_notes(root: Path, track: NetworkTrack, name: str) -> dict[str, Any]:
+    folder = root / BUILDS[track.name] / "evaluations" / name
+    return dict(json.loads((folder / f"{next(iter(track.evals))}.json").read_text()))
+
+
+def list_results(root: Path, track: NetworkTrack, name: str) -> dict[str, str]:
+    """Return the digests of all that an evaluation found: not of what it cost."""
+    folder = root / BUILDS[track.name] / "evaluations" / name
+    return {path.relative_to(folder).as_posix(): digest_file(path) for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.suffix != ".json"}  # fmt: skip
+
+
+def edit(root: Path, file: str, old: str, new: str) -> None:
+    text = (root / file).read_text()
+    assert old in text
+    (root / file).write_text(text.replace(old, new))
+
+
+def say(error: pytest.ExceptionInfo[Exception]) -> str:
+    """Return an error's message, which is one line."""
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("make", "name"), [
+    (make_detector, "half"),
+    (make_upscaler, "tiled"),
+])  # fmt: skip
+def test_processes_find_byte_for_byte_what_one_does(
+    project: Path, make: Callable[..., NetworkTrack], name: str, request: pytest.FixtureRequest
+) -> None:
+    """Were a time or an order of work in the records, each run would be another candidate to DVC."""
+    running = {"batch_size": 4, "num_workers": 2, "num_threads": 1}
+    run(project, make(running=running), name)
+    first = list_results(project, make(), name)
+    request.getfixturevalue("here")
+    run(project, make(running=running), name)
+    assert list_results(project, make(), name) == first
+    assert len(first) >= 2 and not list(project.rglob("__pycache__"))
+    assert not (project / BUILDS[make().name] / "journal" / name).exists()
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from pipeline.network_params import DetectorTrack
+from pipeline.network_serving import read_network_candidate
+from pipeline.networks.evaluate import evaluate_network
+if __name__ == "__main__":
+    root, track = Path(sys.argv[1]), DetectorTrack.model_validate_json(sys.argv[2])
+    build = root / "build/detector"
+    evaluate_network(read_network_candidate(build, "squares", track), track, root=root, build=build)
+"""
+
+
+def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
+    project: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each batch leaves a line in a file: those that were journaled leave none after the kill."""
+    calls = project / "calls.txt"
+    slow = (f"\n    import time\n    open({str(calls)!r}, 'a').write('call\\n')\n    time.sleep(0.3)"
+            "\n    cell = config")  # fmt: skip
+    edit(project, DETECTOR_FILE, "\n    cell = config", slow)
+    track = make_detector()
+    journal = project / "build/detector/journal/squares/squares.jsonl"
+    build(project, track, "squares")
+    script = project / "stage.py"
+    script.write_text(STAGE)
+    stage = subprocess.Popen([sys.executable, str(script), str(project), track.model_dump_json()], cwd=ROOT,
+                             env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and not (journal.is_file() and journal.read_text().count("\n") >= 8):
+        time.sleep(0.02)
+    started = list_descendants(stage.pid)
+    stage.kill()
+    stage.wait()
+    while any(map(is_running, started)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert started and not any(map(is_running, started))
+    num_batches, num_done = NUM_PICTURES // 4, journal.read_text().count("\n") // 4
+    assert 2 <= num_done < num_batches
+    calls.unlink()
+    request.getfixturevalue("here")
+    evaluate(project, track, "squares")
+    assert len(calls.read_text().splitlines()) == num_batches - num_done
+    resumed = list_results(project, track, "squares")
+    evaluate(project, track, "squares")
+    assert list_results(project, track, "squares") == resumed
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def swap_weights(root: Path) -> None:
+    shutil.rmtree(root / "detector/squares")
+    write_detector(root / "detector/squares", gain=2.0)
+
+
+def change_picture(root: Path) -> None:
+    Image.fromarray(np.full((32, 32, 3), 7, dtype=np.uint8)).save(root / "evalsets/squares/images/03.png")
+
+
+@pytest.mark.parametrize(("damage", "error", "said"), [
+    pytest.param(swap_weights, EngineError, "detector/squares: expected the files that candidate 'half' was built of, "
+                 "model.safetensors differs; run `dvc repro` to build it again", id="weights"),
+    pytest.param(lambda root: edit(root, DETECTOR_FILE, "bright", "very bright"), EngineError, "adapter.py: expected "
+                 "the adapter that candidate 'half' was built with, found another; run `dvc repro`", id="adapter"),
+    pytest.param(lambda root: edit(root, "detector/squares/config.json", "0.3", "0.4"), EngineError,
+                 "was built of, config.json differs", id="config"),
+    pytest.param(change_picture, EvalsetError, "images/03.png: expected sha256 ", id="picture"),
+    pytest.param(lambda root: (root / "evalsets/squares/images/03.png").unlink(), EvalsetError,
+                 "images/03.png: expected a picture", id="no-picture"),
+    pytest.param(lambda root: edit(root, "evalsets/squares/cases.jsonl", '"area": 64', '"area": 65'), EvalsetError,
+                 "cases.jsonl: the card says sha256 ", id="annotation"),
+])  # fmt: skip
+def test_what_changed_after_the_build_is_not_evaluated(
+    project: Path, here: None, damage: Damage, error: type[QuantgateError], said: str
+) -> None:
+    track = make_detector()
+    build(project, track, "half")
+    damage(project)
+    with pytest.raises(error) as caught:
+        evaluate(project, track, "half")
+    assert said in say(caught)
+    assert not (project / "build/detector/evaluations/half").exists()
+
+
+def test_what_was_finished_before_a_picture_was_changed_is_kept(project: Path, here: None) -> None:
+    track = make_detector()
+    whole = (project / "evalsets/squares/images/39.png").read_bytes()
+    build(project, track, "half")
+    (project / "evalsets/squares/images/39.png").write_bytes(whole + b"x")
+    with pytest.raises(EvalsetError, match="39.png: expected sha256"):
+        evaluate(project, track, "half")
+    journal = project / "build/detector/journal/half/squares.jsonl"
+    assert journal.read_text().count("\n") == NUM_PICTURES - 4
+    (project / "evalsets/squares/images/39.png").write_bytes(whole)
+    assert len(evaluate(project, track, "half")) == NUM_PICTURES
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [
+    pytest.param("import torch\n", "import torch\nimport no_such_package\n", "adapter.py: the adapter can't be "
+                 "imported: ModuleNotFoundError: No module named 'no_such_package' (line 3)", id="import-error"),
+    pytest.param("def build(config):", "def build(config:", "adapter.py: the adapter can't be imported: SyntaxError: "
+                 "'(' was never closed (line 17)", id="syntax-error"),
+    pytest.param("def postprocess", "def finish", "adapter.py: expected the functions build, preprocess, postprocess, "
+                 "found no postprocess", id="missing-function"),
+    pytest.param("return Squares(config)", "return None", "adapter.py: build() returned 'NoneType', expected a "
+                 "torch.nn.Module", id="no-module"),
+    pytest.param("return Squares(config)", "return Squares(config['no'])", "adapter.py: build() failed: KeyError: 'no' "
+                 "(line 18); correct the adapter", id="build-fails"),
+])  # fmt: skip
+def test_an_adapter_that_can_not_build_is_one_line(project: Path, old: str, new: str, said: str) -> None:
+    """Paths are given relative to the project: lines of the file were not found under them."""
+    edit(project, DETECTOR_FILE, old, new)
+    track = make_detector()
+    with pytest.raises((CheckpointError, EngineError)) as caught:
+        build(project, track, "half")
+    assert said in say(caught)
+    assert not list((project / "build").rglob("candidate.json"))
+
+
+def test_a_line_of_the_adapter_is_named_from_the_project_root(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages run there with relative paths, and Python's own frames have absolute ones."""
+    monkeypatch.chdir(project)
+    edit(project, DETECTOR_FILE, "return Squares(config)", "return Squares(config['no'])")
+    with pytest.raises(EngineError, match=r"^detector/adapter.py: build\(\) failed: KeyError: 'no' \(line 18\)"):
+        build(Path(), make_detector(), "half")
+
+
+RESULT = '{"bbox": [0, 0, 8, 8], "score": 1, "category_id": 1}'
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [
+    pytest.param("pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)", "pixels.float().mean(3)",
+                 "adapter.py: preprocess() returned (4, 32, 32), expected a tensor of shape (4, channels, rows, "
+                 "columns)", id="preprocess-shape"),
+    pytest.param("pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)", "None",
+                 "adapter.py: preprocess() returned 'NoneType', expected a tensor", id="preprocess-none"),
+    pytest.param("pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)", "pixels.permute(0, 3, 1, 2).float()",
+                 "adapter.py: the module failed on an input of shape (4, 3, 32, 32): RuntimeError: ", id="channels"),
+    pytest.param("pixels.permute", "pixels.permited", "adapter.py: preprocess() failed: AttributeError: 'Tensor' "
+                 "object has no attribute 'permited' (line 22)", id="preprocess-fails"),
+    pytest.param(FORWARD, "assert x.min() > 999, 'too dark'", "adapter.py: the module failed on an input of shape "
+                 "(4, 1, 32, 32): AssertionError: too dark (line 14)", id="forward-fails"),
+    pytest.param(FORWARD, "return {'boxes': [1.0]}", "adapter.py: the module returned 'dict' without a tensor in it",
+                 id="no-tensor"),
+    pytest.param("return [[{", "1 / 0\n    return [[{", "adapter.py: postprocess() failed: ZeroDivisionError: division "
+                 "by zero (line 27)", id="postprocess-fails"),
+    pytest.param("return [[{", "return 7\n    return [[{", "postprocess() returned 'int', expected results of each of "
+                 "4 pictures", id="no-list"),
+    pytest.param("return [[{", "return torch.tensor(7)\n    return [[{", "postprocess() returned 'Tensor', expected "
+                 "results of each of 4 pictures", id="tensor-without-length"),
+    pytest.param("return [[{", "return [[]]\n    return [[{", "postprocess() returned 'list' of 1, expected results of "
+                 "each of 4 pictures", id="too-few-lists"),
+    pytest.param("return [[{", "return [{}] * 4\n    return [[{", "case 'c00': postprocess() returned 'dict' for a "
+                 "picture, expected a list of COCO results", id="no-list-of-a-picture"),
+    pytest.param("return [[{", "return [[3]] * 4\n    return [[{", "case 'c00': postprocess() returned '3', expected a "
+                 "COCO result with bbox, score and category_id", id="no-result"),
+    pytest.param("[column * cell, row * cell, cell, cell]", "[0, 0, 8]", "a box has left, top, width and height",
+                 id="three-sides"),
+    pytest.param("[column * cell, row * cell, cell, cell]", "[9, 9, -1, 8]", "the last two 0 or more",
+                 id="negative-side"),
+    pytest.param('"category_id": 1', '"class": 1', "expected a COCO result with bbox, score and category_id "
+                 "('category_id')", id="other-key"),
+    pytest.param('"category_id": 1', '"category_id": float("inf")', "cannot convert float infinity to integer",
+                 id="infinite-category"),
+])  # fmt: skip
+def test_a_detector_that_breaks_its_contract_is_one_line(
+    project: Path, here: None, old: str, new: str, said: str
+) -> None:
+    edit(project, DETECTOR_FILE, old, new)
+    track = make_detector()
+    build(project, track, "squares")
+    with pytest.raises(EngineError) as caught:
+        evaluate(project, track, "squares")
+    assert said in say(caught)
+
+
+@pytest.mark.parametrize(("new", "said"), [
+    ("outputs[..., 1:].to(torch.uint8).permute(0, 2, 3, 1)", "returned torch.uint8 of shape (128, 191, 3), expected a "
+     "tensor of uint8 of the target's shape (128, 192, 3)"),
+    ("outputs.permute(0, 2, 3, 1)", "returned torch.float32 of shape (128, 192, 3)"),
+    ("outputs.to(torch.uint8)", "returned torch.uint8 of shape (3, 128, 192)"),
+    ("outputs.to(torch.uint8).permute(0, 2, 3, 1).numpy()", "returned 'ndarray', expected a tensor of uint8"),
+    ("[None for _ in outputs]", "returned 'NoneType', expected a tensor of uint8"),
+])  # fmt: skip
+def test_an_enlarged_picture_of_another_size_or_type_is_one_line(
+    project: Path, here: None, new: str, said: str
+) -> None:
+    edit(project, UPSCALER_FILE, "(outputs.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)", new)
+    track = make_upscaler()
+    build(project, track, "doubled")
+    with pytest.raises(EngineError) as caught:
+        evaluate(project, track, "doubled")
+    assert f"case 'v0': postprocess() {said}" in say(caught)
+
+
+def test_a_module_whose_tiles_do_not_grow_alike_is_one_line(project: Path, here: None) -> None:
+    edit(project, UPSCALER_FILE, "return self.shuffle(self.blur(x))", "return self.blur(x)[..., 1:, 1:]")
+    track = make_upscaler()
+    build(project, track, "tiled")
+    with pytest.raises(EngineError, match="adapter.py: tiles: expected a decoded tile of a whole multiple of"):
+        evaluate(project, track, "tiled")
+
+
+def test_results_of_a_dying_process_are_asked_for_again(project: Path) -> None:
+    """The line says what to lower; a traceback of a broken pool would not."""
+    edit(project, DETECTOR_FILE, "    cell = config", "    import os\n    os._exit(3)\n    cell = config")
+    track = make_detector()
+    build(project, track, "squares")
+    with pytest.raises(EngineError, match="squares: a process that ran pictures ended by itself.*lower "
+                       "detector.running.batch_size or num_workers; finished pictures are kept"):  # fmt: skip
+        evaluate(project, track, "squares")
+
+
+def test_what_keeps_a_process_from_loading_is_told_by_it(project: Path) -> None:
+    track = make_detector()
+    build(project, track, "squares")
+    swap_weights(project)
+    with pytest.raises(EngineError, match="expected the files that candidate 'squares' was built of"):
+        evaluate(project, track, "squares")
+
+
+def save_nan(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["blur.weight"][0, 0, 1, 1] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+
+
+def save_other(folder: Path) -> None:
+    save_file({"blur.weight": torch.zeros(1, 1, 5, 5)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    pytest.param(save_nan, "detector/hot: tensor 'blur.weight' has 1 NaN or infinite values of 9", id="nan"),
+    pytest.param(save_other, "detector/hot: expected the weights of what ", id="other-weights"),
+    pytest.param(lambda f: (f / "model.safetensors").rename(f / "model.pt"), "expected safetensors weights, found "
+                 "pickle weights 'model.pt'", id="pickle"),
+    pytest.param(lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "not a safetensors file, or cut short at "
+                 "50 bytes", id="cut"),
+    pytest.param(lambda f: (f / "model.safetensors").unlink(), "expected model.safetensors or ", id="no-weights"),
+    pytest.param(lambda f: (f / "config.json").unlink(), "config.json: expected the network's config, found no file",
+                 id="no-config"),
+    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json: expected JSON: ", id="config-no-json"),
+    pytest.param(lambda f: (f / "config.json").write_text("[]"), "config.json: expected a JSON object, got list",
+                 id="config-no-object"),
+    pytest.param(lambda f: shutil.rmtree(f), "expected a folder with config.json and model.safetensors, found none",
+                 id="no-folder"),
+])  # fmt: skip
+def test_a_damaged_folder_is_one_line_and_never_built(project: Path, damage: Damage, said: str) -> None:
+    track = make_detector({"hot": []})
+    damage(project / "detector/hot")
+    with pytest.raises(CheckpointError) as caught:
+        build(project, track, "hot")
+    assert said in say(caught)
+    if "weights of what" not in said and "NaN" not in said:  # which headers alone don't tell
+        with pytest.raises(SettingsError) as refused:
+            check_network(track, project)
+        assert say(refused).startswith("detector.candidates.hot.checkpoint: ") and said in say(refused)
+
+
+def test_weights_in_several_files_are_read_as_headers_say(project: Path, here: None) -> None:
+    """The headers of shards were checked before any work, and then one file was asked for that is not there."""
+    folder = project / "detector/squares"
+    weights = load_file(folder / "model.safetensors")
+    for number, names in enumerate((["blur.weight", "blur.bias"], ["scale.weight", "scale.bias"])):
+        save_file({name: weights[name] for name in names}, folder / f"model-{number}.safetensors")
+    index = {name: f"model-{name.startswith('scale'):d}.safetensors" for name in weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    whole = run(project, make_detector(), "squares")
+    (folder / "model.safetensors").unlink()
+    check_network(make_detector(), project)
+    (shards,) = run(project, make_detector(), "squares")
+    assert [record.output for record in shards] == [record.output for record in whole[0]]
+
+
+@pytest.mark.parametrize(("step", "said"), [
+    pytest.param({"rules": [{"layers": ["blurr"], "algorithm": "direct", "dtype": "float32"}]},
+                 "detector.candidates.policy.steps.0.rules.0.layers.0: 'blurr' matches no convolution; the nearest are "
+                 "blur, scale", id="no-such-layer"),
+    pytest.param({"rules": [{"layers": ["blur", "pool*"], "algorithm": "direct", "dtype": "float32"}]},
+                 "steps.0.rules.0.layers.1: 'pool*' matches no convolution", id="no-convolution"),
+])  # fmt: skip
+def test_a_pattern_that_names_no_layer_is_told_with_the_nearest(
+    project: Path, step: dict[str, Any], said: str
+) -> None:
+    policy = {"kind": "conv_policy", "algorithm": "winograd_f43", "dtype": "float16"} | step
+    with pytest.raises(SettingsError) as caught:
+        build(project, make_detector({"policy": [policy]}), "policy")
+    assert said in say(caught)
+
+
+def test_a_policy_of_a_network_without_convolutions_is_refused(project: Path) -> None:
+    """It would be the reference under another name, and pass."""
+    edit(project, DETECTOR_FILE, "nn.Conv2d(1, 1, 3, padding=1)", "nn.Identity()")
+    edit(project, DETECTOR_FILE, "nn.Conv2d(1, 1, 1)", "nn.Identity()")
+    save_file({}, project / "detector/squares/model.safetensors")
+    track = make_detector({"policy": [{"kind": "conv_policy", "algorithm": "direct", "dtype": "float16"}]})
+    assert build(project, track, "squares").checkpoint.num_parameters == 0
+    with pytest.raises(SettingsError, match="candidates.policy.steps.0: expected convolutions that a policy covers"):
+        build(project, track, "policy")
+
+
+def rewrite_cases(root: Path, change: Callable[[int, dict[str, Any]], None], name: str = "squares") -> None:
+    path = root / "evalsets" / name / "cases.jsonl"
+    cases = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, case in enumerate(cases):
+        change(number, case)
+    path.write_text("".join(json.dumps(case) + "\n" for case in cases))
+    seal(path.parent)
+
+
+def drop_annotations(root: Path) -> None:
+    rewrite_cases(root, lambda _, case: case.update(annotations=[]))
+
+
+def repeat_case(root: Path) -> None:
+    path = root / "evalsets/squares/cases.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    path.write_text(path.read_text() + json.dumps(first | {"id": "again"}) + "\n")
+    seal(path.parent)
+
+
+def shrink_target(root: Path) -> None:
+    """Halve a target after it was sealed as another size: the card alone is brought up to date."""
+    path = root / "evalsets/views/targets/1.png"
+    with Image.open(path) as picture:
+        picture.resize((96, 64)).save(path)
+    cases = root / "evalsets/views/cases.jsonl"
+    lines = [json.loads(line) for line in cases.read_text().splitlines()]
+    lines[1]["target_sha256"] = digest_file(path)
+    cases.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = YAML(typ="safe").load((root / "evalsets/views/card.yaml").read_text())
+    (root / "evalsets/views/card.yaml").write_text(json.dumps(card | {"sha256": digest_file(cases)}))
+
+
+def tolerate(metric: str, bucket: str) -> dict[str, Any]:
+    gate = describe_detector()["gate"]
+    return {"gate": gate | {"tolerances": gate["tolerances"] | {metric: {"overall": 0.1, "buckets": {bucket: 0.1}}}}}
+
+
+VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
+
+
+@pytest.mark.parametrize(("make", "changes", "damage", "error", "said"), [
+    pytest.param(make_detector, {"adapter": "gone.py"}, None, SettingsError, "detector.adapter: expected a Python file "
+                 "with build, preprocess and postprocess, found none at ", id="no-adapter"),
+    pytest.param(make_detector, {"adapter": "detector"}, None, SettingsError, "detector.adapter: expected a Python "
+                 "file, got ", id="adapter-is-a-folder"),
+    pytest.param(make_detector, {}, lambda root: edit(root, DETECTOR_FILE, "def build(config):", "def build(config:"),
+                 SettingsError, "adapter.py:17: expected Python: '(' was never closed", id="adapter-syntax"),
+    pytest.param(make_detector, {"evals": VIEWS}, None, SettingsError, "detector.evals.squares.evalset: expected an "
+                 "evalset of kind 'detection', 'views' is of kind 'upscaling'", id="evalset-of-another-kind"),
+    pytest.param(make_detector, {"calibration_images": "evalsets/views"}, None, SettingsError,
+                 "detector.calibration_images: expected an evalset of kind 'detection'", id="calibration-kind"),
+    pytest.param(make_detector, {"calibration_images": "evalsets/none"}, None, SettingsError,
+                 "detector.calibration_images: expected an evalset folder", id="no-calibration"),
+    pytest.param(make_detector, {}, drop_annotations, SettingsError, "detector.evals.squares.evalset: expected an "
+                 "object on some picture, evalset 'squares' has none", id="nothing-annotated"),
+    pytest.param(make_detector, {}, repeat_case, EvalsetError, "cases.jsonl:41: case 'again' asks and expects the same "
+                 "as the case on line 1", id="case-twice"),
+    pytest.param(make_detector, {}, change_picture, EvalsetError, "cases.jsonl:4: case 'c03': ", id="picture-changed"),
+    pytest.param(make_detector, tolerate("squares/ap", "night"), None, SettingsError, "detector.gate.tolerances."
+                 "squares/ap.buckets.night: evalset 'squares' has no such bucket; it has bright, dim, tiny",
+                 id="no-such-bucket"),
+    pytest.param(make_detector, tolerate("squares/finite_output_rate", "tiny"), None, SettingsError, "detector.gate."
+                 "tolerances.squares/finite_output_rate.buckets.tiny: evalset 'squares' has no such bucket; it has "
+                 "bright, dim", id="an-area-is-no-bucket-of-pictures"),
+    pytest.param(make_detector, {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares",
+                                                       "areas": {"dim": [0.0, 9.0]}}}}, None, SettingsError,
+                 "detector.evals.squares.areas: 'dim' is an area of objects, and a bucket of pictures",
+                 id="area-named-as-a-bucket"),
+    pytest.param(make_upscaler, {}, lambda root: write_views(shutil.rmtree(root / "evalsets/views")
+                                                             or root / "evalsets/views", size=(32, 32)), SettingsError,
+                 "upscaler.candidates.tiled.steps.0.tile: expected a picture larger than a tile in evalset 'views', "
+                 "got 32 pixels, and its largest has 32: no seam could show", id="one-tile-for-each-picture"),
+    pytest.param(make_upscaler, {}, shrink_target, EvalsetError, "cases.jsonl:2: case 'v1': expected a target of 2 "
+                 "times the image's sides, as of the cases before, got 1 times", id="target-of-another-size"),
+])  # fmt: skip
+def test_what_files_contradict_is_told_before_any_work(
+    project: Path, make: Callable[..., NetworkTrack], changes: dict[str, Any], damage: Damage | None,
+    error: type[QuantgateError], said: str,
+) -> None:  # fmt: skip
+    if damage is not None:
+        damage(project)
+    with pytest.raises(error) as caught:
+        check_network(make(**changes), project)
+    assert said in say(caught)
+
+
+def test_a_sound_project_is_let_through(project: Path) -> None:
+    """Without it a check that refuses everything would pass all above."""
+    check_network(make_detector(**tolerate("squares/ap", "tiny"), calibration_images="evalsets/squares"), project)
+    check_network(make_upscaler(), project)
+
+
+def test_a_half_overlap_of_an_odd_tile_can_be_cut(project: Path, here: None) -> None:
+    """5.5 pixels of 11 were rounded up, to more than tiles can overlap by."""
+    step = {"kind": "tiling", "tile": 11, "overlap": 0.5, "window": "linear"}
+    track = make_upscaler({"odd": [step]})
+    check_network(track, project)
+    (records,) = run(project, track, "odd")
+    assert all(record.scores["finite"] for record in records)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["nonsense", "bf16"], "track: expected detector or upscaler, got 'nonsense'"),
+    (["images", "shots"], "track: expected detector or upscaler, got 'images'"),
+    ([], "track: expected detector or upscaler, got ''"),
+    (["detector", "nobody"], "detector.candidates: expected one of people, "),
+    (["detector"], "got ''"),
+    (["detector", "people", "bf16"], "got 'people bf16'"),
+])  # fmt: skip
+@pytest.mark.parametrize("stage", ["optimize_network", "evaluate_network"])
+def test_a_stage_refuses_unknown_names_on_its_command_line(stage: str, words: list[str], said: str) -> None:
+    from stages import evaluate_network as evaluating
+    from stages import optimize_network as optimizing
+
+    main = {"optimize_network": optimizing.main, "evaluate_network": evaluating.main}[stage]
+    with pytest.raises(SettingsError) as caught, in_folder(ROOT):
+        main(words)
+    assert said in say(caught)
+
+
+@contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def test_a_stage_says_one_line_and_exits_1() -> None:
+    child = subprocess.run([sys.executable, "-m", "stages.evaluate_network", "detector", "nobody"], cwd=ROOT,
+                           capture_output=True, text=True)  # fmt: skip
+    assert child.returncode == 1 and child.stderr.count("\n") == 1
+    assert child.stderr.startswith("quantgate evaluate_network: detector.candidates: expected one of ")
+
+
+def test_what_was_not_built_is_not_evaluated(project: Path) -> None:
+    with pytest.raises(EvidenceError, match="candidates/half/candidate.json: expected a BuiltCandidate, found no file"):
+        evaluate(project, make_detector(), "half")
+
+
+def test_overflow_on_some_pictures_is_counted_and_fails(project: Path, here: None) -> None:
+    """Bright squares overflow float16; their results are left out, and AP of the others stays a number."""
+    track = make_detector({"hot": [HALF]})
+    _, records = run(project, track)
+    is_bright = ["bright" in record.buckets for record in records]
+    assert [record.scores["finite"] == 0 for record in records] == is_bright
+    assert all(json.loads(record.output) == [] for record in records if "bright" in record.buckets)
+    assert all(record.scores["found"] == record.scores["objects"] for record in records if "dim" in record.buckets)
+    compared = compare_release(track, project / "build/detector")
+    (verdict,) = compared.judgement.verdicts
+    assert verdict.outcome == "fail"
+    found = {c.metric: c for c in verdict.comparisons if c.bucket is None}
+    assert found["squares/finite_output_rate"].candidate == 0.5
+    assert found["squares/finite_output_rate"].outcome == found["squares/ap"].outcome == "fail"
+    assert 0.4 < found["squares/ap"].candidate < 0.6
+
+
+def test_nan_scores_beside_sound_ones_are_left_out(project: Path, here: None) -> None:
+    """One NaN among a picture's results: the sound ones count, and the picture is not finite."""
+    edit(project, DETECTOR_FILE, "    return [[{", '    return [[{"bbox": [1, 1, 5, float("nan")], "score": 0.5, '
+         '"category_id": 1}] + found for found in _find(outputs, config)]\n\n\ndef _find(outputs, config):\n'
+         '    cell = config["cell"]\n    return [[{')  # fmt: skip
+    (records,) = run(project, make_detector(), "squares")
+    assert all(record.scores["finite"] == 0 for record in records)
+    assert all(record.scores["found"] == record.scores["objects"] > 0 for record in records)
+
+
+def test_a_detector_that_finds_nothing_at_all_fails(project: Path, here: None) -> None:
+    """No detections, no error: AP is 0, and 0 of 0 must not be read as sound."""
+    shutil.copytree(project / "detector/squares", project / "detector/hot", dirs_exist_ok=True)
+    edit(project, "detector/hot/config.json", "0.3", "99")
+    track = make_detector({"hot": []})
+    _, records = run(project, track)
+    assert {record.output for record in records} == {"[]"}
+    assert {record.scores["finite"] for record in records} == {1.0}
+    (verdict,) = compare_release(track, project / "build/detector").judgement.verdicts
+    assert verdict.outcome == "fail"
+    assert next(c.candidate for c in verdict.comparisons if c.metric == "squares/ap" and c.bucket is None) == 0
+
+
+def test_autocast_runs_in_its_format_and_keeps_weights(project: Path, here: None) -> None:
+    step = {"kind": "precision", "dtype": "bfloat16", "autocast": True}
+    track = make_detector({"mixed": [step]})
+    exact, mixed = run(project, track)
+    serving = read_network_candidate(project / "build/detector", "mixed", track).serving
+    assert serving.autocast and serving.dtype == "bfloat16"
+    ours, theirs = ([json.loads(record.output)[0]["score"] for record in side] for side in (exact, mixed))
+    errors = np.abs(np.array(ours) - np.array(theirs))
+    assert 0 < errors.max() < 0.02, "float32 gives the reference's own numbers"
+    assert 0 < read_notes(project, track, "mixed")["speed"]["difference"] < 0.4
+
+
+def test_channels_last_finds_the_same_and_its_layout_is_noted(project: Path, here: None) -> None:
+    track = make_upscaler({"last": [LAST]})
+    first, last = run(project, track)
+    assert [record.output for record in first] == [record.output for record in last]
+    notes = read_notes(project, track, "last")
+    assert notes["layout"].keys() == {"other_formats", "num_reorders"}
+    assert notes["speed"]["difference"] < 1e-4 and notes["speed"]["timed"]["cpu"]["ratio"]["median"] > 0
+    assert notes["speed"]["baseline"] == "torch float32" and notes["compile"] is None
+    assert read_notes(project, track, "doubled") | {"peak_mib": 0} == {
+        "layers": {}, "speed": None, "compile": None, "layout": None, "peak_mib": 0, "peak_pixels": [64, 96],
+        "work": 1.0}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_graph_breaks_and_recompilations_are_counted(project: Path, here: None) -> None:
+    """torch's own counter of breaks leaves out branches on data, which are the usual ones."""
+    edit(project, DETECTOR_FILE, FORWARD, "x = self.blur(x)\n        x = x if x.sum() > 0 else -x\n        "
+         "print('seen')\n        return self.pool(self.scale(x))")  # fmt: skip
+    wider = project / "evalsets/squares/images/39.png"
+    Image.fromarray(np.full((32, 40, 3), 9, dtype=np.uint8)).save(wider)
+    seal(project / "evalsets/squares")
+    track = make_detector({"compiled": [COMPILED]})
+    exact, compiled = run(project, track)
+    found = read_notes(project, track, "compiled")["compile"]
+    assert found["num_graphs"] == found["num_graph_breaks"] == 2
+    assert found["num_shapes"] == 3, "whole batches, the one of three before the wide picture, and that"
+    assert found["num_recompilations"] >= 2
+    assert found["first_call_s"] > 0.3, "the file system's cache was not asked"
+    assert all(a.scores == b.scores for a, b in zip(exact, compiled, strict=True))
+
+
+@pytest.mark.slow
+def test_a_plain_network_compiles_into_one_graph(project: Path, here: None) -> None:
+    track = make_detector({"compiled": [COMPILED]})
+    run(project, track, "compiled")
+    found = read_notes(project, track, "compiled")["compile"]
+    assert (found["num_graphs"], found["num_graph_breaks"], found["num_recompilations"]) == (1, 0, 0)
+
+
+def test_tiles_cost_work_and_leave_a_seam_that_is_found(project: Path, here: None) -> None:
+    shutil.rmtree(project / "evalsets/views")
+    write_views(project / "evalsets/views", num=1, size=(128, 192))
+    tiling = {"kind": "tiling", "tile": 64, "overlap": 0.125, "window": "linear"}
+    track = make_upscaler({"tiled": [tiling], "cut": [tiling | {"overlap": 0.0, "window": "none"}]})
+    plain, tiled, cut = (records[0].scores for records in run(project, track))
+    assert read_notes(project, track, "tiled")["work"] == 2.0, "3 tiles of 64 by 4, for 128 by 192"
+    assert read_notes(project, track, "cut")["work"] == 1.0
+    assert read_notes(project, track, "tiled")["speed"] is None
+    assert plain["seam_levels"] == 0 and cut["seam_levels"] > 0.5 > abs(tiled["seam_levels"])
+    weighed = [read_notes(project, track, name)["peak_mib"] for name in ("doubled", "tiled")]
+    assert weighed[0] > 3 * 256 * 384 * 4 / 2**20 and weighed[1] < weighed[0] * 1.2
+
+
+def test_a_candidate_of_another_architecture_is_judged_without_layers(project: Path, here: None) -> None:
+    """Layers without a counterpart once ended the evaluation after its last picture."""
+    edit(project, DETECTOR_FILE, "self.scale = nn.Conv2d(1, 1, 1)",
+         "self.scale = nn.Conv2d(1, 1, 1)\n        if config.get('more'):\n            self.more = nn.Conv2d(1, 1, 1)")
+    folder = project / "detector/hot"
+    shutil.copytree(project / "detector/squares", folder, dirs_exist_ok=True)
+    edit(project, "detector/hot/config.json", "{", '{"more": true, ')
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"more.weight": torch.ones(1, 1, 1, 1), "more.bias": torch.zeros(1)},
+              folder / "model.safetensors")  # fmt: skip
+    track = make_detector({"hot": []})
+    exact, other = run(project, track)
+    assert [record.output for record in exact] == [record.output for record in other]
+    assert read_notes(project, track, "hot")["layers"] == {}
+
+
+def speed(low: float, median: float, high: float) -> dict[str, Any]:
+    ratio = {"median": median, "low": low, "high": high}
+    timed = {"baseline_ms": ratio, "candidate_ms": ratio, "ratio": ratio}
+    return {"baseline": "torch float32", "difference": 1e-6, "tolerance": 1e-4, "timed": {"cpu": timed, "wall": timed},
+            "clock": "cpu", "batch": 4, "rounds": 12}  # fmt: skip
+
+
+def rewrite_speed(root: Path, name: str, found: dict[str, Any] | None) -> None:
+    """Replace what was timed in an evaluation's notes, and seal them again."""
+    folder = root / "build/detector/evaluations" / name
+    path, index = folder / "squares.json", json.loads((folder / "evaluation.json").read_text())
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"speed": found}))
+    index["evals"]["squares"]["notes_sha256"] = digest_file(path)
+    (folder / "evaluation.json").write_text(json.dumps(index))
+
+
+def make_fast(**gate: Any) -> NetworkTrack:
+    """Return a track whose candidate differs by its memory format alone; 40 equal pictures prove 10 points."""
+    tolerances = {"squares/ap": {"overall": 0.1}, "squares/finite_output_rate": {"overall": 0.1}}
+    return make_detector({"last": [LAST]}, gate={
+        "alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances} | gate)  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "outcome", "said"), [
+    pytest.param(speed(0.8, 0.85, 0.94), "pass", "", id="faster"),
+    pytest.param(speed(0.8, 0.85, 0.95), "no gain", "channels_last: it takes 0.850 (0.800 to 0.950) of the CPU time of "
+                 "torch float32; a gain is surely below 0.95", id="not-surely-faster"),
+    pytest.param(speed(0.99, 1.0, 1.01), "no gain", "it takes 1.000 (0.990 to 1.010)", id="equal"),
+    pytest.param(speed(1.1, 1.2, 1.3), "no gain", "it takes 1.200 (1.100 to 1.300)", id="slower"),
+    pytest.param(speed(1, 1, 1) | {"timed": None, "difference": 0.3}, "no gain", "channels_last: not timed, as its "
+                 "outputs differ from those of torch float32 by 0.3 of their standard deviation, more than the 0.0001 "
+                 "that rounding explains", id="other-outputs"),
+    pytest.param(speed(1, 1, 1) | {"timed": None, "difference": None}, "no gain", "channels_last: not timed, as its "
+                 "outputs are not finite, or of other shapes than those of torch float32", id="not-finite"),
+    pytest.param(None, "no gain", "channels_last: not timed: it is not in force", id="not-in-force"),
+])  # fmt: skip
+def test_a_step_for_speed_alone_must_surely_gain(
+    project: Path, here: None, found: dict[str, Any] | None, outcome: str, said: str
+) -> None:
+    track = make_fast()
+    run(project, track)
+    rewrite_speed(project, "last", found)
+    compared = compare_release(track, project / "build/detector")
+    (verdict,) = compared.judgement.verdicts
+    assert verdict.outcome == outcome
+    assert [reason for reason in verdict.reasons if reason.startswith("no gain: ")] == (
+        [f"no gain: {verdict.gain.why}"] if verdict.gain and outcome == "no gain" else [])  # fmt: skip
+    assert verdict.gain is not None and said in verdict.gain.why
+    assert compared.judgement.outcome == ("pass" if outcome == "pass" else "blocked")
+    assert not said or f"  no gain      {verdict.gain.why}" in render_gate(compared.judgement)
+
+
+def test_a_step_without_a_compiler_is_left_off_and_gains_nothing(
+    project: Path, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidate.shutil, "which", lambda _name: None)
+    track = make_detector({"compiled": [COMPILED]}, gate=make_fast().gate.model_dump())
+    run(project, track)
+    built = read_network_candidate(project / "build/detector", "compiled", track)
+    assert built.serving.compile_mode is None and built.fallbacks[0].layer == "(all)"
+    (verdict,) = compare_release(track, project / "build/detector").judgement.verdicts
+    assert verdict.outcome == "no gain"
+    assert any("not timed: torch.compile needs a C++ compiler on a CPU, and there is no g++" in reason
+               for reason in verdict.reasons)  # fmt: skip
+
+
+@pytest.fixture
+def judged(project: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ReleaseComparison]:
+    """Judge a release of one candidate with a memory format of its own, as stage compare does, in its folder."""
+    run(project, make_fast())
+    monkeypatch.chdir(project)
+    whole = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
+
+    def judge(found: dict[str, Any] | None, **gate: Any) -> ReleaseComparison:
+        track = make_fast(**gate)
+        params = parse_params(whole | {"detector": track.model_dump(mode="json")})
+        monkeypatch.setattr(stages.gate, "load_params", lambda: params)
+        rewrite_speed(project, "last", found)
+        compared = compare_release(track, project / "build/detector")
+        write_record(compared.judgement.path, compared.judgement)
+        return compared
+
+    return judge
+
+
+def test_the_gate_blocks_what_gains_nothing_and_passes_what_does(
+    judged: Callable[..., ReleaseComparison], capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged(speed(1.0, 1.1, 1.2))
+    assert stages.gate.main(["detector"]) == 1 and not Path("build/detector/gate.ok").exists()
+    assert "last: no gain, blocks the release" in capsys.readouterr().out
+    judged(speed(0.5, 0.6, 0.7))
+    assert stages.gate.main(["detector"]) == 0 and Path("build/detector/gate.ok").exists()
+
+
+def test_warn_lets_nothing_through_that_gains_nothing(judged: Callable[..., ReleaseComparison]) -> None:
+    """An unproven metric made it inconclusive, and `warn` then let it go out without any gain."""
+    tight = {"squares/ap": {"overall": 0.01}, "squares/finite_output_rate": {"overall": 0.1}}
+    (verdict,) = judged(speed(1, 1, 1), on_inconclusive="warn", tolerances=tight).judgement.verdicts
+    assert verdict.outcome == "inconclusive" and any(reason.startswith("no gain: ") for reason in verdict.reasons)
+    assert stages.gate.main(["detector"]) == 1
+    judged(speed(0.5, 0.6, 0.7), on_inconclusive="warn", tolerances=tight)
+    assert stages.gate.main(["detector"]) == 0
+
+
+@pytest.mark.parametrize("edits", [
+    pytest.param({"outcome": "pass"}, id="outcome"),
+    pytest.param({"outcome": "pass", "reasons": ()}, id="reason-removed"),
+    pytest.param({"outcome": "pass", "reasons": (), "gain": None}, id="gain-removed"),
+])  # fmt: skip
+def test_a_verdict_without_a_gain_can_not_be_edited_into_a_pass(
+    judged: Callable[..., ReleaseComparison], edits: dict[str, Any]
+) -> None:
+    judgement = judged(speed(1.0, 1.1, 1.2)).judgement
+    check_outcomes(judgement)
+    verdicts = tuple(verdict.model_copy(update=edits) for verdict in judgement.verdicts)
+    forged = judgement.model_copy(update={"verdicts": verdicts, "outcome": "pass", "blocked_by": ()})
+    write_record(judgement.path, Judgement.model_validate(forged.model_dump()))
+    with pytest.raises(EvidenceError, match="last: the verdict contradicts the numbers or the policy beside it"):
+        stages.gate.main(["detector"])
+
+
+def test_the_gate_refuses_an_adapter_that_was_edited_after_it_was_judged(
+    judged: Callable[..., ReleaseComparison], project: Path
+) -> None:
+    """It lies outside of the checkpoint's folder, whose files alone were hashed again."""
+    judged(speed(0.5, 0.6, 0.7))
+    edit(project, DETECTOR_FILE, '"score": heat', '"score": 1 - heat')
+    with pytest.raises(EvidenceError, match="adapter.py: expected the adapter that was judged"):
+        stages.gate.main(["detector"])
+
+
+NUM_SCENES = 6
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped networks, and a few pictures of theirs."""
+    root = tmp_path_factory.mktemp("shipped")
+    for name in ("people", "people-hard", "upscaler"):
+        shutil.copytree(ROOT / "models" / name, root / "models" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, places in (("scenes", range(0, 200, 200 // NUM_SCENES)), ("panoramas", (0, 1))):
+        cases = [json.loads(line) for line in (ROOT / "evalsets" / name / "cases.jsonl").read_text().splitlines()]
+        chosen = [cases[i] for i in places][:NUM_SCENES]
+        for path in (case[key] for case in chosen for key in ("image", "target") if key in case):
+            (root / "evalsets" / name / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / "evalsets" / name / path, root / "evalsets" / name / path)
+        write_evalset(root / "evalsets" / name, "detection" if name == "scenes" else "upscaling", chosen)
+    return root
+
+
+def take(name: str, *candidates: str) -> NetworkTrack:
+    """Return a shipped track with some of its candidates and without its calibration images."""
+    track = get_track(load_params(ROOT / "params.yaml"), name, kind=NetworkTrack)
+    names = (track.reference, *candidates)
+    return track.model_copy(update={
+        "candidates": {kept: track.candidates[kept] for kept in names}, "release": list(candidates),
+        "calibration_images": None, "running": track.running.model_copy(update={"num_workers": 1})})  # fmt: skip
+
+
+def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path, here: None) -> None:
+    from models.people.detector import detect, open_detector
+
+    track = take("detector", "winograd-f43-fp16", "bf16")
+    check_network(track, shipped)
+    exact, winograd, half = run(shipped, track)
+    folder = shipped / "evalsets/scenes"
+    cases = load_evalset(folder).cases
+    pixels = np.stack([read_picture(folder / case.image, case.sha256) for case in cases])
+    found = detect(open_detector(shipped / "models/people-hard"), pixels)
+    for record, own in zip(exact, found, strict=True):
+        results = json.loads(record.output)
+        assert np.allclose(np.array([r["bbox"] for r in results]).reshape(-1, 4), own.boxes, atol=1e-2)
+        assert np.allclose([r["score"] for r in results], own.scores, atol=1e-4)
+    assert sum(record.scores["found_50"] for record in exact) > 0
+    assert all(record.scores["finite"] for side in (exact, half) for record in side)
+    assert not any(record.scores["finite"] for record in winograd), "its branch of small people overflows"
+    assert [record.output for record in winograd] != [record.output for record in exact]
+    layers = read_notes(shipped, track, "winograd-f43-fp16")["layers"]
+    assert max(layer["relative_error"] for layer in layers.values()) > 1e-4
+    built = read_network_candidate(shipped / "build/detector", "winograd-f43-fp16", track)
+    assert {c.format for c in built.coverage} == {"winograd_f43 float16", "direct float16"} and built.fallbacks
+    compared = compare_release(track, shipped / "build/detector")
+    assert all(verdict.outcome != "pass" for verdict in compared.judgement.verdicts), "6 pictures prove nothing"
+    assert "winograd-f43-fp16" in render_report(compared)
+
+
+def test_the_shipped_upscaler_writes_the_pictures_of_its_own_code(shipped: Path, here: None) -> None:
+    from models.upscaler.upscaler import open_upscaler, upscale
+
+    track = take("upscaler", "tiled", "tiled-hann")
+    check_network(track, shipped)
+    whole, tiled, blended = run(shipped, track)
+    folder = shipped / "evalsets/panoramas"
+    cases = load_evalset(folder).cases
+    pixels = np.stack([read_picture(folder / case.image, case.sha256) for case in cases])
+    for case, own in zip(cases, upscale(open_upscaler(shipped / "models/upscaler"), pixels), strict=True):
+        with Image.open(shipped / f"build/upscaler/evaluations/upscaler/panoramas/{case.id}.png") as picture:
+            assert np.abs(np.asarray(picture).astype(int) - own).max() <= 1
+    assert all(record.scores["psnr_db"] > 20 and record.scores["seam_levels"] == 0 for record in whole)
+    cut, soft = (sum(record.scores["seam_levels"] for record in side) for side in (tiled, blended))
+    assert cut > soft + 0.5
