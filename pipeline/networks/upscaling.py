@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pipeline.errors import EngineError
 from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
-from pipeline.numerics.tiling import find_stitches
 from pipeline.records import Tiling
+from pipeline.tile_grid import list_stitches
 
 MAX_PSNR_DB = 100.0  # of equal pictures, whose ratio is infinite
 _LEVELS = 255.0
@@ -70,15 +70,6 @@ def measure_seam_excess(
         for lines in ((columns, rows), (_between(columns, picture.shape[3], factor),
                                         _between(rows, picture.shape[2], factor))))  # fmt: skip
     return _LEVELS * (at_stitches - at_controls)
-
-
-def list_stitches(given: tuple[int, int], tiling: Tiling | None, factor: int) -> tuple[list[int], list[int]]:
-    """Return the rows and columns of an output at which tiles meet, from the size of what was enlarged."""
-    if tiling is None:
-        return [], []
-    overlap = round(tiling.tile * tiling.overlap)
-    rows, columns = (find_stitches(size, tiling.tile, overlap, factor=factor) for size in given)
-    return rows, columns
 
 
 def _between(stitches: list[int], size: int, factor: int) -> list[int]:
