@@ -80,7 +80,7 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     """
     reference = judgement.policy.reference
     ordered = sorted(judgement.verdicts, key=lambda v: not v.is_release)  # stable
-    worst = {v.candidate: case for v in ordered if (case := find_worst(scored[reference], scored[v.candidate]))}
+    worst = {v.candidate: case for v in ordered if (case := find_worst(scored[reference], scored[v.candidate], judgement.policy.eval_kinds))}
     keys = name_cases(worst)
     by_use = sorted(ordered, key=lambda v: not v.is_release and v.candidate not in worst)
     columns = order_columns([reference, *(v.candidate for v in by_use)])
@@ -96,7 +96,7 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     return contents
 
 
-def find_worst(reference: Scored, candidate: Scored) -> Case | None:
+def find_worst(reference: Scored, candidate: Scored, kinds: Mapping[str, str]) -> Case | None:
     """Return the case in which a candidate is worst; None where no case can be paired or no image is another one."""
     pairs: dict[str, PairedCases] = {}
     for eval_name, cases in candidate.items():
@@ -105,7 +105,7 @@ def find_worst(reference: Scored, candidate: Scored) -> Case | None:
             pairs[eval_name] = align(ours, theirs, where=eval_name)
         except EvidenceError:
             continue  # the verdict was refused for it
-    return next(((eval_name, pairs[eval_name].reference[i].case_id) for eval_name, i in list_worst_images(pairs)
+    return next(((eval_name, pairs[eval_name].reference[i].case_id) for eval_name, i in list_worst_images(pairs, kinds)
                  if pairs[eval_name].reference[i].output != pairs[eval_name].candidate[i].output), None)  # fmt: skip
 
 
