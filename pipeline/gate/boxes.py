@@ -118,15 +118,22 @@ def find_lost(ours: Found, theirs: Found) -> Found:
     return mine.select(~is_same.any(axis=1))
 
 
-def draw_boxes(picture: Picture, found: Found, lost: Found) -> Picture:
-    """Return an enlarged copy of a picture with boxes on it, those that are lost on top."""
+def draw_boxes(picture: Picture, found: Found, lost: Found, *, boldness: int = 1) -> Picture:
+    """Return an enlarged copy of a picture with boxes on it, those that are lost on top and twice as thick.
+
+    Args:
+        picture: what the detector was given.
+        found: boxes of one side.
+        lost: boxes that the other side has alone.
+        boldness: times the thinnest line; a picture that is shown small needs more.
+    """
     from PIL import Image, ImageDraw
 
     factor = max(1, round(_SIDE / max(picture.shape[:2])))
     image = Image.fromarray(picture.repeat(factor, axis=0).repeat(factor, axis=1))
-    pen = ImageDraw.Draw(image)
-    width = max(2, max(image.size) // 250)
-    for colour, boxes in ((FALSE, found.boxes[~found.is_hit]), (FOUND, found.boxes[found.is_hit]), (LOST, lost.boxes)):
+    pen, width = ImageDraw.Draw(image), boldness * max(2, max(image.size) // 320)
+    for colour, boxes, line in ((FALSE, found.boxes[~found.is_hit], width), (FOUND, found.boxes[found.is_hit], width),
+                                (LOST, lost.boxes, 2 * width)):  # fmt: skip
         for left, top, across, down in boxes * factor:
-            pen.rectangle((left, top, left + across, top + down), outline=colour, width=width)
+            pen.rectangle((left, top, left + across, top + down), outline=colour, width=line)
     return np.asarray(image)

@@ -15,24 +15,19 @@ from pipeline.verdict_records import Comparison, Verdict
 _MAX_CASES = 5
 
 
-def explain_failure(verdict: Verdict, measured: Measured, *, has_pictures: bool) -> list[str]:
-    """Return the lines of the section.
-
-    Args:
-        verdict: a failure.
-        measured: what it rests on.
-        has_pictures: outputs are pictures or boxes, which no block of text shows.
-    """
+def explain_failure(verdict: Verdict, measured: Measured, track: str) -> list[str]:
+    """Return the lines of the section; outputs of all tracks but text are no text, and are named only."""
     lines = ["", "### Cases behind it", ""]
     for c in verdict.comparisons:
         if c.outcome == "fail" and c.b is None:
             cases = worst_cases(c, measured.pairs[c.metric.partition("/")[0]], limit=_MAX_CASES)
             lines += [_introduce(c), "", render_table(_tabulate(cases, definition_of(c.metric)))]
     flips = worst_flips(verdict.comparisons, measured.pairs, limit=_MAX_CASES)
-    if has_pictures:
-        lines += [render_table(rows)] if (rows := tabulate_flips(flips)) else []
-    else:
+    if track == "text":
         lines += [line for flip in flips for line in _show_flip(flip)]
+    elif flips:
+        rows = tabulate_flips(flips, asked="prompt" if track == "images" else "picture")
+        lines += ["Images that became unsound (loss) or sound (gain):", "", render_table(rows)]
     folder = measured.evidence.folder.as_posix() if measured.evidence else f"build/evaluations/{verdict.candidate}"
     return [*lines, f"All cases: `{folder}/`, side by side in MLflow (`make ui`)."]
 

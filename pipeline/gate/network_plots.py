@@ -81,7 +81,7 @@ def plot_layers(compared: ReleaseComparison, path: Path) -> None:
         formats = {layer.layer: layer.format for layer in evidence.candidate.coverage} if evidence else {}
         _draw_layers(axis, layers, formats, max(top, 1e-3))
         axis.set_title(name, fontsize=8, loc="left")
-    _name_layers(axes[-1], list(max(panels.values(), key=lambda layers: len(layers))))
+    _name_layers(axes[-1], max(map(list, panels.values()), key=len))
     figure.supylabel("relative error against float32", fontsize=8)
     _add_legend(figure)
     save_figure(figure, path)

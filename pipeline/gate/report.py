@@ -81,8 +81,7 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
     if any(verdict.speed for verdict in judgement.verdicts):
         parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
     reference = compared.measured[judgement.policy.reference].evidence
-    has_pictures = judgement.policy.track != "text"
-    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here, has_pictures=has_pictures)
+    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy.track)
               for v in judgement.verdicts]
     parts.append(_explain(judgement.policy))
     return "\n".join(parts)
@@ -201,7 +200,7 @@ def _compared_cell(comparison: Comparison | None) -> str:
 
 
 def _candidate_section(
-    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, *, has_pictures: bool
+    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, track: str
 ) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
@@ -227,7 +226,7 @@ def _candidate_section(
         lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
                   _comparison_table(reported), "</details>"]
     if verdict.outcome == "fail":
-        lines += explain_failure(verdict, measured, has_pictures=has_pictures)
+        lines += explain_failure(verdict, measured, track)
     return "\n".join(lines) + "\n"
 
 

@@ -15,18 +15,19 @@ from tests.structure.import_closure import ROOT, direct_imports
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
     ("errors", "digests", "differences", "files", "fingerprints", "records", "settings", "image_params",
-     "params", "image_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
-     "medians", "recall", "detection_params", "detections", "average_precision", "sweep.settings"),
+     "network_params", "params", "built_candidates", "image_serving", "network_serving", "serving_config",
+     "gate.metrics", "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params",
+     "detections", "average_precision", "tile_grid", "sweep.settings"),
     ("numerics", "environment"),
-    ("weight_files", "memory", "checkpoints", "drafts", "cases", "pictures", "evalsets"),
+    ("weight_files", "network_files", "memory", "memory_format", "timing", "worker_pool", "checkpoints", "drafts", "cases", "pictures", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
     ("images", "networks"),
     ("first_turns",),
-    ("preflight", "image_preflight", "drift", "benchmark", "sweep.rendering"),
+    ("preflight", "image_preflight", "network_preflight", "drift", "benchmark", "sweep.rendering"),
 )
 # These judge and show records; the model is none of their business.
-RECORDS_ONLY = ("gate", "tracking", "run_contents", "image_contents", "run_pictures", "predictions", "sweep.judging",
+RECORDS_ONLY = ("gate", "tracking", "run_contents", "image_contents", "network_contents", "run_pictures", "predictions", "sweep.judging",
                 "sweep.table", "sweep.plot")  # fmt: skip
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
 LIGHT_MODULES = ("params", "preflight", "image_preflight", "environment", "memory", *RECORDS_ONLY)

@@ -10,6 +10,7 @@ import pytest
 from pipeline.detection_params import DetectionEval
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.image_params import IMAGE_STEP_KINDS, ImagesEval, ImageStep
+from pipeline.network_params import UpscalingEval
 from pipeline.params import EvalSettings, Step, load_params
 from tests.structure.import_closure import ROOT
 
@@ -45,7 +46,8 @@ def test_image_steps_are_those_of_the_settings() -> None:
 
 
 def test_every_eval_kind_declares_its_metrics() -> None:
-    others = {get_args(settings.model_fields["kind"].annotation)[0] for settings in (ImagesEval, DetectionEval)}
+    others = {get_args(settings.model_fields["kind"].annotation)[0]
+              for settings in (ImagesEval, DetectionEval, UpscalingEval)}  # fmt: skip
     assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings) | others
 
 
