@@ -127,11 +127,11 @@ def _name_costs(notes: NetworkNotes) -> dict[str, float]:
         numbers |= {"num_graph_breaks": notes.compile.num_graph_breaks, "first_call_s": notes.compile.first_call_s,
                     "num_recompilations": notes.compile.num_recompilations}  # fmt: skip
     if notes.layout:
-        numbers["num_modules_in_another_format"] = len(notes.layout.other_formats)
-        numbers |= {f"num_reorders_channels_{key}": num for key, num in notes.layout.num_reorders.items()}
+        numbers["num_other_formats"] = len(notes.layout.other_formats)
+        numbers |= {f"num_reorders_{key}": num for key, num in notes.layout.num_reorders.items()}
     if notes.layers:
         worst = notes.layers[find_worst_layer(notes.layers)].error
-        numbers |= {} if math.isinf(worst) else {"largest_relative_error_percent": 100 * worst}
+        numbers |= {} if math.isinf(worst) else {"largest_error_percent": 100 * worst}
         least = notes.layers[find_scarcest_layer(notes.layers)].headroom
         numbers |= {} if least == math.inf else {"least_headroom_doublings": max(LEAST_BITS, least)}
     return {name: float(value) for name, value in numbers.items()}

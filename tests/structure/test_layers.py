@@ -19,7 +19,8 @@ LAYERS = (
      "gate.metrics", "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params",
      "detections", "average_precision", "tile_grid", "sweep.settings"),
     ("numerics", "environment"),
-    ("weight_files", "network_files", "memory", "memory_format", "timing", "worker_pool", "checkpoints", "drafts", "cases", "pictures", "evalsets"),
+    ("weight_files", "network_files", "memory", "memory_format", "timing", "worker_pool", "checkpoints", "drafts",
+     "cases", "pictures", "evalsets"),
     ("optimize", "serving"),
     ("evals",),
     ("images", "networks"),
@@ -27,10 +28,11 @@ LAYERS = (
     ("preflight", "image_preflight", "network_preflight", "drift", "benchmark", "sweep.rendering"),
 )
 # These judge and show records; the model is none of their business.
-RECORDS_ONLY = ("gate", "tracking", "run_contents", "image_contents", "network_contents", "run_pictures", "predictions", "sweep.judging",
-                "sweep.table", "sweep.plot")  # fmt: skip
+RECORDS_ONLY = ("gate", "tracking", "run_contents", "image_contents", "network_contents", "run_pictures",
+                "predictions", "sweep.judging", "sweep.table", "sweep.plot")  # fmt: skip
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
-LIGHT_MODULES = ("params", "preflight", "image_preflight", "environment", "memory", *RECORDS_ONLY)
+LIGHT_MODULES = ("params", "preflight", "image_preflight", "network_preflight", "environment", "memory", "tile_grid",
+                 *RECORDS_ONLY)  # fmt: skip
 
 MODULES = sorted((ROOT / "pipeline").rglob("*.py"))
 
