@@ -38,7 +38,8 @@ CODE = (
     "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/upscaling.py",
     "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py", "numerics/seams.py",
     "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detection_params.py",
-    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "records.py", "timing.py", "worker_pool.py",
+    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "records.py", "tile_grid.py", "timing.py",
+    "worker_pool.py",
 )  # fmt: skip
 _NUM_COMPARED = 4  # pictures on which layers are compared
 _PROGRESS_EVERY_S = 10.0
