@@ -16,7 +16,7 @@ from pipeline.networks.loading import list_tensors, to_float
 from pipeline.networks.workers import find_finite
 from tests.tiny_networks import DETECTOR
 
-PLAIN = "def build(config):\n    return 1\n\n\ndef preprocess(pixels):\n    return 2\n\n\ndef postprocess(o, c):\n    return 3\n"
+PLAIN = "def build(config):\n    return 1\n\n\ndef preprocess(pixels):\n    pass\n\n\ndef postprocess(o, c):\n    pass\n"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -86,7 +86,8 @@ def test_an_error_names_the_deepest_line_of_the_adapter(
 ) -> None:
     """Stages give relative paths, and frames had absolute ones: no line was named."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, PLAIN.replace("return 1", "return inner(config)") + "\n\ndef inner(config):\n    return config[0]\n")
+    inner = "\n\ndef inner(config):\n    return config[0]\n"
+    write(tmp_path, PLAIN.replace("return 1", "return inner(config)") + inner)
     adapter = load_adapter(Path("adapter.py") if is_relative else tmp_path / "adapter.py")
     with pytest.raises(EngineError, match=r"adapter.py: build\(\) failed: KeyError: 0 \(line 14\); correct the adapt"):
         adapter.build({})

@@ -1,0 +1,29 @@
+"""What the workers of a test load and do; a spawned process must find these by name."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pipeline.errors import CheckpointError
+from pipeline.worker_pool import get_loaded
+
+
+def load(order: Any) -> Any:
+    """Return the order, or raise what it says."""
+    if order == "quantgate":
+        raise CheckpointError("models/x: expected weights, found none")
+    if order == "bug":
+        raise ZeroDivisionError("a mistake of ours")
+    return [order, os.getpid()]
+
+
+def add(number: int) -> tuple[Any, int]:
+    """Return what was loaded, and the process that did it."""
+    order, process = get_loaded()
+    return order + number, process
+
+
+def die(_number: int) -> None:
+    """End as a process does that the kernel kills."""
+    os._exit(9)

@@ -1,0 +1,115 @@
+"""What a candidate is timed against, when two outputs are one, and how much work tiles are."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.networks.adapters import load_adapter
+from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed
+from pipeline.networks.loading import load_network
+from pipeline.records import ConvArithmetic, NetworkServing, Tiling
+from tests.tiny_networks import DETECTOR, write_detector
+
+TILED = {"tiling": Tiling(tile=64, overlap=0.125, window="hann")}
+POLICY = {"conv_policy": {"blur": ConvArithmetic(algorithm="direct", dtype="float16")}}
+FORWARD = "return self.pool(self.scale(self.blur(x)))"
+PIXELS = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("changes", "baseline"), [
+    pytest.param({}, None, id="the-reference-itself"),
+    pytest.param({"dtype": "bfloat16"}, {}, id="a-number-format"),
+    pytest.param({"channels_last": True}, {}, id="a-memory-format"),
+    pytest.param({"channels_last": True, "dtype": "bfloat16"}, {"dtype": "bfloat16"}, id="within-its-number-format"),
+    pytest.param({"compile_mode": "default", "compile_dynamic": True, "channels_last": True}, {}, id="both"),
+    pytest.param(POLICY, None, id="an-emulation"),
+    pytest.param(TILED, None, id="more-work"),
+    pytest.param(TILED | {"channels_last": True}, TILED, id="within-tiles"),
+])  # fmt: skip
+def test_a_candidate_is_timed_against_the_choice_at_hand(changes: dict[str, Any], baseline: Any) -> None:
+    """A memory format in bfloat16 beside float32 would take the number format's gain for its own."""
+    shared = {"batch_size": 8, "num_threads": 2}
+    expected = None if baseline is None else NetworkServing(**shared, **baseline)
+    assert choose_baseline(NetworkServing(**shared, **changes)) == expected
+
+
+@pytest.mark.parametrize(("size", "tile", "overlap", "expected"), [
+    ((512, 768), 64, 0.125, 1.3125),  # 9 tiles by 14
+    ((512, 768), 64, 0.0, 1.0),
+    ((512, 768), 1024, 0.5, 1.0),  # one tile, cut to the picture
+    ((64, 128), 64, 0.5, 1.5),
+    ((32, 96), 64, 0.125, 4 / 3),  # cut along one side
+])  # fmt: skip
+def test_work_is_counted_in_pixels(size: tuple[int, int], tile: int, overlap: float, expected: float) -> None:
+    serving = NetworkServing(tiling=Tiling(tile=tile, overlap=overlap, window="linear"))
+    assert count_work(size, serving) == pytest.approx(expected)
+    assert count_work(size, NetworkServing()) == 1.0
+
+
+def make_load(root: Path, text: str = DETECTOR) -> Any:
+    write_detector(root / "squares")
+    (root / "adapter.py").write_text(text)
+    return partial(load_network, root / "squares", load_adapter(root / "adapter.py"))
+
+
+def test_equal_outputs_are_timed_and_others_are_not(tmp_path: Path) -> None:
+    found = measure_speed(make_load(tmp_path), NetworkServing(channels_last=True), PIXELS)
+    assert found is not None and found["difference"] < 1e-4 and found["timed"].keys() == {"cpu", "wall"}
+    assert found["clock"] == "cpu" and found["batch"] == 2
+    (tmp_path / "other").mkdir()
+    depends = FORWARD + " + (1.0 if x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] == 1 and \\\n" \
+        "            self.blur.weight.dtype == torch.bfloat16 else 0.0)"
+    found = measure_speed(make_load(tmp_path / "other", DETECTOR.replace(FORWARD, depends)),
+                          NetworkServing(dtype="bfloat16"), PIXELS)  # fmt: skip
+    assert found is not None and found["timed"] is None and found["difference"] > 0.4
+
+
+@pytest.mark.parametrize(("forward", "difference"), [
+    pytest.param("return torch.zeros(len(x), 3)", 0.0, id="constant"),
+    pytest.param("return [self.blur(x), torch.tensor(3.0)]", None, id="one-number"),
+    pytest.param("return {'boxes': self.blur(x)[..., :0], 'labels': torch.ones(2)}", 0.0, id="no-boxes"),
+])  # fmt: skip
+def test_outputs_without_a_deviation_are_compared_too(tmp_path: Path, forward: str, difference: float | None) -> None:
+    """Zero over zero was no number, an empty tensor has no largest element: nothing of it was ever timed."""
+    load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
+    found = measure_speed(load, NetworkServing(channels_last=True), PIXELS)
+    assert found is not None and found["timed"] is not None
+    assert difference is None or found["difference"] == difference
+
+
+@pytest.mark.parametrize("forward", [
+    pytest.param("heat = self.blur(x)\n        return heat[heat > heat.float().mean() * (1.2 if heat.dtype == "
+                 "torch.bfloat16 else 1)]", id="another-shape"),
+    pytest.param("return [self.blur(x)] * (2 if x.dtype == torch.bfloat16 else 1)", id="another-number"),
+])  # fmt: skip
+def test_boxes_that_a_number_format_selects_otherwise_end_no_evaluation(tmp_path: Path, forward: str) -> None:
+    """Two shapes can't be subtracted: the evaluation of a network with its own NMS ended after its last picture."""
+    load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
+    found = measure_speed(load, NetworkServing(dtype="bfloat16"), PIXELS)
+    assert found is not None and found["timed"] is None and found["difference"] is None
+
+
+def test_memory_is_counted_without_computing_and_is_none_where_that_is_not_possible(tmp_path: Path) -> None:
+    plain = NetworkServing(batch_size=2)
+    large = torch.zeros(1, 512, 512, 3, dtype=torch.uint8)
+    costs = measure_costs(make_load(tmp_path), plain, PIXELS, large, [PIXELS])
+    assert costs["peak_mib"] == pytest.approx(2 * 512 * 512 * 4 / 2**20, rel=0.01), "what goes in and comes out"
+    assert costs["peak_pixels"] == [512, 512] and costs["speed"] is None and costs["compile"] is None
+    (tmp_path / "other").mkdir()
+    load = make_load(tmp_path / "other", DETECTOR.replace(FORWARD, "return self.blur(x)[x > 3]"))
+    assert measure_costs(load, plain, PIXELS, large, [PIXELS])["peak_mib"] is None
+
+
+def test_shapes_are_read_only_where_something_is_compiled(tmp_path: Path) -> None:
+    """An evalset of photographs has thousands of shapes: one batch of each was held in memory for nothing."""
+    def read() -> Any:
+        raise AssertionError("nobody asked")
+        yield
+
+    assert math.isfinite(measure_costs(make_load(tmp_path), NetworkServing(), PIXELS, PIXELS[:1], read())["work"])
