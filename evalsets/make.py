@@ -154,7 +154,7 @@ EVALSETS: dict[str, tuple[Callable[[Random], Cases], str, str, str]] = {
 }
 # Their makers are given the folder, too, and write pictures into it.
 PICTURE_SETS: dict[str, tuple[Callable[[Random, Path], Cases], str, str, str]] = {
-    "scenes": (partial(make_scenes, num=200), "detection", "an image",
+    "scenes": (partial(make_scenes, num=300), "detection", "an image",
                "Street scenes and the boxes of the people in them, as of evalsets/scenes.py. few_small: a quarter of "
                "an image's people or less have 32 x 32 pixels or less. mostly_small: three quarters or more."),
     "scenes-calibration": (partial(make_scenes, num=16), "detection", "an image",

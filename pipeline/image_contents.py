@@ -1,10 +1,10 @@
-"""Which images a reviewer should see of each run of the image track.
+"""Which pictures a reviewer should see of each run of a track that makes or reads pictures.
 
 Pure: records in, names of files out; `run_pictures.py` draws them and `tracking.py` writes them. A case is a key in
 MLflow and every run shows the same ones, each candidate's worst: its image grid has a row a key and a column a run.
-Keys are sorted, hence the number in front. Two more are a run's own: the difference from the reference in its worst
-case, and the headroom of its decoder. MLflow's own charts have one key each and little room, so a saved view comes
-along that has them all.
+Keys are sorted, hence the number in front. More are a run's own: the difference from the reference in its worst case,
+the headroom of an image pipeline's decoder, a stitch of an upscaler's tiles. MLflow's own charts have one key each and
+little room, so a saved view comes along that has them all.
 """
 
 from __future__ import annotations
@@ -22,8 +22,17 @@ from pipeline.gate.flips import list_worst_images
 from pipeline.gate.images import headroom
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.pictures import DIFFERENCE_GAIN, LEAST_BITS, JudgedImage, locate_image
+from pipeline.gate.seams import SEAM_GAIN
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown
+from pipeline.network_contents import (
+    ShownBoxes,
+    ShownStitch,
+    find_stitch,
+    judge_boxes,
+    rank_losses,
+    read_network_costs,
+)
 from pipeline.predictions import Scored
 
 MAX_CASES = 8
@@ -46,12 +55,14 @@ class ShownImage:
         images: one is shown as it is; of two, the reference's first, the difference is drawn.
         notes: of the eval whose decoder's headroom is drawn, where there are no images.
         caption: of the difference: its case.
+        gain: of the difference.
     """
 
     key: str
     images: tuple[JudgedImage, ...] = ()
     notes: Path | None = None
     caption: str = ""
+    gain: int = DIFFERENCE_GAIN
 
     @property
     def identity(self) -> list[str | None]:
@@ -60,11 +71,29 @@ class ShownImage:
         return [self.key, self.caption, *(digest_file(file) if file.is_file() else None for file in files)]
 
 
+Shown = ShownImage | ShownBoxes | ShownStitch
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A run beside the reference: the folders of both evaluations and the records in them."""
+
+    track: str
+    folders: tuple[Path, Path]
+    scored: tuple[Scored, Scored]
+
+    def locate(self, side: int, case: Case) -> JudgedImage | None:
+        """Return the image of a case; None where a side has no such case."""
+        eval_name, case_id = case
+        record, _ = self.scored[side].get(eval_name, {}).get(case_id, (None, None))
+        return None if record is None else locate_image(self.folders[side], eval_name, record)
+
+
 @dataclass(frozen=True)
 class ImageContents:
     """What a run shows, a line of its note that says where to look, its column in the saved view, and its costs."""
 
-    shown: tuple[ShownImage, ...] = ()
+    shown: tuple[Shown, ...] = ()
     note: str = ""
     column: str = ""
     costs: dict[str, float] = field(default_factory=dict)
@@ -78,26 +107,40 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
         scored: candidate -> eval -> case id -> record, the reference's among them; empty where unreadable.
         build: the folder that holds `evaluations/`.
     """
-    reference = judgement.policy.reference
+    reference, track = judgement.policy.reference, judgement.policy.track
+    folders = {name: build / "evaluations" / name for name in scored}
     ordered = sorted(judgement.verdicts, key=lambda v: not v.is_release)  # stable
-    worst = {v.candidate: case for v in ordered if (case := find_worst(scored[reference], scored[v.candidate]))}
+    worst = {v.candidate: case for v in ordered if (case := find_worst(
+        scored[reference], scored[v.candidate], judgement, (folders[reference], folders[v.candidate])))}  # fmt: skip
     keys = name_cases(worst)
     by_use = sorted(ordered, key=lambda v: not v.is_release and v.candidate not in worst)
     columns = order_columns([reference, *(v.candidate for v in by_use)])
     contents = {}
     for name, own in scored.items():
-        cases = [ShownImage(key, (image,)) for case, key in keys.items() if (image := _locate(build, name, own, case))]
-        images = tuple(_locate(build, side, scored[side], worst[name]) for side in (reference, name) if name in worst)
+        sides = Sides(track, (folders[reference], folders[name]), (scored[reference], own))
+        is_same = _list_outputs(own) == _list_outputs(scored[reference])
         note = _name_owners(keys, worst) if name == reference else _name_worst(
-            keys, worst.get(name), is_same=_list_outputs(own) == _list_outputs(scored[reference]))  # fmt: skip
-        folder = build / "evaluations" / name
-        shown = (*cases, *_list_own(folder, images, own))
-        contents[name] = ImageContents(shown, note, columns[name], _read_costs(folder, own))
+            keys, worst.get(name), track if is_same else "")  # fmt: skip
+        cases = [image for case, key in keys.items() if (image := _show_case(sides, case, key))]
+        shown = (*cases, *_list_own(sides, worst.get(name), is_reference=name == reference))
+        costs = _read_costs(folders[name], own) if track == "images" else read_network_costs(folders[name], own)
+        contents[name] = ImageContents(shown, note, columns[name], costs)
     return contents
 
 
-def find_worst(reference: Scored, candidate: Scored) -> Case | None:
-    """Return the case in which a candidate is worst; None where no case can be paired or no image is another one."""
+def find_worst(
+    reference: Scored, candidate: Scored, judgement: Judgement, folders: tuple[Path, Path]
+) -> Case | None:
+    """Return the case in which a candidate is worst; None where no case can be paired or no output is another one.
+
+    Of a detector, that in which most objects are lost; None where none is.
+
+    Args:
+        reference: its records.
+        candidate: its records.
+        judgement: whose track and evals they are.
+        folders: the evaluations of both.
+    """
     pairs: dict[str, PairedCases] = {}
     for eval_name, cases in candidate.items():
         ours, theirs = ([record for record, _ in side.values()] for side in (reference.get(eval_name, {}), cases))
@@ -105,7 +148,9 @@ def find_worst(reference: Scored, candidate: Scored) -> Case | None:
             pairs[eval_name] = align(ours, theirs, where=eval_name)
         except EvidenceError:
             continue  # the verdict was refused for it
-    return next(((eval_name, pairs[eval_name].reference[i].case_id) for eval_name, i in list_worst_images(pairs)
+    is_detector = judgement.policy.track == "detector"
+    ranked = rank_losses(pairs, folders) if is_detector else list_worst_images(pairs, judgement.policy.eval_kinds)
+    return next(((eval_name, pairs[eval_name].reference[i].case_id) for eval_name, i in ranked
                  if pairs[eval_name].reference[i].output != pairs[eval_name].candidate[i].output), None)  # fmt: skip
 
 
@@ -135,7 +180,7 @@ def order_columns(names: Sequence[str]) -> dict[str, str]:
     return {name: f"{_MAX_COLUMNS - 1 - i if i < _MAX_COLUMNS else i:04}" for i, name in enumerate(names)}
 
 
-def describe_view(runs: Sequence[Sequence[ShownImage]]) -> dict[str, Any]:
+def describe_view(runs: Sequence[Sequence[Shown]]) -> dict[str, Any]:
     """Describe the saved view in the words of MLflow's page: one grid of all images, above the other charts.
 
     Args:
@@ -150,20 +195,31 @@ def describe_view(runs: Sequence[Sequence[ShownImage]]) -> dict[str, Any]:
             "runListHidden": True, "orderByKey": f"tags.`{COLUMN}`", "orderByAsc": True}
 
 
-def _locate(build: Path, name: str, scored: Scored, case: Case) -> JudgedImage | None:
+def _show_case(sides: Sides, case: Case, key: str) -> Shown | None:
+    """Return what a run shows of a case; None where it has no such case."""
     eval_name, case_id = case
-    record, _ = scored.get(eval_name, {}).get(case_id, (None, None))
-    return None if record is None else locate_image(build / "evaluations" / name, eval_name, record)
+    if sides.track == "detector":
+        ours, theirs = (judge_boxes(folder, eval_name, scored, case_id)
+                        for folder, scored in zip(sides.folders, sides.scored, strict=True))  # fmt: skip
+        return ShownBoxes(key, ours, theirs) if ours and theirs else None
+    image = sides.locate(1, case)
+    return None if image is None else ShownImage(key, (image,))
 
 
-def _list_own(folder: Path, images: tuple[JudgedImage | None, ...], scored: Scored) -> list[ShownImage]:
-    """List what only this run has: the difference in its worst case, and its decoder's headroom."""
-    own = []
-    both = tuple(image for image in images if image is not None)
+def _list_own(sides: Sides, worst: Case | None, *, is_reference: bool) -> list[Shown]:
+    """List what only this run has: the difference in its worst case, its decoder's headroom, a stitch of its tiles."""
+    own: list[Shown] = []
+    if sides.track == "detector":
+        return own
+    both = tuple(image for side in (0, 1) if worst and (image := sides.locate(side, worst)))
     if len(both) == 2:
-        own.append(ShownImage(f"{SECTION}/difference x {DIFFERENCE_GAIN}", both, caption=both[0].path.stem))
-    for eval_name in list(scored)[:1]:
-        own.append(ShownImage(f"{SECTION}/headroom", notes=folder / f"{eval_name}.json"))
+        gain = DIFFERENCE_GAIN if sides.track == "images" else SEAM_GAIN
+        own.append(ShownImage(f"{SECTION}/difference x {gain}", both, caption=both[0].path.stem, gain=gain))
+    if sides.track == "images":
+        own += [ShownImage(f"{SECTION}/headroom", notes=sides.folders[1] / f"{eval_name}.json")
+                for eval_name in list(sides.scored[1])[:1]]  # fmt: skip
+    elif not is_reference and (stitch := find_stitch(sides.folders, *sides.scored, SECTION)):
+        own.append(stitch)
     return own
 
 
@@ -179,9 +235,11 @@ def _list_outputs(scored: Scored) -> dict[Case, str]:
             for case_id, (record, _) in cases.items()}  # fmt: skip
 
 
-def _name_worst(keys: Mapping[Case, str], case: Case | None, *, is_same: bool) -> str:
+def _name_worst(keys: Mapping[Case, str], case: Case | None, same_as: str) -> str:
+    """Say which image is a candidate's worst, or why there is none; `same_as` is the track where all are equal."""
     if case is None:
-        return "\n- every image has the pixels of the reference's" if is_same else ""
+        what = "boxes" if same_as == "detector" else "pixels"
+        return f"\n- every image has the {what} of the reference's" if same_as else ""
     where = f"image {keys[case].partition('/')[2].split()[0]}" if case in keys else "its difference alone is shown"
     return f"\n- worst image: {escape_markdown(case[1])} ({where})"
 

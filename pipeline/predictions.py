@@ -67,9 +67,10 @@ def _choose_cases(eval_name: str, scored: dict[str, Scored], reference: str) -> 
 def _append_row(table: dict[str, list[str]], eval_name: str, record: CaseRecord, ok: bool | None, *,
                 is_missing: bool) -> None:  # fmt: skip
     failure = "missing" if is_missing else record.failure or "not judged"
-    mark = failure if ok is None else "right" if ok else "WRONG"
+    words = ("NOT FINITE", "finite") if "finite" in record.scores else ("WRONG", "right")
+    mark = failure if ok is None else words[ok]
     table["id"].append(f"{eval_name}/{record.case_id}")
-    table["output"].append(mark if is_missing else f"{mark}: {_cut(record.output)}")
+    table["output"].append(mark if is_missing else f"{mark}: {_cut(describe_output(record))}")
     table["ok"].append(mark)
     table["prompt"].append(_cut(record.prompt))
     table["eval"].append(eval_name)
@@ -78,3 +79,13 @@ def _append_row(table: dict[str, list[str]], eval_name: str, record: CaseRecord,
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... ({len(text):,} characters)"
 
+
+def describe_output(record: CaseRecord) -> str:
+    """Return what the table shows of an output: boxes and the digests of pictures are no text, their scores are."""
+    scores = record.scores
+    if {"found_50", "objects", "false_alarms"} <= scores.keys():
+        return (f"{scores['found_50']:g} of {scores['objects']:g} objects found at IoU 0.5, "
+                f"{scores['false_alarms']:g} false alarms")  # fmt: skip
+    if {"psnr_db", "ssim", "seam_levels", "finite"} <= scores.keys():
+        return f"{scores['psnr_db']:.2f} dB, SSIM {scores['ssim']:.4f}, seams of {scores['seam_levels']:.2f} levels"
+    return record.output

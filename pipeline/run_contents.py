@@ -18,7 +18,7 @@ from pipeline.digests import digest_json, digest_text
 from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, is_rate
-from pipeline.image_contents import ImageContents, ShownImage, choose_images
+from pipeline.image_contents import ImageContents, Shown, choose_images
 from pipeline.predictions import read_scored, select_predictions
 from pipeline.records import BuiltCandidate, Evaluation, R, read_record
 from pipeline.verdict_records import Metric, Speed, Verdict
@@ -26,6 +26,7 @@ from pipeline.verdict_records import Metric, Speed, Verdict
 # Bars and dots: a reviewer tells the verdict by the colour.
 _COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c", "fail": "#cf222e",
            "refused": "#8250df", "no gain": "#6e7781"}  # fmt: skip
+_STEP_WORDS = ("algorithm", "dtype", "mode", "tile", "window")  # of a step that say enough without their names
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class RunContents:
     predictions: dict[str, list[str]]
     note: str
     color: str
-    images: tuple[ShownImage, ...] = ()
+    images: tuple[Shown, ...] = ()
     column: str = ""
 
 
@@ -63,7 +64,7 @@ def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
     tables = select_predictions(scored, judgement.policy.reference)
-    images = choose_images(judgement, scored, build) if judgement.policy.track == "images" else {}
+    images = choose_images(judgement, scored, build) if judgement.policy.track != "text" else {}
     return [_describe_run(judgement, build, name, tables[name], images.get(name, ImageContents()), problems[name])
             for name in names]  # fmt: skip
 
@@ -213,6 +214,7 @@ def _describe_step(step: dict[str, Any]) -> str:
         words += [f"int{step['bits']}", f"g{step.get('group_size')}", "sym" if step.get("symmetric") else "asym"]
     if step["kind"] == "speculative":
         words += [step["method"], f"k{step['num_tokens']}"]
+    words += [str(step[key]) for key in _STEP_WORDS if key in step]
     return " ".join(words)
 
 

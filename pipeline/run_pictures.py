@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.errors import EvidenceError
+from pipeline.errors import EvidenceError, NumericsError
+from pipeline.gate.boxes import draw_boxes, find_lost
 from pipeline.gate.pictures import (
     AMPLE,
     LEAST_BITS,
@@ -25,20 +26,26 @@ from pipeline.gate.pictures import (
     Picture,
     amplify_difference,
     list_scarcest,
+    measure_given,
+    read_given,
     read_image,
 )
-from pipeline.image_contents import ShownImage
+from pipeline.gate.seams import SEAM_GAIN, cut_strip
+from pipeline.image_contents import Shown
+from pipeline.network_contents import ShownBoxes, ShownStitch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
 MIN_SIDE, MAX_SIDE = 256, 512  # pixels of what is logged; a small image is enlarged to at least the former
+_BOLDNESS = 2  # of boxes, which must show in a small picture
+_GAP = 4  # pixels between the parts of a strip
 _MODULES_SHOWN = 6
 _CAPTION_WIDTH = 34  # characters a line
 
 
-def draw_pictures(shown: Iterable[ShownImage]) -> tuple[dict[str, Image], list[str]]:
+def draw_pictures(shown: Iterable[Shown]) -> tuple[dict[str, Image], list[str]]:
     """Draw what is to be shown.
 
     Returns:
@@ -48,17 +55,23 @@ def draw_pictures(shown: Iterable[ShownImage]) -> tuple[dict[str, Image], list[s
     for image in shown:
         try:
             pictures[image.key] = _draw(image)
-        except EvidenceError as error:
+        except (EvidenceError, NumericsError) as error:
             problems.append(f"{image.key}: {error}")
     return pictures, problems
 
 
-def _draw(shown: ShownImage) -> Image:
+def _draw(shown: Shown) -> Image:
+    if isinstance(shown, ShownBoxes):
+        found = shown.candidate.read()
+        lost = find_lost(shown.reference.read(), found)
+        return fit_size(draw_boxes(read_given(shown.candidate.record), found, lost, boldness=_BOLDNESS))
+    if isinstance(shown, ShownStitch):
+        return _draw_stitch(shown)
     if shown.notes is not None:
         return _draw_headroom(_read_scarcest(shown.notes))
     pictures = [read_image(image) for image in shown.images]
     if len(pictures) == 2:
-        return _draw_difference(pictures[0], pictures[1], shown.caption)
+        return _draw_difference(pictures[0], pictures[1], shown.caption, shown.gain)
     return fit_size(pictures[0])
 
 
@@ -74,11 +87,22 @@ def fit_size(picture: Picture) -> Image:
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 
-def _draw_difference(ours: Picture, theirs: Picture, caption: str) -> Image:
+def _draw_stitch(shown: ShownStitch) -> Image:
+    """Draw a stitch of reference and candidate and the difference side by side, enlarged, with white between them."""
+    ours, theirs = map(read_image, shown.images)
+    strip = cut_strip(ours, theirs, measure_given(shown.record), shown.tiling)
+    if strip is None:
+        raise EvidenceError(f"{shown.images[1].path}: the picture is not cut into tiles")
+    parts = (strip.reference, strip.candidate, amplify_difference(strip.reference, strip.candidate, SEAM_GAIN))
+    gap = np.full((parts[0].shape[0], _GAP, 3), 255, dtype=np.uint8)
+    return fit_size(np.concatenate([parts[0], gap, parts[1], gap, parts[2]], axis=1))
+
+
+def _draw_difference(ours: Picture, theirs: Picture, caption: str, gain: int) -> Image:
     """Draw a difference with its case, as each run shows another one, and its size, as a small one is all black."""
     from matplotlib.figure import Figure
 
-    difference = amplify_difference(ours, theirs)
+    difference = amplify_difference(ours, theirs, gain)
     largest = int(np.abs(ours.astype(int) - theirs.astype(int)).max())
     figure = Figure(figsize=(4, 4), dpi=100, layout="constrained")
     axis = figure.subplots()

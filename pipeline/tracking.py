@@ -29,11 +29,14 @@ from pipeline.gate.wording import escape_markdown
 from pipeline.image_contents import COLUMN, VIEW, describe_view
 from pipeline.run_contents import RunContents
 from pipeline.run_pictures import draw_pictures
+from pipeline.settings import TRACKS
 
-EXPERIMENTS = {"text": "quantgate", "images": "quantgate images"}  # by track: their metrics have nothing in common
+_NAMED = [track for track in TRACKS if track != "text"]
+# by track: their metrics have nothing in common
+EXPERIMENTS = {"text": "quantgate"} | {track: f"quantgate {track}" for track in _NAMED}
 STORE_FILE = "mlflow.db"
 ARTIFACTS_FOLDER = "mlartifacts"
-PAGES_FILES = {"text": "mlartifacts/pages.txt", "images": "mlartifacts/pages-images.txt"}
+PAGES_FILES = {"text": "mlartifacts/pages.txt"} | {track: f"mlartifacts/pages-{track}.txt" for track in _NAMED}
 LOCK_FILE = ".mlflow.lock"
 LOCK_TIMEOUT_S = 120
 _VIEWS = "mlflow.sharedViewState."  # starts the tags that hold an experiment's saved views
@@ -193,6 +196,6 @@ def write_pages(logged: list[LoggedRun], root: Path, *, track: str = "text") -> 
     runs = f"#/experiments/{experiment_id}/runs?compareRunsMode"
     lines = [f"compare      #/compare-runs?runs={ids}&experiments={experiments}",
              f"charts       {runs}=CHART", f"predictions  {runs}=ARTIFACT"]  # fmt: skip
-    if track == "images":
+    if track != "text":
         lines.append(f"images       {runs}=CHART&viewStateShareKey={VIEW}")
     write_text(root / PAGES_FILES[track], "\n".join(lines) + "\n")

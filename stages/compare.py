@@ -14,6 +14,8 @@ from pipeline.files import write_text
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.guidance_plot import plot_guidance
 from pipeline.gate.image_plots import plot_headroom, plot_worst_images
+from pipeline.gate.network_pictures import plot_found, plot_seams
+from pipeline.gate.network_plots import plot_buckets, plot_layers
 from pipeline.gate.plots import plot_completion, plot_harm, plot_speed
 from pipeline.gate.report import metrics_tree, render_report
 from pipeline.params import get_track, load_params
@@ -26,8 +28,9 @@ PLOTS: dict[str, dict[str, Plot]] = {  # by track, beside harm.png
     "text": {"completion.png": lambda c, path: plot_completion(c.judgement, path),
              "speed.png": lambda c, path: plot_speed(c.judgement, path)},
     "images": {"worst.png": plot_worst_images, "headroom.png": plot_headroom, "guidance.png": plot_guidance},
-    "detector": {},
-    "upscaler": {},
+    "detector": {"buckets.png": lambda c, path: plot_buckets(c.judgement, path), "worst.png": plot_found,
+                 "layers.png": plot_layers},
+    "upscaler": {"worst.png": plot_worst_images, "seams.png": plot_seams, "layers.png": plot_layers},
 }  # fmt: skip
 
 

@@ -149,8 +149,9 @@ def write_detector_tree(build: Path, changes: dict[str, Change], *, num_images: 
         save_matches(folder / "shelves.npz", join_tables(tables))
         write_cases(folder / "shelves.jsonl", [CaseRecord(
             case_id=f"shelf-{i:03d}", input_digest=digest_text(str(i)), cluster=f"shop-{i // 2}", prompt="",
-            buckets=buckets if i % 2 else (), output=f"{len(table.scores)} boxes", scores=score_image(table),
-            fingerprint=candidate.fingerprint) for i, table in enumerate(tables)])  # fmt: skip
+            buckets=buckets if i % 2 else (), output=f"{len(table.scores)} boxes",
+            scores=score_image(table) | {"finite": 1.0}, fingerprint=candidate.fingerprint)
+            for i, table in enumerate(tables)])  # fmt: skip
         write_record(folder / "evaluation.json", _index(folder, candidate, num_images))
 
 

@@ -184,10 +184,18 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Track, k
         if isinstance(params, Params):
             _measure_canary(measured, reference.evidence, params)
         elif isinstance(params, NetworkTrack):
-            measured.gain = measure_gain(measured.evidence)
+            _measure_gain(measured)
     if blindness := describe_blindness(reference.evidence, measured.evidence):
         measured.notes.append(blindness)
     return measured
+
+
+def _measure_gain(measured: Measured) -> None:
+    assert measured.evidence is not None
+    try:
+        measured.gain = measure_gain(measured.evidence)
+    except EvidenceError as error:
+        measured.refusals.append(str(error))
 
 
 def _measure_canary(measured: Measured, reference: Evidence, params: Params) -> None:

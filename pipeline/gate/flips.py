@@ -19,6 +19,7 @@ from pipeline.gate.wording import definition_of
 from pipeline.records import CaseRecord
 from pipeline.verdict_records import Comparison
 
+_SOUND = ("sound", "finite")  # scores of an image that is one at all
 _SHOWN_BEFORE, _SHOWN_AFTER = 160, 240  # characters of an output shown round the first difference
 
 
@@ -41,6 +42,16 @@ class Flip:
     candidate: str
     line: int | None
     character: int | None
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """A case that lost much: the score of both sides, and the weight that it is divided by (1 where there is none)."""
+
+    case_id: str
+    reference: float
+    candidate: float
+    weight: float
 
 
 def worst_flips(comparisons: Sequence[Comparison], pairs: Mapping[str, PairedCases], *, limit: int) -> list[Flip]:
@@ -85,19 +96,24 @@ def _show(eval_name: str, is_loss: bool, ours: CaseRecord, theirs: CaseRecord) -
                 theirs.output, line, character)
 
 
-def worst_cases(metric: str, pairs: PairedCases, *, limit: int) -> list[tuple[str, float, float]]:
-    """Return (case id, reference, candidate) per unit of weight for the cases that lost most in total.
+def worst_cases(comparison: Comparison, pairs: PairedCases, *, limit: int) -> list[WorstCase]:
+    """Return the cases that lost most in total of what a comparison compares.
 
-    A case of weight 0, as an image without a small object, has lost nothing.
+    A case of weight 0, as an image without a small object, has lost nothing; nor has one outside of the bucket.
     """
-    definition = definition_of(metric)
+    definition, bucket = definition_of(comparison.metric), comparison.bucket
+    score, weight = definition.score, definition.weight
+    is_area = pairs.tables is not None and bucket in pairs.tables[0].areas
+    if is_area:
+        score, weight = f"found_{bucket}", f"objects_{bucket}"
     rows = []
     for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
-        weight = ours.scores[definition.weight] if definition.weight else 1.0
-        before, after = ours.scores[definition.score], theirs.scores[definition.score]
-        if weight > 0:
-            rows.append((definition.sign * (after - before), ours.case_id, before / weight, after / weight))
-    return [(case_id, ours, theirs) for _, case_id, ours, theirs in sorted(rows)[:limit]]
+        amount = ours.scores.get(weight, 0.0) if weight else 1.0
+        before, after = (side.scores.get(score, 0.0) for side in (ours, theirs))
+        if amount > 0 and (bucket is None or is_area or bucket in ours.buckets):
+            harm = definition.sign * (before - after)
+            rows.append((-harm, ours.case_id, WorstCase(ours.case_id, before, after, amount)))
+    return [case for _, _, case in sorted(rows, key=lambda row: row[:2])[:limit]]
 
 
 def excerpt(text: str, character: int | None) -> str:
@@ -107,20 +123,24 @@ def excerpt(text: str, character: int | None) -> str:
     return ("… " if start else "") + text[start:end] + (" …" if end < len(text) else "")
 
 
-def list_worst_images(pairs: Mapping[str, PairedCases]) -> list[tuple[str, int]]:
+def list_worst_images(pairs: Mapping[str, PairedCases], kinds: Mapping[str, str]) -> list[tuple[str, int]]:
     """Return (eval, position) of all images of a candidate, the worst first.
 
     Those that became unsound, then those that lost most of any metric in units of its spread over the cases. Other
     rates count through what they are rates of: an image that saturates a little beyond a limit is not the worst.
+
+    Args:
+        pairs: by eval.
+        kinds: of each eval.
     """
     ranked = []
     for eval_name, paired in pairs.items():
         unsound = losses = np.zeros(len(paired.reference))
-        for definition in METRICS_BY_EVAL_KIND["images"]:
+        for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
             ours, theirs = (np.array([r.scores.get(definition.score, 0.0) for r in side])
                             for side in (paired.reference, paired.candidate))  # fmt: skip
             harm = definition.sign * (ours - theirs)
-            if definition.score == "sound":
+            if definition.score in _SOUND:
                 unsound = harm
             elif definition.estimator != "proportion":
                 losses = np.maximum(losses, harm / (harm.std() or 1.0))

@@ -25,11 +25,14 @@ from pipeline.gate.pictures import (
     SCARCE,
     SCARCE_BITS,
     amplify_difference,
+    crop_most_different,
     list_scarcest,
     locate_image,
     read_image,
 )
 from pipeline.gate.plots import save_figure
+from pipeline.gate.seams import SEAM_GAIN
+from pipeline.gate.verdicts import Policy
 
 _NUM_WORST = 3  # of a candidate
 _DPI = 110
@@ -48,20 +51,27 @@ def plot_worst_images(compared: ReleaseComparison, path: Path) -> None:
     for line, (name, measured) in zip(axes, rows.items(), strict=False):
         line[0].text(-0.15, 0.5, name, transform=line[0].transAxes, ha="right", va="center", fontsize=7)
         assert reference is not None
-        _draw_worst(line, reference, measured)
-    figure.suptitle(f"worst images: reference, candidate, difference × {DIFFERENCE_GAIN}", fontsize=8)
+        _draw_worst(line, reference, measured, compared.judgement.policy)
+    gain = _choose_gain(compared.judgement.policy)
+    figure.suptitle(f"worst images: reference, candidate, difference × {gain}", fontsize=8)
     save_figure(figure, path)
 
 
-def _draw_worst(line: Sequence[Axes], reference: Evidence, measured: Measured) -> None:
+def _choose_gain(policy: Policy) -> int:
+    """Return by how much a difference is amplified: an upscaler is close to its reference."""
+    return SEAM_GAIN if policy.track == "upscaler" else DIFFERENCE_GAIN
+
+
+def _draw_worst(line: Sequence[Axes], reference: Evidence, measured: Measured, policy: Policy) -> None:
     assert measured.evidence is not None
-    for k, (eval_name, i) in enumerate(list_worst_images(measured.pairs)[:_NUM_WORST]):
+    for k, (eval_name, i) in enumerate(list_worst_images(measured.pairs, policy.eval_kinds)[:_NUM_WORST]):
         pairs, axes = measured.pairs[eval_name], line[3 * k : 3 * k + 3]
         axes[1].set_title(pairs.reference[i].case_id, fontsize=5, parse_math=False)
         try:
             ours = read_image(locate_image(reference.folder, eval_name, pairs.reference[i]))
             theirs = read_image(locate_image(measured.evidence.folder, eval_name, pairs.candidate[i]))
-            pictures = ours, theirs, amplify_difference(ours, theirs)
+            ours, theirs = crop_most_different(ours, theirs)
+            pictures = ours, theirs, amplify_difference(ours, theirs, _choose_gain(policy))
         except EvidenceError:
             axes[1].text(0.5, 0.5, "can't be shown", ha="center", va="center", fontsize=6)
             continue

@@ -148,7 +148,12 @@ def embed_pictures(evidence: Mapping[str, Evidence | None], reference: str) -> l
     return parts
 
 
-def tabulate_flips(flips: Sequence[Flip]) -> list[list[str]]:
-    """Return a table of the images that became unsound or sound; no rows where none did."""
+def tabulate_flips(flips: Sequence[Flip], *, asked: str = "prompt") -> list[list[str]]:
+    """Return a table of the images that became unsound or sound; no rows where none did.
+
+    Args:
+        flips: of images.
+        asked: what the records' prompts are.
+    """
     rows = [[flip.kind, escape_markdown(flip.case_id), escape_markdown(flip.prompt)] for flip in flips]
-    return [["", "image", "prompt"], ["---"] * 3, *rows] if rows else []
+    return [["", "image", asked], ["---"] * 3, *rows] if rows else []

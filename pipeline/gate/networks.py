@@ -1,38 +1,59 @@
-"""What the gate and the report of a network track read beside the scores: gain, costs, and the layers' errors."""
+"""What a network candidate's steps for speed gain, as its notes say."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from pipeline.gate.images import read_notes
+from pipeline.errors import EvidenceError
+from pipeline.gate.network_notes import NetworkNotes, SpeedNotes, read_network_notes
 from pipeline.gate.pairing import Evidence
 from pipeline.network_params import SPEED_STEPS
 from pipeline.verdict_records import GAIN_BELOW, Gain, MedianInterval
 
 
 def measure_gain(evidence: Evidence) -> Gain | None:
-    """Return what a candidate's steps for speed gain, by its first eval; None where it has none."""
+    """Return what a candidate's steps for speed gain, by its first eval; None where it has none.
+
+    Raises:
+        EvidenceError: its notes can't be read, whether it has such steps or not: the report shows them.
+    """
+    notes = read_network_notes(evidence)
     steps = tuple(step["kind"] for step in evidence.candidate.steps if step["kind"] in SPEED_STEPS)
     if not steps:
         return None
     what = " and ".join(steps)
-    speed = next((read_notes(evidence, name)["speed"] for name in evidence.records), None)
+    speed = notes.speed if notes else None
     if speed is None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
-    if speed["timed"] is None:
-        differs = f"are not finite, or of other shapes than those of {speed['baseline']}"
-        if speed["difference"] is not None:
-            differs = (f"differ from those of {speed['baseline']} by {speed['difference']:.2g} of their standard "
-                       f"deviation, more than the {speed['tolerance']:g} that rounding explains")  # fmt: skip
-        return Gain(steps=steps, baseline=speed["baseline"], why=f"{what}: not timed, as its outputs {differs}")
-    ratio = MedianInterval(**speed["timed"][speed["clock"]]["ratio"])
-    return Gain(steps=steps, baseline=speed["baseline"], ratio=ratio, clock=speed["clock"],
-                why=f"{what}: {tell_ratio(speed)}; a gain is surely below {GAIN_BELOW:g}")
+    ratio = speed.ratio
+    if ratio is None:
+        return Gain(steps=steps, baseline=speed.baseline,
+                    why=f"{what}: not timed, as its outputs {tell_difference(speed)} those of {speed.baseline}")
+    return Gain(steps=steps, baseline=speed.baseline, ratio=ratio, clock=speed.clock,
+                why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}; "
+                    f"a gain is surely below {GAIN_BELOW:g}")
 
 
-def tell_ratio(speed: dict[str, Any]) -> str:
-    """Say how long a candidate takes beside its baseline."""
-    ratio = speed["timed"][speed["clock"]]["ratio"]
-    return (f"it takes {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) of the "
-            f"{speed['clock'].replace('cpu', 'CPU')} time of {speed['baseline']}")
+def read_soundly(evidence: Evidence | None) -> NetworkNotes | None:
+    """Return the notes of a candidate, None where there are none or they can't be read: the verdict says so."""
+    try:
+        return None if evidence is None else read_network_notes(evidence)
+    except EvidenceError:
+        return None
+
+
+def tell_ratio(ratio: MedianInterval) -> str:
+    """Write a ratio of times with its interval."""
+    return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+
+def tell_clock(clock: str) -> str:
+    """Name a clock for people."""
+    return clock.replace("cpu", "CPU")
+
+
+def tell_difference(speed: SpeedNotes) -> str:
+    """Say why two outputs were not timed side by side."""
+    if speed.difference is None:
+        return "are not finite, or of other shapes than"
+    return (f"differ by {speed.difference:.2g} of their standard deviation, more than the {speed.tolerance:g} that "
+            "rounding explains, from")

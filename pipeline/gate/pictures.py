@@ -7,10 +7,11 @@ which images are shown nor where they end up.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,15 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.images import headroom
 from pipeline.records import CaseRecord
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 DIFFERENCE_GAIN = 4  # differences are too small to see as they are
 LEAST_BITS, MOST_BITS = -4.0, 16.0  # drawn of headroom; an overflow is drawn as the least
 SCARCE_BITS = 1.0  # of headroom, below which a module stands out
 SCARCE, AMPLE = "#D55E00", "#0072B2"  # Okabe-Ito
+LARGEST_SHOWN = 256  # pixels a side; of a larger picture the region is shown that differs most
+CROP = 160  # pixels a side of that region
 
 Picture = NDArray[np.uint8]  # (height, width, 3)
 
@@ -46,23 +52,52 @@ def read_image(image: JudgedImage) -> Picture:
     Raises:
         EvidenceError: no file, no image, or other pixels than those that were judged.
     """
-    from PIL import Image
-
-    try:
-        with Image.open(image.path) as opened:
-            picture = np.asarray(opened.convert("RGB"))
-    except FileNotFoundError:
-        raise EvidenceError(f"{image.path}: expected an image, found no file; run `dvc repro`") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # how Pillow says "broken"
-        raise EvidenceError(f"{image.path}: expected an image, got {type(error).__name__} while reading it; run "
-                            "`dvc repro`") from None  # fmt: skip
+    with _open(image.path) as opened:
+        picture = np.asarray(opened.convert("RGB"))
     if hashlib.sha256(picture.transpose(2, 0, 1).tobytes()).hexdigest() != image.pixels:
         raise EvidenceError(f"{image.path}: expected the image that was judged, got other pixels; run `dvc repro`")
     return picture
 
 
-def amplify_difference(ours: Picture, theirs: Picture) -> Picture:
-    """Return by how much each colour differs, times `DIFFERENCE_GAIN`, cut off at white.
+def read_given(record: CaseRecord) -> Picture:
+    """Return the pixels of the picture that a network was given, whose path from the project root a record holds.
+
+    A record holds no digest of it: it is shown as it is now.
+
+    Raises:
+        EvidenceError: no file, or no image.
+    """
+    with _open(Path(record.prompt)) as opened:
+        return np.asarray(opened.convert("RGB"))
+
+
+def measure_given(record: CaseRecord) -> tuple[int, int]:
+    """Return rows and columns of the picture that a network was given, from its header.
+
+    Raises:
+        EvidenceError: no file, or no image.
+    """
+    with _open(Path(record.prompt)) as opened:
+        return opened.height, opened.width
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Image]:
+    """Open an image; what Pillow raises while it is open becomes one line."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as opened:
+            yield opened
+    except FileNotFoundError:
+        raise EvidenceError(f"{path}: expected an image, found no file; run `dvc repro`") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # how Pillow says "broken"
+        raise EvidenceError(f"{path}: expected an image, got {type(error).__name__} while reading it; run "
+                            "`dvc repro`") from None  # fmt: skip
+
+
+def amplify_difference(ours: Picture, theirs: Picture, gain: int = DIFFERENCE_GAIN) -> Picture:
+    """Return by how much each colour differs, times a gain, cut off at white.
 
     Raises:
         EvidenceError: the images differ in size.
@@ -70,7 +105,7 @@ def amplify_difference(ours: Picture, theirs: Picture) -> Picture:
     if ours.shape != theirs.shape:
         raise EvidenceError(f"difference: expected images of one size, got {ours.shape[1]} x {ours.shape[0]} and "
                             f"{theirs.shape[1]} x {theirs.shape[0]} pixels")  # fmt: skip
-    gap = np.abs(ours.astype(int) - theirs.astype(int)) * DIFFERENCE_GAIN
+    gap = np.abs(ours.astype(int) - theirs.astype(int)) * gain
     return np.clip(gap, 0, 255).astype(np.uint8)
 
 
@@ -79,3 +114,19 @@ def list_scarcest(modules: Mapping[str, Mapping[str, Any]], *, limit: int) -> li
     bits = {name or "(output)": headroom(module, "headroom_bits_float16") for name, module in modules.items()}
     scarcest = sorted(bits, key=lambda name: bits[name])[:limit]
     return [(name, min(MOST_BITS, max(LEAST_BITS, bits[name]))) for name in scarcest]
+
+
+def crop_most_different(ours: Picture, theirs: Picture) -> tuple[Picture, Picture]:
+    """Return the same region of both, in which they differ most; all of them where they are small.
+
+    Raises:
+        EvidenceError: the images differ in size.
+    """
+    if max(ours.shape[:2]) <= LARGEST_SHOWN and ours.shape == theirs.shape:
+        return ours, theirs
+    sums = np.pad(amplify_difference(ours, theirs, 1).sum(axis=2, dtype=np.int64).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    rows, columns = (min(CROP, side) for side in ours.shape[:2])
+    regions = sums[rows:, columns:] - sums[:-rows, columns:] - sums[rows:, :-columns] + sums[:-rows, :-columns]
+    top, left = divmod(int(regions.argmax()), regions.shape[1])
+    where = slice(top, top + rows), slice(left, left + columns)
+    return ours[where], theirs[where]

@@ -114,28 +114,39 @@ def plot_completion(judgement: Judgement, path: Path) -> None:
     axis = figure.subplots()
     width = 0.8 / max(len(series), 1)
     for number, (side, found) in enumerate(series.items()):
-        _draw_bars(axis, [found.get(bucket) for bucket in buckets], number, width, side)
+        draw_bars(axis, [found.get(bucket) for bucket in buckets], number, width, side)
     counts = [next((f[b].n for f in series.values() if b in f), 0) for b in buckets]
     axis.set_xticks([i + 0.4 - width / 2 for i in range(len(buckets))],
                     [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)], fontsize=8, parse_math=False)
-    _style_completion(axis, len(series))
+    style_bars(axis, len(series), "task completion, %", "Task completion by bucket, with 95 % intervals")
     save_figure(figure, path)
 
 
-def _draw_bars(axis: Axes, metrics: Sequence[Metric | None], number: int, width: float, label: str) -> None:
+def draw_bars(axis: Axes, metrics: Sequence[Metric | None], number: int, width: float, label: str) -> None:
+    """Draw one side's bars, a metric a group, in percent with its interval.
+
+    Args:
+        axis: to draw on.
+        metrics: one a group; None leaves its place empty.
+        number: of the side, 0-based.
+        width: of a bar, in groups.
+        label: of the side.
+    """
     known = [(i, m) for i, m in enumerate(metrics) if m is not None]
     places = [i + number * width for i, _ in known]
     values = [100 * m.value for _, m in known]
-    axis.bar(places, values, width=0.92 * width, color=_SIDES[number % len(_SIDES)], label=label)
+    axis.bar(places, values, width=0.92 * width, color=_SIDES[number % len(_SIDES)], label=label,
+             hatch="////" if number >= len(_SIDES) else None)  # colours are used up
     for place, (_, metric) in zip(places, known, strict=True):
         if metric.low is not None and metric.high is not None:
             axis.plot([place, place], [100 * metric.low, 100 * metric.high], color="#000000", linewidth=1)
 
 
-def _style_completion(axis: Axes, num_sides: int) -> None:
+def style_bars(axis: Axes, num_sides: int, ylabel: str, title: str) -> None:
+    """Give a plot of bars its title, scale and legend."""
     axis.set_ylim(0, 100)
-    axis.set_ylabel("task completion, %", fontsize=9)
-    axis.set_title("Task completion by bucket, with 95 % intervals", fontsize=10, loc="left")
+    axis.set_ylabel(ylabel, fontsize=9)
+    axis.set_title(title, fontsize=10, loc="left")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(num_sides, 6), fontsize=8, frameon=False)
     axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axis.set_axisbelow(True)

@@ -3,7 +3,7 @@
 The table of candidates comes first, then per candidate what was done to it, every comparison with
 its counts and bounds, and a handful of the cases behind a failure. The text follows from the
 records alone: no date, so that git shows a change only when a number changed; where speeds were measured is one of
-their facts. Names and texts from records and evalsets pass `escape_markdown` or `_block`.
+their facts. Names and texts from records and evalsets pass `escape_markdown` or `render_block`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any
 from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.compare import Measured, ReleaseComparison
-from pipeline.gate.flips import Flip, excerpt, worst_cases, worst_flips
+from pipeline.gate.failure_section import explain_failure
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
-from pipeline.gate.images import describe_files, describe_rendering, embed_pictures, tabulate_flips
+from pipeline.gate.images import describe_files, describe_rendering, embed_pictures
+from pipeline.gate.markdown import render_table
+from pipeline.gate.network_costs import COSTS_LEGEND as NETWORK_LEGEND
+from pipeline.gate.network_costs import tabulate_network_costs
+from pipeline.gate.network_section import describe_network, embed_network_pictures
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.speed_section import describe_measurement, tabulate_speed
@@ -31,7 +35,6 @@ from pipeline.gate.wording import (
     format_value,
     name_comparison,
     natural_key,
-    show_unprintable,
 )
 from pipeline.records import BuiltCandidate
 from pipeline.verdict_records import Comparison, Metric, Verdict
@@ -39,24 +42,26 @@ from pipeline.verdict_records import Comparison, Metric, Verdict
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖",
           "reported": "·"}
 _KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity", "images", "detection", "upscaling")
-_MAX_FLIPS = 5
 _MAX_COLUMNS = 12  # of numbers in the table of candidates, before it is turned on its side
 
 _LEGEND = """\
 ## How to read this
 
 Every case is paired with the same case of the reference. `b` counts cases that only the reference gets right, `c`
-cases that only the candidate gets right. Harm is what was lost (positive = worse): points for rates, percent for
-perplexity. `at least` and `at most` are one-sided {confidence:.0%} bounds of the harm, widened where cases share a
-cluster (a template or a document). `p` is the chance of so large a loss if there were no difference at all (cluster
+cases that only the candidate gets right. Harm is what was lost (positive = worse): points for rates, {units}.
+`at least` and `at most` are one-sided {confidence:.0%} bounds of the harm, widened where cases share a
+cluster ({clusters}). `p` is the chance of so large a loss if there were no difference at all (cluster
 sign-flip test), after Holm's correction over {family}.
 
 - ✅ **pass**: the loss is proven to be within the tolerance, `at most` ≤ tolerance.
 - ❌ **fail**: the loss seen is beyond the tolerance, and p ≤ {alpha:g}.
 - ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release.
 - ⛔ **refused**: the evidence is not fit to be judged.
+{marks}"""
+_MARKS_OF_TEXT = "- · reported only. Divergence (KL, changed outputs) says where to look and never decides.\n"
+_MARKS_OF_NETWORKS = """\
 - ➖ **no gain**: nothing is lost, and a step that is there for speed alone is not faster beyond noise.
-- · reported only. Divergence (KL, changed outputs) says where to look and never decides.
+- · reported only.
 """
 
 
@@ -72,18 +77,38 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
     parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
     if "trajectories" in judgement.policy.eval_kinds.values():
         parts.append("![Task completion by bucket](completion.png)\n")
-    if judgement.policy.track == "images":
-        parts.append(_table(tabulate_costs(compared)) + COSTS_LEGEND)
-        parts += embed_pictures({n: m.evidence for n, m in compared.measured.items()}, judgement.policy.reference)
+    parts += _describe_costs(compared)
     if any(verdict.speed for verdict in judgement.verdicts):
         parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
     reference = compared.measured[judgement.policy.reference].evidence
-    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here) for v in judgement.verdicts]
-    parts.append(_LEGEND.format(
-        confidence=1 - judgement.policy.alpha, alpha=judgement.policy.alpha,
-        family="all gated comparisons of the release (of the candidate alone where it is not released)",
-        inconclusive="blocks" if judgement.policy.on_inconclusive == "block" else "is a warning and does not block"))
+    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy.track)
+              for v in judgement.verdicts]
+    parts.append(_explain(judgement.policy))
     return "\n".join(parts)
+
+
+def _explain(policy: Policy) -> str:
+    is_text = policy.track == "text"
+    return _LEGEND.format(
+        confidence=1 - policy.alpha, alpha=policy.alpha,
+        units="percent for perplexity" if is_text else "others in their own unit",
+        clusters="a template or a document" if is_text else "as the evalset says",
+        marks=_MARKS_OF_NETWORKS if policy.track in ("detector", "upscaler") else _MARKS_OF_TEXT,
+        family="all gated comparisons of the release (of the candidate alone where it is not released)",
+        inconclusive="blocks" if policy.on_inconclusive == "block" else "is a warning and does not block")
+
+
+def _describe_costs(compared: ReleaseComparison) -> list[str]:
+    """Return the table of costs of a track with pictures, how to read it, and the pictures."""
+    track = compared.judgement.policy.track
+    evidence = {name: measured.evidence for name, measured in compared.measured.items()}
+    if track == "images":
+        return [render_table(tabulate_costs(compared)) + COSTS_LEGEND,
+                *embed_pictures(evidence, compared.judgement.policy.reference)]
+    if track == "text":
+        return []
+    return [render_table(tabulate_network_costs(compared)) + NETWORK_LEGEND,
+            *embed_network_pictures(list(evidence.values()), track)]
 
 
 def metrics_tree(metrics: Sequence[Metric], policy: Policy) -> dict[str, Any]:
@@ -131,8 +156,8 @@ def _candidate_table(judgement: Judgement) -> str:
                         + [_compared_cell(found.get(column)) for column in columns])
     if len(columns) > _MAX_COLUMNS:
         header, *rows = map(list, zip(*rows, strict=True))
-        return _table([header, ["---"] + ["---:"] * (len(header) - 1), *rows])
-    return _table([header, ["---"] * 3 + ["---:"] * len(columns), *rows[1:]])
+        return render_table([header, ["---"] + ["---:"] * (len(header) - 1), *rows])
+    return render_table([header, ["---"] * 3 + ["---:"] * len(columns), *rows[1:]])
 
 
 def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
@@ -175,12 +200,15 @@ def _compared_cell(comparison: Comparison | None) -> str:
 
 
 def _candidate_section(
-    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None
+    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, track: str
 ) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
     if measured.evidence is not None:
-        lines += ["", _describe_candidate(measured.evidence.candidate)]
+        if measured.evidence.candidate.serving.engine == "torch":
+            lines += [text for said in describe_network(measured.evidence) for text in ("", said)]
+        else:
+            lines += ["", _describe_candidate(measured.evidence.candidate)]
         counts, asked = measured.evidence.evaluation.speculation, measured.evidence.candidate.serving.speculative
         if counts is not None and asked is not None:
             lines += ["", describe_speculation(counts, asked.method)]
@@ -198,7 +226,7 @@ def _candidate_section(
         lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
                   _comparison_table(reported), "</details>"]
     if verdict.outcome == "fail":
-        lines += _explain_failure(verdict, measured)
+        lines += explain_failure(verdict, measured, track)
     return "\n".join(lines) + "\n"
 
 
@@ -207,7 +235,7 @@ def _describe_speed(measured: Measured, here: Machine | None) -> list[str]:
         return []
     records = [r for found in (measured.evidence.records.values() if measured.evidence else ()) for r in found]
     paragraphs = describe_measurement(measured.benchmark, measured.speed, here, records)
-    return ["### Speed, beside the reference", "", _table(tabulate_speed(measured.speed)),
+    return ["### Speed, beside the reference", "", render_table(tabulate_speed(measured.speed)),
             *(line for paragraph in paragraphs for line in (paragraph, ""))]
 
 
@@ -243,7 +271,7 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> str:
     rows = [["metric", "reference", "candidate", "n (clusters)", "b", "c", "harm", "at least to at most", "tolerance",
              "p", "", "why"],
             ["---"] + ["---:"] * 9 + ["---", "---"]]
-    return _table(rows + [_comparison_row(comparison) for comparison in comparisons])
+    return render_table(rows + [_comparison_row(comparison) for comparison in comparisons])
 
 
 def _comparison_row(c: Comparison) -> list[str]:
@@ -255,47 +283,3 @@ def _comparison_row(c: Comparison) -> list[str]:
         "–" if c.tolerance is None else format_tolerance(c.metric, c.tolerance), format_p(c.p_holm),
         _MARKS[c.outcome], c.sentence,
     ]
-
-
-def _explain_failure(verdict: Verdict, measured: Measured) -> list[str]:
-    lines = ["", "### Cases behind it", ""]
-    for c in verdict.comparisons:
-        if c.outcome == "fail" and c.b is None:
-            rows = [["case", "reference", "candidate"], ["---", "---:", "---:"]]
-            pairs, definition = measured.pairs[c.metric.partition("/")[0]], definition_of(c.metric)
-            rows += [[escape_markdown(case_id), f"{ours:.4f}", f"{theirs:.4f}"]
-                     for case_id, ours, theirs in worst_cases(c.metric, pairs, limit=_MAX_FLIPS)]
-            per = f" per {definition.weight}" if definition.weight else ""
-            lines += [f"Cases that lost most, {definition.score}{per}:", "", _table(rows)]
-    flips = worst_flips(verdict.comparisons, measured.pairs, limit=_MAX_FLIPS)
-    if measured.evidence and measured.evidence.candidate.serving.engine == "diffusers":
-        lines += [_table(rows)] if (rows := tabulate_flips(flips)) else []
-    else:
-        lines += [line for flip in flips for line in _show_flip(flip)]
-    folder = measured.evidence.folder.as_posix() if measured.evidence else f"build/evaluations/{verdict.candidate}"
-    lines.append(f"All cases: `{folder}/`, side by side in MLflow (`make ui`).")
-    return lines
-
-
-def _show_flip(flip: Flip) -> list[str]:
-    where = "the outputs are equal" if flip.character is None else (
-        f"first difference in line {(flip.line or 0) + 1}, character {flip.character}")
-    buckets = f" [{', '.join(flip.buckets)}]" if flip.buckets else ""
-    case = escape_markdown(f"{flip.eval_name} / {flip.case_id}{buckets}")
-    return [
-        f"<details><summary><b>{flip.kind}</b> {case}: {where}</summary>", "",
-        "Prompt:", "", *_block(excerpt(flip.prompt, None)), "", "Reference:", "",
-        *_block(excerpt(flip.reference, flip.character)), "", "Candidate:", "",
-        *_block(excerpt(flip.candidate, flip.character)), "", "</details>", ""]
-
-
-def _block(text: str) -> list[str]:
-    text = show_unprintable(text, keep="\n\t")
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return [f"{fence}text", text, fence]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

@@ -34,7 +34,7 @@ from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, 
 # What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
 CODE = (
     "images/evaluate.py", "images/folders.py", "images/rendering.py", "images/schedulers.py", "images/scoring.py",
-    "images/workers.py", "timing.py", "worker_pool.py",
+    "images/workers.py", "tile_grid.py", "timing.py", "worker_pool.py",
     "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
     "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
 )  # fmt: skip

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipeline.medians import bound_median
 from pipeline.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.networks.loading import Network, list_tensors
-from pipeline.numerics.tiling import place_tiles
 from pipeline.records import NetworkServing
+from pipeline.tile_grid import place_tiles
 from pipeline.timing import TOLERANCES, compare_outputs, measure_peak_bytes, read_seconds, time_in_turn
 
 ROUNDS = 12  # pairs that are timed

@@ -38,7 +38,8 @@ CODE = (
     "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/upscaling.py",
     "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py", "numerics/seams.py",
     "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detection_params.py",
-    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "records.py", "timing.py", "worker_pool.py",
+    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "records.py", "tile_grid.py", "timing.py",
+    "worker_pool.py",
 )  # fmt: skip
 _NUM_COMPARED = 4  # pictures on which layers are compared
 _PROGRESS_EVERY_S = 10.0
@@ -70,7 +71,9 @@ def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: 
         categories = tuple(list_categories(evalset.cases)) if isinstance(settings, DetectionEval) else ()
         order = Order(candidate, track.name, root, track.adapter, source, settings, categories)
         key = digest_work(track, settings, evalset, root)
-        with start_runners(order, track.running.num_workers) as pool:
+        # what one process compiles, another would compile again
+        num_workers = 1 if candidate.serving.compile_mode else track.running.num_workers
+        with start_runners(order, num_workers) as pool:
             facts = pool.submit(read_facts).result()
             journal = build / "journal" / candidate.name / f"{name}.jsonl"
             with Journal(journal, fingerprint=fingerprint(facts), key=key) as opened:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pipeline.errors import EngineError
 from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
-from pipeline.numerics.tiling import find_stitches
 from pipeline.records import Tiling
+from pipeline.tile_grid import list_stitches
 
 MAX_PSNR_DB = 100.0  # of equal pictures, whose ratio is infinite
 _LEVELS = 255.0
@@ -75,14 +75,6 @@ def measure_seam_excess(
     at_stitches, at_controls = (float(boundary_steps(picture - target, *lines).mean())
                                 for lines in ((columns, rows), controls))  # fmt: skip
     return _LEVELS * (at_stitches - at_controls)
-
-
-def list_stitches(given: tuple[int, int], tiling: Tiling | None, factor: int) -> tuple[list[int], list[int]]:
-    """Return the rows and columns of an output at which tiles meet, from the size of what was enlarged."""
-    if tiling is None:
-        return [], []
-    rows, columns = (find_stitches(size, tiling.tile, tiling.overlap_pixels, factor=factor) for size in given)
-    return rows, columns
 
 
 def _between(stitches: list[int], size: int, factor: int) -> list[int]:

@@ -1,9 +1,8 @@
-"""Decode large latents in tiles and blend the results: the grid, the windows, the blend.
+"""Decode large latents in tiles and blend the results: the windows, the blend.
 
-Tiles are spread evenly, so that neighbours overlap alike and at least as much as asked. Over an overlap one
-window falls while the other rises, and the two sum to one: `linear` along a ramp, `hann` along a raised
-cosine, whose slope has no kink; `none` cuts in the middle. Everything but the cut is float32, whatever
-the decoder's dtype.
+Where tiles lie is `pipeline/tile_grid.py`'s. Over an overlap one window falls while the other rises, and the two sum
+to one: `linear` along a ramp, `hann` along a raised cosine, whose slope has no kink; `none` cuts in the middle.
+Everything but the cut is float32, whatever the decoder's dtype.
 
 Blending hides a step, it does not remove its cause: each tile is normalised by its own GroupNorm statistics,
 so tiles of one image differ in colour and contrast, and a window only spreads that difference over the
@@ -20,43 +19,9 @@ import torch
 
 from pipeline.errors import NumericsError
 from pipeline.numerics.images import check_images
+from pipeline.tile_grid import place_tiles
 
 Window = Literal["none", "linear", "hann"]
-
-
-def place_tiles(size: int, tile: int, overlap: int) -> list[int]:
-    """Return where tiles begin along one dimension, so that they cover it and overlap by at least the overlap.
-
-    Args:
-        size: of the dimension, in latent pixels.
-        tile: of a tile; one that is larger than the dimension is cut to it.
-        overlap: of neighbours, at most half a tile.
-
-    Raises:
-        NumericsError: a size below 1, or an overlap out of range.
-    """
-    if size < 1 or tile < 1 or not 0 <= overlap <= tile // 2:
-        raise NumericsError(f"tiles: expected sizes from 1 and an overlap from 0 to half a tile, got size {size}, "
-                            f"tile {tile}, tile_overlap {overlap} latent pixels")  # fmt: skip
-    if tile >= size:
-        return [0]
-    num_gaps = math.ceil((size - tile) / (tile - overlap))
-    return [round(i * (size - tile) / num_gaps) for i in range(num_gaps + 1)]
-
-
-def find_stitches(size: int, tile: int, overlap: int, *, factor: int = 1) -> list[int]:
-    """Return the middle of each overlap along one dimension, in pixels of the output.
-
-    A stitch at x lies between pixel x - 1 and pixel x: what `seams` takes as a boundary.
-
-    Args:
-        size: of the dimension, in latent pixels.
-        tile: of a tile.
-        overlap: of neighbours.
-        factor: output pixels per latent pixel.
-    """
-    starts = place_tiles(size, tile, overlap)
-    return [(previous + tile + start) * factor // 2 for previous, start in zip(starts, starts[1:], strict=False)]
 
 
 def window_weights(size: int, starts: list[int], tile: int, *, window: Window) -> torch.Tensor:

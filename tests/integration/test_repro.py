@@ -27,7 +27,8 @@ from scripts.repro_rejected import copy_project
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_CASES = {"workflows": 90, "tool_calls": 40, "choices": 40, "prose": 40, "shots": 8}
+NUM_CASES = {"workflows": 90, "tool_calls": 40, "choices": 40, "prose": 40, "shots": 8, "scenes": 8, "panoramas": 4}
+TEXT_EVALS = ("workflows", "tool_calls", "choices", "prose")
 NUM_CALIBRATION = 24  # texts of each source
 # so few cases prove little: wide enough for INT4, far too narrow for a model that answers noise
 TOLERANCES = {
@@ -43,6 +44,7 @@ GPTQ = {
 # the smallest that there is: one cell, six rounds of four requests on each side
 BENCHMARK = {"candidates": ["int4"], "concurrency": [2], "prompt_tokens": [[10, 120]], "num_tokens": 4, "rounds": 6}
 JUDGING = ["compare", "track", "gate"]
+OTHERS = re.compile("_(?:images|detector|upscaler)")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Repro:
     code: int
     output: str
     ran: list[str]
-    ran_images: list[str]
+    ran_others: list[str]  # of other tracks
     gate_ok: bool
     evaluated_at: dict[str, int]  # candidate -> when its evaluation was written, in ns
     verdicts: dict[str, str]
@@ -92,8 +94,8 @@ class Project:
         return Repro(
             code=done.returncode,
             output=done.stdout,
-            ran=[stage for stage in ran if "_images" not in stage],
-            ran_images=[stage for stage in ran if "_images" in stage],
+            ran=[stage for stage in ran if not OTHERS.search(stage)],
+            ran_others=[stage for stage in ran if OTHERS.search(stage)],
             gate_ok=(self.root / "build/gate.ok").exists(),
             evaluated_at={path.parent.name: path.stat().st_mtime_ns for path in evaluations},
             verdicts={v["candidate"]: v["outcome"] for v in judged},
@@ -115,6 +117,16 @@ def cut_evalset(folder: Path, num_cases: int) -> None:
     text = "".join(json.dumps(case, ensure_ascii=False) + "\n" for case in kept)
     (folder / CASES_FILE).write_text(text, encoding="utf-8")
     seal(folder)
+
+
+def cut_track(track: dict[str, Any], names: list[str], tolerances: dict[str, Any]) -> dict[str, Any]:
+    """Return a network track with a reference and one candidate, which is let through on so few pictures."""
+    (name,) = track["evals"]
+    tolerances = tolerances | {f"{name}/finite_output_rate": {"overall": 0.5}}
+    return track | {
+        "release": names[1:], "candidates": {name: track["candidates"][name] for name in names},
+        "gate": {"alpha": 0.05, "on_inconclusive": "warn", "tolerances": tolerances},
+    }  # fmt: skip
 
 
 def write_noisy_copy(source: Path, target: Path) -> None:
@@ -155,6 +167,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     }  # fmt: skip
     project.edit_params(
         images=images,
+        detector=cut_track(params["detector"], ["people", "bf16"], {"scenes/ap": {"overall": 0.1}}),
+        upscaler=cut_track(params["upscaler"], ["upscaler", "tiled-hann"], {"panoramas/psnr_db": {"overall": 0.1}}),
         release=["int4"],
         candidates={"reference": {"checkpoint": "models/agent", "steps": []},
                     "int4": {"checkpoint": "models/agent", "steps": [GPTQ]}},
@@ -206,14 +220,17 @@ def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: R
     assert sorted(passed.ran) == sorted(["env", "optimize@reference", "optimize@int4", "evaluate@reference",
                                          "evaluate@int4", "benchmark@int4", *JUDGING])  # fmt: skip
     assert passed.ran[-3:] == JUDGING
-    assert sorted(passed.ran_images) == sorted([
-        "optimize_images@shots", "optimize_images@bf16", "evaluate_images@shots", "evaluate_images@bf16",
-        "compare_images", "track_images", "gate_images"])  # fmt: skip
-    assert (project.root / "build/images/gate.ok").exists() and (project.root / "reports/images/worst.png").exists()
+    tracks = {"images": ["shots", "bf16"], "detector": ["people", "bf16"], "upscaler": ["upscaler", "tiled-hann"]}
+    assert sorted(passed.ran_others) == sorted(
+        [f"{stage}_{track}@{name}" for track, names in tracks.items() for name in names
+         for stage in ("optimize", "evaluate")] + [f"{stage}_{track}" for track in tracks for stage in JUDGING])
+    for track in tracks:
+        assert (project.root / f"build/{track}/gate.ok").exists(), passed.output
+        assert (project.root / f"reports/{track}/worst.png").exists()
     assert passed.gate_ok and passed.verdicts == {"int4": "pass"}
     evaluation = json.loads((project.root / "build/evaluations/int4/evaluation.json").read_text())
     assert {name: found["num_cases"] for name, found in evaluation["evals"].items()} == {
-        name: count for name, count in NUM_CASES.items() if name != "shots"}
+        name: NUM_CASES[name] for name in TEXT_EVALS}
     metrics = json.loads((project.root / "metrics/text/reference.json").read_text())
     assert metrics["workflows"]["task_completion_rate"] > 0.5, "the copy must evaluate a model that works"
     assert "int4" in (project.root / "reports/report.md").read_text()
@@ -228,13 +245,13 @@ def test_the_candidate_was_timed_beside_the_reference(project: Project, passed: 
 def test_a_second_run_does_nothing(repeated: Repro, passed: Repro) -> None:
     assert repeated.code == 0, repeated.output
     assert repeated.ran == ["env"], "only the stage that reads the machine runs every time"
-    assert repeated.ran_images == []
+    assert repeated.ran_others == []
     assert repeated.gate_ok and repeated.evaluated_at == passed.evaluated_at
 
 
 def test_an_edited_tolerance_only_judges_again(tolerance_edited: Repro, passed: Repro) -> None:
     assert tolerance_edited.code == 0, tolerance_edited.output
-    assert tolerance_edited.ran == ["env", *JUDGING] and tolerance_edited.ran_images == []
+    assert tolerance_edited.ran == ["env", *JUDGING] and tolerance_edited.ran_others == []
     assert tolerance_edited.gate_ok and tolerance_edited.evaluated_at == passed.evaluated_at
 
 

@@ -17,7 +17,7 @@ LAYERS = (
     ("errors", "digests", "differences", "files", "fingerprints", "records", "settings", "image_params",
      "network_params", "params", "built_candidates", "image_serving", "network_serving", "serving_config",
      "gate.metrics", "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params",
-     "detections", "average_precision", "sweep.settings"),
+     "detections", "average_precision", "tile_grid", "sweep.settings"),
     ("numerics", "environment", "timing", "memory_format", "worker_pool"),
     ("weight_files", "network_files", "memory", "checkpoints", "drafts", "cases", "pictures", "evalsets"),
     ("optimize", "serving"),
@@ -27,11 +27,11 @@ LAYERS = (
     ("preflight", "image_preflight", "network_preflight", "drift", "benchmark", "sweep.rendering"),
 )
 # These judge and show records; the model is none of their business.
-RECORDS_ONLY = ("gate", "tracking", "run_contents", "image_contents", "run_pictures", "predictions", "sweep.judging",
-                "sweep.table", "sweep.plot")  # fmt: skip
+RECORDS_ONLY = ("gate", "tracking", "run_contents", "image_contents", "network_contents", "run_pictures",
+                "predictions", "sweep.judging", "sweep.table", "sweep.plot")  # fmt: skip
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
 LIGHT_MODULES = ("params", "preflight", "image_preflight", "network_preflight", "network_serving", "environment",
-                 "memory", *RECORDS_ONLY)  # fmt: skip
+                 "memory", "tile_grid", *RECORDS_ONLY)  # fmt: skip
 
 MODULES = sorted((ROOT / "pipeline").rglob("*.py"))
 

@@ -51,8 +51,8 @@ def test_network_steps_are_those_of_the_settings() -> None:
 
 
 def test_every_eval_kind_declares_its_metrics() -> None:
-    others = {get_args(settings.model_fields["kind"].annotation)[0] 
-              for settings in (ImagesEval, DetectionEval, UpscalingEval)}
+    others = {get_args(settings.model_fields["kind"].annotation)[0]
+              for settings in (ImagesEval, DetectionEval, UpscalingEval)}  # fmt: skip
     assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings) | others
 
 

@@ -158,7 +158,8 @@ def test_a_loss_of_small_objects_fails_where_they_are_and_nowhere_else(build, tm
     assert outcomes["shelves/ap_small", None] == outcomes["shelves/ap", "price_tags"] == "fail"
     assert outcomes["shelves/ap_large", None] == "pass" and outcomes["shelves/ap_large", "night"] == "reported"
     report = render_report(compared)
-    assert "Cases that lost most, found_small per objects_small:" in report and "points" in report
+    assert "Images that lost most of shelves/ap_small, objects found on average over the IoU thresholds:" in report
+    assert "Images that lost most of shelves/ap [price_tags], objects found" in report and "points" in report
     plot_harm(compared.judgement, tmp_path / "harm.png")
     tree = metrics_tree(small.metrics, compared.judgement.policy)["shelves"]
     assert tree["n"] == 120 and tree["ap_small"] < tree["ap by bucket"]["price_tags"] + 0.2
@@ -167,14 +168,15 @@ def test_a_loss_of_small_objects_fails_where_they_are_and_nowhere_else(build, tm
 def test_metrics_carry_an_interval_and_empty_buckets_have_none(build):
     metrics = {(m.name, m.bucket): m for m in judge(build).judgement.reference_metrics}
     assert ("shelves/ap", "specks") not in metrics and ("shelves/ap_small", "price_tags") not in metrics
-    for metric in metrics.values():
-        assert 0 <= metric.low < metric.value < metric.high <= 1
+    for (name, _), metric in metrics.items():
+        assert 0 <= metric.low < metric.value < metric.high <= 1 or name == "shelves/finite_output_rate"
 
 
 def test_each_metric_is_coco_s_number_of_its_name(build):
     """Catches a metric at another threshold or of another area."""
     expected = coco_numbers(load_matches(build / "evaluations/reference/shelves.npz", num_images=120))
-    metrics = {m.name: m.value for m in judge(build).judgement.reference_metrics if m.bucket is None}
+    metrics = {m.name: m.value for m in judge(build).judgement.reference_metrics
+               if m.bucket is None and m.name != "shelves/finite_output_rate"}  # fmt: skip
     assert metrics == {f"shelves/{name}": value for name, value in expected.items() if name.startswith("ap")}
 
 

@@ -250,7 +250,7 @@ def test_the_worst_image_is_unsound_or_lost_most_and_not_just_beyond_a_limit(tmp
     looks = {"bad": Look(changes={"oversaturated": 1.0}, worst=9)}
     write_image_tree(tmp_path, make_image_track(looks, "bad"), looks)
     pairs = compare_release(make_image_track(looks, "bad"), tmp_path).measured["bad"].pairs
-    assert list_worst_images(pairs)[0] == ("shots", 9)
+    assert list_worst_images(pairs, {"shots": "images"})[0] == ("shots", 9)
     pairs["shots"].candidate[4] = pairs["shots"].candidate[4].model_copy(
         update={"scores": pairs["shots"].candidate[4].scores | {"sound": 0.0}})  # fmt: skip
-    assert list_worst_images(pairs)[:2] == [("shots", 4), ("shots", 9)]
+    assert list_worst_images(pairs, {"shots": "images"})[:2] == [("shots", 4), ("shots", 9)]

@@ -325,8 +325,8 @@ def test_a_shipped_set_is_whole_and_counts_no_case_twice(shipped: dict[str, Eval
 
 def test_sizes_and_buckets(shipped: dict[str, Evalset]) -> None:
     assert {name: len(evalset.cases) for name, evalset in shipped.items()} == {
-        "scenes": 200, "scenes-calibration": 16, "panoramas": 36}  # fmt: skip
-    assert shipped["scenes"].card.buckets == {"few_small": 53, "mostly_small": 17, "some_small": 129}
+        "scenes": 300, "scenes-calibration": 16, "panoramas": 36}  # fmt: skip
+    assert shipped["scenes"].card.buckets == {"few_small": 80, "mostly_small": 33, "some_small": 186}
     assert shipped["panoramas"].card.buckets == {"crop": 34, "full_size": 2}
 
 

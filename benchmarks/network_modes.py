@@ -1,0 +1,209 @@
+"""What channels-last and compile modes do to the time of a pass: ResNet-50, a U-Net and a small MLP, on a GPU.
+
+    python -m benchmarks.network_modes [--layouts ...] [--modes ...] [--blocks 20] [--cudnn-benchmark] [--json FILE]
+    python -m benchmarks.network_modes --tiny          checks the script anywhere; its times mean nothing
+
+A setting is network:batch:dtype for `--layouts` and network:batch:dtype:layout:mode for `--modes`. A pass is timed
+between two synchronisations. What is compared takes turns in blocks of 50 passes (the U-Net 10), 20 blocks each after
+four that are not counted: 1,000 passes timed and 200 not (200 and 40). A number is the median over blocks of a block's
+median, with the interval that covers it with 95 % (`pipeline/medians.py`); a ratio is that of neighbouring blocks.
+
+Layouts are compared as called, with Python and every launch in it, and replayed as a CUDA graph, which is the GPU's own
+time. A compile mode is compared with eager in NCHW, both as called. It is compiled with empty caches, and the seconds
+of the first call are those. Counted are graphs, breaks between them, graphs that were compiled again
+later, and graphs for which the compiler left CUDA graphs off. Nothing is timed whose output isn't that of eager NCHW in
+the same number format, but for rounding (`TOLERANCES` of `pipeline/timing.py`, where float32 convolutions on a
+GPU get float16's: torch runs them in TF32, which has its mantissa). Weights are random, shapes static, one GPU. Not
+covered: training, batches that vary, several streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+from benchmarks.mode_networks import Bench, Run
+from pipeline.medians import bound_median
+from pipeline.timing import TOLERANCES, compare_outputs
+
+WARM_UP_BLOCKS = 4
+LAYOUTS = ("resnet:16:float16", "resnet:1:float16", "resnet:16:bfloat16", "resnet:1:bfloat16", "resnet:16:float32",
+           "resnet:1:float32", "unet:4:float16", "unet:4:bfloat16", "unet:4:float32")  # fmt: skip
+# max-autotune tries kernels for minutes for each network: it comes last
+MODES = tuple(f"{setting}:{mode}" for modes in (("default", "reduce-overhead"), ("max-autotune-no-cudagraphs",
+              "max-autotune")) for setting in ("mlp:1:float16:NCHW", "mlp:64:float16:NCHW", "resnet:16:float16:NCHW",
+              "resnet:1:float16:NCHW", "unet:4:float16:NCHW", "resnet:16:float16:NHWC", "resnet:1:float16:NHWC")
+              for mode in modes)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What compiling a network came to."""
+
+    run: Run
+    first_call_s: float
+    num_graphs: int  # of the first call
+
+    def count_again(self) -> int:
+        """Return how many graphs were compiled since the first call."""
+        return counters["stats"]["unique_graphs"] - self.num_graphs
+
+
+def main(argv: list[str]) -> int:
+    """Measure layouts and compile modes; print a row as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", nargs="*", default=LAYOUTS, metavar="NETWORK:BATCH:DTYPE")
+    parser.add_argument("--modes", nargs="*", default=MODES, metavar="NETWORK:BATCH:DTYPE:LAYOUT:MODE")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks timed; six at least")
+    parser.add_argument("--tiny", action="store_true", help="tiny networks, blocks of 2 passes, on whatever there is")
+    parser.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms")
+    parser.add_argument("--last-compile-after-s", type=float, default=float("inf"), help="start none later than that")
+    parser.add_argument("--json", type=Path, help="the median seconds of every block")
+    settings = parser.parse_args(argv)
+    if not torch.cuda.is_available() and not settings.tiny:
+        print("benchmarks.network_modes: expected a GPU, found none; run it on one, or with --tiny", file=sys.stderr)
+        return 1
+    start, times = time.perf_counter(), {}
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    print(describe_machine(), flush=True)
+    with torch.no_grad():
+        if settings.layouts:
+            print("\n| network | batch | dtype | timed | NCHW, ms | NHWC, ms | NHWC to NCHW | off, of the std |"
+                  "\n|---|---:|---|---|---:|---:|---:|---:|")  # fmt: skip
+        for key in settings.layouts:
+            times[key] = show_layouts(key, blocks=settings.blocks, tiny=settings.tiny)
+            write_times(settings.json, times)
+        if settings.modes:
+            print("\n| network | batch | dtype | layout | mode | ms | eager NCHW, ms | to eager | first call, s "
+                  "| graphs | breaks | compiled again | without CUDA graphs | off, of the std |\n"
+                  "|---|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+        for key in settings.modes:
+            if time.perf_counter() - start < settings.last_compile_after_s:
+                times[key] = show_mode(key, blocks=settings.blocks, tiny=settings.tiny)
+                write_times(settings.json, times)
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
+    return 0
+
+
+def show_layouts(key: str, *, blocks: int, tiny: bool) -> dict[str, list[float]]:
+    """Time a network with channels first and last, as called and as CUDA graphs, and print a row of each."""
+    name, batch, dtype = key.split(":")
+    bench = Bench(name, int(batch), getattr(torch, dtype), tiny=tiny)
+    runs = {layout: bench.bind(bench.build(layout), layout) for layout in ("NCHW", "NHWC")}
+    expected = runs["NCHW"]().clone()
+    runs |= {f"{layout} replayed": bench.capture(run) for layout, run in runs.items()}
+    differences = [compare_outputs(run(), expected) for run in runs.values()]
+    head, off = f"| {bench.network.title} | {batch} | {dtype} |", max(differences)
+    if not all(difference <= find_tolerance(bench) for difference in differences):
+        print(f"{head} not timed: outputs differ | | | | {off:.1e} |", flush=True)
+        return {}
+    times = time_blocks(bench, runs, blocks, tiny=tiny)
+    for how, suffix in (("as called", ""), ("as a CUDA graph", " replayed")):
+        first, last = times[f"NCHW{suffix}"], times[f"NHWC{suffix}"]
+        print(f"{head} {how} | {milliseconds(first)} | {milliseconds(last)} | {ratio(last, first)} | {off:.1e} |",
+              flush=True)  # fmt: skip
+    return times
+
+
+def show_mode(key: str, *, blocks: int, tiny: bool) -> dict[str, list[float]]:
+    """Compile a network in one mode, time it against eager with channels first, and print a row."""
+    name, batch, dtype, layout, mode = key.split(":")
+    bench = Bench(name, int(batch), getattr(torch, dtype), tiny=tiny)
+    runs = {"eager": bench.bind(bench.build("NCHW"), "NCHW")}
+    expected = runs["eager"]().clone()
+    with fresh_cache():
+        compiled = compile_network(bench, layout, mode)
+        runs[mode] = compiled.run
+        off = compare_outputs(runs[mode](), expected)
+        head = f"| {bench.network.title} | {batch} | {dtype} | {layout} | `{mode}` |"
+        if not off <= find_tolerance(bench):
+            print(f"{head} not timed: outputs differ | | | {' | ' * 5}{off:.1e} |", flush=True)
+            return {}
+        times = time_blocks(bench, runs, blocks, tiny=tiny)
+    breaks = sum(counters["graph_break"].values())
+    print(f"{head} {milliseconds(times[mode])} | {milliseconds(times['eager'])} | {ratio(times[mode], times['eager'])} "
+          f"| {compiled.first_call_s:.0f} | {compiled.num_graphs} | {breaks} | {compiled.count_again()} "
+          f"| {counters['inductor']['cudagraph_skips']} | {off:.1e} |", flush=True)  # fmt: skip
+    return times
+
+
+def compile_network(bench: Bench, layout: str, mode: str) -> Compiled:
+    """Compile a network, with nothing known from earlier ones, and call it once."""
+    torch._dynamo.reset()
+    counters.clear()
+    run = bench.bind(torch.compile(bench.build(layout), mode=mode, dynamic=False), layout)
+    start = time.perf_counter()
+    run()
+    bench.synchronize()
+    return Compiled(run, time.perf_counter() - start, counters["stats"]["unique_graphs"])
+
+
+def time_blocks(bench: Bench, runs: Mapping[str, Run], blocks: int, *, tiny: bool) -> dict[str, list[float]]:
+    """Return the median seconds of a pass in each block; the runs take turns, to and fro."""
+    passes = 2 if tiny else bench.network.block_passes
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(WARM_UP_BLOCKS + blocks):
+        for name in runs if i % 2 == 0 else reversed(runs):
+            seconds = time_passes(bench, runs[name], passes)
+            if i >= WARM_UP_BLOCKS:
+                times[name].append(statistics.median(seconds))
+    return times
+
+
+def time_passes(bench: Bench, run: Callable[[], Any], passes: int) -> list[float]:
+    """Return the seconds of each of several passes, the GPU idle before and after it."""
+    seconds = []
+    bench.synchronize()
+    for _ in range(passes):
+        start = time.perf_counter()
+        run()
+        bench.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def find_tolerance(bench: Bench) -> float:
+    """Return by how much two outputs may differ, in units of the standard deviation."""
+    is_tf32 = bench.device == "cuda" and bench.dtype == torch.float32
+    return TOLERANCES[torch.float16 if is_tf32 else bench.dtype]
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Write the median of times with its interval."""
+    found = bound_median([1e3 * s for s in seconds])
+    return f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
+
+
+def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
+    """Write the median of the ratios of neighbouring blocks, with its interval."""
+    found = bound_median([s / b for s, b in zip(seconds, base, strict=True)])
+    return f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
+
+
+def describe_machine() -> str:
+    """Name the GPU and the versions that the numbers hold for."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "a CPU"
+    cudnn = torch.backends.cudnn
+    return f"{name}, torch {torch.__version__}, cuDNN {cudnn.version()}, cudnn.benchmark {cudnn.benchmark}"
+
+
+def write_times(path: Path | None, times: Mapping[str, Any]) -> None:
+    """Write every time so far: a run that is cut short keeps what it has."""
+    if path is not None:
+        path.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""What a detector found on a picture, drawn: its boxes, and those of the reference that it lost.
+
+A record's output holds boxes, and the matched detections beside the records tell which of them are objects, so no
+annotation is needed. Only boxes with a score of 0.3 or more are shown: that is a picture for people, AP counts all.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.detections import Bools, Floats, Ints, MatchTable, compute_iou, load_matches, unpack
+from pipeline.errors import EvidenceError
+from pipeline.gate.pairing import PairedCases
+from pipeline.gate.pictures import Picture
+from pipeline.records import CaseRecord
+
+SHOWN_FROM = 0.3  # score
+SAME_FROM = 0.5  # IoU from which two boxes are of one object
+FOUND, FALSE, LOST = "#56B4E9", "#F0E442", "#D55E00"  # Okabe-Ito: an object, a false alarm, an object that is lost
+BOXES_LEGEND = (f"boxes with a score of {SHOWN_FROM:g} or more; blue: an object is found, yellow: a false alarm, "
+                "orange: an object that only the reference finds")  # fmt: skip
+_SIDE = 640  # pixels that a picture is enlarged to at least, so that boxes are thin
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The shown boxes of one side: [num, 4], left, top, width, height in pixels; categories and hits [num]."""
+
+    boxes: Floats
+    categories: Ints
+    is_hit: Bools
+
+    def select(self, chosen: Bools) -> Found:
+        """Return some of them."""
+        return Found(self.boxes[chosen], self.categories[chosen], self.is_hit[chosen])
+
+
+def read_found(record: CaseRecord, table: MatchTable) -> Found:
+    """Return what a record's output holds.
+
+    Args:
+        record: of a detector.
+        table: of this picture alone.
+
+    Raises:
+        EvidenceError: the output is not a list of COCO results.
+    """
+    try:
+        results = json.loads(record.output)
+        boxes = np.array([r["bbox"] for r in results], dtype=np.float64).reshape(-1, 4)
+        categories = np.array([r["category_id"] for r in results], dtype=np.int64)
+        scores = np.array([r["score"] for r in results], dtype=np.float64)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise EvidenceError(f"case {record.case_id!r}: expected COCO results as its output, got "
+                            f"{type(error).__name__} while reading them; run `dvc repro`") from None
+    # boxes are in the order of the adapter and the table's by score, so the score tells which is which
+    hits = table.scores[unpack(table.matched)[:, list(table.areas).index("all"), 0]]
+    return Found(boxes, categories, np.isin(scores, hits)).select(scores >= SHOWN_FROM)
+
+
+@dataclass(frozen=True)
+class JudgedBoxes:
+    """Where the boxes of a case lie, and where it is said which are objects.
+
+    Attributes:
+        record: whose output they are.
+        table: file of matched detections.
+        place: position of the record among those of the file.
+        num_images: of the file.
+    """
+
+    record: CaseRecord
+    table: Path
+    place: int
+    num_images: int
+
+    def read(self) -> Found:
+        """Return the boxes that are shown.
+
+        Raises:
+            EvidenceError: output or file are damaged.
+        """
+        return read_found(self.record, load_matches(self.table, num_images=self.num_images).at(np.array([self.place])))
+
+
+def read_both(pairs: PairedCases, i: int) -> tuple[Found, Found]:
+    """Return what reference and candidate found on one picture.
+
+    Raises:
+        EvidenceError: an output holds no boxes, or they were not matched.
+    """
+    if pairs.tables is None:
+        raise EvidenceError("boxes: expected matched detections beside the records, found none; run `dvc repro`")
+    place = np.array([i])
+    return (read_found(pairs.reference[i], pairs.tables[0].at(place)),
+            read_found(pairs.candidate[i], pairs.tables[1].at(place)))  # fmt: skip
+
+
+def list_losses(pairs: PairedCases) -> list[tuple[int, int]]:
+    """Return (number of objects that are lost, position) of the pictures that lost any, most first.
+
+    Raises:
+        EvidenceError: as of `read_both`.
+    """
+    counts = [(len(find_lost(*read_both(pairs, i)).boxes), i) for i in range(len(pairs.reference))]
+    return sorted(((num, i) for num, i in counts if num), key=lambda row: (-row[0], row[1]))
+
+
+def find_lost(ours: Found, theirs: Found) -> Found:
+    """Return the objects that the reference finds and the candidate does not."""
+    mine, other = ours.select(ours.is_hit), theirs.select(theirs.is_hit)
+    iou = compute_iou(mine.boxes, other.boxes, np.zeros(len(other.boxes), dtype=bool))
+    is_same = (iou >= SAME_FROM) & (mine.categories[:, None] == other.categories)
+    return mine.select(~is_same.any(axis=1))
+
+
+def draw_boxes(picture: Picture, found: Found, lost: Found, *, boldness: int = 1) -> Picture:
+    """Return an enlarged copy of a picture with boxes on it, those that are lost on top and twice as thick.
+
+    Args:
+        picture: what the detector was given.
+        found: boxes of one side.
+        lost: boxes that the other side has alone.
+        boldness: times the thinnest line; a picture that is shown small needs more.
+    """
+    from PIL import Image, ImageDraw
+
+    factor = max(1, round(_SIDE / max(picture.shape[:2])))
+    image = Image.fromarray(picture.repeat(factor, axis=0).repeat(factor, axis=1))
+    pen, width = ImageDraw.Draw(image), boldness * max(2, max(image.size) // 320)
+    for colour, boxes, line in ((FALSE, found.boxes[~found.is_hit], width), (FOUND, found.boxes[found.is_hit], width),
+                                (LOST, lost.boxes, 2 * width)):  # fmt: skip
+        for left, top, across, down in boxes * factor:
+            pen.rectangle((left, top, left + across, top + down), outline=colour, width=line)
+    return np.asarray(image)

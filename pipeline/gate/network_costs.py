@@ -1,0 +1,131 @@
+"""What each candidate of a network track costs, and how its numbers hold: a table, a row a candidate.
+
+A column in which no candidate has anything to say, as compilation where nothing is compiled, is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.network_notes import LayerNotes, NetworkNotes
+from pipeline.gate.networks import read_soundly, tell_clock, tell_difference, tell_ratio
+from pipeline.gate.wording import escape_markdown, format_value
+from pipeline.verdict_records import GAIN_BELOW
+
+_NOTHING = "–"
+_CANDIDATE, _BASELINE, _GAIN = "candidate", "baseline", "gain"
+_TIME, _WALL = "time to its baseline", "by the wall clock"
+_PEAK, _SHARE, _WORK = "peak, MiB", "to the reference's", "work"
+_COMPILED = "graph breaks / recompilations / first call"
+_FORMATS, _REORDERS = "modules in another format", "reorders"
+_ERROR, _HEADROOM, _FINITE = "largest relative error", "least headroom, doublings", "finite outputs"
+_COLUMNS = (_CANDIDATE, _TIME, _WALL, _BASELINE, _GAIN, _PEAK, _SHARE, _WORK, _COMPILED, _FORMATS, _REORDERS, _ERROR,
+            _HEADROOM, _FINITE)  # fmt: skip
+
+COSTS_LEGEND = f"""
+What is measured, and what is not:
+
+- **time**: of one batch on this machine, candidate / baseline in turn, the median of the ratios with its 95 % interval.
+  The baseline of a memory format and of compilation is the same candidate without them, of any other the reference. A
+  step for speed is a gain where the interval ends below {GAIN_BELOW:g}. Where the outputs differ by more than rounding,
+  nothing is timed; tiles have no time here, but their work.
+- **a convolution policy is emulated**: what comes out, and so every accuracy here, is exactly that of the arithmetic it
+  names; its time and memory say nothing and are left out. What real Winograd kernels gain is in `benchmarks/README.md`,
+  from ncnn in float32.
+- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.
+- **work**: pixels that the network is run on, per pixel of the largest picture: tiles overlap.
+- **modules in another format** write channels first although channels-last was asked for; **reorders** are oneDNN's
+  copies of activations between formats, channels first → channels last.
+- **largest relative error** is that of any layer's output against the reference in float32, accumulated from the input
+  on, and **headroom** how often the largest output can double before its number format ends: both on a few pictures.
+  Numbers inside a Winograd convolution are larger than those it writes.
+- **finite outputs**: the share of all pictures whose raw outputs hold neither NaN nor infinity.
+"""
+
+
+def tabulate_network_costs(compared: ReleaseComparison) -> list[list[str]]:
+    """Return the rows of a Markdown table, the head first: a row for each candidate, by its first eval."""
+    rows = [_describe(name, measured, compared) for name, measured in compared.measured.items()]
+    columns = [c for c in _COLUMNS if any(row.get(c, _NOTHING) != _NOTHING for row in rows)]
+    aligned = ["---:" if c in (_PEAK, _SHARE, _WORK, _FINITE) else "---" for c in columns]
+    return [columns, aligned, *([row.get(c, _NOTHING) for c in columns] for row in rows)]
+
+
+def _describe(name: str, measured: Measured, compared: ReleaseComparison) -> dict[str, str]:
+    """Return what is known of one candidate, by column."""
+    row, notes = {_CANDIDATE: f"`{name}`"}, read_soundly(measured.evidence)
+    if notes is None:
+        return row  # refused: what it cost is not known either
+    row |= _describe_time(notes) | _describe_numbers(notes) | _describe_engine(notes)
+    if measured.gain is not None:
+        row[_GAIN] = "yes" if measured.gain.is_sure else "**no gain**"
+    row[_WORK] = f"{notes.work:.2f}" if notes.work != 1 else _NOTHING
+    if notes.peak_mib is not None:
+        row[_PEAK] = f"{notes.peak_mib:.1f}"
+        own = read_soundly(compared.measured[compared.judgement.policy.reference].evidence)
+        row[_SHARE] = f"{notes.peak_mib / own.peak_mib:.2f}" if own and own.peak_mib else _NOTHING
+    finite = next((m for m in measured.metrics if m.name.endswith("/finite_output_rate") and m.bucket is None), None)
+    row[_FINITE] = format_value(finite.name, finite.value) if finite else _NOTHING
+    return row
+
+
+def _describe_time(notes: NetworkNotes) -> dict[str, str]:
+    speed = notes.speed
+    if speed is None:
+        return {}
+    row = {_BASELINE: escape_markdown(speed.baseline)}
+    if speed.ratio is None or speed.timed is None:
+        return row | {_TIME: f"not timed: its outputs {tell_difference(speed)} the baseline's"}
+    row[_TIME] = f"{tell_ratio(speed.ratio)} {tell_clock(speed.clock)}"
+    return row | ({_WALL: tell_ratio(speed.timed["wall"].ratio)} if "wall" in speed.timed else {})
+
+
+def _describe_engine(notes: NetworkNotes) -> dict[str, str]:
+    row = {}
+    if (met := notes.compile) is not None:
+        row[_COMPILED] = f"{met.num_graph_breaks} / {met.num_recompilations} / {met.first_call_s:.1f} s"
+    if notes.layout is not None:
+        row[_FORMATS] = str(len(notes.layout.other_formats))
+        row[_REORDERS] = " → ".join(str(notes.layout.num_reorders.get(key, _NOTHING)) for key in ("first", "last"))
+    return row
+
+
+def _describe_numbers(notes: NetworkNotes) -> dict[str, str]:
+    if not notes.layers:
+        return {}
+    worst, least = find_worst_layer(notes.layers), find_scarcest_layer(notes.layers)
+    return {_ERROR: f"{format_error(notes.layers[worst])}{_name_layer(worst, notes.layers[worst].error != 0)}",
+            _HEADROOM: f"{format_headroom(notes.layers[least])}{_name_layer(least, True)}"}  # fmt: skip
+
+
+def _name_layer(name: str, is_named: bool) -> str:
+    return f" in `{escape_markdown(name)}`" if is_named else ""
+
+
+def find_worst_layer(layers: Mapping[str, LayerNotes]) -> str:
+    """Return the layer with the largest relative error, of equals the first."""
+    return max(layers, key=lambda name: layers[name].error)
+
+
+def find_scarcest_layer(layers: Mapping[str, LayerNotes]) -> str:
+    """Return the layer with the least headroom, of equals the first: that in which an overflow begins."""
+    return min(layers, key=lambda name: layers[name].headroom)
+
+
+def format_error(layer: LayerNotes) -> str:
+    """Write a relative error with two significant digits, or that it is not finite."""
+    if math.isinf(layer.error):
+        return "not finite"
+    return f"{100 * layer.error:.2g} %" if layer.error else "0"
+
+
+def format_headroom(layer: LayerNotes) -> str:
+    """Write the doublings that are left, or that it overflowed."""
+    return "overflow" if layer.headroom == -math.inf else f"{layer.headroom:.1f}"
+
+
+def count_overflows(layers: Iterable[LayerNotes]) -> int:
+    """Return how many layers wrote NaN or infinity."""
+    return sum(layer.nonfinite_count > 0 for layer in layers)

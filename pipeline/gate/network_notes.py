@@ -1,0 +1,111 @@
+"""What the evaluation of a network noted beside its records: how far each layer is from float32, and what it costs.
+
+Read with types, so that notes of another version are told in one line and not met as a missing key in a picture.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pydantic import ConfigDict, ValidationError
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.pairing import Evidence
+from pipeline.records import Record, first_problem
+from pipeline.verdict_records import MedianInterval
+
+
+class _Notes(Record):
+    model_config = ConfigDict(extra="ignore")
+
+
+class LayerNotes(_Notes):
+    """What one layer wrote, over a few pictures; None is a number that is not finite."""
+
+    relative_error: float | None  # accumulated from the input on
+    nonfinite_count: int  # elements that are NaN or infinite
+    headroom_bits: float | None  # doublings in its own number format
+
+    @property
+    def headroom(self) -> float:
+        """How often the largest output can double: -inf after an overflow, inf where all is zero."""
+        if self.nonfinite_count:
+            return -math.inf
+        return math.inf if self.headroom_bits is None else self.headroom_bits
+
+    @property
+    def error(self) -> float:
+        """The relative error, infinite where nothing finite is left to compare or NaN and infinity are in it."""
+        return math.inf if self.relative_error is None or self.nonfinite_count else self.relative_error
+
+
+class ClockNotes(_Notes):
+    """A candidate beside its baseline by one clock."""
+
+    ratio: MedianInterval
+
+
+class SpeedNotes(_Notes):
+    """A candidate timed in turn with its baseline; `timed` is None where the two differ by more than rounding."""
+
+    baseline: str
+    difference: float | None
+    tolerance: float
+    timed: dict[str, ClockNotes] | None
+    clock: str = ""  # which decides
+
+    @property
+    def ratio(self) -> MedianInterval | None:
+        """The ratio of times by the clock that decides."""
+        return self.timed[self.clock].ratio if self.timed and self.clock in self.timed else None
+
+
+class CompileNotes(_Notes):
+    """What compilation met."""
+
+    num_graph_breaks: int
+    num_recompilations: int
+    first_call_s: float
+
+
+class LayoutNotes(_Notes):
+    """Whether a memory format survived."""
+
+    other_formats: list[str]  # modules that write another one
+    num_reorders: dict[str, int]  # of oneDNN, by format: "first", "last"
+
+
+class NetworkNotes(_Notes):
+    """All of them (`<eval>.json`)."""
+
+    layers: dict[str, LayerNotes]
+    speed: SpeedNotes | None
+    compile: CompileNotes | None
+    layout: LayoutNotes | None
+    peak_mib: float | None
+    work: float  # pixels that the network is run on, per pixel of the largest picture
+
+
+def read_network_notes(evidence: Evidence) -> NetworkNotes | None:
+    """Return the notes of a candidate's first eval; None where no eval is fit.
+
+    Raises:
+        EvidenceError: no notes, or not those of a network.
+    """
+    path = next((evidence.folder / f"{name}.json" for name in evidence.records), None)
+    return None if path is None else parse_notes(path)
+
+
+def parse_notes(path: Path) -> NetworkNotes:
+    """Return the notes of one file.
+
+    Raises:
+        EvidenceError: no file, or not the notes of a network.
+    """
+    try:
+        return NetworkNotes.model_validate_json(path.read_bytes())
+    except OSError:
+        raise EvidenceError(f"{path}: expected notes of a network, found no file; run `dvc repro`") from None
+    except ValidationError as error:
+        raise EvidenceError(f"{path}: not the notes of a network: {first_problem(error)}; run `dvc repro`") from None

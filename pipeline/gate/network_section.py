@@ -1,0 +1,134 @@
+"""What the report says of a candidate of a network track: its policy, layer by layer, its fallbacks and its tiles."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pipeline.errors import EvidenceError, NumericsError
+from pipeline.gate.markdown import render_table
+from pipeline.gate.network_costs import count_overflows, format_error, format_headroom
+from pipeline.gate.network_notes import LayerNotes
+from pipeline.gate.networks import read_soundly
+from pipeline.gate.pairing import Evidence
+from pipeline.gate.pictures import measure_given
+from pipeline.gate.wording import escape_markdown
+from pipeline.records import BuiltCandidate, CaseRecord, Fallback, LayerCoverage, Tiling
+from pipeline.tile_grid import place_tiles
+
+
+def describe_network(evidence: Evidence) -> list[str]:
+    """Return paragraphs on what was done to a network and what came of it."""
+    candidate, notes = evidence.candidate, read_soundly(evidence)
+    layers = notes.layers if notes else {}
+    said = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
+    if candidate.coverage:
+        counts = Counter(layer.format for layer in candidate.coverage)
+        said.append("Policy, emulated: " + ", ".join(f"{num} layers {escape_markdown(name)}"
+                                                     for name, num in counts.most_common()) + ".")  # fmt: skip
+    said += describe_fallbacks(candidate.fallbacks)
+    if num := count_overflows(layers.values()):
+        first = next(name for name, layer in layers.items() if layer.nonfinite_count)
+        said.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
+    if notes and notes.layout and notes.layout.other_formats:
+        said.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
+    if (tiling := evidence.candidate.serving.model_dump().get("tiling")) is not None:
+        said += [_describe_tiles(name, records, Tiling(**tiling)) for name, records in evidence.records.items()]
+    table = [_fold("Layers: algorithm, number format, error and headroom", tabulate_policy(candidate, layers))]
+    return said + (table if candidate.coverage else [])
+
+
+def _describe_step(step: dict[str, Any]) -> str:
+    """Name a step and its settings: "tiling (tile 64, overlap 0.125, window hann)"."""
+    words = []
+    for key, value in step.items():
+        if key not in ("kind", "rules", "serving") and value is not None and value is not False:
+            words.append(key if value is True else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
+    words += [f"{len(step['rules'])} rules"] if step.get("rules") else []
+    return escape_markdown(f"{step['kind']} ({', '.join(words)})" if words else str(step["kind"]))
+
+
+def describe_fallbacks(fallbacks: Sequence[Fallback]) -> list[str]:
+    """Say where something else was done than asked: one sentence a kind, as a network has many layers.
+
+    A reason may be "stride 2: direct instead of winograd_f43": what is done comes after the last colon.
+    """
+    groups: dict[str, list[Fallback]] = {}
+    for fallback in fallbacks:
+        groups.setdefault(fallback.reason.rpartition(": ")[2], []).append(fallback)
+    said = []
+    for what, group in groups.items():
+        if len(group) == 1:
+            said.append(f"Fallback: `{escape_markdown(group[0].layer)}`: {escape_markdown(group[0].reason)}.")
+        else:
+            why = Counter(fallback.reason.rpartition(": ")[0] for fallback in group)
+            counts = ", ".join(f"{num} {reason}" for reason, num in why.most_common() if reason)
+            said.append(f"Fallbacks: {len(group)} layers: {escape_markdown(what)}"
+                        + (f" ({escape_markdown(counts)})" if counts else "") + ".")
+    return said
+
+
+def _list_names(names: Sequence[str], *, limit: int = 8) -> str:
+    shown = ", ".join(f"`{escape_markdown(name or '(network)')}`" for name in names[:limit])
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def tabulate_policy(candidate: BuiltCandidate, layers: dict[str, LayerNotes]) -> list[list[str]]:
+    """Return the rows of a table of the convolutions that a policy covers, in the network's order."""
+    rows = [["layer", "algorithm", "dtype", "relative error", "headroom, doublings", "reason"],
+            ["---", "---", "---", "---:", "---:", "---"]]  # fmt: skip
+    rules = [rule for step in candidate.steps for rule in step.get("rules", [])]
+    fallbacks = {fallback.layer: fallback.reason for fallback in candidate.fallbacks}
+    return rows + [_describe_layer(layer, layers.get(layer.layer), rules, fallbacks) for layer in candidate.coverage]
+
+
+def _describe_layer(
+    layer: LayerCoverage, found: LayerNotes | None, rules: Sequence[dict[str, Any]], fallbacks: dict[str, str]
+) -> list[str]:
+    algorithm, _, dtype = layer.format.partition(" ")
+    named = next((str(rule.get("reason") or "a rule names it") for rule in rules if _names(rule, layer.layer)), "")
+    reason = "; ".join(filter(None, [named, fallbacks.get(layer.layer, "")]))
+    numbers = [format_error(found), format_headroom(found)] if found else ["–", "–"]
+    return [f"`{escape_markdown(layer.layer)}`", *map(escape_markdown, (algorithm, dtype)), *numbers,
+            escape_markdown(reason)]  # fmt: skip
+
+
+def _names(rule: dict[str, Any], layer: str) -> bool:
+    return any(fnmatchcase(layer, pattern) for pattern in rule.get("layers", []))
+
+
+def _fold(title: str, rows: Sequence[Sequence[str]]) -> str:
+    return f"<details><summary>{title}</summary>\n\n{render_table(rows)}\n</details>"
+
+
+def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tiling) -> str:
+    """Say how many pictures are larger than a tile, and into how many tiles the largest is cut."""
+    counts = list(_count_tiles(records, tiling))
+    unknown = len(records) - len(counts)
+    said = (f"{eval_name}: {sum(count > 1 for count in counts)} of {len(records)} pictures are larger than a tile and "
+            f"are cut, into up to {max(counts, default=1)} tiles")  # fmt: skip
+    return said + (f"; {unknown} can't be read" if unknown else "") + "."
+
+
+def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]:
+    overlap = round(tiling.tile * tiling.overlap)
+    for record in records:
+        try:
+            yield math.prod(len(place_tiles(side, tiling.tile, overlap)) for side in measure_given(record))
+        except (EvidenceError, NumericsError):
+            continue
+
+
+def embed_network_pictures(evidence: Sequence[Evidence | None], track: str) -> list[str]:
+    """Return the Markdown of the pictures beside the report."""
+    if track == "detector":
+        return ["![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
+                "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n",
+                "![Relative error of each layer against float32](layers.png)\n"]  # fmt: skip
+    parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]
+    if any(e is not None and e.candidate.serving.model_dump().get("tiling") for e in evidence):
+        parts.append("![A stitch of the worst picture of each tiled candidate, and the step across it](seams.png)\n")
+    return [*parts, "![Relative error of each layer against float32](layers.png)\n"]
