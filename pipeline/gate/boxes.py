@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def read_found(record: CaseRecord, table: MatchTable) -> Found:
         EvidenceError: the output is not a list of COCO results.
     """
     try:
-        results = json.loads(record.output)
+        results = _check_list(json.loads(record.output))
         boxes = np.array([r["bbox"] for r in results], dtype=np.float64).reshape(-1, 4)
         categories = np.array([r["category_id"] for r in results], dtype=np.int64)
         scores = np.array([r["score"] for r in results], dtype=np.float64)
@@ -60,6 +61,12 @@ def read_found(record: CaseRecord, table: MatchTable) -> Found:
     # boxes are in the order of the adapter and the table's by score, so the score tells which is which
     hits = table.scores[unpack(table.matched)[:, list(table.areas).index("all"), 0]]
     return Found(boxes, categories, np.isin(scores, hits)).select(scores >= SHOWN_FROM)
+
+
+def _check_list(results: Any) -> list[Any]:
+    if not isinstance(results, list):
+        raise TypeError
+    return results
 
 
 @dataclass(frozen=True)
