@@ -38,8 +38,8 @@ _LEGEND = {  # by column
     _FORMATS: """- **modules in another format** write channels first although channels-last was asked for; **reorders**
   are oneDNN's copies of activations between formats, channels first → channels last.""",
     _ERROR: """- **largest relative error** is that of any layer's output against the reference in float32,
-  accumulated from the input on, and **headroom** how often the largest output can double before its number format ends: both on a few
-  pictures. Numbers inside a Winograd convolution are larger than those it writes.""",
+  accumulated from the input on, and **headroom** how often the largest output can double before its number format
+  ends: both on a few pictures. Numbers inside a Winograd convolution are larger than those it writes.""",
     _FINITE: "- **finite outputs**: the share of all pictures whose raw outputs hold neither NaN nor infinity.",
 }
 
