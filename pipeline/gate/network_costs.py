@@ -24,25 +24,33 @@ _ERROR, _HEADROOM, _FINITE = "largest relative error", "least headroom, doubling
 _COLUMNS = (_CANDIDATE, _TIME, _WALL, _BASELINE, _GAIN, _PEAK, _SHARE, _WORK, _COMPILED, _FORMATS, _REORDERS, _ERROR,
             _HEADROOM, _FINITE)  # fmt: skip
 
-COSTS_LEGEND = f"""
-What is measured, and what is not:
+_EMULATED = """- **a convolution policy is emulated**: what comes out, and so every accuracy here, is exactly that of
+  the arithmetic it names; its time and memory say nothing and are left out. What real Winograd kernels gain is in
+  `benchmarks/README.md`, from ncnn in float32."""
+_LEGEND = {  # by column
+    _TIME: f"""- **time**: of one batch on this machine, candidate / baseline in turn, the median of the ratios with its
+  95 % interval. The baseline of a memory format and of compilation is the same candidate without them, of any other the
+  reference. A step for speed is a gain where the interval ends below {GAIN_BELOW:g}. Where the outputs differ by more
+  than rounding explains, nothing is timed.""",
+    _PEAK: "- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.",
+    _WORK: """- **work**: pixels that the network is run on, per pixel of the largest picture, as tiles overlap. A tiled
+  run is not timed.""",
+    _FORMATS: """- **modules in another format** write channels first although channels-last was asked for; **reorders**
+  are oneDNN's copies of activations between formats, channels first → channels last.""",
+    _ERROR: """- **largest relative error** is that of any layer's output against the reference in float32,
+  accumulated from the input on, and **headroom** how often the largest output can double before its number format
+  ends: both on a few pictures. Numbers inside a Winograd convolution are larger than those it writes.""",
+    _FINITE: "- **finite outputs**: the share of all pictures whose raw outputs hold neither NaN nor infinity.",
+}
 
-- **time**: of one batch on this machine, candidate / baseline in turn, the median of the ratios with its 95 % interval.
-  The baseline of a memory format and of compilation is the same candidate without them, of any other the reference. A
-  step for speed is a gain where the interval ends below {GAIN_BELOW:g}. Where the outputs differ by more than rounding,
-  nothing is timed; tiles have no time here, but their work.
-- **a convolution policy is emulated**: what comes out, and so every accuracy here, is exactly that of the arithmetic it
-  names; its time and memory say nothing and are left out. What real Winograd kernels gain is in `benchmarks/README.md`,
-  from ncnn in float32.
-- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.
-- **work**: pixels that the network is run on, per pixel of the largest picture: tiles overlap.
-- **modules in another format** write channels first although channels-last was asked for; **reorders** are oneDNN's
-  copies of activations between formats, channels first → channels last.
-- **largest relative error** is that of any layer's output against the reference in float32, accumulated from the input
-  on, and **headroom** how often the largest output can double before its number format ends: both on a few pictures.
-  Numbers inside a Winograd convolution are larger than those it writes.
-- **finite outputs**: the share of all pictures whose raw outputs hold neither NaN nor infinity.
-"""
+
+def explain_network_costs(compared: ReleaseComparison) -> str:
+    """Say how to read the table: what was measured, and what was not."""
+    columns = tabulate_network_costs(compared)[0]
+    lines = [text for column, text in _LEGEND.items() if column in columns]
+    if any(m.evidence and m.evidence.candidate.coverage for m in compared.measured.values()):
+        lines.insert(0, _EMULATED)
+    return "\n".join(["", "How to read this table:", "", *lines, ""])
 
 
 def tabulate_network_costs(compared: ReleaseComparison) -> list[list[str]]:
@@ -61,7 +69,8 @@ def _describe(name: str, measured: Measured, compared: ReleaseComparison) -> dic
     row |= _describe_time(notes) | _describe_numbers(notes) | _describe_engine(notes)
     if measured.gain is not None:
         row[_GAIN] = "yes" if measured.gain.is_sure else "**no gain**"
-    row[_WORK] = f"{notes.work:.2f}" if notes.work != 1 else _NOTHING
+    if measured.evidence and getattr(measured.evidence.candidate.serving, "tiling", None):
+        row[_WORK] = f"{notes.work:.2f}"
     if notes.peak_mib is not None:
         row[_PEAK] = f"{notes.peak_mib:.1f}"
         own = read_soundly(compared.measured[compared.judgement.policy.reference].evidence)

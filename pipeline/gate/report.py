@@ -18,8 +18,7 @@ from pipeline.gate.failure_section import explain_failure
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
 from pipeline.gate.images import describe_files, describe_rendering, embed_pictures
 from pipeline.gate.markdown import render_table
-from pipeline.gate.network_costs import COSTS_LEGEND as NETWORK_LEGEND
-from pipeline.gate.network_costs import tabulate_network_costs
+from pipeline.gate.network_costs import explain_network_costs, tabulate_network_costs
 from pipeline.gate.network_section import describe_network, embed_network_pictures
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.speculation import describe_speculation
@@ -48,7 +47,7 @@ _LEGEND = """\
 ## How to read this
 
 Every case is paired with the same case of the reference. `b` counts cases that only the reference gets right, `c`
-cases that only the candidate gets right. Harm is what was lost (positive = worse): points for rates, {units}.
+cases that only the candidate gets right. Harm is what was lost (positive = worse): points for rates, {units}. \
 `at least` and `at most` are one-sided {confidence:.0%} bounds of the harm, widened where cases share a
 cluster ({clusters}). `p` is the chance of so large a loss if there were no difference at all (cluster
 sign-flip test), after Holm's correction over {family}.
@@ -91,7 +90,7 @@ def _explain(policy: Policy) -> str:
     is_text = policy.track == "text"
     return _LEGEND.format(
         confidence=1 - policy.alpha, alpha=policy.alpha,
-        units="percent for perplexity" if is_text else "others in their own unit",
+        units="percent for\nperplexity" if is_text else "others\nin their own unit",
         clusters="a template or a document" if is_text else "as the evalset says",
         marks=_MARKS_OF_NETWORKS if policy.track in ("detector", "upscaler") else _MARKS_OF_TEXT,
         family="all gated comparisons of the release (of the candidate alone where it is not released)",
@@ -107,7 +106,7 @@ def _describe_costs(compared: ReleaseComparison) -> list[str]:
                 *embed_pictures(evidence, compared.judgement.policy.reference)]
     if track == "text":
         return []
-    return [render_table(tabulate_network_costs(compared)) + NETWORK_LEGEND,
+    return [render_table(tabulate_network_costs(compared)) + explain_network_costs(compared),
             *embed_network_pictures(list(evidence.values()), track)]
 
 

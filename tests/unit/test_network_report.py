@@ -115,6 +115,8 @@ def test_costs_say_what_was_measured_and_nothing_of_an_emulation(judged: Release
     assert compiled["graph breaks / recompilations / first call"] == "0 / 2 / 1.2 s"
     assert (last["modules in another format"], last["reorders"]) == ("1", "9 → 1")
     assert "work" not in last, "nothing is tiled: a column of nothing"
+    report = render_report(judged)
+    assert "**a convolution policy is emulated**" in report and "**work**" not in report
 
 
 @pytest.mark.parametrize(("difference", "said"), [(None, "are not finite"), (0.3, "differ by 0.3 of their standard")])

@@ -125,7 +125,8 @@ def test_a_second_log_adds_nothing(detector: Path, tmp_path: Path) -> None:
 
 def test_tracks_share_no_experiment_and_no_file() -> None:
     assert len({EXPERIMENTS[track] for track in TRACKS}) == len({PAGES_FILES[track] for track in TRACKS}) == len(TRACKS)
-    assert (EXPERIMENTS["upscaler"], PAGES_FILES["upscaler"]) == ("quantgate upscaler", "mlartifacts/pages-upscaler.txt")
+    assert EXPERIMENTS["upscaler"] == "quantgate upscaler"
+    assert PAGES_FILES["upscaler"] == "mlartifacts/pages-upscaler.txt"
 
 
 def test_a_verdict_of_no_gain_has_a_colour_of_its_own(tmp_path: Path) -> None:
