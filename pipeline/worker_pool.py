@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.errors import EngineError
 
+R = TypeVar("R")
+
+_PROGRESS_EVERY_S = 10.0
 _loaded: list[Any] = []  # in a worker: at most one
 _problems: list[Exception] = []  # why there is none
 
@@ -44,6 +49,32 @@ def start_workers(
         raise EngineError(died) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def run_tasks(
+    pool: ProcessPoolExecutor, function: Callable[..., R], tasks: Sequence[tuple[Any, ...]], *, what: str
+) -> Iterator[tuple[int, R]]:
+    """Yield the position and the result of each task as it is done; after a failure what still ends, then raise it.
+
+    Args:
+        pool: of workers.
+        function: runs in a worker.
+        tasks: arguments of each call.
+        what: starts the line of progress on stderr, which names batches.
+    """
+    last = time.monotonic()
+    waiting = {pool.submit(function, *task): place for place, task in enumerate(tasks)}
+    for number, future in enumerate(as_completed(waiting), start=1):
+        if future.cancelled() or future.exception() is not None:
+            for other in waiting:
+                other.cancel()
+            continue
+        yield waiting[future], future.result()
+        if time.monotonic() - last > _PROGRESS_EVERY_S:
+            last = time.monotonic()
+            print(f"  {what}: {number}/{len(tasks)} batches", file=sys.stderr, flush=True)
+    for failed in (future for future in waiting if not future.cancelled()):
+        failed.result()  # raises what the first of them raised
 
 
 def get_loaded() -> Any:

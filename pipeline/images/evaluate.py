@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipeline.image_params import ImagesEval, ImageTrack
 from pipeline.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
 from pipeline.medians import MIN_ROUNDS, bound_median
 from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, write_record
+from pipeline.worker_pool import run_tasks
 
 # What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
 CODE = (
@@ -38,7 +39,6 @@ CODE = (
     "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
     "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
 )  # fmt: skip
-_PROGRESS_EVERY_S = 10.0
 
 
 def evaluate_images(candidate: ImageCandidate, track: ImageTrack, *, root: Path, build: Path) -> Evaluation:
@@ -128,17 +128,12 @@ def _render(
     name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
     """Render batches as workers come free; journal each image as it is done, with what is noted of its batch."""
-    last = time.monotonic()
-    waiting = {pool.submit(render_batch, batch, category): batch for batch, category in batches}
-    for number, future in enumerate(as_completed(waiting), start=1):
-        found, cases = future.result(), waiting[future]
+    for place, found in run_tasks(pool, render_batch, batches, what=name):
+        cases = batches[place][0]
         # first: a batch counts as finished when all its images do
         journal.add_text(_name_batch(cases), json.dumps(found.describe() | {"num": len(cases)}))
         for case, record, picture in zip(cases, found.records, found.pictures, strict=True):
             journal.add(case.digest, record, base64.b64encode(picture).decode())
-        if time.monotonic() - last > _PROGRESS_EVERY_S:
-            last = time.monotonic()
-            print(f"  {name}: {number}/{len(batches)} batches", file=sys.stderr, flush=True)
 
 
 def _name_batch(cases: Sequence[PromptCase]) -> str:

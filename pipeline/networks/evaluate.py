@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from pipeline.networks.detecting import list_categories, save_tables
 from pipeline.networks.workers import Order, PictureCase, describe_run, read_facts, run_batch, start_runners
 from pipeline.pictures import measure_picture
 from pipeline.records import EvalFile, Evaluation, NetworkCandidate, write_cases, write_record
+from pipeline.worker_pool import run_tasks
 
 # What runs and judges: files that the stage runs, as an edit elsewhere makes DVC evaluate no candidate again.
 CODE = (
@@ -42,7 +43,6 @@ CODE = (
     "worker_pool.py",
 )  # fmt: skip
 _NUM_COMPARED = 4  # pictures on which layers are compared
-_PROGRESS_EVERY_S = 10.0
 
 
 def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: Path, build: Path) -> Evaluation:
@@ -123,20 +123,9 @@ def _run_batches(
     name: str, batches: Sequence[Sequence[PictureCase]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
     """Run batches as workers come free; journal each picture as it is done, and after a failure what still ends."""
-    last = time.monotonic()
-    waiting = {pool.submit(run_batch, batch): batch for batch in batches}
-    for number, future in enumerate(as_completed(waiting), start=1):
-        if future.cancelled() or future.exception() is not None:
-            for other in waiting:
-                other.cancel()
-            continue
-        for case, (record, picture) in zip(waiting[future], future.result(), strict=True):
+    for place, judged in run_tasks(pool, run_batch, [(batch,) for batch in batches], what=name):
+        for case, (record, picture) in zip(batches[place], judged, strict=True):
             journal.add(case.digest, record, None if picture is None else base64.b64encode(picture).decode())
-        if time.monotonic() - last > _PROGRESS_EVERY_S:
-            last = time.monotonic()
-            print(f"  {name}: {number}/{len(batches)} batches", file=sys.stderr, flush=True)
-    for failed in (future for future in waiting if not future.cancelled()):
-        failed.result()  # raises what the first of them raised
 
 
 def _batch(cases: Sequence[PictureCase], folder: Path, size: int) -> list[list[PictureCase]]:
