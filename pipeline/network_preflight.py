@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cases import CASES_FILE, check_distinct
-from pipeline.detection_params import DetectionEval
+from pipeline.detection_params import AREAS, DetectionEval
 from pipeline.digests import digest_checkpoint, digest_file, digest_folder
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
@@ -37,6 +37,7 @@ def check_network(track: NetworkTrack, root: Path) -> None:
              for metric in METRICS_BY_EVAL_KIND[e.kind]
              if metric.estimator == "average_precision" and metric.area == "all"}  # fmt: skip
     check_buckets(f"{track.name}.gate", track, evalsets, areas)
+    _check_sizes(track, evalsets)
     if track.calibration_images is not None:
         where, folder = f"{track.name}.calibration_images", root / track.calibration_images
         check_pictures(folder, load_kind(load_evalset, folder, where, next(iter(track.evals.values())).kind).cases)
@@ -45,6 +46,28 @@ def check_network(track: NetworkTrack, root: Path) -> None:
         for i, step in enumerate(candidate.steps):
             if isinstance(step, TilingStep):
                 _check_tiling(f"{track.name}.candidates.{name}.steps.{i}.tile", step, evalsets, track, root)
+
+
+def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
+    """Refuse a detector whose AP, or AP of a size that is in its evalset, has no tolerance: the average would hide it.
+
+    A tolerance of a size that no object has is refused, too.
+    """
+    for name, settings in track.evals.items():
+        if not isinstance(settings, DetectionEval):
+            continue
+        areas = [a.area for case in evalsets[name].cases for a in case.annotations if not a.iscrowd]
+        for size, (low, high) in AREAS.items():
+            metric = f"{name}/ap" if size == "all" else f"{name}/ap_{size}"
+            tolerance = track.gate.tolerances.get(metric)
+            count = sum(low <= area <= high for area in areas)
+            where = f"{track.name}.gate.tolerances.{metric}"
+            if count and (tolerance is None or tolerance.overall is None):
+                raise SettingsError(f"{where}: expected an overall tolerance, as {settings.evalset!r} "
+                                    f"has {count} such objects, found none: what nothing gates may fall unseen; set one")
+            if not count and tolerance is not None:
+                raise SettingsError(f"{where}: evalset {evalsets[name].card.name!r} has no object of that size, and an "
+                                    "empty bucket proves nothing; remove it, or add pictures")  # fmt: skip
 
 
 def _check_adapter(track: NetworkTrack, root: Path) -> None:

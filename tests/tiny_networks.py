@@ -176,7 +176,8 @@ def describe_detector(steps: dict[str, list[dict[str, Any]]] | None = None, **ch
         "running": {"batch_size": 4, "num_workers": 1, "num_threads": 1},
         "evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "areas": {"tiny": [0.0, 100.0]}}},
         "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
-            "squares/ap": {"overall": 0.05}, "squares/finite_output_rate": {"overall": 0.1}}},
+            "squares/ap": {"overall": 0.05}, "squares/ap_small": {"overall": 0.05},
+            "squares/finite_output_rate": {"overall": 0.1}}},
     } | changes  # fmt: skip
 
 

@@ -28,6 +28,10 @@ def measure_gain(evidence: Evidence) -> Gain | None:
     if ratio is None:
         return Gain(steps=steps, baseline=speed.baseline,
                     why=f"{what}: not timed, as its outputs {tell_difference(speed)} those of {speed.baseline}")
+    if (wall := speed.timed["wall"].ratio if speed.timed and "wall" in speed.timed else ratio).low > 1:
+        return Gain(steps=steps, baseline=speed.baseline, ratio=wall, clock="wall",
+                    why=f"{what}: by the wall clock it takes {tell_ratio(wall)} of the time of {speed.baseline}, "
+                        f"though {tell_ratio(ratio)} by the {tell_clock(speed.clock)} clock; users wait by the former")
     return Gain(steps=steps, baseline=speed.baseline, ratio=ratio, clock=speed.clock,
                 why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}; "
                     f"a gain is surely below {GAIN_BELOW:g}")

@@ -206,6 +206,13 @@ def _check_patterns(rules: Sequence[Rule], covered: Mapping[str, nn.Module], oth
     for path, pattern in _list_patterns(rules):
         if not any(fnmatchcase(name, pattern) for name in covered):
             raise SettingsError(f"{path}: {_describe_miss(pattern, covered, others)}")
+    taken: set[str] = set()
+    for i, (patterns, *_) in enumerate(rules):
+        named = {name for name in covered if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        if named <= taken:
+            raise SettingsError(f"rules.{i}: every layer that it names is named by a rule before it, and the first "
+                                "that matches holds; move it forward, or remove it")  # fmt: skip
+        taken |= named
 
 
 def _list_patterns(rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:

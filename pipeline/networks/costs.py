@@ -8,7 +8,6 @@ outputs are equal within the number format's rounding. An emulated policy has no
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,7 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
+from pipeline.errors import EngineError
 from pipeline.medians import bound_median
 from pipeline.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.networks.loading import Network, list_tensors
@@ -56,6 +57,7 @@ def measure_costs(
         largest: the largest picture, (1, rows, columns, 3), whose memory is weighed.
         batches: one of each shape that the eval meets; read only where something is compiled.
     """
+    _check_repeats(load(serving), first)
     return {
         "speed": measure_speed(load, serving, first),
         "compile": _count_compilations(load, serving, batches),
@@ -64,6 +66,17 @@ def measure_costs(
         "peak_pixels": list(largest.shape[1:3]),
         "work": count_work(largest.shape[1:3], serving),
     }
+
+
+def _check_repeats(network: Network, pixels: torch.Tensor) -> None:
+    """Refuse a network that gives other outputs for the same pictures: one draw would be judged as if it were all."""
+    x = network.prepare(pixels)
+    outputs = [[t.float().nan_to_num() for t in list_tensors(network.run(x))] for _ in range(2)]
+    difference, tolerance = _differ(*outputs), TOLERANCES[getattr(torch, network.serving.dtype)]
+    if difference > tolerance:
+        raise EngineError(f"{network.adapter.path}: two runs of the same pictures differ by {difference:.2g} of the "
+                          f"outputs' standard deviation, expected at most {tolerance:g}; take what is random out of "
+                          "the module")  # fmt: skip
 
 
 def measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:
@@ -96,7 +109,7 @@ def measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> 
 
 
 def _differ(ours: Any, theirs: Any) -> float:
-    """Return the largest difference of any output tensor, in units of its standard deviation.
+    """Return the largest difference in any channel of any output tensor, in units of its standard deviation.
 
     NaN where one is not finite; infinite where the two sides differ in their number or shapes, as of boxes that the
     module itself selects.
@@ -104,8 +117,18 @@ def _differ(ours: Any, theirs: Any) -> float:
     a, b = ([tensor.float() for tensor in list_tensors(side)] for side in (ours, theirs))
     if [x.shape for x in a] != [y.shape for y in b]:
         return float("inf")
-    found = [0.0 if torch.equal(x, y) else compare_outputs(x, y) for x, y in zip(a, b, strict=True)]
+    found = [_compare(x, y) for x, y in zip(a, b, strict=True)]
     return float(np.max(found)) if found else float("nan")
+
+
+def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Compare channel by channel, as a score in [0, 1] may stand beside a coordinate in pixels."""
+    if torch.equal(ours, theirs):
+        return 0.0
+    if ours.ndim < 3:
+        return compare_outputs(ours, theirs)
+    pairs = zip(ours.transpose(0, 1), theirs.transpose(0, 1), strict=True)
+    return float(np.max([0.0 if torch.equal(x, y) else compare_outputs(x, y) for x, y in pairs]))
 
 
 def _count_compilations(load: Load, serving: NetworkServing, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
@@ -163,7 +186,8 @@ def _weigh(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> float |
         return round((measure_peak_bytes(lambda: network.run(x), network.device) + weights) / 2**20, 2)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            network.call = copy.deepcopy(network.module)
+            state = {name: mode.from_tensor(tensor) for name, tensor in network.module.state_dict().items()}
+            network.call = partial(functional_call, network.module, state)
             peak = measure_peak_bytes(lambda: network.run(mode.from_tensor(x)), network.device)
     except Exception:  # whatever a module does with values that are not there
         return None

@@ -9,7 +9,6 @@ float32, time, memory, compilation.
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import shutil
 import sys
@@ -19,9 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from pipeline.cases import spread
 from pipeline.detection_params import DetectionEval
 from pipeline.digests import digest_checkpoint, digest_file, digest_json
+from pipeline.errors import JournalError
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
@@ -37,7 +39,7 @@ from pipeline.worker_pool import run_tasks
 CODE = (
     "networks/adapters.py", "networks/conv_policy.py", "networks/costs.py", "networks/detecting.py",
     "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/upscaling.py",
-    "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py", "numerics/seams.py",
+    "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py",
     "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detection_params.py",
     "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "records.py", "tile_grid.py", "timing.py",
     "worker_pool.py",
@@ -58,9 +60,23 @@ def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: 
         CheckpointError: the network can't be loaded.
         EngineError: it failed on a picture, is not what the candidate says, or a worker died.
         EvalsetError: a picture is missing or was changed.
+        JournalError: another process evaluates the candidate.
     """
-    start = time.monotonic()
     target = build / "evaluations" / candidate.name
+    lock = build / "journal" / f"{candidate.name}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(lock, timeout=0):
+            return _evaluate_locked(candidate, track, target, root=root, build=build)
+    except Timeout:
+        raise JournalError(f"{lock}: expected one evaluation of {candidate.name!r} at a time, another one runs; wait "
+                           "for it or end it") from None  # fmt: skip
+
+
+def _evaluate_locked(
+    candidate: NetworkCandidate, track: NetworkTrack, target: Path, *, root: Path, build: Path
+) -> Evaluation:
+    start = time.monotonic()
     working = target.with_name(f".{candidate.name}.new")
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
@@ -129,12 +145,11 @@ def _run_batches(
 
 
 def _batch(cases: Sequence[PictureCase], folder: Path, size: int) -> list[list[PictureCase]]:
-    """Cut cases into batches of neighbours whose pictures have one size."""
-    batches: list[list[PictureCase]] = []
-    for _, group in itertools.groupby(cases, key=lambda case: measure_picture(folder / case.image)):
-        some = list(group)
-        batches += [some[i : i + size] for i in range(0, len(some), size)]
-    return batches
+    """Cut cases into batches whose pictures have one size, in the order of each size's first."""
+    groups: dict[tuple[int, int], list[PictureCase]] = {}
+    for case in cases:
+        groups.setdefault(measure_picture(folder / case.image), []).append(case)
+    return [some[i : i + size] for some in groups.values() for i in range(0, len(some), size)]
 
 
 def _pick_shapes(batches: Sequence[list[PictureCase]], folder: Path) -> list[list[PictureCase]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.cases import DetectionCase, UpscalingCase
 from pipeline.detection_params import DetectionEval
@@ -36,6 +36,7 @@ from pipeline.records import CaseRecord, NetworkCandidate, NetworkServing
 from pipeline.worker_pool import get_loaded, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
+_UNTAKEN = object()  # the results of a picture that the adapter could not take
 Judged = tuple[CaseRecord, bytes | None]  # and the picture as PNG, of an upscaler
 
 
@@ -99,7 +100,8 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     network, pixels = loaded.network, np.stack([_read(loaded, case) for case in cases])
     x = network.prepare(torch.from_numpy(pixels))
     outputs = network.run(x)
-    finite, results = find_finite(loaded.adapter, outputs, len(cases)), network.finish(outputs)
+    finite = find_finite(loaded.adapter, outputs, len(cases))
+    results = _finish(network, outputs, finite)
     if (num := _count(results)) != len(cases):
         came = f"{type(results).__name__!r}" + ("" if num is None else f" of {num}")
         raise EngineError(f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
@@ -115,6 +117,26 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     return judged
 
 
+def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
+    """Return the adapter's results; `_UNTAKEN` where outputs are not finite and the adapter can't take them."""
+    try:
+        return network.finish(outputs)
+    except EngineError:
+        if all(finite):
+            raise
+    num, results = len(finite), []
+    for i, is_finite in enumerate(finite):
+        part = tree_map(lambda leaf, i=i: leaf[i : i + 1] if isinstance(leaf, torch.Tensor) and leaf.ndim
+                        and len(leaf) == num else leaf, outputs)  # fmt: skip
+        try:
+            results.append(network.finish(part)[0])
+        except EngineError:
+            if is_finite:
+                raise
+            results.append(_UNTAKEN)
+    return results
+
+
 def _read(loaded: _Loaded, case: PictureCase) -> NDArray[np.uint8]:
     return read_picture(loaded.order.root / loaded.order.settings.evalset / case.image, case.sha256)
 
@@ -125,10 +147,12 @@ def _judge(
     order = loaded.order
     if isinstance(case, DetectionCase):
         assert isinstance(order.settings, DetectionEval)
-        output, scores = judge_results(case, result, is_finite=is_finite, settings=order.settings,
+        found = [] if result is _UNTAKEN else result
+        output, scores = judge_results(case, found, is_finite=is_finite, settings=order.settings,
                                        categories=order.categories)  # fmt: skip
         return output, scores, None
     target = read_picture(order.root / order.settings.evalset / case.target, case.target_sha256)
+    result = torch.zeros(target.shape, dtype=torch.uint8) if result is _UNTAKEN else result
     scores = judge_picture(case.id, result, target, given, is_finite=is_finite, tiling=order.candidate.serving.tiling)
     pixels = result.numpy()
     buffer = io.BytesIO()

@@ -541,6 +541,17 @@ def test_what_files_contradict_is_told_before_any_work(
     assert said in say(caught)
 
 
+def test_a_detector_whose_sizes_are_not_gated_is_refused(project: Path) -> None:
+    """Nothing but finite outputs was gated, and any loss of small objects passed."""
+    tolerances = {"squares/ap": {"overall": 0.1}, "squares/finite_output_rate": {"overall": 0.1}}
+    gate = {"alpha": 0.05, "on_inconclusive": "block"}
+    with pytest.raises(SettingsError, match="tolerances.squares/ap_small: expected an overall tolerance"):
+        check_network(make_detector(gate=gate | {"tolerances": tolerances}), project)
+    with pytest.raises(SettingsError, match="tolerances.squares/ap_large: .* has no object of that size"):
+        check_network(make_detector(gate=gate | {"tolerances": tolerances | {
+            f"squares/ap_{size}": {"overall": 0.1} for size in ("small", "large")}}), project)
+
+
 def test_a_sound_project_is_let_through(project: Path) -> None:
     """Without it a check that refuses everything would pass all above."""
     check_network(make_detector(**tolerate("squares/ap", "tiny"), calibration_images="evalsets/squares"), project)

@@ -213,3 +213,10 @@ def test_the_people_detector_has_sixteen_convolutions_for_winograd() -> None:
     found = resolve_policy(network, algorithm="winograd_f43", dtype="float16")
     assert len(found.layers) == 26 and list(found.layers.values()).count(FOUR) == 16
     assert {reason.split(":")[0] for _, reason in found.fallbacks} == {"1x1 kernel", "stride 2"}
+
+
+def test_a_rule_behind_one_that_takes_all_its_layers_is_refused(network: Network) -> None:
+    """It never held, and a policy that was a no-op passed."""
+    rules = [(["*"], "direct", "float32"), (["stem"], "winograd_f23", "float16")]
+    with pytest.raises(SettingsError, match="rules.1: every layer that it names is named by a rule before it"):
+        resolve_policy(network, algorithm="winograd_f43", dtype="float16", rules=rules)
