@@ -63,8 +63,8 @@ def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
             count = sum(low <= area <= high for area in areas)
             where = f"{track.name}.gate.tolerances.{metric}"
             if count and (tolerance is None or tolerance.overall is None):
-                raise SettingsError(f"{where}: expected an overall tolerance, as {settings.evalset!r} "
-                                    f"has {count} such objects, found none: what nothing gates may fall unseen; set one")
+                raise SettingsError(f"{where}: expected an overall tolerance, as {settings.evalset!r} has {count} such "
+                                    "objects, found none: what nothing gates may fall unseen; set one")
             if not count and tolerance is not None:
                 raise SettingsError(f"{where}: evalset {evalsets[name].card.name!r} has no object of that size, and an "
                                     "empty bucket proves nothing; remove it, or add pictures")  # fmt: skip
