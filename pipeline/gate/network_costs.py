@@ -24,9 +24,10 @@ _ERROR, _HEADROOM, _FINITE = "largest relative error", "least headroom, doubling
 _COLUMNS = (_CANDIDATE, _TIME, _WALL, _BASELINE, _GAIN, _PEAK, _SHARE, _WORK, _COMPILED, _FORMATS, _REORDERS, _ERROR,
             _HEADROOM, _FINITE)  # fmt: skip
 
-_EMULATED = """- **a convolution policy is emulated**: what comes out, and so every accuracy here, is exactly that of
-  the arithmetic it names; its time and memory say nothing and are left out. What real Winograd kernels gain is in
-  `benchmarks/README.md`, from ncnn in float32."""
+_EMULATED = """- **a convolution policy is emulated**: what comes out, and so every accuracy here, is that of Lavin
+  and Gray's transforms (points 0, ±1, ±2) in the arithmetic it names; a kernel with other points loses otherwise. Its
+  time and memory say nothing and are left out: what real kernels gain is in `benchmarks/README.md`, from ncnn, whose
+  F(4,3) has other points, in float32."""
 _LEGEND = {  # by column
     _TIME: f"""- **time**: of one batch on this machine, candidate / baseline in turn, the median of the ratios with its
   95 % interval. The baseline of a memory format and of compilation is the same candidate without them, of any other the
