@@ -35,6 +35,9 @@ gate:
   on_inconclusive: block
   tolerances:
     scenes/ap: {overall: 0.02}
+    scenes/ap_small: {overall: 0.02}
+    scenes/ap_medium: {overall: 0.02}
+    scenes/ap_large: {overall: 0.02}
     scenes/finite_output_rate: {overall: 0.02}
 """
 
