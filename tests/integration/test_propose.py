@@ -93,7 +93,7 @@ def test_a_dry_run_writes_nothing(project: Path) -> None:
     ("", "", ["found", "--max-relative-error", "0"], "--max-relative-error: expected a share"),
     ("", "", ["absent"], "detector.candidates: expected one of plain, found, got 'absent'"),
     ("", "", ["plain"], "detector.candidates.plain.steps: expected a step of kind conv_policy, found none"),
-    ("evalsets/scenes-calibration", "evalsets/scenes", ["found"], "expected pictures that no eval shows, got 200"),
+    ("evalsets/scenes-calibration", "evalsets/scenes", ["found"], "expected pictures that no eval shows, got 300"),
     ("calibration_images: evalsets/scenes-calibration", "", ["found"], "detector.calibration_images: expected an eval"),
 ], ids=["images", "error", "absent", "no step", "evaluated", "no calibration"])  # fmt: skip
 def test_what_it_cannot_do_is_one_line(project: Path, old: str, new: str, argv: list[str], message: str) -> None:
