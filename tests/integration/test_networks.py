@@ -781,6 +781,18 @@ def test_a_step_for_speed_alone_must_surely_gain(
     assert not said or f"  no gain      {verdict.gain.why}" in render_gate(compared.judgement)
 
 
+def test_a_gain_in_cpu_time_that_users_wait_longer_for_is_none(project: Path, here: None) -> None:
+    """Only the CPU's clock was asked, and a candidate that sleeps passed as faster."""
+    track = make_fast()
+    run(project, track)
+    slow = {"median": 1.5, "low": 1.4, "high": 1.6}
+    found = speed(0.5, 0.6, 0.7)
+    rewrite_speed(project, "last", found | {"timed": found["timed"] | {"wall": dict.fromkeys(
+        ("baseline_ms", "candidate_ms", "ratio"), slow)}})  # fmt: skip
+    (verdict,) = compare_release(track, project / "build/detector").judgement.verdicts
+    assert verdict.outcome == "no gain" and any("by the wall clock it takes 1.500" in r for r in verdict.reasons)
+
+
 def test_a_step_without_a_compiler_is_left_off_and_gains_nothing(
     project: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
