@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Run = Callable[[], torch.Tensor]
+from benchmarks.gpu_timing import Run
 
 NUM_CLASSES = 1000
 UNET_CONFIG: dict[str, Any] = {  # of stable-diffusion-v1-5/stable-diffusion-v1-5; its block types are the defaults
@@ -110,23 +110,3 @@ class Bench:
             return output
 
         return run
-
-    def capture(self, run: Run) -> Run:
-        """Return what replays a run as a CUDA graph, without Python and launches; on a CPU the run itself."""
-        if self.device != "cuda":
-            return run
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = run()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return output
-
-        return replay
-
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()

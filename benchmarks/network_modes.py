@@ -20,13 +20,13 @@ covered: training, batches that vary, several streams.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.mode_networks import Bench, Run
-from pipeline.medians import bound_median
+from benchmarks.gpu_timing import Run, bound_milliseconds, capture, ratio, synchronize, write_times
+from benchmarks.mode_networks import Bench
 from pipeline.timing import TOLERANCES, compare_outputs
+
+milliseconds = partial(bound_milliseconds, digits=3)
 
 WARM_UP_BLOCKS = 4
 LAYOUTS = ("resnet:16:float16", "resnet:1:float16", "resnet:16:bfloat16", "resnet:1:bfloat16", "resnet:16:float32",
@@ -103,7 +105,7 @@ def show_layouts(key: str, *, blocks: int, tiny: bool) -> dict[str, list[float]]
     bench = Bench(name, int(batch), getattr(torch, dtype), tiny=tiny)
     runs = {layout: bench.bind(bench.build(layout), layout) for layout in ("NCHW", "NHWC")}
     expected = runs["NCHW"]().clone()
-    runs |= {f"{layout} replayed": bench.capture(run) for layout, run in runs.items()}
+    runs |= {f"{layout} replayed": capture(run, bench.device) for layout, run in runs.items()}
     differences = [compare_outputs(run(), expected) for run in runs.values()]
     head, off = f"| {bench.network.title} | {batch} | {dtype} |", max(differences)
     if not all(difference <= find_tolerance(bench) for difference in differences):
@@ -146,7 +148,7 @@ def compile_network(bench: Bench, layout: str, mode: str) -> Compiled:
     run = bench.bind(torch.compile(bench.build(layout), mode=mode, dynamic=False), layout)
     start = time.perf_counter()
     run()
-    bench.synchronize()
+    synchronize(bench.device)
     return Compiled(run, time.perf_counter() - start, counters["stats"]["unique_graphs"])
 
 
@@ -165,11 +167,11 @@ def time_blocks(bench: Bench, runs: Mapping[str, Run], blocks: int, *, tiny: boo
 def time_passes(bench: Bench, run: Callable[[], Any], passes: int) -> list[float]:
     """Return the seconds of each of several passes, the GPU idle before and after it."""
     seconds = []
-    bench.synchronize()
+    synchronize(bench.device)
     for _ in range(passes):
         start = time.perf_counter()
         run()
-        bench.synchronize()
+        synchronize(bench.device)
         seconds.append(time.perf_counter() - start)
     return seconds
 
@@ -180,29 +182,11 @@ def find_tolerance(bench: Bench) -> float:
     return TOLERANCES[torch.float16 if is_tf32 else bench.dtype]
 
 
-def milliseconds(seconds: Sequence[float]) -> str:
-    """Write the median of times with its interval."""
-    found = bound_median([1e3 * s for s in seconds])
-    return f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
-
-
-def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
-    """Write the median of the ratios of neighbouring blocks, with its interval."""
-    found = bound_median([s / b for s, b in zip(seconds, base, strict=True)])
-    return f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
-
-
 def describe_machine() -> str:
     """Name the GPU and the versions that the numbers hold for."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "a CPU"
     cudnn = torch.backends.cudnn
     return f"{name}, torch {torch.__version__}, cuDNN {cudnn.version()}, cudnn.benchmark {cudnn.benchmark}"
-
-
-def write_times(path: Path | None, times: Mapping[str, Any]) -> None:
-    """Write every time so far: a run that is cut short keeps what it has."""
-    if path is not None:
-        path.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-Run = Callable[[], torch.Tensor]
+from benchmarks.gpu_timing import Run
 
 VAE_CONFIG: dict[str, Any] = {
     "in_channels": 3, "out_channels": 3, "latent_channels": 4, "layers_per_block": 2, "norm_num_groups": 32,
@@ -74,23 +74,3 @@ class Inputs:
             return call(*arguments, **named)[0]
 
         return run
-
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def capture(self, run: Run) -> Run:
-        """Return what replays a run as a CUDA graph, without Python and launches; on a CPU the run itself."""
-        if self.device != "cuda":
-            return run
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = run()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return output
-
-        return replay

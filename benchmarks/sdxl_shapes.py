@@ -19,18 +19,20 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.sdxl_models import Inputs, Run
-from pipeline.medians import bound_median
+from benchmarks.gpu_timing import Run, bound_milliseconds, capture, ratio, synchronize, write_times
+from benchmarks.sdxl_models import Inputs
+
+milliseconds = partial(bound_milliseconds, digits=1)
 
 NUM_STEPS = 30  # of an image, where a whole one is added up
 WARM_UPS = 3
@@ -181,7 +183,7 @@ def show_mode(inputs: Inputs, part: str, mode: str, *, rounds: int) -> dict[str,
 def time_both_ways(inputs: Inputs, runs: Mapping[Any, Run], rounds: int) -> dict[Any, list[float]]:
     """Time each run as called and as a CUDA graph, in turn; the way is the last of a key."""
     both = {(*key, "called"): run for key, run in runs.items()}
-    both |= {(*key, "replayed"): inputs.capture(run) for key, run in runs.items()}
+    both |= {(*key, "replayed"): capture(run, inputs.device) for key, run in runs.items()}
     return time_rounds(inputs, both, rounds)
 
 
@@ -193,10 +195,10 @@ def time_rounds(inputs: Inputs, runs: Mapping[Any, Run], rounds: int) -> dict[An
     for i in range(rounds):
         first = i % len(names)
         for name in names[first:] + names[:first]:
-            inputs.synchronize()
+            synchronize(inputs.device)
             start = time.perf_counter()
             runs[name]()
-            inputs.synchronize()
+            synchronize(inputs.device)
             times[name].append(time.perf_counter() - start)
     return times
 
@@ -207,11 +209,11 @@ def weigh(inputs: Inputs, run: Run, model: Any) -> Memory:
     run()
     if inputs.device != "cuda":
         return Memory(weights, 0.0)
-    inputs.synchronize()
+    synchronize(inputs.device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
-    inputs.synchronize()
+    synchronize(inputs.device)
     return Memory(weights, (torch.cuda.max_memory_allocated() - before) / 2**20)
 
 
@@ -219,18 +221,6 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of two outputs, in units of the expected one's standard deviation."""
     got, expected = got.double(), expected.double()
     return float((got - expected).abs().max() / expected.std())
-
-
-def milliseconds(seconds: Sequence[float]) -> str:
-    """Write the median of times with its interval."""
-    found = bound_median([1e3 * s for s in seconds])
-    return f"{found.median:.1f} ({found.low:.1f} to {found.high:.1f})"
-
-
-def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
-    """Write the median of the ratios within a round, with its interval."""
-    found = bound_median([s / b for s, b in zip(seconds, base, strict=True)])
-    return f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
 def describe_machine() -> str:
@@ -242,12 +232,6 @@ def describe_machine() -> str:
     name = torch.cuda.get_device_name() if cuda else "no GPU"
     return (f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, diffusers "
             f"{diffusers.__version__}, cudnn.benchmark {torch.backends.cudnn.benchmark}")
-
-
-def write_times(path: Path | None, times: Mapping[str, Any]) -> None:
-    """Write every time so far: a run that is cut short keeps what it has."""
-    if path is not None:
-        path.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

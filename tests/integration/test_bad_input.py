@@ -40,8 +40,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "params.yaml", tmp_path)
     for name in ("workflows", "tool_calls", "choices", "calibration"):
         shutil.copytree(ROOT / "evalsets" / name, tmp_path / "evalsets" / name)
-    # what the image track names is there too, and nothing here changes it
-    for name in ("evalsets/shots", *(f"models/product-shots{part}" for part in ("", "-clip", "-hot-vae"))):
+    # what the other tracks name is there too, and nothing here changes it
+    for name in ("evalsets/shots", "evalsets/scenes", "evalsets/scenes-calibration", "evalsets/panoramas",
+                 *(f"models/product-shots{part}" for part in ("", "-clip", "-hot-vae")), "models/people",
+                 "models/people-hard", "models/upscaler"):  # fmt: skip
         (tmp_path / name).symlink_to(ROOT / name)
     write_documents(tmp_path / "evalsets/prose", {"prose": [f"A text about crate {i}." for i in range(12)]})
     monkeypatch.chdir(tmp_path)
