@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics
+from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics, find_window_problems
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 SAMPLE_MAX = 1.0  # the schedulers' own default
@@ -135,4 +135,4 @@ def _step_problems(steps: list[ImageStep]) -> list[str]:
     if "vae_range_fix" in kinds and kinds.index("vae_range_fix") != 0:
         problems.append(f"steps.{kinds.index('vae_range_fix')}: expected vae_range_fix to be the first step, found "
                         f"{kinds[0]} before it; it rewrites weights, which must be final: move it to the front")
-    return problems
+    return problems + find_window_problems(steps)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.detection_params import DetectionEval, find_area_problems
-from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics
+from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics, find_window_problems
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
@@ -151,4 +151,4 @@ def _step_problems(steps: list[Any], track: str) -> list[str]:
     problems += [f"steps.{i}.autocast: expected bfloat16 or float16 with it, got float32; remove autocast"
                  for i, step in enumerate(steps)
                  if isinstance(step, PrecisionStep) and step.autocast and step.dtype == "float32"]
-    return problems
+    return problems + find_window_problems(steps)

@@ -7,6 +7,7 @@ upscaler. Each kind has its own file of settings; `params.py` reads params.yaml 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -99,6 +100,13 @@ def find_unknown_metrics(track: Track) -> list[str]:
     problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
                  for metric, t in track.gate.tolerances.items() if t.overall is None and not t.buckets]
     return problems
+
+
+def find_window_problems(steps: Sequence[Any]) -> list[str]:
+    """Return the tiling steps whose window has nothing to blend, one line each, starting with the key's path."""
+    return [f"steps.{i}.overlap: expected a pixel or more for window {step.window} to blend, got {step.overlap:g} of a "
+            f"tile of {step.tile}; raise it, or set window: none" for i, step in enumerate(steps)
+            if getattr(step, "window", "none") != "none" and step.tile * step.overlap < 1]  # fmt: skip
 
 
 def describe_yaml_error(error: Exception) -> str:
