@@ -12,7 +12,7 @@ from pipeline.errors import EvidenceError, NumericsError
 from pipeline.gate.markdown import render_table
 from pipeline.gate.network_costs import count_overflows, format_error, format_headroom
 from pipeline.gate.network_notes import LayerNotes
-from pipeline.gate.networks import read_soundly
+from pipeline.gate.networks import list_inexact_layers, read_soundly
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.pictures import measure_given
 from pipeline.gate.wording import escape_markdown
@@ -123,12 +123,13 @@ def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]
 
 
 def embed_network_pictures(evidence: Sequence[Evidence | None], track: str) -> list[str]:
-    """Return the Markdown of the pictures beside the report."""
+    """Return the Markdown of the pictures beside the report, less those that no candidate has anything to show in."""
+    layers = ["![Relative error of each layer against float32](layers.png)\n"]
+    layers = layers if any(map(list_inexact_layers, evidence)) else []
     if track == "detector":
         return ["![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
-                "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n",
-                "![Relative error of each layer against float32](layers.png)\n"]  # fmt: skip
+                "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n", *layers]
     parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]
     if any(e is not None and e.candidate.serving.model_dump().get("tiling") for e in evidence):
         parts.append("![A stitch of the worst picture of each tiled candidate, and the step across it](seams.png)\n")
-    return [*parts, "![Relative error of each layer against float32](layers.png)\n"]
+    return [*parts, *layers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.network_notes import NetworkNotes, SpeedNotes, read_network_notes
+from pipeline.gate.network_notes import LayerNotes, NetworkNotes, SpeedNotes, read_network_notes
 from pipeline.gate.pairing import Evidence
 from pipeline.network_params import SPEED_STEPS
 from pipeline.verdict_records import GAIN_BELOW, Gain, MedianInterval
@@ -43,6 +43,12 @@ def read_soundly(evidence: Evidence | None) -> NetworkNotes | None:
         return None if evidence is None else read_network_notes(evidence)
     except EvidenceError:
         return None
+
+
+def list_inexact_layers(evidence: Evidence | None) -> dict[str, LayerNotes]:
+    """Return the layers of a candidate; none where no layer differs from the reference's in float32, or unknown."""
+    notes = read_soundly(evidence)
+    return notes.layers if notes and any(layer.error for layer in notes.layers.values()) else {}
 
 
 def tell_ratio(ratio: MedianInterval) -> str:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from pipeline.detections import Detections, match_image
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
+from pipeline.gate import network_plots
 from pipeline.gate.boxes import find_lost, list_losses, read_found
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.flips import list_worst_images, worst_cases
@@ -27,6 +31,8 @@ from pipeline.records import CaseRecord, Evaluation, Fallback, Tiling, read_reco
 from stages.compare import PLOTS
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
+    NOTES,
+    REFERENCE,
     TILE,
     Way,
     make_network_track,
@@ -37,6 +43,7 @@ from tests.synthetic_networks import (
 )
 
 COMPILED = {"kind": "compile", "mode": "default"}
+HALF = {"kind": "precision", "dtype": "bfloat16"}
 TILED = {"kind": "tiling", "tile": TILE, "overlap": 0.0, "window": "none"}
 POLICY = {"kind": "conv_policy", "algorithm": "winograd_f43", "dtype": "float16", "rules": [
     {"layers": ["branches.*"], "algorithm": "direct", "dtype": "float16", "reason": "F(4,3) leaves | no room"}]}
@@ -75,9 +82,9 @@ def judged(detector: Path) -> ReleaseComparison:
     return compare_release(make_network_track("detector", WAYS), detector)
 
 
-def judge_upscaler(root: Path, ways: dict[str, Way]) -> ReleaseComparison:
+def judge_upscaler(root: Path, ways: dict[str, Way], plain: dict[str, Any] | None = None) -> ReleaseComparison:
     track = make_network_track("upscaler", ways)
-    return compare_release(track, write_upscaler(root, track, ways))
+    return compare_release(track, write_upscaler(root, track, {REFERENCE: Way(notes=plain or {}), **ways}))
 
 
 def costs_of(compared: ReleaseComparison, name: str) -> dict[str, str]:
@@ -232,6 +239,44 @@ def test_every_picture_stands_in_the_report_and_has_the_same_bytes_again(
         report = render_report(compared)
         assert all(f"]({name})" in report for name in PLOTS[compared.judgement.policy.track])
         assert draw_all(compared, tmp_path) == draw_all(compared, tmp_path)
+
+
+def list_words(plot: Callable[[Path], None], path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return what a plot's legends and titles say."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(network_plots, "save_figure", lambda figure, _path: drawn.append(figure))
+    plot(path)
+    return {text.get_text() for text in drawn[0].findobj(Text)} - {""}
+
+
+def test_the_picture_of_layers_is_shown_only_where_a_layer_differs(tmp_path: Path) -> None:
+    """DVC wants its file in any case; an empty one stood in the report, and in MLflow."""
+    exact = {"layers": {"stem": NOTES["layers"]["stem"]}}
+    for ways, is_shown in (({"tiled": Way([TILED], notes=exact)}, False),
+                           ({"half": Way([HALF]), "tiled": Way([TILED], notes=exact)}, True)):  # fmt: skip
+        compared = judge_upscaler(tmp_path / str(is_shown), ways, exact)
+        assert ("](layers.png)" in render_report(compared)) == is_shown
+        assert draw_all(compared, tmp_path)["layers.png"]
+
+
+def test_the_picture_of_layers_explains_only_marks_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = judge_upscaler(tmp_path, {"half": Way([HALF])})
+    words = list_words(partial(network_plots.plot_layers, compared), tmp_path, monkeypatch)
+    assert {"half", "torch's own", "stem"} <= words
+    assert not words & {"winograd_f43", "winograd_f23", "direct", "NaN or infinity"}
+
+
+def test_a_candidate_without_results_is_not_in_the_legend_of_sizes(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = tmp_path / "build"
+    shutil.copytree(small, build)
+    (build / "evaluations/last/scenes.npz").unlink()
+    judgement = compare_release(make_network_track("detector", WAYS), build).judgement
+    words = list_words(partial(network_plots.plot_buckets, judgement), tmp_path, monkeypatch)
+    assert {"plain", "policy", "compiled"} <= words and "last" not in words
 
 
 Damage = Callable[[Path], Any]

@@ -18,6 +18,7 @@ from pipeline.run_contents import RunContents, describe_runs
 from pipeline.run_pictures import draw_pictures
 from pipeline.settings import TRACKS
 from pipeline.tracking import EXPERIMENTS, PAGES_FILES, log_runs, write_pages
+from stages.track import list_attachments
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import NOTES, Way, make_network_track, time_notes, write_detector, write_upscaler
 
@@ -136,6 +137,14 @@ def test_a_verdict_of_no_gain_has_a_colour_of_its_own(tmp_path: Path) -> None:
                          tmp_path / "build")  # fmt: skip
     assert [run.params["gate"] for run in runs] == ["reference", "no gain (release)", "pass (release)"]
     assert len({run.color for run in runs}) == 3
+
+
+def test_pictures_that_the_report_leaves_out_are_not_attached(tmp_path: Path) -> None:
+    """They are there for DVC and show nothing; what a script draws beside the report stays."""
+    for name in ("harm.png", "layers.png", "seams.png", "sweep.png"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "report.md").write_text("![a](harm.png)\n![b](seams.png)\n")
+    assert [path.name for path in list_attachments(tmp_path)] == ["report.md", "harm.png", "seams.png", "sweep.png"]
 
 
 Damage = Callable[[Path], Any]
