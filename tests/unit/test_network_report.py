@@ -26,7 +26,7 @@ from pipeline.gate.network_section import describe_fallbacks
 from pipeline.gate.pictures import LARGEST_SHOWN, crop_most_different
 from pipeline.gate.report import render_report
 from pipeline.gate.seams import cut_strip
-from pipeline.gate.verdicts import render_gate
+from pipeline.gate.verdicts import is_blocking, render_gate
 from pipeline.records import CaseRecord, Evaluation, Fallback, Tiling, read_record, write_record
 from stages.compare import PLOTS
 from tests.synthetic_detections import Change
@@ -35,6 +35,7 @@ from tests.synthetic_networks import (
     REFERENCE,
     TILE,
     Way,
+    compile_notes,
     make_network_track,
     make_people,
     time_notes,
@@ -43,6 +44,7 @@ from tests.synthetic_networks import (
 )
 
 COMPILED = {"kind": "compile", "mode": "default"}
+LAST = {"kind": "channels_last"}
 HALF = {"kind": "precision", "dtype": "bfloat16"}
 TILED = {"kind": "tiling", "tile": TILE, "overlap": 0.0, "window": "none"}
 POLICY = {"kind": "conv_policy", "algorithm": "winograd_f43", "dtype": "float16", "rules": [
@@ -55,7 +57,7 @@ FORGED = "x</b>\n# `PASS`|](http://a)"
 WAYS = {
     "policy": Way([POLICY], notes=OVERFLOW | {"peak_mib": None}, by=LOSING),
     "compiled": Way([COMPILED], by=Change(score=0, box=0), notes={
-        "speed": time_notes(), "compile": {"num_graph_breaks": 0, "num_recompilations": 2, "first_call_s": 1.25}}),
+        "speed": time_notes(), "compile": compile_notes(num_recompilations=2, first_call_s=1.25)}),
     "last": Way([{"kind": "channels_last"}], by=Change(score=0, box=0), notes={
         "speed": time_notes(high=0.99),
         "layout": {"other_formats": ["head"], "num_reorders": {"first": 9, "last": 1}}}),
@@ -119,7 +121,7 @@ def test_costs_say_what_was_measured_and_nothing_of_an_emulation(judged: Release
     assert policy["largest relative error"] == "not finite in `a&#124;b`", "the first that overflowed"
     assert policy["least headroom, doublings"] == "overflow in `a&#124;b`"
     assert compiled["time to its baseline"] == "0.700 (0.650 to 0.750) CPU"
-    assert compiled["graph breaks / recompilations / first call"] == "0 / 2 / 1.2 s"
+    assert compiled["graphs / graph breaks / recompilations / first call"] == "3 / 0 / 2 / 1.2 s"
     assert (last["modules in another format"], last["reorders"]) == ("1", "9 → 1")
     assert "work" not in last, "nothing is tiled: a column of nothing"
     report = render_report(judged)
@@ -132,6 +134,29 @@ def test_what_was_not_timed_says_why(tmp_path: Path, difference: float | None, s
     compared = judge_upscaler(tmp_path, {"compiled": Way([COMPILED], notes={"speed": speed})})
     assert said in costs_of(compared, "compiled")["time to its baseline"]
     assert compared.judgement.verdicts[0].outcome == "no gain" and said in compared.judgement.verdicts[0].reasons[0]
+
+
+def test_a_network_that_is_not_compiled_for_all_shapes_is_a_fallback_and_no_gain(tmp_path: Path) -> None:
+    """It ran without compilation on most pictures, and passed as compiled by the time of the first shape."""
+    met = compile_notes(num_recompilations=7, num_shapes=12, num_over_limit=1, shape_over_limit=9)
+    compared = judge_upscaler(tmp_path, {"compiled": Way([COMPILED], notes={"speed": time_notes(), "compile": met})})
+    said = "torch.compile reached its limit of 8 graphs of one function at shape 9 of 12 (1 frame)"
+    verdict = compared.judgement.verdicts[0]
+    assert verdict.outcome == "no gain" and f"no gain: compile: {said}" in verdict.reasons[0]
+    assert is_blocking(verdict, compared.judgement.policy)
+    report = render_report(compared)
+    assert f"Fallback: `(all)`: {said}: it and new shapes after it run without compilation." in report
+    assert costs_of(compared, "compiled")["graphs / graph breaks / recompilations / first call"] == (
+        "8 / 0 / 7 / 1.0 s, limit reached")  # fmt: skip
+
+
+def test_the_time_says_of_which_shape_it_is(tmp_path: Path) -> None:
+    shapes = {"num_shapes": 3, "timed": [4, 32, 40], "num_timed": 28, "num_pictures": 40}
+    slow = {"speed": time_notes(high=0.99), "shapes": shapes}
+    compared = judge_upscaler(tmp_path, {"last": Way([LAST], notes=slow)}, {"shapes": shapes})
+    said = "4 pictures of 32 x 40, the most common of 3 shapes (28 of 40 pictures)"
+    assert f"of one batch on this machine, {said}," in " ".join(render_report(compared).split())
+    assert f"of the CPU time of torch float32, on {said}; a gain is" in compared.judgement.verdicts[0].reasons[0]
 
 
 def test_a_policy_is_told_layer_by_layer_with_the_reasons_of_its_rules(judged: ReleaseComparison) -> None:
