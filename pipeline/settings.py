@@ -20,8 +20,12 @@ TRACKS = ("text", *_SECTIONS)
 # by track
 BUILDS = {"text": Path("build")} | {name: Path("build", name) for name in _SECTIONS}  # what stages make
 REPORTS = {"text": Path("reports")} | {name: Path("reports", name) for name in _SECTIONS}  # what people read
+RELEASES = {"text": Path("release")} | {name: Path("release", name) for name in _SECTIONS}  # what went out
 METRICS = {name: Path("metrics", name) for name in TRACKS}  # what DVC compares
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+
+
+Tier = Literal["critical", "supporting", "advisory"]  # of a metric
 
 
 class Settings(BaseModel):
@@ -31,10 +35,22 @@ class Settings(BaseModel):
 
 
 class Tolerance(Settings):
-    """The loss that a metric may show: absolute for rates, relative for perplexity."""
+    """The loss that a metric may show: absolute for rates, relative for perplexity.
+
+    A critical metric must be proven to be within it; a supporting one must not be seen beyond it, as if
+    `on_inconclusive` were warn; an advisory one is judged and shown, and stops nothing.
+    """
 
     overall: float | None = Field(default=None, gt=0, lt=1)
     buckets: dict[str, Annotated[float, Field(gt=0, lt=1)]] = {}
+    tier: Tier = "critical"
+
+
+class Loosened(Settings):
+    """A setting that lets more through than it did at the last release."""
+
+    was: float | str
+    why: str = Field(min_length=10)  # a sentence
 
 
 class GateSettings(Settings):
@@ -44,6 +60,7 @@ class GateSettings(Settings):
     on_inconclusive: Literal["block", "warn"]
     tolerances: dict[str, Tolerance] = Field(min_length=1)
     tripwires: dict[str, Annotated[float, Field(gt=0)]] = {}
+    loosened: dict[str, Loosened] = {}  # by its key: why a setting is looser than at the last release
 
 
 class Track(Settings):

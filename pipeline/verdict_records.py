@@ -50,8 +50,28 @@ class Comparison(Record):
     p: float | None = None
     p_holm: float | None = None
     tolerance: float | None  # None: reported, not gated
+    tier: Literal["critical", "supporting", "advisory"] = "critical"  # what it means for the release
     outcome: Literal["pass", "fail", "inconclusive", "refused", "reported"]
     sentence: str
+
+
+class DetectableLoss(Record):
+    """The loss of one gated comparison that stops the release with a probability of 50 % and of 80 %."""
+
+    metric: str
+    bucket: str | None
+    k50: float  # on the scale of the tolerance
+    k80: float
+
+
+class Certificate(Record):
+    """How good the rule is on a candidate's own records (`pipeline/gate/certificate.py`)."""
+
+    num_swaps: int  # of the labels of both sides, within clusters
+    num_false_fails: int  # swaps in which any comparison of its family fails
+    block: int  # neighbouring clusters that were swapped together in a second round
+    num_block_fails: int
+    losses: tuple[DetectableLoss, ...]
 
 
 class CanaryFlip(Record):
@@ -170,3 +190,4 @@ class Verdict(Record):
     metrics: tuple[Metric, ...]
     speed: Speed | None = None  # None: not in benchmark.candidates, or refused
     gain: Gain | None = None  # None: no step of it is there for speed alone
+    certificate: Certificate | None = None  # None: nothing of it could be measured

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
+from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.failure_section import explain_failure
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
@@ -72,7 +73,7 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
         here: the machine that this runs on, where known: speeds may have been measured on another.
     """
     judgement = compared.judgement
-    parts = [_headline(judgement), _candidate_table(judgement)]
+    parts = [_headline(judgement), _candidate_table(judgement), describe_floor(judgement) + "\n"]
     parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
     if "trajectories" in judgement.policy.eval_kinds.values():
         parts.append("![Task completion by bucket](completion.png)\n")
@@ -80,7 +81,7 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
     if any(verdict.speed for verdict in judgement.verdicts):
         parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
     reference = compared.measured[judgement.policy.reference].evidence
-    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy.track)
+    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy)
               for v in judgement.verdicts]
     parts.append(_explain(judgement.policy))
     return "\n".join(parts)
@@ -137,6 +138,8 @@ def _headline(judgement: Judgement) -> str:
                 else "**Nothing blocks it.**"), ""]
     notable = [f"- {escape_markdown(reason[0].upper() + reason[1:])}." for verdict in judgement.verdicts
                for reason in verdict.reasons if reason.startswith(HEADLINES)]
+    notable += [f"- Loosened: {escape_markdown(key)}, which was {reason.was}: {escape_markdown(reason.why)}"
+                for key, reason in judgement.policy.loosened.items()]
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 
@@ -199,7 +202,7 @@ def _compared_cell(comparison: Comparison | None) -> str:
 
 
 def _candidate_section(
-    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, track: str
+    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, policy: Policy
 ) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
@@ -221,11 +224,15 @@ def _candidate_section(
     if gated:
         lines += ["", _comparison_table(gated)]
     lines += _describe_speed(measured, here)
+    if verdict.certificate is not None:
+        lines += [describe_certificate(verdict, policy), "",
+                  "<details><summary>Losses that stop the release, planted into these records</summary>", "",
+                  tabulate_losses(verdict), "</details>", ""]
     if reported:
         lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
                   _comparison_table(reported), "</details>"]
     if verdict.outcome == "fail":
-        lines += explain_failure(verdict, measured, track)
+        lines += explain_failure(verdict, measured, policy.track)
     return "\n".join(lines) + "\n"
 
 

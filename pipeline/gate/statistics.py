@@ -19,6 +19,7 @@ from scipy.special import bdtrc, gammaln, ndtr, ndtri, stdtrit
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Tail = Callable[[Floats], Floats]  # p-values of totals
 
 _MAX_ENUMERATED = 14  # 2 ** 14 sign patterns are enumerated; more clusters are sampled
 _MAX_LATTICE = 200_000  # longest exact distribution of an integer sum that is worth building
@@ -83,6 +84,11 @@ def _score_excess(delta: float, b: float, c: float, n: float, z: float) -> float
     return (b - c - n * delta) ** 2 - z * z * variance
 
 
+def sum_by_cluster(values: Floats, clusters: Ints, num_clusters: int = 0) -> Floats:
+    """Return the sum of each cluster, [num_clusters] or as many as there are."""
+    return np.bincount(clusters, weights=values, minlength=num_clusters).astype(np.float64)
+
+
 def effective_clusters(weights: Floats, clusters: Ints) -> float:
     """Return how many clusters of equal weight carry as much information: their number where all weigh the same.
 
@@ -130,7 +136,7 @@ def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds
     return count_bounds(b, c, n, design_effect(d, clusters), count, confidence=confidence)
 
 
-def count_bounds(b: float, c: float, n: int, deff: float, count: float, *, confidence: float) -> Bounds:
+def count_bounds(b: float, c: float, n: float, deff: float, count: float, *, confidence: float) -> Bounds:
     """Return the bounds of `proportion_bounds` from counts.
 
     Args:
@@ -195,11 +201,16 @@ def sign_flip_p(d: Floats, clusters: Ints, *, seed: int = 0) -> float:
     case per cluster it is McNemar's exact test, one-sided. Whole-number sums are summed exactly;
     others are enumerated up to 14 clusters and sampled (seeded, +1 correction) beyond.
     """
-    sums = np.bincount(clusters, weights=d)
-    return float(sign_flip_tail(sums, seed=seed)(sums.sum(keepdims=True))[0])
+    sums = sum_by_cluster(d, clusters)
+    return tail_at(sign_flip_tail(sums, seed=seed), sums.sum())
 
 
-def sign_flip_tail(sums: Floats, *, seed: int = 0) -> Callable[[Floats], Floats]:
+def tail_at(tail: Tail, observed: float) -> float:
+    """Return the p-value of one total."""
+    return float(tail(np.array([observed]))[0])
+
+
+def sign_flip_tail(sums: Floats, *, seed: int = 0) -> Tail:
     """Return the function that gives the p-values of totals, when each cluster's sum is as likely with either sign.
 
     Args:
@@ -220,7 +231,7 @@ def sign_flip_tail(sums: Floats, *, seed: int = 0) -> Callable[[Floats], Floats]
     return lambda observed: (len(totals) - np.searchsorted(totals, observed - slack) + own) / (len(totals) + own)
 
 
-def _lattice_tail(sizes: Ints) -> Callable[[Floats], Floats]:
+def _lattice_tail(sizes: Ints) -> Tail:
     """Sum the exact distribution of sum(+-size), one binomial per distinct size."""
     distinct, counts = np.unique(sizes, return_counts=True)
     total = int(sizes.sum())
