@@ -22,7 +22,8 @@ from typing import Any
 
 from pipeline.evalsets import load_evalset
 from pipeline.params import ToolCallsEval, TrajectoriesEval, load_params
-from pipeline.records import Candidate, Evaluation, read_cases, read_record
+from pipeline.record_files import read_record
+from pipeline.records import Candidate, Evaluation, read_cases
 from pipeline.serving_config import read_candidate
 
 BUILD = Path("build")

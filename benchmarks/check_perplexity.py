@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.params import HarnessEval, Params, PerplexityEval, load_params
-from pipeline.records import Candidate, CaseRecord, Evaluation, read_cases, read_record
+from pipeline.record_files import read_record
+from pipeline.records import Candidate, CaseRecord, Evaluation, read_cases
 from pipeline.serving_config import read_candidate
 
 BUILD = Path("build")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.records import BuiltCandidate, read_record
+from pipeline.record_files import read_record
+from pipeline.records import BuiltCandidate
 
 
 def read_built(build: Path, name: str, asked: Sequence[dict[str, Any]]) -> BuiltCandidate:

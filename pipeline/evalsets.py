@@ -33,7 +33,7 @@ from pipeline.cases import CASES_FILE, Case, Kind, read_cases
 from pipeline.digests import canonical_json, digest_file, digest_folder, digest_json
 from pipeline.errors import EvalsetError, describe_problem
 from pipeline.params import HarnessEval, Params
-from pipeline.records import Record
+from pipeline.record_files import Record
 from pipeline.settings import describe_yaml_error
 
 CARD_FILE = "card.yaml"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pipeline.built_candidates import read_built
 from pipeline.image_params import ImageTrack
-from pipeline.records import BuiltCandidate, ImageCandidate, PipelineServing
+from pipeline.records import BuiltCandidate, ImageCandidate
+from pipeline.serving_records import PipelineServing
 
 
 def sample_plainly(track: ImageTrack) -> PipelineServing:

@@ -20,7 +20,9 @@ from pipeline.gate.pairing import PairedCases
 from pipeline.gate.pictures import LEAST_BITS, JudgedImage, locate_image
 from pipeline.gate.seams import SEAM_GAIN
 from pipeline.predictions import Scored
-from pipeline.records import CaseRecord, Evaluation, NetworkServing, Tiling, read_record
+from pipeline.record_files import read_record
+from pipeline.records import CaseRecord, Evaluation
+from pipeline.serving_records import NetworkServing, Tiling
 
 STITCH = f"stitch - reference and candidate and difference x {SEAM_GAIN}"  # ends the key of a strip
 

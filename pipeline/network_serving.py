@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pipeline.built_candidates import read_built
 from pipeline.network_params import NetworkTrack
-from pipeline.records import BuiltCandidate, NetworkCandidate, NetworkServing
+from pipeline.records import BuiltCandidate, NetworkCandidate
+from pipeline.serving_records import NetworkServing
 
 
 def run_plainly(track: NetworkTrack) -> NetworkServing:

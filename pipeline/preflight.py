@@ -32,9 +32,9 @@ from pipeline.params import (
     Step,
     VllmEngine,
 )
-from pipeline.records import SpeculativeConfig
 from pipeline.serving.vllm_config import build_speculative_config, check_config, check_options
 from pipeline.settings import Track, describe_yaml_error
+from pipeline.speculation_records import SpeculativeConfig
 
 Load = Callable[[Path], Evalset]
 

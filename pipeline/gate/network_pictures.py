@@ -20,7 +20,7 @@ from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.gate.pictures import amplify_difference, locate_image, measure_given, read_given, read_image
 from pipeline.gate.plots import save_figure
 from pipeline.gate.seams import SEAM_GAIN, Strip, cut_strip
-from pipeline.records import Tiling
+from pipeline.serving_records import Tiling
 
 _NUM_WORST = 3  # of a candidate
 _SHOWN_PART = 0.5  # of a picture's longer side

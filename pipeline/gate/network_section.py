@@ -16,7 +16,8 @@ from pipeline.gate.networks import read_soundly
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.pictures import measure_given
 from pipeline.gate.wording import escape_markdown
-from pipeline.records import BuiltCandidate, CaseRecord, Fallback, LayerCoverage, Tiling
+from pipeline.records import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
+from pipeline.serving_records import Tiling
 from pipeline.tile_grid import place_tiles
 
 

@@ -29,7 +29,8 @@ from pipeline.fingerprints import fingerprint
 from pipeline.image_params import ImagesEval, ImageTrack
 from pipeline.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
 from pipeline.medians import MIN_ROUNDS, bound_median
-from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, write_record
+from pipeline.record_files import write_cases, write_record
+from pipeline.records import EvalFile, Evaluation, ImageCandidate
 from pipeline.worker_pool import run_tasks
 
 # What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
@@ -37,7 +38,8 @@ CODE = (
     "images/evaluate.py", "images/folders.py", "images/rendering.py", "images/schedulers.py", "images/scoring.py",
     "images/workers.py", "tile_grid.py", "timing.py", "worker_pool.py",
     "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
-    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
+    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py",
+    "record_files.py", "records.py", "serving_records.py",
 )  # fmt: skip
 
 

@@ -32,7 +32,8 @@ from pipeline.network_params import NetworkTrack, UpscalingEval
 from pipeline.networks.detecting import list_categories, save_tables
 from pipeline.networks.workers import Order, PictureCase, describe_run, read_facts, run_batch, start_runners
 from pipeline.pictures import measure_picture
-from pipeline.records import EvalFile, Evaluation, NetworkCandidate, write_cases, write_record
+from pipeline.record_files import write_cases, write_record
+from pipeline.records import EvalFile, Evaluation, NetworkCandidate
 from pipeline.worker_pool import run_tasks
 
 # What runs and judges: files that the stage runs, as an edit elsewhere makes DVC evaluate no candidate again.
@@ -41,8 +42,8 @@ CODE = (
     "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/upscaling.py",
     "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py",
     "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detection_params.py",
-    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "records.py", "tile_grid.py", "timing.py",
-    "worker_pool.py",
+    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "record_files.py", "records.py",
+    "serving_records.py", "tile_grid.py", "timing.py", "worker_pool.py",
 )  # fmt: skip
 _NUM_COMPARED = 4  # pictures on which layers are compared
 

@@ -38,7 +38,8 @@ from pipeline.networks.candidate import build_network_candidate
 from pipeline.networks.evaluate import evaluate_network
 from pipeline.params import get_track, load_params, parse_params
 from pipeline.pictures import read_picture
-from pipeline.records import CaseRecord, NetworkCandidate, read_cases, write_record
+from pipeline.record_files import write_record
+from pipeline.records import CaseRecord, NetworkCandidate, read_cases
 from pipeline.serving.engines.keeper import list_descendants
 from pipeline.settings import BUILDS
 from tests.structure.import_closure import ROOT

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from pipeline.images.evaluate import CODE as IMAGE_CODE
 from pipeline.networks.evaluate import CODE as NETWORK_CODE
 from pipeline.params import ServingSettings
-from pipeline.records import ServingConfig
+from pipeline.serving_records import ServingConfig
 from pipeline.settings import TRACKS, name_stage
 from tests.structure.import_closure import NOT_A_STAGE, ROOT, import_closure, list_stages
 

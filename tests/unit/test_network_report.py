@@ -23,7 +23,9 @@ from pipeline.gate.pictures import LARGEST_SHOWN, crop_most_different
 from pipeline.gate.report import render_report
 from pipeline.gate.seams import cut_strip
 from pipeline.gate.verdicts import render_gate
-from pipeline.records import CaseRecord, Evaluation, Fallback, Tiling, read_record, write_record
+from pipeline.record_files import read_record, write_record
+from pipeline.records import CaseRecord, Evaluation, Fallback
+from pipeline.serving_records import Tiling
 from stages.compare import PLOTS
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
