@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pipeline.records import Record, SpeculationCounts
+from pipeline.record_files import Record
+from pipeline.speculation_records import SpeculationCounts
 
 GAIN_BELOW = 0.95  # a ratio of times whose interval lies below is a gain: less is not worth a change
 Outcome = Literal["pass", "fail", "inconclusive", "refused", "no gain"]  # of a candidate

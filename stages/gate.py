@@ -18,7 +18,7 @@ from pipeline.gate.verdicts import (
     write_marker,
 )
 from pipeline.params import get_track, load_params
-from pipeline.records import read_record
+from pipeline.record_files import read_record
 from pipeline.settings import BUILDS, REPORTS, Track
 from stages.cli import run_stage
 

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.canary_records import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.digests import digest_file, digest_json, digest_text
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.evals.canary import Prompt, ask_canary, make_records, measure_margins, merge_records, pick_prompts
@@ -26,30 +27,19 @@ from pipeline.evals.registry import EVALS
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.params import EvalSettings, HarnessEval, Params
-from pipeline.records import (
-    CanaryFile,
-    CanaryRecord,
-    Candidate,
-    CaseRecord,
-    EvalFile,
-    Evaluation,
-    count_unstable,
-    describe_failures,
-    digest_behaviour,
-    read_cases,
-    read_record,
-    sum_speculation,
-    write_cases,
-    write_record,
-)
+from pipeline.params import Params
+from pipeline.record_files import read_record, write_cases, write_record
+from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
 from pipeline.serving.engines.registry import start_engine
+from pipeline.speculation_records import sum_speculation
+from pipeline.text_params import EvalSettings, HarnessEval
 
 # what asks, answers and scores
-_CODE = ("evals/*.py", "serving/*.py", "serving/engines/*.py", "cases.py", "checkpoints.py", "digests.py",
-         "evalsets.py", "fingerprints.py", "records.py")  # fmt: skip
+_CODE = ("evals/*.py", "serving/*.py", "serving/engines/*.py", "canary_records.py", "cases.py", "checkpoints.py",
+         "digests.py", "evalsets.py", "fingerprints.py", "record_files.py", "records.py", "serving_records.py",
+         "speculation_records.py")  # fmt: skip
 CANARY = "canary.jsonl"
 
 

@@ -27,7 +27,7 @@ from pipeline.gate.wording import (
 )
 from pipeline.network_params import NetworkTrack
 from pipeline.params import Params
-from pipeline.records import Record
+from pipeline.record_files import Record
 from pipeline.serving_config import read_track_candidate
 from pipeline.settings import BUILDS, REPORTS, Tier, Track, name_stage
 from pipeline.verdict_records import Comparison, Metric, Verdict

@@ -14,7 +14,8 @@ from pipeline.cases import DocumentCase, check_distinct
 from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets import load_card, load_evalset
-from pipeline.records import CaseRecord, read_cases, write_cases
+from pipeline.record_files import write_cases
+from pipeline.records import CaseRecord, read_cases
 from tests.structure.import_closure import ROOT
 
 SHIPPED = ["workflows", "tool_calls", "prose", "choices", "calibration"]
