@@ -43,6 +43,7 @@ class Comparison(Record):
     n: int
     num_clusters: int
     effective_clusters: float  # clusters of equal weight that would carry as much information
+    design_effect: float = 1.0  # how much wider the harm is than it would be without clusters; of rates
     b: int | None = None  # reference right, candidate wrong
     c: int | None = None  # reference wrong, candidate right
     harm: float
@@ -184,6 +185,7 @@ class Verdict(Record):
     behaviour: dict[str, str] = {}  # digest of each run of the canary: the behavioural fingerprint
     canary: CanaryComparison | None = None
     speculation: SpeculationCounts | None = None
+    seconds: dict[str, float] = {}  # that each eval took
     outcome: Outcome
     is_release: bool
     reasons: tuple[str, ...]

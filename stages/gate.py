@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.gate.loosening import check_loosening
 from pipeline.gate.verdicts import (
     Judgement,
     blocking_verdicts,
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> int:
     verdict_path = REPORTS[track.name] / "verdict.json"
     judgement = read_record(verdict_path, Judgement)
     check_policy(judgement, track)
+    check_loosening(judgement.policy, Path())
     check_outcomes(judgement)
     are_here = check_candidates(judgement, track, Path())
     print(render_gate(judgement))

@@ -323,9 +323,18 @@ def _conclude(
                    facts=evaluation.served_by if evaluation else {},
                    behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
                    canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
+                   seconds=_share_seconds(measured.evidence) if measured.evidence else {},
                    speed=measured.speed, gain=measured.gain, certificate=certificate, is_release=name in params.release,
                    reasons=tuple(reasons),
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
+
+
+def _share_seconds(evidence: Evidence) -> dict[str, float]:
+    """Return about how long each eval took: shares of the whole by what its cases waited, equal ones if none tells."""
+    waited = {name: sum(record.latency_s for record in records) for name, records in evidence.records.items()}
+    total = sum(waited.values())
+    return {name: round(evidence.evaluation.seconds * (part / total if total else 1 / len(waited)), 1)
+            for name, part in waited.items()}
 
 
 def _fingerprint(measured: Measured) -> str:

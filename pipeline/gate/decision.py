@@ -109,9 +109,9 @@ def judge(measurement: Measurement, p_holm: float, *, alpha: float) -> Compariso
     m = measurement
     return Comparison(
         metric=m.metric, bucket=m.bucket, reference=m.reference, candidate=m.candidate, unit=m.unit, n=m.n,
-        num_clusters=m.num_clusters, effective_clusters=m.effective_clusters, b=m.b, c=m.c, harm=m.harm, low=m.low,
-        high=m.high, p=m.p, p_holm=None if m.tolerance is None else p_holm, tolerance=m.tolerance, tier=m.tier,
-        outcome=outcome, sentence=sentence,
+        num_clusters=m.num_clusters, effective_clusters=m.effective_clusters, design_effect=m.deff, b=m.b, c=m.c,
+        harm=m.harm, low=m.low, high=m.high, p=m.p, p_holm=None if m.tolerance is None else p_holm,
+        tolerance=m.tolerance, tier=m.tier, outcome=outcome, sentence=sentence,
     )
 
 

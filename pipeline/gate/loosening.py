@@ -7,11 +7,11 @@ report prints it. Nothing is compared before a first release. Stricter settings 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.files import read_json
 from pipeline.gate.verdicts import GatedTolerance, Policy
 from pipeline.settings import RELEASES
 
@@ -31,15 +31,15 @@ def check_loosening(policy: Policy, root: Path) -> None:
     if not path.is_file():
         return
     try:
-        last = Policy.model_validate(read_json(path)["policy"])
+        last = Policy.model_validate(json.loads(path.read_bytes())["policy"])
     except (KeyError, ValueError) as error:
         raise EvidenceError(f"{path}: expected the manifest of a release, with its policy, found none "
                             f"({type(error).__name__}); take the file from git again") from None
     for key, was, now in list_loosened(last, policy):
         reason = policy.loosened.get(key)
         if reason is None:
-            raise SettingsError(f"{_name(policy)}gate.loosened: expected {key!r} with its reason, as it was {_tell(was)} "
-                                f"at the last release ({path}) and is {_tell(now)}; write {{was: ..., why: ...}}, or "
+            raise SettingsError(f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
+                                f"at the last release ({path}) and is {_tell(now)}; add {{was: {was}, why: ...}}, or "
                                 "set it back")
         if reason.was != was:
             raise SettingsError(f"{_name(policy)}gate.loosened.{key}.was: expected {_tell(was)}, as {path} says, got "
@@ -64,9 +64,11 @@ def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value
             yield f"candidates.{name}.exact", "true", "false"
 
 
-def _compare_tolerances(key: str, last: GatedTolerance, now: GatedTolerance | None) -> Iterator[tuple[str, Value, Value]]:
+def _compare_tolerances(
+    key: str, last: GatedTolerance, now: GatedTolerance | None
+) -> Iterator[tuple[str, Value, Value]]:
     if now is None:
-        yield key, "set", None
+        yield key, "gated", None
         return
     if _TIERS.index(now.tier) < _TIERS.index(last.tier):
         yield f"{key}.tier", last.tier, now.tier

@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
 from scipy.special import ndtri
 
+from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition
-from pipeline.gate.statistics import count_bounds, effective_clusters
+from pipeline.gate.statistics import count_bounds
 from pipeline.gate.verdicts import MIN_CLUSTERS, Judgement
 from pipeline.gate.wording import format_harm, format_tolerance, name_metric
-from pipeline.settings import Track
+from pipeline.record_files import read_record
+from pipeline.settings import REPORTS, Track
 from pipeline.verdict_records import Comparison, Verdict
 
 ASSUMED_FLIPS = 0.05  # of the cases: what INT4 changes in a rate that a model is good at, as a first guess
@@ -33,6 +35,9 @@ class SuiteSize:
 
     n: int
     effective_clusters: float
+
+
+Sizes = dict[str | None, SuiteSize]  # of an eval by bucket; None is overall
 
 
 @dataclass(frozen=True)
@@ -63,23 +68,16 @@ class PlanRow:
     problem: str
 
 
-def count_suite(clusters: Sequence[str], buckets: Sequence[Sequence[str]]) -> dict[str | None, SuiteSize]:
-    """Return the size of an evalset, overall (None) and of each bucket.
-
-    Args:
-        clusters: of each case.
-        buckets: of each case.
-    """
-    sizes: dict[str | None, SuiteSize] = {}
-    for name in [None, *sorted({bucket for own in buckets for bucket in own})]:
-        own = [cluster for cluster, carried in zip(clusters, buckets, strict=True) if name is None or name in carried]
-        numbers = np.unique(own, return_inverse=True)[1]
-        sizes[name] = SuiteSize(len(own), effective_clusters(np.ones(len(own)), numbers.astype(np.int64)))
-    return sizes
+def read_last(track: str, root: Path) -> Judgement | None:
+    """Return the last judgement of a track, None where there is none or an older version wrote it."""
+    try:
+        return read_record(root / REPORTS[track] / "verdict.json", Judgement)
+    except EvidenceError:
+        return None
 
 
 def plan_gate(
-    track: Track, suites: Mapping[str, Mapping[str | None, SuiteSize]], last: Judgement | None
+    track: Track, suites: Mapping[str, Sizes], last: Judgement | None
 ) -> list[PlanRow]:
     """Return what each gated metric's cases can prove.
 
@@ -92,8 +90,7 @@ def plan_gate(
     for metric, tolerance in track.gate.tolerances.items():
         eval_name, _, name = metric.partition("/")
         definition = next(m for m in METRICS_BY_EVAL_KIND[track.evals[eval_name].kind] if m.name == name)
-        limits: dict[str | None, float | None] = {None: tolerance.overall, **tolerance.buckets}
-        for bucket, limit in limits.items():
+        for bucket, limit in [(None, tolerance.overall), *tolerance.buckets.items()]:
             if limit is not None:
                 seen, verdict = _find_last(last, metric, bucket)
                 size = suites.get(eval_name, {}).get(bucket)
@@ -131,7 +128,7 @@ def _plan_row(
     has_flips = seen is not None and seen.b is not None and seen.c is not None
     flips = ((seen.b or 0) + (seen.c or 0)) / seen.n if seen is not None and has_flips else ASSUMED_FLIPS
     # without a run, cases of a cluster are taken to flip together
-    deff = (seen.design_effect if seen else None) or size.n / size.effective_clusters
+    deff = seen.design_effect if seen else size.n / size.effective_clusters
     least = _bound(0.0, deff, size, 1.0, alpha)
     needed = _count_needed(flips, deff, size, tolerance, alpha)
     problem = "" if least <= tolerance else (
@@ -163,6 +160,21 @@ def _count_needed(flips: float, deff: float, size: SuiteSize, tolerance: float, 
 
 def _normal(probability: float) -> float:
     return float(ndtri(probability))
+
+
+def check_plan(track: Track, rows: Sequence[PlanRow]) -> list[str]:
+    """Return a warning for each tolerance that can't be proven and need not be.
+
+    Raises:
+        SettingsError: one must be proven, so that no candidate could ever pass.
+    """
+    impossible = list_impossible(rows)
+    is_needed = [track.gate.on_inconclusive == "block" and track.gate.tolerances[row.metric].tier == "critical"
+                 for row in rows if row.problem]
+    for problem, must in zip(impossible, is_needed, strict=True):
+        if must:
+            raise SettingsError(f"{'' if track.name == 'text' else f'{track.name}.'}{problem}")
+    return impossible
 
 
 def list_impossible(rows: Sequence[PlanRow]) -> list[str]:

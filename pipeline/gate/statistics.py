@@ -155,7 +155,7 @@ def count_bounds(b: float, c: float, n: float, deff: float, count: float, *, con
     return Bounds((b - c) / n, low, high, deff)
 
 
-def _for_few_clusters(confidence: float, n: int, count: float) -> float:
+def _for_few_clusters(confidence: float, n: float, count: float) -> float:
     """Return the normal confidence whose quantile is Student's, when a design effect was estimated."""
     return confidence if count == n or count < 2 else float(ndtr(stdtrit(count - 1, confidence)))
 

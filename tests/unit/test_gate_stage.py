@@ -101,8 +101,8 @@ TOLERANCES = {name: t.model_dump() for name, t in make_params(["good"], ["good"]
     ({"gate": {"tolerances": TOLERANCES | {"calls/tool_call_exact_match": {"overall": 0.3}}}},
      "tolerances.calls/tool_call_exact_match.overall 0.02, params.yaml says 0.3"),
     ({"gate": {"tolerances": {"prose/perplexity_per_token": {"overall": 0.02}}}},
-     "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.05}}, "
-     "params.yaml says nothing"),
+     "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.05}, "
+     "'tier': 'critical'}, params.yaml says nothing"),
     ({"gate": {"tolerances": TOLERANCES | {"choices/accuracy": {"overall": 0.03, "buckets": {"easy": 0.1}}}}},
      "tolerances.choices/accuracy.buckets.easy nothing, params.yaml says 0.1"),
     ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive 'warn', params.yaml says 'block'"),
