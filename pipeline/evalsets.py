@@ -32,9 +32,10 @@ from ruamel.yaml.error import YAMLError
 from pipeline.cases import CASES_FILE, Case, Kind, read_cases
 from pipeline.digests import canonical_json, digest_file, digest_folder, digest_json
 from pipeline.errors import EvalsetError, describe_problem
-from pipeline.params import HarnessEval, Params
+from pipeline.params import Params
 from pipeline.record_files import Record
 from pipeline.settings import describe_yaml_error
+from pipeline.text_params import HarnessEval
 
 CARD_FILE = "card.yaml"
 _NOTES = frozenset({"README.md"})  # prose beside the cases: editing it changes no result

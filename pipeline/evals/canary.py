@@ -21,9 +21,9 @@ from pipeline.cases import spread
 from pipeline.errors import RequestError
 from pipeline.evals.calls import declare_tools, describe_reply
 from pipeline.evalsets import Evalset
-from pipeline.params import ChatEval, EvalSettings, ServingSettings
 from pipeline.serving.client import Client, Reply
 from pipeline.serving.engines.engine import Engine
+from pipeline.text_params import ChatEval, EvalSettings, ServingSettings
 
 Answers = dict[str, list[CanaryAnswer]]
 

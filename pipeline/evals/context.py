@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset
-from pipeline.params import EvalSettings
 from pipeline.serving.client import Client
+from pipeline.text_params import EvalSettings
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,14 @@ from pipeline.evals.registry import EVALS
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.params import EvalSettings, HarnessEval, Params
+from pipeline.params import Params
 from pipeline.record_files import read_record, write_cases, write_record
 from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
 from pipeline.serving.engines.registry import start_engine
 from pipeline.speculation_records import sum_speculation
+from pipeline.text_params import EvalSettings, HarnessEval
 
 # what asks, answers and scores
 _CODE = ("evals/*.py", "serving/*.py", "serving/engines/*.py", "canary_records.py", "cases.py", "checkpoints.py",

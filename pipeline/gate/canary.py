@@ -27,7 +27,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.endpoint import holds_same_model
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
-from pipeline.params import CanarySettings
+from pipeline.text_params import CanarySettings
 from pipeline.verdict_records import MIN_POWER, CanaryComparison, CanaryFlip
 
 DEPLOYED = "loaded"

@@ -15,10 +15,10 @@ from tests.structure.import_closure import ROOT, direct_imports
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
     ("errors", "digests", "differences", "files", "fingerprints", "record_files", "speculation_records",
-     "serving_records", "canary_records", "records", "settings", "image_params", "network_params",
-     "params", "built_candidates", "image_serving", "network_serving", "serving_config", "gate.metrics",
-     "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params", "detections",
-     "average_precision", "tile_grid", "sweep.settings"),
+     "serving_records", "canary_records", "records", "settings", "text_params", "text_problems", "image_params",
+     "network_params", "params", "built_candidates", "image_serving", "network_serving", "serving_config",
+     "gate.metrics", "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params",
+     "detections", "average_precision", "tile_grid", "sweep.settings"),
     ("numerics", "environment", "timing", "memory_format", "worker_pool"),
     ("weight_files", "network_files", "memory", "checkpoints", "drafts", "cases", "pictures", "evalsets"),
     ("optimize", "serving"),

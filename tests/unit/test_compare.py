@@ -21,11 +21,11 @@ from pipeline.gate.plots import plot_completion, plot_harm
 from pipeline.gate.report import render_report
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p
 from pipeline.gate.verdicts import describe_policy, is_blocking, render_gate
-from pipeline.params import CandidateSettings, OpenaiEngine, SpeculativeStep
 from pipeline.record_files import read_record, write_record
 from pipeline.records import OUTGROWN, BuiltCandidate, Evaluation
 from pipeline.serving_records import ServingConfig
 from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig
+from pipeline.text_params import CandidateSettings, OpenaiEngine, SpeculativeStep
 from tests.synthetic_records import (
     Behaviour,
     make_candidate,

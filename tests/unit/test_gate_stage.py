@@ -18,11 +18,11 @@ from pipeline.files import write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import VERDICT_PATH, Judgement
-from pipeline.params import SpeculativeStep
 from pipeline.record_files import read_record, write_record
 from pipeline.records import BuiltCandidate
 from pipeline.serving_config import read_candidate
 from pipeline.speculation_records import SpeculativeConfig
+from pipeline.text_params import SpeculativeStep
 from tests.synthetic_records import (
     WEIGHTS,
     Behaviour,
