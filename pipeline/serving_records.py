@@ -42,6 +42,10 @@ class ServingConfig(Record):
         """The most important settings in a few words."""
         return f"{self.engine} {self.dtype} {self.attention}, {self.concurrency} in flight"
 
+    @property
+    def tiling(self) -> None:
+        """Pictures only: a text is not cut."""
+
     def identity(self) -> dict[str, Any]:
         """Return every setting that makes one way of serving another, by name: no address, no path."""
         plain = self.model_dump(exclude={"base_url", "api_key_env", "command", "version", "environment", "speculative"})

@@ -36,8 +36,8 @@ def describe_network(evidence: Evidence) -> list[str]:
         said.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
     if notes and notes.layout and notes.layout.other_formats:
         said.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
-    if (tiling := evidence.candidate.serving.model_dump().get("tiling")) is not None:
-        said += [_describe_tiles(name, records, Tiling(**tiling)) for name, records in evidence.records.items()]
+    if (tiling := candidate.serving.tiling) is not None:
+        said += [_describe_tiles(name, records, tiling) for name, records in evidence.records.items()]
     table = [_fold("Layers: algorithm, number format, error and headroom", tabulate_policy(candidate, layers))]
     return said + (table if candidate.coverage else [])
 
@@ -115,7 +115,7 @@ def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tilin
 
 
 def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]:
-    overlap = round(tiling.tile * tiling.overlap)
+    overlap = tiling.overlap_pixels
     for record in records:
         try:
             yield math.prod(len(place_tiles(side, tiling.tile, overlap)) for side in measure_given(record))
@@ -130,6 +130,6 @@ def embed_network_pictures(evidence: Sequence[Evidence | None], track: str) -> l
                 "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n",
                 "![Relative error of each layer against float32](layers.png)\n"]  # fmt: skip
     parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]
-    if any(e is not None and e.candidate.serving.model_dump().get("tiling") for e in evidence):
+    if any(e is not None and e.candidate.serving.tiling for e in evidence):
         parts.append("![A stitch of the worst picture of each tiled candidate, and the step across it](seams.png)\n")
     return [*parts, "![Relative error of each layer against float32](layers.png)\n"]

@@ -202,6 +202,12 @@ def test_a_tiled_candidate_says_how_many_pictures_are_cut(tmp_path: Path) -> Non
     assert "Steps: tiling (tile 16, overlap 0, window none)." in report
 
 
+def test_tiles_are_counted_with_the_overlap_that_they_were_run_with(tmp_path: Path) -> None:
+    """Half of an odd tile, rounded up, is more than half a tile: no picture could be read."""
+    report = render_report(judge_upscaler(tmp_path, {"tiled": Way([TILED | {"tile": 15, "overlap": 0.5}])}))
+    assert "views: 40 of 40 pictures are larger than a tile and are cut, into up to 16 tiles." in report
+
+
 @pytest.mark.parametrize("track", ["detector", "upscaler"])
 def test_names_can_not_forge_a_line_of_the_report(tmp_path: Path, track: str) -> None:
     ways = {"bad": Way([TILED] if track == "upscaler" else [POLICY], seam=9.0, by=LOSING, notes=OVERFLOW,
