@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,15 @@ import stages.gate
 from evalsets.seal import seal
 from pipeline import worker_pool
 from pipeline.digests import digest_file
-from pipeline.errors import CheckpointError, EngineError, EvalsetError, EvidenceError, QuantgateError, SettingsError
+from pipeline.errors import (
+    CheckpointError,
+    EngineError,
+    EvalsetError,
+    EvidenceError,
+    JournalError,
+    QuantgateError,
+    SettingsError,
+)
 from pipeline.evalsets import load_evalset
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.report import render_report
@@ -162,6 +171,18 @@ if __name__ == "__main__":
     build = root / "build/detector"
     evaluate_network(read_network_candidate(build, "squares", track), track, root=root, build=build)
 """
+
+
+def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path) -> None:
+    """Two would write into one folder and one journal."""
+    track, folder = make_detector(), project / "build/detector"
+    build(project, track, "squares")
+    (folder / "journal").mkdir(exist_ok=True)
+    with FileLock(folder / "journal/squares.lock"), pytest.raises(JournalError) as refused:
+        evaluate(project, track, "squares")
+    said = str(refused.value)
+    assert "squares.lock: expected one evaluation of 'squares' at a time, another one runs; wait" in said
+    assert "\n" not in said and not (folder / "evaluations/.squares.new").exists()
 
 
 def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(

@@ -22,7 +22,7 @@ LAYERS = (
     ("numerics", "environment", "timing", "memory_format", "worker_pool"),
     ("weight_files", "network_files", "memory", "checkpoints", "drafts", "cases", "pictures", "evalsets"),
     ("optimize", "serving"),
-    ("evals",),
+    ("evals", "evaluation_folder"),
     ("images", "networks"),
     ("first_turns",),
     ("preflight", "image_preflight", "network_preflight", "drift", "benchmark", "sweep.rendering"),
