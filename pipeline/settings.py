@@ -7,6 +7,7 @@ upscaler. Each kind has its own file of settings; `params.py` reads params.yaml 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -99,6 +100,25 @@ def find_unknown_metrics(track: Track) -> list[str]:
     problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
                  for metric, t in track.gate.tolerances.items() if t.overall is None and not t.buckets]
     return problems
+
+
+def find_unwatched_evals(track: Track, metric: str, harm: str) -> list[str]:
+    """Return the evals whose outputs may be unsound without a tolerance for that, one line each.
+
+    Args:
+        track: whose evals all have the metric.
+        metric: the rate of sound outputs.
+        harm: what would pass, for the message.
+    """
+    tolerances = {name: track.gate.tolerances.get(f"{name}/{metric}") for name in track.evals}
+    return [f"gate.tolerances: expected {name}/{metric} with an overall tolerance, found none; {harm} must not pass "
+            "for want of one" for name, found in tolerances.items() if found is None or found.overall is None]
+
+
+def find_repeated_steps(steps: Sequence[Any]) -> list[str]:
+    """Return the steps of a candidate that stand there twice, one line each."""
+    kinds = [step.kind for step in steps]
+    return [f"steps.{i}: {kind} is there twice; remove one" for i, kind in enumerate(kinds) if kind in kinds[:i]]
 
 
 def describe_yaml_error(error: Exception) -> str:

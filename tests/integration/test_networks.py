@@ -416,8 +416,9 @@ def save_other(folder: Path) -> None:
     pytest.param(lambda f: (f / "model.safetensors").unlink(), "expected model.safetensors or ", id="no-weights"),
     pytest.param(lambda f: (f / "config.json").unlink(), "config.json: expected the network's config, found no file",
                  id="no-config"),
-    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json: expected JSON: ", id="config-no-json"),
-    pytest.param(lambda f: (f / "config.json").write_text("[]"), "config.json: expected a JSON object, got list",
+    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json: expected the network's config, "
+                 "got no JSON: ", id="config-no-json"),
+    pytest.param(lambda f: (f / "config.json").write_text("[]"), "config.json: expected the network's config, got list",
                  id="config-no-object"),
     pytest.param(lambda f: shutil.rmtree(f), "expected a folder with config.json and model.safetensors, found none",
                  id="no-folder"),
