@@ -54,7 +54,7 @@ import json, sys
 from pathlib import Path
 from pipeline.evalsets import load_evalset
 from pipeline.optimize.registry import STEPS
-from pipeline.params import GptqStep
+from pipeline.text_params import GptqStep
 job = json.load(open(sys.argv[1]))
 STEPS["gptq"](Path(job["checkpoint"]), Path(sys.argv[2]), step=GptqStep.model_validate(job["step"]),
               calibration_set=load_evalset(Path(job["calibration_texts"])))

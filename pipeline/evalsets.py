@@ -117,6 +117,10 @@ class Evalset(Record):
 
 
 C = TypeVar("C", bound=CardText)
+# what a tool that makes a card can't know, and what to write
+_BY_HAND = {"licence": "under which terms the cases may be used, got {!r}; write them, for example CC-BY-4.0",
+            "description": "what the cases are, got {!r}; write it in a sentence"}  # fmt: skip
+_UNWRITTEN = ("", "TODO")
 _WRITTEN = [name for name in CardText.model_fields if name != "tools"]
 
 
@@ -124,9 +128,14 @@ def load_card(folder: Path) -> Card:
     """Read and check `card.yaml`.
 
     Raises:
-        EvalsetError: no file, no YAML, or keys that are missing, unknown or wrong: all in one line.
+        EvalsetError: no file, no YAML, keys that are missing, unknown or wrong, or texts that nobody wrote yet: all in
+            one line.
     """
-    return parse_card(read_card(folder), folder, Card)
+    card = parse_card(read_card(folder), folder, Card)
+    if unwritten := [f"{key}: expected {said.format(getattr(card, key))}" for key, said in _BY_HAND.items()
+                     if getattr(card, key).strip().upper() in _UNWRITTEN]:  # fmt: skip
+        raise EvalsetError(f"{folder / CARD_FILE}: {'; '.join(unwritten)}")
+    return card
 
 
 def read_card(folder: Path) -> str:

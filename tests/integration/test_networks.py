@@ -924,15 +924,19 @@ def take(name: str, *candidates: str) -> NetworkTrack:
         "calibration_images": None, "running": track.running.model_copy(update={"num_workers": 1})})  # fmt: skip
 
 
+def read_shipped(folder: Path) -> tuple[tuple[Any, ...], np.ndarray]:
+    """Return an evalset's cases and their pictures."""
+    cases = load_evalset(folder).cases
+    return cases, np.stack([read_picture(folder / case.image, case.sha256) for case in cases])
+
+
 def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path, here: None) -> None:
     from models.people.detector import detect, open_detector
 
     track = take("detector", "winograd-f43-fp16", "bf16")
     check_network(track, shipped)
     exact, winograd, half = run(shipped, track)
-    folder = shipped / "evalsets/scenes"
-    cases = load_evalset(folder).cases
-    pixels = np.stack([read_picture(folder / case.image, case.sha256) for case in cases])
+    _, pixels = read_shipped(shipped / "evalsets/scenes")
     found = detect(open_detector(shipped / "models/people-hard"), pixels)
     for record, own in zip(exact, found, strict=True):
         results = json.loads(record.output)
@@ -957,9 +961,7 @@ def test_the_shipped_upscaler_writes_the_pictures_of_its_own_code(shipped: Path,
     track = take("upscaler", "tiled", "tiled-hann")
     check_network(track, shipped)
     whole, tiled, blended = run(shipped, track)
-    folder = shipped / "evalsets/panoramas"
-    cases = load_evalset(folder).cases
-    pixels = np.stack([read_picture(folder / case.image, case.sha256) for case in cases])
+    cases, pixels = read_shipped(shipped / "evalsets/panoramas")
     for case, own in zip(cases, upscale(open_upscaler(shipped / "models/upscaler"), pixels), strict=True):
         with Image.open(shipped / f"build/upscaler/evaluations/upscaler/panoramas/{case.id}.png") as picture:
             assert np.abs(np.asarray(picture).astype(int) - own).max() <= 1

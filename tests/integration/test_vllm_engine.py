@@ -143,9 +143,9 @@ def test_what_runs_before_vllm_belongs_to_the_fingerprint(root: Path) -> None:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from pipeline.params import ServingSettings
 from pipeline.records import Candidate
 from pipeline.serving.engines.registry import start_engine
+from pipeline.text_params import ServingSettings
 async def run(candidate, settings, root):
     async with start_engine(candidate, settings, evals={}, root=root, logs=root / "logs"):
         print("ready", flush=True)

@@ -224,6 +224,16 @@ def test_everything_that_is_wrong_with_a_card_is_said_at_once(tmp_path: Path) ->
     }
 
 
+@pytest.mark.parametrize("left", ["TODO", "todo", "", "  "])
+def test_a_card_that_nobody_completed_is_refused(tmp_path: Path, left: str) -> None:
+    """Data of unknown terms would be evaluated on, and a report would name them as evidence."""
+    assert refusal(write(tmp_path / "e", licence=left)) == (
+        f"card.yaml: licence: expected under which terms the cases may be used, got {left!r}; write them, for example "
+        "CC-BY-4.0")  # fmt: skip
+    said = refusal(write(tmp_path / "e", licence=left, description=left))
+    assert said.endswith(f"; description: expected what the cases are, got {left!r}; write it in a sentence")
+
+
 def test_a_date_in_a_card_is_refused(tmp_path: Path) -> None:
     """YAML reads it as a date, and the digest of the card would crash on it."""
     folder = write(tmp_path / "e", "trajectories")
