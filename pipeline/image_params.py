@@ -17,6 +17,7 @@ from pipeline.settings import (
     find_track_problems,
     find_unknown_metrics,
     find_unwatched_evals,
+    find_window_problems,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -140,4 +141,4 @@ def _step_problems(steps: list[ImageStep]) -> list[str]:
     if "vae_range_fix" in kinds and kinds.index("vae_range_fix") != 0:
         problems.append(f"steps.{kinds.index('vae_range_fix')}: expected vae_range_fix to be the first step, found "
                         f"{kinds[0]} before it; it rewrites weights, which must be final: move it to the front")
-    return problems
+    return problems + find_window_problems(steps)

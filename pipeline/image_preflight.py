@@ -48,9 +48,8 @@ def check_images(track: ImageTrack, root: Path) -> None:
             where = f"images.candidates.{name}.steps.{i}"
             if isinstance(step, GuidanceStep):
                 _check_categories(where, step, buckets, cases)
-            elif isinstance(step, VaeTilingStep) and (step.tile >= shape.pixels or step.tile % shape.factor):
-                raise SettingsError(f"{where}.tile: expected less than the images' {shape.pixels} pixels, which one "
-                                    f"tile would hold, and a multiple of {shape.factor}, got {step.tile}")  # fmt: skip
+            elif isinstance(step, VaeTilingStep):
+                _check_tiles(where, step, shape)
 
 
 def _read_shape(track: ImageTrack, name: str, root: Path, check: Callable[[Path], object]) -> ImageShape:
@@ -60,6 +59,17 @@ def _read_shape(track: ImageTrack, name: str, root: Path, check: Callable[[Path]
         return read_shape(folder)
     except CheckpointError as error:
         raise SettingsError(f"images.candidates.{name}.checkpoint: {error}") from None
+
+
+def _check_tiles(where: str, step: VaeTilingStep, shape: ImageShape) -> None:
+    """Refuse tiles that cut nothing, or whose window has no whole latent pixel to blend."""
+    if step.tile >= shape.pixels or step.tile % shape.factor:
+        raise SettingsError(f"{where}.tile: expected less than the images' {shape.pixels} pixels, which one "
+                            f"tile would hold, and a multiple of {shape.factor}, got {step.tile}")  # fmt: skip
+    if step.window != "none" and step.tile * step.overlap < shape.factor:
+        raise SettingsError(f"{where}.overlap: expected a latent pixel ({shape.factor} pixels) or more for window "
+                            f"{step.window} to blend, got {step.overlap:g} of a tile of {step.tile}; raise it, or set "
+                            "window: none")  # fmt: skip
 
 
 def _check_categories(where: str, step: GuidanceStep, buckets: set[str], cases: Sequence[PromptCase]) -> None:

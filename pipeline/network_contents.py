@@ -125,7 +125,8 @@ def _name_costs(notes: NetworkNotes) -> dict[str, float]:
     if notes.peak_mib is not None:
         numbers["peak_mib"] = notes.peak_mib
     if notes.compile:
-        numbers |= {"num_graph_breaks": notes.compile.num_graph_breaks, "first_call_s": notes.compile.first_call_s,
+        numbers |= {"num_graphs": notes.compile.num_graphs + notes.compile.num_recompilations,
+                    "num_graph_breaks": notes.compile.num_graph_breaks, "first_call_s": notes.compile.first_call_s,
                     "num_recompilations": notes.compile.num_recompilations}  # fmt: skip
     if notes.layout:
         numbers["num_other_formats"] = len(notes.layout.other_formats)

@@ -19,6 +19,7 @@ from pipeline.settings import (
     find_track_problems,
     find_unknown_metrics,
     find_unwatched_evals,
+    find_window_problems,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -156,4 +157,4 @@ def _step_problems(steps: list[Any], track: str) -> list[str]:
     problems += [f"steps.{i}.autocast: expected bfloat16 or float16 with it, got float32; remove autocast"
                  for i, step in enumerate(steps)
                  if isinstance(step, PrecisionStep) and step.autocast and step.dtype == "float32"]
-    return problems
+    return problems + find_window_problems(steps)

@@ -138,6 +138,13 @@ def find_repeated_steps(steps: Sequence[Any]) -> list[str]:
     return [f"steps.{i}: {kind} is there twice; remove one" for i, kind in enumerate(kinds) if kind in kinds[:i]]
 
 
+def find_window_problems(steps: Sequence[Any]) -> list[str]:
+    """Return the tiling steps whose window has nothing to blend, one line each, starting with the key's path."""
+    return [f"steps.{i}.overlap: expected a pixel or more for window {step.window} to blend, got {step.overlap:g} of a "
+            f"tile of {step.tile}; raise it, or set window: none" for i, step in enumerate(steps)
+            if getattr(step, "window", "none") != "none" and step.tile * step.overlap < 1]  # fmt: skip
+
+
 def describe_yaml_error(error: Exception) -> str:
     """Say in one line what is wrong and on which line; the parser's own text draws a picture over several."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:

@@ -15,6 +15,7 @@ from pipeline.tracking import log_runs, write_pages
 from stages.cli import run_stage
 
 OUTPUT = "tracked.txt"
+MAY_BE_EMPTY = ("layers.png", "seams.png")  # DVC wants them in any case
 
 
 def main(argv: list[str]) -> int:
@@ -23,13 +24,21 @@ def main(argv: list[str]) -> int:
     root = Path(os.environ.get("DVC_ROOT", "."))  # the real root, also for a queued experiment
     build, reports = BUILDS[name], REPORTS[name]
     runs = describe_runs(read_record(reports / "verdict.json", Judgement), build)
-    attachments = [reports / "report.md", *sorted(reports.glob("*.png"))]
+    attachments = list_attachments(reports)
     logged = log_runs(runs, root, track=name, attachments=attachments,
                       dvc_experiment=os.environ.get("DVC_EXP_NAME", ""))  # fmt: skip
     write_pages(logged, root, track=name)
     print(f"MLflow: {sum(run.is_new for run in logged)} of {len(logged)} runs are new; `make ui` opens it")
     write_text(build / OUTPUT, "".join(f"{run.candidate} {run.key}\n" for run in runs))
     return 0
+
+
+def list_attachments(reports: Path) -> list[Path]:
+    """Return the report and the pictures beside it, less those that it leaves out as they would show nothing."""
+    report = reports / "report.md"
+    text = report.read_text(encoding="utf-8")
+    return [report, *(path for path in sorted(reports.glob("*.png"))
+                      if path.name not in MAY_BE_EMPTY or f"]({path.name})" in text)]  # fmt: skip
 
 
 if __name__ == "__main__":

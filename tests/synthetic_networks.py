@@ -39,7 +39,9 @@ _RATIO = {"median": 0.7, "low": 0.65, "high": 0.75}
 _LAYERS = {name: {"relative_error": 0.001 * i, "absmax": 1.0, "nonfinite_count": 0, "headroom_bits": 9.0 - i}
            for i, name in enumerate(("stem", "branches.small.0", "head"))}  # fmt: skip
 NOTES: dict[str, Any] = {"layers": _LAYERS, "speed": None, "compile": None, "layout": None, "peak_mib": 8.0,
-                         "peak_pixels": [GIVEN, GIVEN], "work": 1.0}  # fmt: skip
+                         "peak_pixels": [GIVEN, GIVEN], "work": 1.0,
+                         "shapes": {"num_shapes": 1, "timed": [1, GIVEN, GIVEN], "num_timed": 60,
+                                    "num_pictures": 60}}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ def time_notes(high: float = 0.75) -> dict[str, Any]:
     """Return the notes of a candidate that was timed, with a ratio whose interval ends at `high`."""
     clocks = {clock: {"ratio": _RATIO | {"high": high}} for clock in ("cpu", "wall")}
     return {"baseline": "torch float32", "difference": 1e-6, "tolerance": 1e-4, "timed": clocks, "clock": "cpu"}
+
+
+def compile_notes(**changes: Any) -> dict[str, Any]:
+    """Return the notes of a candidate that was compiled into one graph."""
+    return {"num_graphs": 1, "num_graph_breaks": 0, "num_recompilations": 0, "num_shapes": 1, "first_call_s": 1.0,
+            "limit": 8, "num_over_limit": 0, "shape_over_limit": None} | changes  # fmt: skip
 
 
 def make_network_track(kind: str, ways: dict[str, Way], tolerances: dict[str, Any] | None = None) -> NetworkTrack:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.network_notes import LayerNotes, NetworkNotes
-from pipeline.gate.networks import read_soundly, tell_clock, tell_difference, tell_ratio
+from pipeline.gate.networks import read_soundly, tell_clock, tell_difference, tell_ratio, tell_shape
 from pipeline.gate.wording import escape_markdown, format_value
 from pipeline.verdict_records import GAIN_BELOW
 
@@ -18,7 +18,7 @@ _NOTHING = "–"
 _CANDIDATE, _BASELINE, _GAIN = "candidate", "baseline", "gain"
 _TIME, _WALL = "time to its baseline", "by the wall clock"
 _PEAK, _SHARE, _WORK = "peak, MiB", "to the reference's", "work"
-_COMPILED = "graph breaks / recompilations / first call"
+_COMPILED = "graphs / graph breaks / recompilations / first call"
 _FORMATS, _REORDERS = "modules in another format", "reorders"
 _ERROR, _HEADROOM, _FINITE = "largest relative error", "least headroom, doublings", "finite outputs"
 _COLUMNS = (_CANDIDATE, _TIME, _WALL, _BASELINE, _GAIN, _PEAK, _SHARE, _WORK, _COMPILED, _FORMATS, _REORDERS, _ERROR,
@@ -29,10 +29,12 @@ _EMULATED = """- **a convolution policy is emulated**: what comes out, and so ev
   time and memory say nothing and are left out: what real kernels gain is in `benchmarks/README.md`, from ncnn, whose
   F(4,3) has other points, in float32."""
 _LEGEND = {  # by column
-    _TIME: f"""- **time**: of one batch on this machine, candidate / baseline in turn, the median of the ratios with its
-  95 % interval. The baseline of a memory format and of compilation is the same candidate without them, of any other the
-  reference. A step for speed is a gain where the interval ends below {GAIN_BELOW:g}. Where the outputs differ by more
-  than rounding explains, nothing is timed.""",
+    _TIME: f"""- **time**: of one batch on this machine, {{shape}}, candidate / baseline in turn, the median of the
+  ratios with its 95 % interval. The baseline of a memory format and of compilation is the same candidate without them,
+  of any other the reference. A step for speed is a gain where the interval ends below {GAIN_BELOW:g}. Where the
+  outputs differ by more than rounding explains, nothing is timed.""",
+    _COMPILED: """- **graphs** are all that torch compiled, **graph breaks** those of the first shape,
+  **recompilations** the graphs of the others; where the **limit** is reached, the shapes after it run without.""",
     _PEAK: "- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.",
     _WORK: """- **work**: pixels that the network is run on, per pixel of the largest picture, as tiles overlap. A tiled
   run is not timed.""",
@@ -49,6 +51,8 @@ def explain_network_costs(compared: ReleaseComparison) -> str:
     """Say how to read the table: what was measured, and what was not."""
     columns = tabulate_network_costs(compared)[0]
     lines = [text for column, text in _LEGEND.items() if column in columns]
+    known = next((n for m in compared.measured.values() if (n := read_soundly(m.evidence))), None)
+    lines = [line.replace("{shape}", tell_shape(known.shapes) if known else "the most common shape") for line in lines]
     if any(m.evidence and m.evidence.candidate.coverage for m in compared.measured.values()):
         lines.insert(0, _EMULATED)
     return "\n".join(["", "How to read this table:", "", *lines, ""])
@@ -95,7 +99,9 @@ def _describe_time(notes: NetworkNotes) -> dict[str, str]:
 def _describe_engine(notes: NetworkNotes) -> dict[str, str]:
     row = {}
     if (met := notes.compile) is not None:
-        row[_COMPILED] = f"{met.num_graph_breaks} / {met.num_recompilations} / {met.first_call_s:.1f} s"
+        counts = (met.num_graphs + met.num_recompilations, met.num_graph_breaks, met.num_recompilations)
+        row[_COMPILED] = (" / ".join(map(str, counts)) + f" / {met.first_call_s:.1f} s"
+                          + (", limit reached" if met.num_over_limit else ""))  # fmt: skip
     if notes.layout is not None:
         row[_FORMATS] = str(len(notes.layout.other_formats))
         row[_REORDERS] = " → ".join(str(notes.layout.num_reorders.get(key, _NOTHING)) for key in ("first", "last"))

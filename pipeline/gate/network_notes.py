@@ -64,9 +64,23 @@ class SpeedNotes(_Notes):
 class CompileNotes(_Notes):
     """What compilation met."""
 
+    num_graphs: int  # of the first shape
     num_graph_breaks: int
-    num_recompilations: int
+    num_recompilations: int  # graphs of the other shapes
+    num_shapes: int
     first_call_s: float
+    limit: int  # graphs of one function
+    num_over_limit: int  # functions that ran without compilation as they had reached it
+    shape_over_limit: int | None  # the first shape that did
+
+
+class ShapeNotes(_Notes):
+    """What shapes the batches of an eval have, and which was timed: the most common."""
+
+    num_shapes: int
+    timed: tuple[int, int, int]  # pictures, rows, columns
+    num_timed: int  # pictures in batches of that shape
+    num_pictures: int
 
 
 class LayoutNotes(_Notes):
@@ -80,6 +94,7 @@ class NetworkNotes(_Notes):
     """All of them (`<eval>.json`)."""
 
     layers: dict[str, LayerNotes]
+    shapes: ShapeNotes
     speed: SpeedNotes | None
     compile: CompileNotes | None
     layout: LayoutNotes | None

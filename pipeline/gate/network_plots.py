@@ -6,7 +6,7 @@ Drawn without dates, so that equal numbers give equal files. No meaning rests on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -17,13 +17,15 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.network_notes import LayerNotes
-from pipeline.gate.networks import read_soundly
+from pipeline.gate.networks import list_inexact_layers
 from pipeline.gate.plots import draw_bars, save_figure, style_bars
 from pipeline.gate.verdicts import Judgement
 from pipeline.verdict_records import Metric
 
 _DPI = 110
-_ALGORITHMS = {"winograd_f43": ("#D55E00", "^"), "winograd_f23": ("#E69F00", "s"), "direct": ("#0072B2", "o")}
+_PLAIN, _OVERFLOWED = "torch's own", "NaN or infinity"
+_MARKS = {"winograd_f43": ("#D55E00", "^"), "winograd_f23": ("#E69F00", "s"), "direct": ("#0072B2", "o"),
+          _PLAIN: ("#4D4D4D", "o"), _OVERFLOWED: ("#000000", "X")}  # fmt: skip
 _LEAST = 1e-7  # drawn of a relative error: about that of float32's rounding
 _MAX_NAMES = 60  # of layers below the panels
 _LETTERS = 40  # of a layer's name
@@ -33,14 +35,15 @@ def plot_buckets(judgement: Judgement, path: Path) -> None:
     """Draw average precision by size of the objects for the reference and every candidate, with 95 % intervals."""
     sides = {judgement.policy.reference: judgement.reference_metrics}
     sides |= {v.candidate: v.metrics for v in judgement.verdicts}
-    series = {side: _select_areas(metrics, judgement) for side, metrics in sides.items()}
+    found = {side: _select_areas(metrics, judgement) for side, metrics in sides.items()}
+    series = {side: areas for side, areas in found.items() if areas}  # a refused one has no bar to explain
     areas = list(dict.fromkeys(area for found in series.values() for area in found))
     figure = Figure(figsize=(max(7.0, 1.2 + len(areas) * (0.4 + 0.15 * len(series))), 4.2), dpi=_DPI,
                     layout="constrained")  # fmt: skip
     axis = figure.subplots()
     width = 0.85 / max(len(series), 1)
-    for number, (side, found) in enumerate(series.items()):
-        draw_bars(axis, [found.get(area) for area in areas], number, width, side)
+    for number, (side, own) in enumerate(series.items()):
+        draw_bars(axis, [own.get(area) for area in areas], number, width, side)
     axis.set_xticks([i + 0.425 - width / 2 for i in range(len(areas))], areas, fontsize=8, parse_math=False)
     style_bars(axis, len(series), "average precision, %", "Average precision by size of the objects, 95 % intervals")
     save_figure(figure, path)
@@ -62,11 +65,14 @@ def _select_areas(metrics: Sequence[Metric], judgement: Judgement) -> dict[str, 
 
 
 def plot_layers(compared: ReleaseComparison, path: Path) -> None:
-    """Draw the relative error of each layer against float32, a panel for each candidate that has any."""
-    found = {name: notes.layers for name, m in compared.measured.items() if (notes := read_soundly(m.evidence))}
-    panels = {name: layers for name, layers in found.items() if any(layer.error for layer in layers.values())}
+    """Draw the relative error of each layer against float32, a panel for each candidate that has any.
+
+    Without any the file is written all the same, as DVC expects it; the report does not show it then.
+    """
+    found = {name: list_inexact_layers(measured.evidence) for name, measured in compared.measured.items()}
+    panels = {name: layers for name, layers in found.items() if layers}
     num_layers = max((len(layers) for layers in panels.values()), default=0)
-    figure = Figure(figsize=(min(16.0, max(7.0, 1.5 + 0.2 * num_layers)), 1.6 + 1.3 * max(len(panels), 1)), dpi=_DPI,
+    figure = Figure(figsize=(min(16.0, max(7.0, 1.5 + 0.2 * num_layers)), 1.6 + 1.3 * max(len(panels), 2)), dpi=_DPI,
                     layout="constrained")  # fmt: skip
     axes = figure.subplots(max(len(panels), 1), 1, squeeze=False, sharex=True, sharey=True).ravel()
     if not panels:
@@ -74,35 +80,46 @@ def plot_layers(compared: ReleaseComparison, path: Path) -> None:
         axes[0].text(0.5, 0.5, "no layer of any candidate differs from the reference in float32", ha="center")
         save_figure(figure, path)
         return
-    top = 10 * max(layer.error for layers in panels.values() for layer in layers.values() if layer.error < math.inf)
-    axes[0].set_ylim(_LEAST / 2, 4 * max(top, 1e-3))
+    errors = [layer.error for layers in panels.values() for layer in layers.values() if 0 < layer.error < math.inf]
+    top, low = max([1e-3, *(10 * error for error in errors)]), max(_LEAST, min(errors, default=_LEAST) / 10)
+    axes[0].set_ylim(low / 2, 4 * top)
+    marks: set[str] = set()
     for axis, (name, layers) in zip(axes, panels.items(), strict=True):
         evidence = compared.measured[name].evidence
         formats = {layer.layer: layer.format for layer in evidence.candidate.coverage} if evidence else {}
-        _draw_layers(axis, layers, formats, max(top, 1e-3))
+        marks |= _draw_layers(axis, layers, formats, top)
         axis.set_title(name, fontsize=8, loc="left")
     _name_layers(axes[-1], max(map(list, panels.values()), key=len))
     figure.supylabel("relative error against float32", fontsize=8)
-    _add_legend(figure)
+    _add_legend(figure, marks)
     save_figure(figure, path)
 
 
-def _draw_layers(axis: Axes, layers: Mapping[str, LayerNotes], formats: Mapping[str, str], top: float) -> None:
-    """Draw a dot a layer; one that is equal to the reference has none, one that overflowed a cross at the top."""
+def _draw_layers(axis: Axes, layers: Mapping[str, LayerNotes], formats: Mapping[str, str], top: float) -> set[str]:
+    """Draw a dot a layer; one that is equal to the reference has none, one that overflowed a cross at the top.
+
+    Returns:
+        The names of the marks that were drawn.
+    """
+    drawn = set()
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))  # no formula: it needs fonts
     axis.yaxis.set_minor_formatter(NullFormatter())
     for place, (name, layer) in enumerate(layers.items()):
-        colour, marker = _ALGORITHMS.get(formats.get(name, "").partition(" ")[0], ("#4D4D4D", "o"))
-        if math.isinf(layer.error):
-            axis.plot([place], [top], color="#000000", marker="X", markersize=7, markeredgecolor="white")
+        algorithm = formats.get(name, "").partition(" ")[0]
+        mark = _OVERFLOWED if math.isinf(layer.error) else algorithm if algorithm in _MARKS else _PLAIN
+        colour, marker = _MARKS[mark]
+        if mark == _OVERFLOWED:
+            axis.plot([place], [top], color=colour, marker=marker, markersize=7, markeredgecolor="white")
         elif layer.error:
             axis.plot([place], [max(layer.error, _LEAST)], color=colour, marker=marker, markersize=4.5)
+        drawn |= {mark} if layer.error else set()
     axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.tick_params(axis="both", labelsize=7)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+    return drawn
 
 
 def _name_layers(axis: Axes, names: Sequence[str]) -> None:
@@ -112,8 +129,7 @@ def _name_layers(axis: Axes, names: Sequence[str]) -> None:
                     parse_math=False)  # fmt: skip
 
 
-def _add_legend(figure: Figure) -> None:
-    marks = {**_ALGORITHMS, "torch's own": ("#4D4D4D", "o"), "NaN or infinity": ("#000000", "X")}
+def _add_legend(figure: Figure, drawn: Collection[str]) -> None:
     handles = [Line2D([], [], color=colour, marker=marker, linestyle="", markersize=6, label=label)
-               for label, (colour, marker) in marks.items()]  # fmt: skip
+               for label, (colour, marker) in _MARKS.items() if label in drawn]  # fmt: skip
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=7, frameon=False)

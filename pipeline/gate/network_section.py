@@ -12,7 +12,7 @@ from pipeline.errors import EvidenceError, NumericsError
 from pipeline.gate.markdown import render_table
 from pipeline.gate.network_costs import count_overflows, format_error, format_headroom
 from pipeline.gate.network_notes import LayerNotes
-from pipeline.gate.networks import read_soundly
+from pipeline.gate.networks import list_inexact_layers, list_limits, read_soundly, tell_limit
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.pictures import measure_given
 from pipeline.gate.wording import escape_markdown
@@ -30,7 +30,7 @@ def describe_network(evidence: Evidence) -> list[str]:
         counts = Counter(layer.format for layer in candidate.coverage)
         said.append("Policy, emulated: " + ", ".join(f"{num} layers {escape_markdown(name)}"
                                                      for name, num in counts.most_common()) + ".")  # fmt: skip
-    said += describe_fallbacks(candidate.fallbacks)
+    said += describe_fallbacks([*candidate.fallbacks, *_list_missed(evidence)])
     if num := count_overflows(layers.values()):
         first = next(name for name, layer in layers.items() if layer.nonfinite_count)
         said.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
@@ -40,6 +40,14 @@ def describe_network(evidence: Evidence) -> list[str]:
         said += [_describe_tiles(name, records, tiling) for name, records in evidence.records.items()]
     table = [_fold("Layers: algorithm, number format, error and headroom", tabulate_policy(candidate, layers))]
     return said + (table if candidate.coverage else [])
+
+
+def _list_missed(evidence: Evidence) -> list[Fallback]:
+    """Return where compilation did not reach all shapes; only the evaluation knows that, not what was built."""
+    try:
+        return [Fallback(layer="(all)", reason=tell_limit(met)) for met in list_limits(evidence)]
+    except EvidenceError:  # the verdict says so
+        return []
 
 
 def _describe_step(step: dict[str, Any]) -> str:
@@ -124,12 +132,13 @@ def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]
 
 
 def embed_network_pictures(evidence: Sequence[Evidence | None], track: str) -> list[str]:
-    """Return the Markdown of the pictures beside the report."""
+    """Return the Markdown of the pictures beside the report, less those that no candidate has anything to show in."""
+    layers = ["![Relative error of each layer against float32](layers.png)\n"]
+    layers = layers if any(map(list_inexact_layers, evidence)) else []
     if track == "detector":
         return ["![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
-                "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n",
-                "![Relative error of each layer against float32](layers.png)\n"]  # fmt: skip
+                "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n", *layers]
     parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]
     if any(e is not None and e.candidate.serving.tiling for e in evidence):
         parts.append("![A stitch of the worst picture of each tiled candidate, and the step across it](seams.png)\n")
-    return [*parts, "![Relative error of each layer against float32](layers.png)\n"]
+    return [*parts, *layers]

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.network_notes import NetworkNotes, SpeedNotes, read_network_notes
+from pipeline.gate.network_notes import (
+    CompileNotes,
+    LayerNotes,
+    NetworkNotes,
+    ShapeNotes,
+    SpeedNotes,
+    parse_notes,
+    read_network_notes,
+)
 from pipeline.gate.pairing import Evidence
 from pipeline.network_params import SPEED_STEPS
 from pipeline.verdict_records import GAIN_BELOW, Gain, MedianInterval
@@ -24,17 +32,22 @@ def measure_gain(evidence: Evidence) -> Gain | None:
     if speed is None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
-    ratio = speed.ratio
+    for met in list_limits(evidence):
+        return Gain(steps=steps, baseline=speed.baseline,
+                    why=f"{what}: {tell_limit(met)}; give it fewer shapes, or dynamic: true")
+    ratio, shapes = speed.ratio, notes.shapes if notes else None
+    where = f", on {tell_shape(shapes)}" if shapes and shapes.num_shapes > 1 else ""
     if ratio is None:
         return Gain(steps=steps, baseline=speed.baseline,
                     why=f"{what}: not timed, as its outputs {tell_difference(speed)} those of {speed.baseline}")
     if (wall := speed.timed["wall"].ratio if speed.timed and "wall" in speed.timed else ratio).low > 1:
         return Gain(steps=steps, baseline=speed.baseline, ratio=wall, clock="wall",
-                    why=f"{what}: by the wall clock it takes {tell_ratio(wall)} of the time of {speed.baseline}, "
-                        f"though {tell_ratio(ratio)} by the {tell_clock(speed.clock)} clock; users wait by the former")
+                    why=f"{what}: by the wall clock it takes {tell_ratio(wall)} of the time of {speed.baseline}"
+                        f"{where}, though {tell_ratio(ratio)} by the {tell_clock(speed.clock)} clock; users wait by "
+                        "the former")  # fmt: skip
     return Gain(steps=steps, baseline=speed.baseline, ratio=ratio, clock=speed.clock,
-                why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}; "
-                    f"a gain is surely below {GAIN_BELOW:g}")
+                why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}"
+                    f"{where}; a gain is surely below {GAIN_BELOW:g}")  # fmt: skip
 
 
 def read_soundly(evidence: Evidence | None) -> NetworkNotes | None:
@@ -43,6 +56,39 @@ def read_soundly(evidence: Evidence | None) -> NetworkNotes | None:
         return None if evidence is None else read_network_notes(evidence)
     except EvidenceError:
         return None
+
+
+def list_inexact_layers(evidence: Evidence | None) -> dict[str, LayerNotes]:
+    """Return the layers of a candidate; none where no layer differs from the reference's in float32, or unknown."""
+    notes = read_soundly(evidence)
+    return notes.layers if notes and any(layer.error for layer in notes.layers.values()) else {}
+
+
+def list_limits(evidence: Evidence) -> list[CompileNotes]:
+    """Return what compilation met in each eval in which it reached torch's limit.
+
+    Raises:
+        EvidenceError: an eval's notes can't be read.
+    """
+    notes = (parse_notes(evidence.folder / f"{name}.json") for name in evidence.records)
+    return [n.compile for n in notes if n.compile and n.compile.num_over_limit]
+
+
+def tell_limit(met: CompileNotes) -> str:
+    """Say that some shapes ran without compilation."""
+    frames = "1 frame" if met.num_over_limit == 1 else f"{met.num_over_limit} frames"
+    return (f"torch.compile reached its limit of {met.limit} graphs of one function at shape {met.shape_over_limit} of "
+            f"{met.num_shapes} ({frames}): it and new shapes after it run without compilation")
+
+
+def tell_shape(shapes: ShapeNotes) -> str:
+    """Say what was timed: "8 pictures of 320 x 320, the most common of 2 shapes (296 of 300 pictures)"."""
+    num, rows, columns = shapes.timed
+    said = f"{num} picture{'' if num == 1 else 's'} of {rows} x {columns}"
+    if shapes.num_shapes == 1:
+        return said
+    return (f"{said}, the most common of {shapes.num_shapes} shapes ({shapes.num_timed} of {shapes.num_pictures} "
+            "pictures)")  # fmt: skip
 
 
 def tell_ratio(ratio: MedianInterval) -> str:

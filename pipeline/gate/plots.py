@@ -147,7 +147,8 @@ def style_bars(axis: Axes, num_sides: int, ylabel: str, title: str) -> None:
     axis.set_ylim(0, 100)
     axis.set_ylabel(ylabel, fontsize=9)
     axis.set_title(title, fontsize=10, loc="left")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(num_sides, 6), fontsize=8, frameon=False)
+    if num_sides:
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(num_sides, 6), fontsize=8, frameon=False)
     axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     axis.set_axisbelow(True)
     for side in ("top", "right"):

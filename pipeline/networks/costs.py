@@ -28,6 +28,7 @@ from pipeline.tile_grid import place_tiles
 from pipeline.timing import TOLERANCES, compare_outputs, measure_peak_bytes, read_seconds, time_in_turn
 
 ROUNDS = 12  # pairs that are timed
+_LIMIT_REACHED = "Dynamo recompile limit exceeded"  # starts the reason that torch counts (_dynamo/convert_frame.py)
 _LAYOUT = {"channels_last": False, "compile_mode": None, "compile_dynamic": None}
 
 Floats = NDArray[np.float64]
@@ -46,22 +47,25 @@ def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
 
 
 def measure_costs(
-    load: Load, serving: NetworkServing, first: torch.Tensor, largest: torch.Tensor, batches: Iterable[torch.Tensor]
+    load: Load, serving: NetworkServing, timed: torch.Tensor, largest: torch.Tensor, batches: Iterable[torch.Tensor]
 ) -> dict[str, Any]:
     """Return what is noted of a candidate's costs, as JSON.
 
     Args:
         load: sets the candidate's network up as a serving config says.
         serving: the candidate's.
-        first: batch of uint8 pixels, (pictures, rows, columns, 3), which is timed.
+        timed: batch of uint8 pixels, (pictures, rows, columns, 3).
         largest: the largest picture, (1, rows, columns, 3), whose memory is weighed.
         batches: one of each shape that the eval meets; read only where something is compiled.
     """
-    _check_repeats(load(serving), first)
+    network = load(serving)
+    # first: what is timed then is what has met every shape, as the network that serves has
+    compilations = _count_compilations(network, batches)
+    _check_repeats(network, timed)
     return {
-        "speed": measure_speed(load, serving, first),
-        "compile": _count_compilations(load, serving, batches),
-        "layout": _follow_layout(load, serving, first),
+        "speed": measure_speed(load, serving, timed, network),
+        "compile": compilations,
+        "layout": _follow_layout(load, serving, timed),
         "peak_mib": _weigh(load, serving, largest),
         "peak_pixels": list(largest.shape[1:3]),
         "work": count_work(largest.shape[1:3], serving),
@@ -79,15 +83,18 @@ def _check_repeats(network: Network, pixels: torch.Tensor) -> None:
                           "the module")  # fmt: skip
 
 
-def measure_speed(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:
+def measure_speed(
+    load: Load, serving: NetworkServing, pixels: torch.Tensor, network: Network | None = None
+) -> dict[str, Any] | None:
     """Return the times of a candidate and of its baseline on one batch, in CPU seconds and by the wall clock, as JSON.
 
-    `timed` is None where the outputs differ by more than rounding; all is None where there is no baseline.
+    `timed` is None where the outputs differ by more than rounding; all is None where there is no baseline. A network
+    that is given is the candidate's, loaded before.
     """
     base = choose_baseline(serving)
     if base is None:
         return None
-    ours, theirs = load(serving), load(base)
+    ours, theirs = network or load(serving), load(base)
     x, y = ours.prepare(pixels), theirs.prepare(pixels)
     difference = _differ(ours.run(x), theirs.run(y))
     tolerance = TOLERANCES[getattr(torch, serving.dtype)]
@@ -131,20 +138,24 @@ def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(np.max([0.0 if torch.equal(x, y) else compare_outputs(x, y) for x, y in pairs]))
 
 
-def _count_compilations(load: Load, serving: NetworkServing, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
+def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
     """Return what compilation met from its first call on, over one batch of each shape.
 
     Graphs and graph breaks are those of the first shape, recompilations the graphs of the others. Nothing that was
-    compiled before is taken over, so the first call takes as long as on a machine that never saw the network.
+    compiled before is taken over, so the first call takes as long as on a machine that never saw the network. Where
+    torch has compiled a function as often as its limit allows, it runs it without for every further shape and only
+    logs it: `num_over_limit` counts such functions, `shape_over_limit` is the number of the shape that was the first.
     """
-    if serving.compile_mode is None:
+    if network.serving.compile_mode is None:
         return None
+    from torch._dynamo import config
     from torch._dynamo.utils import counters, graph_break_reasons
     from torch._inductor.utils import fresh_cache
 
     torch._dynamo.reset()
     counters.clear()
-    network, graphs, breaks, seconds = load(serving), [], [], []
+    graphs: list[int] = []
+    breaks, over, seconds = [], [], []
     with fresh_cache():
         for pixels in batches:
             start = time.perf_counter()
@@ -152,8 +163,11 @@ def _count_compilations(load: Load, serving: NetworkServing, batches: Iterable[t
             seconds.append(time.perf_counter() - start)
             graphs.append(counters["stats"]["unique_graphs"])
             breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
-    return {"mode": serving.compile_mode, "num_graphs": graphs[0], "num_recompilations": graphs[-1] - graphs[0],
-            "num_graph_breaks": breaks[0], "num_shapes": len(graphs), "first_call_s": round(seconds[0], 2)}
+            over.append(sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT_REACHED)))
+    return {"mode": network.serving.compile_mode, "num_graphs": graphs[0], "num_recompilations": graphs[-1] - graphs[0],
+            "num_graph_breaks": breaks[0], "num_shapes": len(graphs), "first_call_s": round(seconds[0], 2),
+            "limit": config.recompile_limit, "num_over_limit": over[-1],
+            "shape_over_limit": next((i for i, num in enumerate(over, start=1) if num), None)}  # fmt: skip
 
 
 def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:

@@ -26,7 +26,15 @@ from pipeline.evaluation_folder import make_evaluation
 from pipeline.files import write_text
 from pipeline.network_params import NetworkTrack, UpscalingEval
 from pipeline.networks.detecting import list_categories, save_tables
-from pipeline.networks.workers import Order, PictureCase, describe_run, read_facts, run_batch, start_runners
+from pipeline.networks.workers import (
+    Order,
+    PictureCase,
+    ShapeBatch,
+    describe_run,
+    read_facts,
+    run_batch,
+    start_runners,
+)
 from pipeline.pictures import measure_picture
 from pipeline.record_files import write_cases
 from pipeline.records import Evaluation, NetworkCandidate
@@ -121,12 +129,12 @@ def _batch(cases: Sequence[PictureCase], folder: Path, size: int) -> list[list[P
     return [some[i : i + size] for some in groups.values() for i in range(0, len(some), size)]
 
 
-def _pick_shapes(batches: Sequence[list[PictureCase]], folder: Path) -> list[list[PictureCase]]:
+def _pick_shapes(batches: Sequence[list[PictureCase]], folder: Path) -> list[ShapeBatch]:
     """Return one batch of each shape, in their order."""
-    shapes: dict[Any, list[PictureCase]] = {}
+    shapes: dict[Any, list[list[PictureCase]]] = {}
     for batch in batches:
-        shapes.setdefault((len(batch), measure_picture(folder / batch[0].image)), batch)
-    return list(shapes.values())
+        shapes.setdefault((len(batch), measure_picture(folder / batch[0].image)), []).append(batch)
+    return [ShapeBatch(alike[0], sum(map(len, alike))) for alike in shapes.values()]
 
 
 def digest_work(

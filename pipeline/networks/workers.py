@@ -185,12 +185,20 @@ def _count(results: Any) -> int | None:
         return None
 
 
-def describe_run(cases: Sequence[PictureCase], batches: Sequence[Sequence[PictureCase]]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ShapeBatch:
+    """One batch of a shape, and how many pictures of the eval come in batches of that shape."""
+
+    cases: Sequence[PictureCase]
+    num_pictures: int
+
+
+def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> dict[str, Any]:
     """Return what is noted of a candidate beside its records: how far each layer is from float32, and what it costs.
 
     Args:
         cases: whose pictures layers are compared on, one at a time.
-        batches: one of each shape that the eval meets.
+        shapes: all that the eval meets, in its order; time is measured on the most common one.
     """
     loaded: _Loaded = get_loaded()
     serving = loaded.order.candidate.serving
@@ -199,9 +207,14 @@ def describe_run(cases: Sequence[PictureCase], batches: Sequence[Sequence[Pictur
     def read(batch: Sequence[PictureCase]) -> torch.Tensor:
         return torch.from_numpy(np.stack([_read(loaded, case) for case in batch]))
 
+    batches = [shape.cases for shape in shapes]
     largest = max(batches, key=lambda batch: np.prod(measure_picture(folder / batch[0].image)))[:1]
+    common = max(shapes, key=lambda shape: shape.num_pictures)  # of equals the first
+    timed = read(common.cases)
     return {"layers": _compare_layers(loaded, cases),
-            **measure_costs(loaded.load, serving, read(batches[0]), read(largest), map(read, batches))}
+            "shapes": {"num_shapes": len(shapes), "timed": list(timed.shape[:3]), "num_timed": common.num_pictures,
+                       "num_pictures": sum(shape.num_pictures for shape in shapes)},
+            **measure_costs(loaded.load, serving, timed, read(largest), map(read, batches))}  # fmt: skip
 
 
 def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:

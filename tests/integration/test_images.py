@@ -300,6 +300,9 @@ SHOTS = {"checkpoint": "models/product-shots", "steps": []}
                  "steps.0.tile: expected less than the images' 64 pixels", id="tile-as-large-as-the-image"),
     pytest.param([{"kind": "vae_tiling", "tile": 30, "overlap": 0, "window": "none"}],
                  "and a multiple of 4, got 30", id="tile-between-latent-pixels"),
+    pytest.param([{"kind": "vae_tiling", "tile": 32, "overlap": 0.1, "window": "hann"}],
+                 "steps.0.overlap: expected a latent pixel (4 pixels) or more for window hann to blend, got 0.1 of a "
+                 "tile of 32; raise it, or set window: none", id="overlap-below-a-latent-pixel"),
     pytest.param([{"kind": "guidance", "scale": 5, "by_category": {
         "background/white": {"scale": 9}, "finish/glossy": {"scale": 2}}}],
         "expected one guidance for a prompt, got those of", id="two-guidances"),

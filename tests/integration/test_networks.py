@@ -693,7 +693,8 @@ def test_channels_last_finds_the_same_and_its_layout_is_noted(project: Path, her
     assert notes["speed"]["baseline"] == "torch float32" and notes["compile"] is None
     assert read_notes(project, track, "doubled") | {"peak_mib": 0} == {
         "layers": {}, "speed": None, "compile": None, "layout": None, "peak_mib": 0, "peak_pixels": [64, 96],
-        "work": 1.0}  # fmt: skip
+        "work": 1.0, "shapes": {"num_shapes": 1, "timed": [2, 64, 96], "num_timed": 4,
+                                "num_pictures": 4}}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -709,7 +710,9 @@ def test_graph_breaks_and_recompilations_are_counted(project: Path, here: None) 
     found = read_notes(project, track, "compiled")["compile"]
     assert found["num_graphs"] == found["num_graph_breaks"] == 2
     assert found["num_shapes"] == 3, "whole batches, the one of three before the wide picture, and that"
-    assert found["num_recompilations"] >= 2
+    assert found["num_recompilations"] >= 2 and found["num_over_limit"] == 0
+    assert read_notes(project, track, "compiled")["shapes"] == {
+        "num_shapes": 3, "timed": [4, 32, 32], "num_timed": 36, "num_pictures": NUM_PICTURES}  # fmt: skip
     assert found["first_call_s"] > 0.3, "the file system's cache was not asked"
     assert all(a.scores == b.scores for a, b in zip(exact, compiled, strict=True))
 

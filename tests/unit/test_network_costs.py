@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed
@@ -113,3 +114,29 @@ def test_shapes_are_read_only_where_something_is_compiled(tmp_path: Path) -> Non
         yield
 
     assert math.isfinite(measure_costs(make_load(tmp_path), NetworkServing(), PIXELS, PIXELS[:1], read())["work"])
+
+
+@pytest.mark.slow
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_a_shape_beyond_the_recompile_limit_is_counted(tmp_path: Path) -> None:
+    """torch then runs the network uncompiled and only logs it; the first shape's speed stood for all."""
+    serving = NetworkServing(batch_size=2, compile_mode="default", compile_dynamic=False)
+    shapes = [PIXELS[:, :, :width] for width in (32, 24, 16, 8)]
+    met = measure_costs(make_load(tmp_path), serving, PIXELS, PIXELS[:1], shapes)["compile"]
+    assert (met["num_graphs"], met["num_recompilations"], met["num_shapes"], met["limit"]) == (1, 1, 4, 2)
+    assert met["num_over_limit"] == 1 and met["shape_over_limit"] == 3
+
+
+@pytest.mark.slow
+def test_what_is_timed_is_what_ran_all_shapes(tmp_path: Path) -> None:
+    """A network that is compiled anew for its own shape alone is faster than the one that serves."""
+    loaded, load = [], make_load(tmp_path)
+
+    def count(serving: NetworkServing) -> Any:
+        loaded.append(serving.compile_mode)
+        return load(serving)
+
+    serving = NetworkServing(batch_size=2, compile_mode="default")
+    costs = measure_costs(count, serving, PIXELS, PIXELS[:1], [PIXELS])
+    assert costs["speed"]["timed"] and loaded.count("default") == 1
+    assert costs["compile"]["num_over_limit"] == 0 and costs["compile"]["shape_over_limit"] is None

@@ -107,6 +107,10 @@ def test_a_detector_that_contradicts_itself_is_told_by_its_key(changes: dict[str
                  id="tile-no-integer"),
     pytest.param(steps(TILING | {"window": "cosine"}), "upscaler.candidates.mine.steps.0.window: expected 'none', ",
                  id="window"),
+    pytest.param(steps(TILING | {"overlap": 0.0}), "upscaler.candidates.mine.steps.0.overlap: expected a pixel or "
+                 "more for window hann to blend, got 0 of a tile of 32; raise it, or set window: none", id="gap"),
+    pytest.param(steps(TILING | {"overlap": 0.01, "window": "linear"}), "upscaler.candidates.mine.steps.0.overlap: "
+                 "expected a pixel or more for window linear to blend, got 0.01 of a tile of 32", id="half-a-pixel"),
     pytest.param({"evals": {"views": {"kind": "upscaling", "evalset": "e", "areas": {}}}},
                  "upscaler.evals.views.areas: unknown key", id="areas"),
 ])  # fmt: skip
@@ -120,6 +124,7 @@ def test_an_upscaler_that_contradicts_itself_is_told_by_its_key(changes: dict[st
     ("detector", steps(POLICY | {"rules": [RULE, RULE | {"reason": "small"}]})),
     ("upscaler", steps(TILING, POLICY)),
     ("upscaler", steps(TILING, HALF, {"kind": "channels_last"})),
+    ("upscaler", steps(TILING | {"overlap": 0.0, "window": "none"})),
 ])  # fmt: skip
 def test_steps_that_go_together_are_let_through(section: str, given: dict[str, Any]) -> None:
     """Without it a check that refuses every second step would pass all above."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from pipeline.detections import Detections, match_image
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
+from pipeline.gate import network_plots
 from pipeline.gate.boxes import find_lost, list_losses, read_found
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.flips import list_worst_images, worst_cases
@@ -22,15 +26,18 @@ from pipeline.gate.network_section import describe_fallbacks
 from pipeline.gate.pictures import LARGEST_SHOWN, crop_most_different
 from pipeline.gate.report import render_report
 from pipeline.gate.seams import cut_strip
-from pipeline.gate.verdicts import render_gate
+from pipeline.gate.verdicts import is_blocking, render_gate
 from pipeline.record_files import read_record, write_record
 from pipeline.records import CaseRecord, Evaluation, Fallback
 from pipeline.serving_records import Tiling
 from stages.compare import PLOTS
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
+    NOTES,
+    REFERENCE,
     TILE,
     Way,
+    compile_notes,
     make_network_track,
     make_people,
     time_notes,
@@ -39,6 +46,8 @@ from tests.synthetic_networks import (
 )
 
 COMPILED = {"kind": "compile", "mode": "default"}
+LAST = {"kind": "channels_last"}
+HALF = {"kind": "precision", "dtype": "bfloat16"}
 TILED = {"kind": "tiling", "tile": TILE, "overlap": 0.0, "window": "none"}
 POLICY = {"kind": "conv_policy", "algorithm": "winograd_f43", "dtype": "float16", "rules": [
     {"layers": ["branches.*"], "algorithm": "direct", "dtype": "float16", "reason": "F(4,3) leaves | no room"}]}
@@ -50,7 +59,7 @@ FORGED = "x</b>\n# `PASS`|](http://a)"
 WAYS = {
     "policy": Way([POLICY], notes=OVERFLOW | {"peak_mib": None}, by=LOSING),
     "compiled": Way([COMPILED], by=Change(score=0, box=0), notes={
-        "speed": time_notes(), "compile": {"num_graph_breaks": 0, "num_recompilations": 2, "first_call_s": 1.25}}),
+        "speed": time_notes(), "compile": compile_notes(num_recompilations=2, first_call_s=1.25)}),
     "last": Way([{"kind": "channels_last"}], by=Change(score=0, box=0), notes={
         "speed": time_notes(high=0.99),
         "layout": {"other_formats": ["head"], "num_reorders": {"first": 9, "last": 1}}}),
@@ -77,9 +86,9 @@ def judged(detector: Path) -> ReleaseComparison:
     return compare_release(make_network_track("detector", WAYS), detector)
 
 
-def judge_upscaler(root: Path, ways: dict[str, Way]) -> ReleaseComparison:
+def judge_upscaler(root: Path, ways: dict[str, Way], plain: dict[str, Any] | None = None) -> ReleaseComparison:
     track = make_network_track("upscaler", ways)
-    return compare_release(track, write_upscaler(root, track, ways))
+    return compare_release(track, write_upscaler(root, track, {REFERENCE: Way(notes=plain or {}), **ways}))
 
 
 def costs_of(compared: ReleaseComparison, name: str) -> dict[str, str]:
@@ -114,7 +123,7 @@ def test_costs_say_what_was_measured_and_nothing_of_an_emulation(judged: Release
     assert policy["largest relative error"] == "not finite in `a&#124;b`", "the first that overflowed"
     assert policy["least headroom, doublings"] == "overflow in `a&#124;b`"
     assert compiled["time to its baseline"] == "0.700 (0.650 to 0.750) CPU"
-    assert compiled["graph breaks / recompilations / first call"] == "0 / 2 / 1.2 s"
+    assert compiled["graphs / graph breaks / recompilations / first call"] == "3 / 0 / 2 / 1.2 s"
     assert (last["modules in another format"], last["reorders"]) == ("1", "9 → 1")
     assert "work" not in last, "nothing is tiled: a column of nothing"
     report = render_report(judged)
@@ -127,6 +136,29 @@ def test_what_was_not_timed_says_why(tmp_path: Path, difference: float | None, s
     compared = judge_upscaler(tmp_path, {"compiled": Way([COMPILED], notes={"speed": speed})})
     assert said in costs_of(compared, "compiled")["time to its baseline"]
     assert compared.judgement.verdicts[0].outcome == "no gain" and said in compared.judgement.verdicts[0].reasons[0]
+
+
+def test_a_network_that_is_not_compiled_for_all_shapes_is_a_fallback_and_no_gain(tmp_path: Path) -> None:
+    """It ran without compilation on most pictures, and passed as compiled by the time of the first shape."""
+    met = compile_notes(num_recompilations=7, num_shapes=12, num_over_limit=1, shape_over_limit=9)
+    compared = judge_upscaler(tmp_path, {"compiled": Way([COMPILED], notes={"speed": time_notes(), "compile": met})})
+    said = "torch.compile reached its limit of 8 graphs of one function at shape 9 of 12 (1 frame)"
+    verdict = compared.judgement.verdicts[0]
+    assert verdict.outcome == "no gain" and f"no gain: compile: {said}" in verdict.reasons[0]
+    assert is_blocking(verdict, compared.judgement.policy)
+    report = render_report(compared)
+    assert f"Fallback: `(all)`: {said}: it and new shapes after it run without compilation." in report
+    assert costs_of(compared, "compiled")["graphs / graph breaks / recompilations / first call"] == (
+        "8 / 0 / 7 / 1.0 s, limit reached")  # fmt: skip
+
+
+def test_the_time_says_of_which_shape_it_is(tmp_path: Path) -> None:
+    shapes = {"num_shapes": 3, "timed": [4, 32, 40], "num_timed": 28, "num_pictures": 40}
+    slow = {"speed": time_notes(high=0.99), "shapes": shapes}
+    compared = judge_upscaler(tmp_path, {"last": Way([LAST], notes=slow)}, {"shapes": shapes})
+    said = "4 pictures of 32 x 40, the most common of 3 shapes (28 of 40 pictures)"
+    assert f"of one batch on this machine, {said}," in " ".join(render_report(compared).split())
+    assert f"of the CPU time of torch float32, on {said}; a gain is" in compared.judgement.verdicts[0].reasons[0]
 
 
 def test_a_policy_is_told_layer_by_layer_with_the_reasons_of_its_rules(judged: ReleaseComparison) -> None:
@@ -240,6 +272,44 @@ def test_every_picture_stands_in_the_report_and_has_the_same_bytes_again(
         report = render_report(compared)
         assert all(f"]({name})" in report for name in PLOTS[compared.judgement.policy.track])
         assert draw_all(compared, tmp_path) == draw_all(compared, tmp_path)
+
+
+def list_words(plot: Callable[[Path], None], path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return what a plot's legends and titles say."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(network_plots, "save_figure", lambda figure, _path: drawn.append(figure))
+    plot(path)
+    return {text.get_text() for text in drawn[0].findobj(Text)} - {""}
+
+
+def test_the_picture_of_layers_is_shown_only_where_a_layer_differs(tmp_path: Path) -> None:
+    """DVC wants its file in any case; an empty one stood in the report, and in MLflow."""
+    exact = {"layers": {"stem": NOTES["layers"]["stem"]}}
+    for ways, is_shown in (({"tiled": Way([TILED], notes=exact)}, False),
+                           ({"half": Way([HALF]), "tiled": Way([TILED], notes=exact)}, True)):  # fmt: skip
+        compared = judge_upscaler(tmp_path / str(is_shown), ways, exact)
+        assert ("](layers.png)" in render_report(compared)) == is_shown
+        assert draw_all(compared, tmp_path)["layers.png"]
+
+
+def test_the_picture_of_layers_explains_only_marks_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = judge_upscaler(tmp_path, {"half": Way([HALF])})
+    words = list_words(partial(network_plots.plot_layers, compared), tmp_path, monkeypatch)
+    assert {"half", "torch's own", "stem"} <= words
+    assert not words & {"winograd_f43", "winograd_f23", "direct", "NaN or infinity"}
+
+
+def test_a_candidate_without_results_is_not_in_the_legend_of_sizes(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = tmp_path / "build"
+    shutil.copytree(small, build)
+    (build / "evaluations/last/scenes.npz").unlink()
+    judgement = compare_release(make_network_track("detector", WAYS), build).judgement
+    words = list_words(partial(network_plots.plot_buckets, judgement), tmp_path, monkeypatch)
+    assert {"plain", "policy", "compiled"} <= words and "last" not in words
 
 
 Damage = Callable[[Path], Any]

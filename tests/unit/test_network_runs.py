@@ -18,8 +18,17 @@ from pipeline.run_contents import RunContents, describe_runs
 from pipeline.run_pictures import draw_pictures
 from pipeline.settings import TRACKS
 from pipeline.tracking import EXPERIMENTS, PAGES_FILES, log_runs, write_pages
+from stages.track import list_attachments
 from tests.synthetic_detections import Change
-from tests.synthetic_networks import NOTES, Way, make_network_track, time_notes, write_detector, write_upscaler
+from tests.synthetic_networks import (
+    NOTES,
+    Way,
+    compile_notes,
+    make_network_track,
+    time_notes,
+    write_detector,
+    write_upscaler,
+)
 
 SAME = Change(score=0, box=0)
 DETECTORS = {
@@ -27,7 +36,7 @@ DETECTORS = {
         "speed": time_notes(high=0.99),
         "layout": {"other_formats": ["head"], "num_reorders": {"first": 9, "last": 1}}}),
     "losing": Way([{"kind": "compile", "mode": "default"}], by=Change(score=0, box=0, drop_small=0.5), notes={
-        "speed": time_notes(), "compile": {"num_graph_breaks": 1, "num_recompilations": 2, "first_call_s": 3.5}}),
+        "speed": time_notes(), "compile": compile_notes(num_graph_breaks=1, num_recompilations=2, first_call_s=3.5)}),
 }  # fmt: skip
 UPSCALERS = {"tiled": Way([{"kind": "tiling", "tile": 16, "overlap": 0.0, "window": "none"}], seam=5.0,
                           notes={"work": 1.3}),
@@ -83,8 +92,9 @@ def test_costs_are_metrics_of_a_run(detector: Path, upscaler: Path) -> None:
     shared = {"cost/work": 1.0, "cost/peak_mib": 8.0, "cost/largest_error_percent": pytest.approx(0.2),
               "cost/least_headroom_doublings": 7.0}  # fmt: skip
     assert costs["plain"] == shared
-    assert costs["losing"] == shared | {"cost/time_percent_of_baseline": 70.0, "cost/num_graph_breaks": 1.0,
-                                        "cost/num_recompilations": 2.0, "cost/first_call_s": 3.5}  # fmt: skip
+    assert costs["losing"] == shared | {
+        "cost/time_percent_of_baseline": 70.0, "cost/num_graph_breaks": 1.0, "cost/num_graphs": 3.0,
+        "cost/num_recompilations": 2.0, "cost/first_call_s": 3.5}  # fmt: skip
     assert costs["same"] == shared | {"cost/time_percent_of_baseline": 70.0, "cost/num_other_formats": 1.0,
                                       "cost/num_reorders_first": 9.0, "cost/num_reorders_last": 1.0}  # fmt: skip
     assert describe(upscaler, "upscaler", UPSCALERS)["tiled"].metrics["cost/work"] == 1.3
@@ -136,6 +146,14 @@ def test_a_verdict_of_no_gain_has_a_colour_of_its_own(tmp_path: Path) -> None:
                          tmp_path / "build")  # fmt: skip
     assert [run.params["gate"] for run in runs] == ["reference", "no gain (release)", "pass (release)"]
     assert len({run.color for run in runs}) == 3
+
+
+def test_pictures_that_the_report_leaves_out_are_not_attached(tmp_path: Path) -> None:
+    """They are there for DVC and show nothing; what a script draws beside the report stays."""
+    for name in ("harm.png", "layers.png", "seams.png", "sweep.png"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "report.md").write_text("![a](harm.png)\n![b](seams.png)\n")
+    assert [path.name for path in list_attachments(tmp_path)] == ["report.md", "harm.png", "seams.png", "sweep.png"]
 
 
 Damage = Callable[[Path], Any]

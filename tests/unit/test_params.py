@@ -335,3 +335,16 @@ def test_black_images_must_have_a_tolerance() -> None:
     assert [p for p in find_image_problems(make_track()) if "expected shots/sound_image_rate" in p]
     tolerances = {"shots/sound_image_rate": {"overall": 0.02}}
     assert not find_image_problems(make_track(tolerances=tolerances))
+
+
+@pytest.mark.parametrize(("window", "is_refused"), [("hann", True), ("linear", True), ("none", False)])
+def test_decoding_tiles_that_can_not_blend_is_refused(window: str, is_refused: bool) -> None:
+    """A window over no overlap cuts as none does, and the report would call it blended."""
+    data = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
+    step = {"kind": "vae_tiling", "tile": 32, "overlap": 0.0, "window": window}
+    data["images"]["candidates"]["cut"] = data["images"]["candidates"]["tiled"] | {"steps": [step]}
+    if is_refused:
+        assert refusal(data).startswith("images.candidates.cut.steps.0.overlap: expected a pixel or more for window "
+                                        f"{window} to blend, got 0 of a tile of 32")  # fmt: skip
+    else:
+        parse_params(data)
