@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -268,3 +270,23 @@ def test_runs_as_a_program_without_anything_heavy(tmp_path):
         child = subprocess.run([*program, "compare", *sides], cwd=ROOT, capture_output=True, text=True)
         assert child.returncode == 0, child.stderr
         assert "PASS" in child.stdout and not child.stderr
+
+
+def test_what_an_installed_command_needs_is_what_was_run():
+    """Another range than that of requirements.txt was never tested."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = {line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()}
+    assert set(project["dependencies"]) <= lines
+
+
+def test_the_launcher_of_a_clone_runs_its_own_pipeline_from_anywhere(tmp_path):
+    """A folder `pipeline` where it is called is somebody else's."""
+    folder = tmp_path / "clone/.venv/bin"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/quantgate", folder)
+    write_text(folder / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
+    (tmp_path / "clone/pipeline").symlink_to(ROOT / "pipeline")
+    write_text(tmp_path / "here/pipeline/__main__.py", "raise SystemExit('another')")
+    child = subprocess.run([folder / "quantgate", "gte"], cwd=tmp_path / "here", capture_output=True, text=True)
+    assert child.returncode == 1 and child.stderr.startswith("quantgate: argument")
