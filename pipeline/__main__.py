@@ -81,7 +81,7 @@ def compare(options: argparse.Namespace) -> int:
     reference, candidate = _read_sides(options)
     rules = _read_rules(options, reference, candidate)
     with use_metrics(rules.definitions):
-        judgement = judge_outcomes(reference, candidate, rules)
+        judgement = judge_outcomes(reference, candidate, rules).judgement
         print(render_outcomes(judgement, reference, rules))
     if options.json:
         write_record(options.json, judgement)
@@ -140,9 +140,9 @@ def _number(option: str, value: str) -> float:
 
 
 def _direction(name: str, value: str) -> Literal["higher", "lower"]:
-    if value == "higher" or value == "lower":
-        return value
-    raise SettingsError(f"--better {name}: expected higher or lower, got {value!r}")
+    if value not in ("higher", "lower"):
+        raise SettingsError(f"--better {name}: expected higher or lower, got {value!r}")
+    return "higher" if value == "higher" else "lower"
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -6,7 +6,7 @@ weights, speeds. Evidence that is not fit makes the verdict "refused" and is nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
 from dataclasses import asdict
 from typing import Any
 
@@ -15,8 +15,8 @@ from pipeline.errors import EvidenceError
 from pipeline.fingerprints import fingerprint
 from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
-from pipeline.gate.compare import number_clusters
-from pipeline.gate.decision import Measurement, combine, judge_all
+from pipeline.gate.compare import Measured, ReleaseComparison, number_clusters
+from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.verdicts import REFUSED, Judgement, Policy, is_blocking
@@ -29,31 +29,34 @@ from pipeline.verdict_records import Certificate, Comparison, Metric, Verdict
 KIND = "outcomes"  # of an eval whose records others made
 
 
-def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> Judgement:
+def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseComparison:
     """Judge one candidate; to be called, and its judgement shown, within `wording.use_metrics(rules.definitions)`."""
-    refusals = [f"the reference is unfit: {problem}" for problem in reference.problems] + list(candidate.problems)
-    measurements: list[Measurement] = []
-    notes: list[str] = []
+    measured = Measured(metrics=_describe_side(candidate, rules))
+    measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.problems]
+    measured.refusals += candidate.problems
     for eval_name in dict.fromkeys(full.partition("/")[0] for full in rules.tolerances):
         try:
             _check_there(eval_name, reference, candidate)
-            pairs = pair_outcomes(reference.outcomes[eval_name], candidate.outcomes[eval_name])
+            ours, theirs = reference.outcomes[eval_name], candidate.outcomes[eval_name]
+            measured.pairs[eval_name] = pair_outcomes(ours, theirs)
         except EvidenceError as error:
-            refusals.append(str(error))
+            measured.refusals.append(str(error))
             continue
-        notes += _describe_sameness(pairs, eval_name)
+        measured.notes += _describe_sameness(measured.pairs[eval_name], eval_name)
         for full in rules.tolerances:
             if full.startswith(f"{eval_name}/"):
-                measurements += _measure(full, pairs, rules, reference, candidate, refusals, notes)
-    certificate = _certify(measurements, candidate, rules, refusals)
-    comparisons = judge_all({candidate.name: measurements}, [candidate.name], alpha=rules.alpha)[candidate.name]
+                _measure(measured, full, ours, theirs, rules)
+    certificate = _certify(measured, candidate.name, rules)
+    comparisons = judge_all({candidate.name: measured.measurements}, [candidate.name], alpha=rules.alpha)
     policy = _describe_policy(reference, candidate, rules)
-    verdict = _conclude(candidate, comparisons, refusals, notes, certificate, rules)
+    verdict = _conclude(candidate, measured, comparisons[candidate.name], certificate)
     is_blocked = is_blocking(verdict, policy)
-    return Judgement(
+    unmeasured = Measured(metrics=_describe_side(reference, rules))
+    judgement = Judgement(
         outcome="blocked" if is_blocked else "pass", blocked_by=(candidate.name,) if is_blocked else (), policy=policy,
-        reference_fingerprint=fingerprint(_describe_files(reference)),
-        reference_metrics=tuple(_describe_side(reference, rules)), verdicts=(verdict,))
+        reference_fingerprint=fingerprint(_describe_files(reference)), reference_metrics=tuple(unmeasured.metrics),
+        verdicts=(verdict,))
+    return ReleaseComparison(judgement, {reference.name: unmeasured, candidate.name: measured})
 
 
 def pair_outcomes(ours: Outcomes, theirs: Outcomes) -> PairedCases:
@@ -104,30 +107,27 @@ def _check_there(eval_name: str, reference: Side, candidate: Side) -> None:
                                 + (", ".join(side.outcomes) or "none"))
 
 
-def _measure(
-    full: str, pairs: PairedCases, rules: Rules, reference: Side, candidate: Side, refusals: list[str],
-    notes: list[str],
-) -> Iterator[Measurement]:
-    """Yield the measurements of one metric: overall, and in every bucket that the cases carry."""
-    eval_name, _, metric = full.partition("/")
-    sides = reference.outcomes[eval_name], candidate.outcomes[eval_name]
-    definition, tolerance = rules.definitions.get(full), rules.tolerances[full]
-    problems = [side.problems[metric] for side in sides if metric in side.problems]
-    if definition is None or problems:
-        refusals.append(f"{full}: " + (problems[0] if problems else "a tolerance is set, and the reference has no such "
-                                       f"score; it has {', '.join(list_metrics(sides[0])) or 'none'}"))
+def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, rules: Rules) -> None:
+    """Measure one metric, overall and in every bucket that the cases carry."""
+    metric = full.partition("/")[2]
+    definition, tolerance, pairs = rules.definitions.get(full), rules.tolerances[full], measured.pairs[ours.name]
+    problem = ours.problems.get(metric) or theirs.problems.get(metric)
+    if definition is None or problem:
+        problem = problem or ("a tolerance is set, and the reference has no such score; it has "
+                              + (", ".join(list_metrics(ours)) or "none"))
+        measured.refusals.append(f"{full}: {problem}")
         return
     named = dict.fromkeys([*list_buckets(pairs.reference), *tolerance.buckets])
     asked: dict[str | None, float | None] = {None: tolerance.overall, **{b: tolerance.buckets.get(b) for b in named}}
     for bucket, allowed in asked.items():
         try:
-            measurement = measure_metric(pairs, definition, bucket, eval_name=eval_name, tolerance=allowed,
+            measurement = measure_metric(pairs, definition, bucket, eval_name=ours.name, tolerance=allowed,
                                          alpha=rules.alpha, tier=tolerance.tier)
             check_loss_can_show(measurement, definition)
-            yield measurement
+            measured.measurements.append(measurement)
         except EvidenceError as error:
             # what nothing gates may be too small to compare
-            (notes if allowed is None else refusals).append(str(error))
+            (measured.notes if allowed is None else measured.refusals).append(str(error))
 
 
 def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
@@ -139,45 +139,42 @@ def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
             "answered?"] if has_outputs and is_same else []
 
 
-def _certify(
-    measurements: list[Measurement], candidate: Side, rules: Rules, refusals: list[str]
-) -> Certificate | None:
-    if not measurements:
+def _certify(measured: Measured, name: str, rules: Rules) -> Certificate | None:
+    if not measured.measurements:
         return None
-    certificate = certify({candidate.name: measurements}, alpha=rules.alpha,
-                          blocks_inconclusive=rules.on_inconclusive == "block")[candidate.name]
+    certificate = certify({name: measured.measurements}, alpha=rules.alpha,
+                          blocks_inconclusive=rules.on_inconclusive == "block")[name]
     if is_above(certificate.num_false_fails, rules.alpha):
-        refusals.append(describe_level(certificate, rules.alpha))
+        measured.refusals.append(describe_level(certificate, rules.alpha))
     return certificate
 
 
 def _conclude(
-    candidate: Side, comparisons: list[Comparison], refusals: list[str], notes: list[str],
-    certificate: Certificate | None, rules: Rules,
+    candidate: Side, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None
 ) -> Verdict:
-    outcome = combine(comparisons, refusals)
-    if outcome == "refused" and not refusals:
-        refusals.append("nothing is gated, and no evidence is not a pass")
-    reasons = [f"{REFUSED}{problem}" for problem in dict.fromkeys(refusals)]
+    outcome = combine(comparisons, measured.refusals)
+    if outcome == "refused" and not measured.refusals:
+        measured.refusals.append("nothing is gated, and no evidence is not a pass")
+    reasons = [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
-    reasons += [f"note: {note}" for note in notes]
+    reasons += [f"note: {note}" for note in measured.notes]
     facts = _describe_files(candidate)
     return Verdict(candidate=candidate.name, fingerprint=fingerprint(facts), facts=facts, outcome=outcome,
                    is_release=True, reasons=tuple(reasons), comparisons=tuple(comparisons), certificate=certificate,
-                   metrics=tuple(_describe_side(candidate, rules)))
+                   metrics=tuple(measured.metrics))
 
 
-def _describe_side(side: Side, rules: Rules) -> Iterator[Metric]:
+def _describe_side(side: Side, rules: Rules) -> list[Metric]:
+    metrics: list[Metric] = []
     for full, definition in rules.definitions.items():
-        outcomes = side.outcomes.get(full.partition("/")[0])
-        try:
-            if outcomes is not None:
-                yield from describe_metrics(outcomes.records, definition, number_clusters(outcomes.records),
+        if (outcomes := side.outcomes.get(full.partition("/")[0])) is not None:
+            # what can't be computed is refused where it is compared
+            with contextlib.suppress(EvidenceError):
+                metrics += describe_metrics(outcomes.records, definition, number_clusters(outcomes.records),
                                             eval_name=outcomes.name)
-        except EvidenceError:
-            pass  # refused where it is compared
+    return metrics
 
 
 def _describe_files(side: Side) -> dict[str, Any]:
