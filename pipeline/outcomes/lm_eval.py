@@ -96,7 +96,7 @@ def _read_case(
     return Case(
         str(doc_id), where, asked, scores, cluster=str(document.get("cluster", first["doc_hash"])),
         buckets=tuple(map(str, buckets)) if isinstance(buckets, list) else (),
-        prompt=next((request["arg_0"] for request in _list_requests(first) if "arg_0" in request), ""),
+        prompt=next((str(request["arg_0"]) for request in _list_requests(first) if "arg_0" in request), ""),
         output=_describe_answer(first), fields=document)
 
 
@@ -119,8 +119,7 @@ def _list_requests(sample: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the arguments of each request of a sample: its prompt, and a continuation or settings."""
     arguments = sample.get("arguments")
     found = arguments.values() if isinstance(arguments, dict) else ()
-    return [{key: text for key, text in request.items() if isinstance(text, str)}
-            for request in found if isinstance(request, dict)]
+    return [request for request in found if isinstance(request, dict)]
 
 
 def _describe_answer(sample: dict[str, Any]) -> str:
@@ -128,12 +127,12 @@ def _describe_answer(sample: dict[str, Any]) -> str:
     responses, requests = sample.get("resps"), _list_requests(sample)
     first = [r[0] if isinstance(r, list) and r else None for r in responses] if isinstance(responses, list) else []
     if len(first) == 1 and isinstance(first[0], str):
-        return first[0] if "arg_1" in requests[0] or read_number(first[0]) is None else ""
+        return first[0] if requests and "arg_1" in requests[0] else ""  # of a whole text there is but its likelihood
     likelihoods = [read_number(r[0]) if isinstance(r, list) and r else None for r in first]
     if not likelihoods or None in likelihoods or len(likelihoods) != len(requests):
         return ""
     best = max(range(len(likelihoods)), key=lambda i: likelihoods[i] or 0.0)
-    return requests[best].get("arg_1", "").strip()
+    return str(requests[best].get("arg_1", "")).strip()
 
 
 def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:

@@ -49,6 +49,13 @@ def test_lm_eval_samples_are_one_case_a_document_and_one_score_a_filter():
     assert found.records[0].prompt == "Q: what is 0+0?\nA:" and found.records[0].output == "lol"
 
 
+def test_an_lm_eval_answer_that_is_a_number_is_shown_and_a_likelihood_is_none(tmp_path):
+    rows = load_lines(SAMPLES)
+    path = write_lines(tmp_path / SAMPLES.name, [row | {"resps": [["42"]]} for row in rows])
+    assert read_one(path).records[0].output == "42"
+    assert read_one(REAL / "samples_ppl_2026-11-22T05-31-11.604208.jsonl").records[0].output == ""
+
+
 def test_lm_eval_choice_is_shown_as_the_likeliest_one():
     found = read_one(REAL / "samples_choices_2026-11-22T05-23-24.098361.jsonl")
     assert found.scores == ["acc"]
