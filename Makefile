@@ -17,6 +17,7 @@ help:  ## list the commands
 
 setup:  ## make .venv (uv where present, pip otherwise)
 	@scripts/setup.sh
+	@install -m 755 scripts/quantgate $(PYTHON_BIN)/quantgate
 
 plan: setup  ## what the gate's suites can prove, before any model runs
 	@python scripts/plan.py

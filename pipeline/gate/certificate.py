@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from scipy.special import bdtrc, ndtri
 
 from pipeline.gate.decision import Measurement, harm_of
-from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.statistics import count_bounds, holm
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
+from pipeline.gate.wording import definition_of
 from pipeline.verdict_records import Certificate, DetectableLoss
 
 Floats = NDArray[np.float64]
@@ -127,7 +127,7 @@ def _find_shift(m: Measurement, probability: float, alpha: float, blocks_inconcl
     assert m.tolerance is not None
     if blocks_inconclusive and m.effective_clusters < MIN_CLUSTERS:
         return 0.0
-    is_relative = METRICS_BY_NAME[m.metric.rpartition("/")[2]].harm == "relative"
+    is_relative = definition_of(m.metric).harm == "relative"
     limit, high, harm = (math.log1p(x) if is_relative else x for x in (m.tolerance, m.high, m.harm))
     spread = math.sqrt(float(m.sums @ m.sums)) / float(m.weights.sum())
     room = limit - (high - harm if blocks_inconclusive else 0.0)

@@ -25,10 +25,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.statistics import Tail, holm
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
-from pipeline.gate.wording import format_count, format_harm, format_p, format_tolerance
+from pipeline.gate.wording import definition_of, format_count, format_harm, format_p, format_tolerance
 from pipeline.settings import Tier
 from pipeline.verdict_records import Comparison
 
@@ -83,7 +82,7 @@ class Measurement:
 
 def harm_of(metric: str, difference: Floats) -> Floats:
     """Return harms on the scale of a metric's tolerance from differences of its sums per weight."""
-    return np.expm1(difference) if METRICS_BY_NAME[metric.rpartition("/")[2]].harm == "relative" else difference
+    return np.expm1(difference) if definition_of(metric).harm == "relative" else difference
 
 
 def judge_all(

@@ -347,8 +347,26 @@ def write_marker(path: Path, judgement: Judgement, *, verdict_path: Path) -> Non
     write_text(path, canonical_json({"verdict_sha256": digest_file(verdict_path), "release": release}) + "\n")
 
 
-def render_gate(judgement: Judgement) -> str:
-    """Write what a person at the terminal needs: a table, and for each block why and where to look."""
+def render_gate(judgement: Judgement, *, are_here: bool = True) -> str:
+    """Write what a person at the terminal needs: the verdicts, and where to look when one blocks.
+
+    Args:
+        are_here: the candidates are, and were checked.
+    """
+    lines = [render_verdicts(judgement)]
+    if blocking_verdicts(judgement):
+        report = judgement.path.with_name("report.md")
+        lines += ["", "look closer:", f"  {report}      every comparison, the plots and the worst flips",
+                  "  dvc metrics diff        numbers against the last commit",
+                  "  make ui                 MLflow: predictions side by side"]
+    if not are_here:
+        candidates = BUILDS[judgement.policy.track] / "candidates"
+        lines += ["", f"{candidates} is not here: that these weights would ship was not checked"]
+    return "\n".join(lines)
+
+
+def render_verdicts(judgement: Judgement) -> str:
+    """Write the released verdicts: a table, and for each that is no pass why."""
     verdicts = released_verdicts(judgement)
     width = max(len("release"), *(len(v.candidate) for v in verdicts))
     lines = [f"{'release':<{width}}  {'verdict':<12}  gated  fail  inconclusive  refused"]
@@ -357,11 +375,6 @@ def render_gate(judgement: Judgement) -> str:
         if verdict.outcome != "pass":
             lines += _why(verdict, is_blocking(verdict, judgement.policy))
     lines += _describe_limits(judgement, verdicts)
-    if blocking_verdicts(judgement):
-        report = judgement.path.with_name("report.md")
-        lines += ["", "look closer:", f"  {report}      every comparison, the plots and the worst flips",
-                  "  dvc metrics diff        numbers against the last commit",
-                  "  make ui                 MLflow: predictions side by side"]
     return "\n".join(map(show_unprintable, lines))
 
 
