@@ -53,9 +53,13 @@ cases that only the candidate gets right. Harm is what was lost (positive = wors
 cluster ({clusters}). `p` is the chance of so large a loss if there were no difference at all (cluster
 sign-flip test), after Holm's correction over {family}.
 
+The share of a tolerance that is spent is the harm seen against the pinned reference, not the last release: small
+losses of several releases add up there.
+
 - ✅ **pass**: the loss is proven to be within the tolerance, `at most` ≤ tolerance.
 - ❌ **fail**: the loss seen is beyond the tolerance, and p ≤ {alpha:g}.
-- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release.
+- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release; a metric
+  of tier supporting blocks only where the loss is seen beyond its tolerance, an advisory one never.
 - ⛔ **refused**: the evidence is not fit to be judged.
 {marks}"""
 _MARKS_OF_TEXT = "- · reported only. Divergence (KL, changed outputs) says where to look and never decides.\n"
@@ -280,12 +284,18 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> str:
     return render_table(rows + [_comparison_row(comparison) for comparison in comparisons])
 
 
+def _tell_tolerance(c: Comparison, tolerance: float) -> str:
+    """Write a tolerance, how much of it is spent, and the tier where it is not critical."""
+    tier = "" if c.tier == "critical" else f", {c.tier}"
+    return f"{format_tolerance(c.metric, tolerance)} ({100 * max(c.harm, 0.0) / tolerance:.0f} % spent{tier})"
+
+
 def _comparison_row(c: Comparison) -> list[str]:
     return [
         escape_markdown(name_comparison(c)), format_value(c.metric, c.reference), format_value(c.metric, c.candidate),
         f"{c.n:,} ({c.num_clusters:,})" if c.num_clusters != c.n else f"{c.n:,}",
         "–" if c.b is None else str(c.b), "–" if c.c is None else str(c.c),
         format_harm(c.metric, c.harm, signed=True), format_range(c.metric, c.low, c.high),
-        "–" if c.tolerance is None else format_tolerance(c.metric, c.tolerance), format_p(c.p_holm),
+        "–" if c.tolerance is None else _tell_tolerance(c, c.tolerance), format_p(c.p_holm),
         _MARKS[c.outcome], c.sentence,
     ]
