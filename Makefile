@@ -10,13 +10,17 @@ unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 REJECTED ?= gptq-short
 
-.PHONY: help setup repro repro-rejected ui test lint clean
+.PHONY: help setup plan repro repro-rejected ui test lint clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
 
 setup:  ## make .venv (uv where present, pip otherwise)
 	@scripts/setup.sh
+	@install -m 755 scripts/quantgate $(PYTHON_BIN)/quantgate
+
+plan: setup  ## what the gate's suites can prove, before any model runs
+	@python scripts/plan.py
 
 repro: setup  ## run what is out of date, from checkpoint to verdict; fails when the gate fails
 	@python -m stages.env  # DVC reads params.yaml first, and would tell a mistake there in its own words

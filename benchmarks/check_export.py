@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evalsets import load_evalset
-from pipeline.params import ToolCallsEval, TrajectoriesEval, load_params
-from pipeline.records import Candidate, Evaluation, read_cases, read_record
+from pipeline.params import load_params
+from pipeline.record_files import read_record
+from pipeline.records import Candidate, Evaluation, read_cases
 from pipeline.serving_config import read_candidate
+from pipeline.text_params import ToolCallsEval, TrajectoriesEval
 
 BUILD = Path("build")
 

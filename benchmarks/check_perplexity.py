@@ -19,9 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.params import HarnessEval, Params, PerplexityEval, load_params
-from pipeline.records import Candidate, CaseRecord, Evaluation, read_cases, read_record
+from pipeline.params import Params, load_params
+from pipeline.record_files import read_record
+from pipeline.records import Candidate, CaseRecord, Evaluation, read_cases
 from pipeline.serving_config import read_candidate
+from pipeline.text_params import HarnessEval, PerplexityEval
 
 BUILD = Path("build")
 TASKS = Path("evalsets")  # lm-eval looks for task files in all folders below; it skips the cards

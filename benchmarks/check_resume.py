@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evalsets import CASES_FILE, compute_seal, load_card, load_evalset
-from pipeline.params import ToolCallsEval, TrajectoriesEval, load_params
+from pipeline.params import load_params
 from pipeline.records import CaseRecord, read_cases
 from pipeline.serving_config import read_candidate
 from pipeline.settings import Tolerance
+from pipeline.text_params import ToolCallsEval, TrajectoriesEval
 
 ROOT = Path(__file__).resolve().parents[1]
 # in this order: the first is complete when the second is killed

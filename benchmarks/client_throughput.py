@@ -39,11 +39,12 @@ from pipeline.evals import tool_calls
 from pipeline.evals.context import EvalContext
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.params import Params, ToolCallsEval, load_params
+from pipeline.params import Params, load_params
 from pipeline.records import BuiltCandidate, Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving_config import serve
+from pipeline.text_params import ToolCallsEval
 
 SETTINGS = ToolCallsEval(kind="tool_calls", evalset="evalsets/tool_calls")
 Cases = tuple[ToolCallCase, ...]

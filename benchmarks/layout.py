@@ -27,7 +27,7 @@ from pipeline.evalsets import load_evalset
 from pipeline.images.layout import LayoutMeasurement, bind_layouts, measure_layout, measure_runs
 from pipeline.images.rendering import Prompt, load_pipeline
 from pipeline.memory_format import count_reorders
-from pipeline.records import PipelineServing
+from pipeline.serving_records import PipelineServing
 from pipeline.timing import TOLERANCES, compare_outputs
 
 ROOT = Path(__file__).resolve().parent.parent

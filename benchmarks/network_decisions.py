@@ -24,7 +24,7 @@ from pipeline.networks.costs import measure_costs, measure_speed
 from pipeline.networks.loading import load_network
 from pipeline.params import get_track, load_params
 from pipeline.pictures import read_picture
-from pipeline.records import NetworkServing
+from pipeline.serving_records import NetworkServing
 from pipeline.verdict_records import GAIN_BELOW
 
 

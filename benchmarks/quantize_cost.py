@@ -24,7 +24,8 @@ from pipeline.checkpoints import load_tokenizer
 from pipeline.errors import SettingsError
 from pipeline.evalsets import load_evalset
 from pipeline.optimize.calibration import describe_samples, select_samples
-from pipeline.params import GptqStep, load_params
+from pipeline.params import load_params
+from pipeline.text_params import GptqStep
 
 # What the library's documentation shows, with its defaults but for batching and shuffling, which
 # would change the samples.
@@ -53,7 +54,7 @@ import json, sys
 from pathlib import Path
 from pipeline.evalsets import load_evalset
 from pipeline.optimize.registry import STEPS
-from pipeline.params import GptqStep
+from pipeline.text_params import GptqStep
 job = json.load(open(sys.argv[1]))
 STEPS["gptq"](Path(job["checkpoint"]), Path(sys.argv[2]), step=GptqStep.model_validate(job["step"]),
               calibration_set=load_evalset(Path(job["calibration_texts"])))

@@ -21,11 +21,13 @@ from pipeline.evals import tool_calls, trajectories
 from pipeline.evals.context import EvalContext
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.params import ToolCallsEval, TrajectoriesEval
-from pipeline.records import Candidate, ServingConfig, SpeculationCounts, SpeculativeConfig
+from pipeline.records import Candidate
 from pipeline.serving.client import Reply
 from pipeline.serving.loading import LoadedModel, load_candidate
 from pipeline.serving.speculation import SpeculativeManager
+from pipeline.serving_records import ServingConfig
+from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig
+from pipeline.text_params import ToolCallsEval, TrajectoriesEval
 
 TARGET, DRAFT = Path("models/agent"), Path("models/agent-draft")
 MAX_TOKENS = 64

@@ -22,7 +22,7 @@ from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets import CARD_FILE
 from pipeline.files import write_text
-from pipeline.records import first_problem
+from pipeline.record_files import first_problem
 from stages.cli import run_stage
 
 _KEYS = ("bbox", "category_id", "area", "iscrowd")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from pipeline.params import BenchmarkSettings
-from pipeline.records import Record, SpeculationCounts
+from pipeline.record_files import Record
+from pipeline.speculation_records import SpeculationCounts
+from pipeline.text_params import BenchmarkSettings
 
 
 class Batch(Record):

@@ -1,13 +1,25 @@
-"""Read back what was built of a candidate, and refuse it where params.yaml asks for something else by now."""
+"""Read back what was built of a candidate, and how its steps have it run.
+
+One that params.yaml asks something else of by now is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.errors import EvidenceError
-from pipeline.records import BuiltCandidate, read_record
+from pipeline.record_files import Record, read_record
+from pipeline.records import BuiltCandidate
+
+S = TypeVar("S", bound=Record)
+
+
+def fold_steps(built: BuiltCandidate, plain: S) -> S:
+    """Return how a candidate is run: the serving config of one without steps, and what its own changed of it."""
+    changes = {key: value for step in built.steps for key, value in step.get("serving", {}).items()}
+    return type(plain).model_validate(plain.model_dump() | changes)
 
 
 def read_built(build: Path, name: str, asked: Sequence[dict[str, Any]]) -> BuiltCandidate:

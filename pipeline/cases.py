@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.digests import digest_json
 from pipeline.errors import EvalsetError
 from pipeline.files import line_of, read_lines
-from pipeline.records import Record, first_problem
+from pipeline.record_files import Record, first_problem
 
 Kind = Literal["documents", "choices", "tool_calls", "trajectories", "prompts", "detection", "upscaling"]
 CASES_FILE = "cases.jsonl"

@@ -21,7 +21,8 @@ from pipeline.fingerprints import SECTIONS, find_differences, fingerprint
 from pipeline.first_turns import load_evaluated, read_first_turns
 from pipeline.gate.rates import predictive_quantile
 from pipeline.params import Params
-from pipeline.records import Candidate, Evaluation, read_record
+from pipeline.record_files import read_record
+from pipeline.records import Candidate, Evaluation
 from pipeline.serving.client import Client
 from pipeline.serving.engines.openai import adopt, read_facts
 from pipeline.serving.vllm_config import CONFIG_FILE

@@ -23,7 +23,7 @@ from typing import Any
 
 from pipeline.files import write_text
 from pipeline.fingerprints import read_environment
-from pipeline.records import Record
+from pipeline.record_files import Record
 
 # Every package whose version can change an answer; mlflow, dvc and the gate's own are not among them.
 LIBRARIES = ("accelerate", "compressed-tensors", "datasets", "llmcompressor", "lm-eval", "numpy", "safetensors",

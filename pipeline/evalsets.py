@@ -32,9 +32,10 @@ from ruamel.yaml.error import YAMLError
 from pipeline.cases import CASES_FILE, Case, Kind, read_cases
 from pipeline.digests import canonical_json, digest_file, digest_folder, digest_json
 from pipeline.errors import EvalsetError, describe_problem
-from pipeline.params import HarnessEval, Params
-from pipeline.records import Record
+from pipeline.params import Params
+from pipeline.record_files import Record
 from pipeline.settings import describe_yaml_error
+from pipeline.text_params import HarnessEval
 
 CARD_FILE = "card.yaml"
 _NOTES = frozenset({"README.md"})  # prose beside the cases: editing it changes no result
@@ -116,6 +117,10 @@ class Evalset(Record):
 
 
 C = TypeVar("C", bound=CardText)
+# what a tool that makes a card can't know, and what to write
+_BY_HAND = {"licence": "under which terms the cases may be used, got {!r}; write them, for example CC-BY-4.0",
+            "description": "what the cases are, got {!r}; write it in a sentence"}  # fmt: skip
+_UNWRITTEN = ("", "TODO")
 _WRITTEN = [name for name in CardText.model_fields if name != "tools"]
 
 
@@ -123,9 +128,14 @@ def load_card(folder: Path) -> Card:
     """Read and check `card.yaml`.
 
     Raises:
-        EvalsetError: no file, no YAML, or keys that are missing, unknown or wrong: all in one line.
+        EvalsetError: no file, no YAML, keys that are missing, unknown or wrong, or texts that nobody wrote yet: all in
+            one line.
     """
-    return parse_card(read_card(folder), folder, Card)
+    card = parse_card(read_card(folder), folder, Card)
+    if unwritten := [f"{key}: expected {said.format(getattr(card, key))}" for key, said in _BY_HAND.items()
+                     if getattr(card, key).strip().upper() in _UNWRITTEN]:  # fmt: skip
+        raise EvalsetError(f"{folder / CARD_FILE}: {'; '.join(unwritten)}")
+    return card
 
 
 def read_card(folder: Path) -> str:

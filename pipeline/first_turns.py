@@ -7,8 +7,8 @@ from pathlib import Path
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.params import ChatEval
 from pipeline.records import EvalFile, Evaluation, read_cases
+from pipeline.text_params import ChatEval
 
 
 def load_evaluated(settings: ChatEval, file: EvalFile, root: Path) -> Evalset:

@@ -10,7 +10,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics, find_window_problems
+from pipeline.settings import (
+    Settings,
+    Track,
+    find_repeated_steps,
+    find_track_problems,
+    find_unknown_metrics,
+    find_unwatched_evals,
+    find_window_problems,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 SAMPLE_MAX = 1.0  # the schedulers' own default
@@ -121,9 +129,7 @@ class ImageTrack(Track):
 def find_image_problems(track: ImageTrack) -> list[str]:
     """Return what contradicts itself in the section, one line each, starting with the key's path."""
     problems = find_track_problems(track) + find_unknown_metrics(track)
-    problems += [f"gate.tolerances: expected {name}/sound_image_rate with an overall tolerance, found none; black "
-                 "images and NaN must not pass for want of one" for name in track.evals
-                 if (t := track.gate.tolerances.get(f"{name}/sound_image_rate")) is None or t.overall is None]
+    problems += find_unwatched_evals(track, "sound_image_rate", "black images and NaN")
     problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
                  for problem in _step_problems(candidate.steps)]
     return [f"images.{problem}" for problem in problems]
@@ -131,7 +137,7 @@ def find_image_problems(track: ImageTrack) -> list[str]:
 
 def _step_problems(steps: list[ImageStep]) -> list[str]:
     kinds = [step.kind for step in steps]
-    problems = [f"steps.{i}: {kind} is there twice; remove one" for i, kind in enumerate(kinds) if kind in kinds[:i]]
+    problems = find_repeated_steps(steps)
     if "vae_range_fix" in kinds and kinds.index("vae_range_fix") != 0:
         problems.append(f"steps.{kinds.index('vae_range_fix')}: expected vae_range_fix to be the first step, found "
                         f"{kinds[0]} before it; it rewrites weights, which must be final: move it to the front")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.built_candidates import read_built
+from pipeline.built_candidates import fold_steps, read_built
 from pipeline.image_params import ImageTrack
-from pipeline.records import BuiltCandidate, ImageCandidate, PipelineServing
+from pipeline.records import BuiltCandidate, ImageCandidate
+from pipeline.serving_records import PipelineServing
 
 
 def sample_plainly(track: ImageTrack) -> PipelineServing:
@@ -21,9 +22,7 @@ def sample_plainly(track: ImageTrack) -> PipelineServing:
 
 def serve(built: BuiltCandidate, track: ImageTrack) -> ImageCandidate:
     """Add the serving config: what all candidates share, and what this one's steps changed of it."""
-    changes = {key: value for step in built.steps for key, value in step.get("serving", {}).items()}
-    serving = PipelineServing.model_validate(sample_plainly(track).model_dump() | changes)
-    return ImageCandidate(**built.model_dump(), serving=serving)
+    return ImageCandidate(**built.model_dump(), serving=fold_steps(built, sample_plainly(track)))
 
 
 def read_image_candidate(build: Path, name: str, track: ImageTrack) -> ImageCandidate:

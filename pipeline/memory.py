@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
-from pipeline.params import Calibration, Params, SpeculativeStep
+from pipeline.params import Params
+from pipeline.text_params import Calibration, SpeculativeStep
 from pipeline.weight_files import TensorInfo, read_tensors
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

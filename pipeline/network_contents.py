@@ -20,7 +20,9 @@ from pipeline.gate.pairing import PairedCases
 from pipeline.gate.pictures import LEAST_BITS, JudgedImage, locate_image
 from pipeline.gate.seams import SEAM_GAIN
 from pipeline.predictions import Scored
-from pipeline.records import CaseRecord, Evaluation, NetworkServing, Tiling, read_record
+from pipeline.record_files import read_record
+from pipeline.records import CaseRecord, Evaluation
+from pipeline.serving_records import Tiling
 
 STITCH = f"stitch - reference and candidate and difference x {SEAM_GAIN}"  # ends the key of a strip
 
@@ -99,10 +101,9 @@ def find_stitch(folders: tuple[Path, Path], reference: Scored, candidate: Scored
 
 def _read_tiling(folder: Path) -> Tiling | None:
     try:
-        serving = read_record(folder / "evaluation.json", Evaluation).serving
+        return read_record(folder / "evaluation.json", Evaluation).serving.tiling
     except EvidenceError:
         return None
-    return serving.tiling if isinstance(serving, NetworkServing) else None
 
 
 def read_network_costs(folder: Path, scored: Scored) -> dict[str, float]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_files, digest_json
 from pipeline.errors import CheckpointError
 from pipeline.records import Checkpoint
 from pipeline.weight_files import read_tensors
+from pipeline.weight_folders import describe_weights, read_config_file
 
 CONFIG_FILE = "config.json"
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -21,16 +19,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no folder, no file, or no JSON object.
     """
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected the network's config, found no file; correct the path") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: expected JSON: {error}; copy the file again") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}; copy the file again")
-    return config
+    return read_config_file(folder / CONFIG_FILE, "the network's config", if_missing="correct the path")
 
 
 def describe_folder(folder: Path, *, root: Path, kind: str) -> Checkpoint:
@@ -46,15 +35,4 @@ def describe_folder(folder: Path, *, root: Path, kind: str) -> Checkpoint:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a folder with config.json and model.safetensors, found none")
-    tensors = list(read_tensors(folder).values())
-    sizes: dict[str, int] = {}
-    for info in tensors:
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.num_bytes
-    main = max(sizes, key=lambda dtype: sizes[dtype], default="F32")  # a module may have no weights
-    absolute, base = folder.resolve(), root.resolve()
-    return Checkpoint(
-        path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
-        kind=kind, format="dense", dtype=_DTYPES.get(main, main),
-        num_parameters=sum(info.num_elements for info in tensors), num_bytes=sum(info.num_bytes for info in tensors),
-        digest=digest_json(files := digest_files(folder)), files=files,
-    )  # fmt: skip
+    return describe_weights(folder, read_tensors(folder).values(), root=root, kind=kind, format="dense")

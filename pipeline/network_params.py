@@ -12,7 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.detection_params import DetectionEval, find_area_problems
-from pipeline.settings import Settings, Track, find_track_problems, find_unknown_metrics, find_window_problems
+from pipeline.settings import (
+    Settings,
+    Track,
+    find_repeated_steps,
+    find_track_problems,
+    find_unknown_metrics,
+    find_unwatched_evals,
+    find_window_problems,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
@@ -127,9 +135,7 @@ class UpscalerTrack(NetworkTrack):
 def find_network_problems(track: NetworkTrack) -> list[str]:
     """Return what contradicts itself in a section, one line each, starting with the key's path."""
     problems = find_track_problems(track) + find_unknown_metrics(track)
-    problems += [f"gate.tolerances: expected {name}/finite_output_rate with an overall tolerance, found none; NaN and "
-                 "infinity must not pass for want of one" for name in track.evals
-                 if (t := track.gate.tolerances.get(f"{name}/finite_output_rate")) is None or t.overall is None]
+    problems += find_unwatched_evals(track, "finite_output_rate", "NaN and infinity")
     problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
                  for problem in _step_problems(candidate.steps, track.name)]
     problems += [f"evals.{name}.{problem}" for name, settings in track.evals.items()
@@ -139,7 +145,7 @@ def find_network_problems(track: NetworkTrack) -> list[str]:
 
 def _step_problems(steps: list[Any], track: str) -> list[str]:
     kinds = [step.kind for step in steps]
-    problems = [f"steps.{i}: {kind} is there twice; remove one" for i, kind in enumerate(kinds) if kind in kinds[:i]]
+    problems = find_repeated_steps(steps)
     if "conv_policy" in kinds:
         # an emulation's own speed and number format say nothing
         problems += [f"steps.{i}: expected no {kind} beside conv_policy, which is emulated in float32 and says for "

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.built_candidates import read_built
+from pipeline.built_candidates import fold_steps, read_built
 from pipeline.network_params import NetworkTrack
-from pipeline.records import BuiltCandidate, NetworkCandidate, NetworkServing
+from pipeline.records import BuiltCandidate, NetworkCandidate
+from pipeline.serving_records import NetworkServing
 
 
 def run_plainly(track: NetworkTrack) -> NetworkServing:
@@ -19,9 +20,7 @@ def run_plainly(track: NetworkTrack) -> NetworkServing:
 
 def serve(built: BuiltCandidate, track: NetworkTrack) -> NetworkCandidate:
     """Add the serving config: what all candidates share, and what this one's steps changed of it."""
-    changes = {key: value for step in built.steps for key, value in step.get("serving", {}).items()}
-    serving = NetworkServing.model_validate(run_plainly(track).model_dump() | changes)
-    return NetworkCandidate(**built.model_dump(), serving=serving)
+    return NetworkCandidate(**built.model_dump(), serving=fold_steps(built, run_plainly(track)))
 
 
 def read_network_candidate(build: Path, name: str, track: NetworkTrack) -> NetworkCandidate:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.records import CaseRecord, Evaluation, read_cases, read_record
+from pipeline.record_files import read_record
+from pipeline.records import CaseRecord, Evaluation, read_cases
 
 MAX_CASES_PER_EVAL = 200
 MAX_TEXT = 2000  # characters of a prompt or output that the table shows

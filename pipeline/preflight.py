@@ -22,19 +22,19 @@ from pipeline.drafts import check_draft
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
 from pipeline.optimize.layers import check_rank, plan_folder
-from pipeline.params import (
+from pipeline.params import Params
+from pipeline.serving.vllm_config import build_speculative_config, check_config, check_options
+from pipeline.settings import Track, describe_yaml_error
+from pipeline.speculation_records import SpeculativeConfig
+from pipeline.text_params import (
     Calibration,
     CandidateSettings,
     EvalSettings,
     HarnessEval,
-    Params,
     SpeculativeStep,
     Step,
     VllmEngine,
 )
-from pipeline.records import SpeculativeConfig
-from pipeline.serving.vllm_config import build_speculative_config, check_config, check_options
-from pipeline.settings import Track, describe_yaml_error
 
 Load = Callable[[Path], Evalset]
 

@@ -20,7 +20,8 @@ from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, is_rate
 from pipeline.image_contents import ImageContents, Shown, choose_images
 from pipeline.predictions import read_scored, select_predictions
-from pipeline.records import BuiltCandidate, Evaluation, R, read_record
+from pipeline.record_files import R, read_record
+from pipeline.records import BuiltCandidate, Evaluation
 from pipeline.verdict_records import Metric, Speed, Verdict
 
 # Bars and dots: a reviewer tells the verdict by the colour.

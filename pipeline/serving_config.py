@@ -13,7 +13,8 @@ from pipeline.image_serving import read_image_candidate
 from pipeline.network_params import NetworkTrack
 from pipeline.network_serving import read_network_candidate
 from pipeline.params import Params
-from pipeline.records import BuiltCandidate, Candidate, ImageCandidate, NetworkCandidate, ServingConfig
+from pipeline.records import BuiltCandidate, Candidate, ImageCandidate, NetworkCandidate
+from pipeline.serving_records import ServingConfig
 from pipeline.settings import Track
 
 

@@ -21,8 +21,12 @@ TRACKS = ("text", *_SECTIONS)
 # by track
 BUILDS = {"text": Path("build")} | {name: Path("build", name) for name in _SECTIONS}  # what stages make
 REPORTS = {"text": Path("reports")} | {name: Path("reports", name) for name in _SECTIONS}  # what people read
+RELEASES = {"text": Path("release")} | {name: Path("release", name) for name in _SECTIONS}  # what went out
 METRICS = {name: Path("metrics", name) for name in TRACKS}  # what DVC compares
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+
+
+Tier = Literal["critical", "supporting", "advisory"]  # of a metric
 
 
 class Settings(BaseModel):
@@ -32,10 +36,22 @@ class Settings(BaseModel):
 
 
 class Tolerance(Settings):
-    """The loss that a metric may show: absolute for rates, relative for perplexity."""
+    """The loss that a metric may show: absolute for rates, relative for perplexity.
+
+    A critical metric must be proven to be within it; a supporting one must not be seen beyond it, as if
+    `on_inconclusive` were warn; an advisory one is judged and shown, and stops nothing.
+    """
 
     overall: float | None = Field(default=None, gt=0, lt=1)
     buckets: dict[str, Annotated[float, Field(gt=0, lt=1)]] = {}
+    tier: Tier = "critical"
+
+
+class Loosened(Settings):
+    """A setting that lets more through than it did at the last release."""
+
+    was: float | str
+    why: str = Field(min_length=10)  # a sentence
 
 
 class GateSettings(Settings):
@@ -45,6 +61,7 @@ class GateSettings(Settings):
     on_inconclusive: Literal["block", "warn"]
     tolerances: dict[str, Tolerance] = Field(min_length=1)
     tripwires: dict[str, Annotated[float, Field(gt=0)]] = {}
+    loosened: dict[str, Loosened] = {}  # by its key: why a setting is looser than at the last release
 
 
 class Track(Settings):
@@ -100,6 +117,25 @@ def find_unknown_metrics(track: Track) -> list[str]:
     problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
                  for metric, t in track.gate.tolerances.items() if t.overall is None and not t.buckets]
     return problems
+
+
+def find_unwatched_evals(track: Track, metric: str, harm: str) -> list[str]:
+    """Return the evals whose outputs may be unsound without a tolerance for that, one line each.
+
+    Args:
+        track: whose evals all have the metric.
+        metric: the rate of sound outputs.
+        harm: what would pass, for the message.
+    """
+    tolerances = {name: track.gate.tolerances.get(f"{name}/{metric}") for name in track.evals}
+    return [f"gate.tolerances: expected {name}/{metric} with an overall tolerance, found none; {harm} must not pass "
+            "for want of one" for name, found in tolerances.items() if found is None or found.overall is None]
+
+
+def find_repeated_steps(steps: Sequence[Any]) -> list[str]:
+    """Return the steps of a candidate that stand there twice, one line each."""
+    kinds = [step.kind for step in steps]
+    return [f"steps.{i}: {kind} is there twice; remove one" for i, kind in enumerate(kinds) if kind in kinds[:i]]
 
 
 def find_window_problems(steps: Sequence[Any]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from pipeline.errors import NumericsError
-from pipeline.records import Tiling
+from pipeline.serving_records import Tiling
 
 
 def place_tiles(size: int, tile: int, overlap: int) -> list[int]:

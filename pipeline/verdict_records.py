@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pipeline.records import Record, SpeculationCounts
+from pipeline.record_files import Record
+from pipeline.speculation_records import SpeculationCounts
 
 GAIN_BELOW = 0.95  # a ratio of times whose interval lies below is a gain: less is not worth a change
 Outcome = Literal["pass", "fail", "inconclusive", "refused", "no gain"]  # of a candidate
@@ -42,6 +43,7 @@ class Comparison(Record):
     n: int
     num_clusters: int
     effective_clusters: float  # clusters of equal weight that would carry as much information
+    design_effect: float = 1.0  # how much wider the harm is than it would be without clusters; of rates
     b: int | None = None  # reference right, candidate wrong
     c: int | None = None  # reference wrong, candidate right
     harm: float
@@ -50,8 +52,28 @@ class Comparison(Record):
     p: float | None = None
     p_holm: float | None = None
     tolerance: float | None  # None: reported, not gated
+    tier: Literal["critical", "supporting", "advisory"] = "critical"  # what it means for the release
     outcome: Literal["pass", "fail", "inconclusive", "refused", "reported"]
     sentence: str
+
+
+class DetectableLoss(Record):
+    """The loss of one gated comparison that stops the release with a probability of 50 % and of 80 %."""
+
+    metric: str
+    bucket: str | None
+    k50: float  # on the scale of the tolerance
+    k80: float
+
+
+class Certificate(Record):
+    """How good the rule is on a candidate's own records (`pipeline/gate/certificate.py`)."""
+
+    num_swaps: int  # of the labels of both sides, within clusters
+    num_false_fails: int  # swaps in which any comparison of its family fails
+    block: int  # neighbouring clusters that were swapped together in a second round
+    num_block_fails: int
+    losses: tuple[DetectableLoss, ...]
 
 
 class CanaryFlip(Record):
@@ -163,6 +185,7 @@ class Verdict(Record):
     behaviour: dict[str, str] = {}  # digest of each run of the canary: the behavioural fingerprint
     canary: CanaryComparison | None = None
     speculation: SpeculationCounts | None = None
+    seconds: dict[str, float] = {}  # that each eval took
     outcome: Outcome
     is_release: bool
     reasons: tuple[str, ...]
@@ -170,3 +193,4 @@ class Verdict(Record):
     metrics: tuple[Metric, ...]
     speed: Speed | None = None  # None: not in benchmark.candidates, or refused
     gain: Gain | None = None  # None: no step of it is there for speed alone
+    certificate: Certificate | None = None  # None: nothing of it could be measured

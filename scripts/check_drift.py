@@ -22,10 +22,12 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.drift import CONCURRENCY, Comparison, Drift, check_drift  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.params import OpenaiEngine, Params, find_address_problems, load_params  # noqa: E402
+from pipeline.params import Params, load_params  # noqa: E402
 from pipeline.serving.client import Client  # noqa: E402
 from pipeline.serving.engines.openai import read_key  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
+from pipeline.text_params import OpenaiEngine  # noqa: E402
+from pipeline.text_problems import find_address_problems  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 MAX_SHOWN = 5

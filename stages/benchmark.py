@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.benchmark.matched_work import run_benchmark
 from pipeline.errors import SettingsError
 from pipeline.params import load_params
-from pipeline.records import write_record
+from pipeline.record_files import write_record
 from stages.cli import run_stage
 
 OUTPUT = Path("build/benchmarks")

@@ -19,7 +19,7 @@ from pipeline.gate.network_plots import plot_buckets, plot_layers
 from pipeline.gate.plots import plot_completion, plot_harm, plot_speed
 from pipeline.gate.report import metrics_tree, render_report
 from pipeline.params import get_track, load_params
-from pipeline.records import write_record
+from pipeline.record_files import write_record
 from pipeline.settings import BUILDS, METRICS, REPORTS, Track
 from stages.cli import run_stage
 

@@ -9,6 +9,7 @@ from pipeline import image_preflight, network_preflight
 from pipeline.drafts import digest_drafts
 from pipeline.environment import describe_problems, read_libraries, read_machine, write_if_changed
 from pipeline.evalsets import digest_evalsets
+from pipeline.gate_preflight import check_gates
 from pipeline.memory import check_needs, estimate_needs, read_available_mib
 from pipeline.params import load_params
 from pipeline.preflight import check_project
@@ -27,9 +28,10 @@ def main(argv: list[str]) -> int:
     for track in filter(None, (params.detector, params.upscaler)):
         network_preflight.check_network(track, Path())
         write_if_changed(OUTPUT / f"{track.name}.json", network_preflight.describe_material(track, Path()))
+    warnings = check_gates(params, Path())
     machine = read_machine()
     total = machine.memory_mib
-    warnings = check_needs(estimate_needs(params, Path()), total_mib=total, available_mib=read_available_mib(total))
+    warnings += check_needs(estimate_needs(params, Path()), total_mib=total, available_mib=read_available_mib(total))
     for line in describe_problems(machine) + warnings:
         print(f"quantgate env: warning: {line}", file=sys.stderr)
     _tidy_benchmarks(Path("build/benchmarks"), params.benchmark.candidates)

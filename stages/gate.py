@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.gate.verdicts import (
-    Judgement,
-    blocking_verdicts,
-    check_candidates,
-    check_outcomes,
-    check_policy,
-    render_gate,
-    write_marker,
-)
+from pipeline.gate.standing import read_judgement
+from pipeline.gate.verdicts import blocking_verdicts, render_gate, write_marker
 from pipeline.params import get_track, load_params
-from pipeline.records import read_record
 from pipeline.settings import BUILDS, REPORTS, Track
 from stages.cli import run_stage
 
@@ -28,20 +20,13 @@ MARKER = "gate.ok"
 def main(argv: list[str]) -> int:
     """Print the verdicts of the release of the track named on the command line; return 1 when one of them blocks."""
     track = get_track(load_params(), " ".join(argv) or "text", kind=Track)
-    build = BUILDS[track.name]
-    marker = build / MARKER
+    marker = BUILDS[track.name] / MARKER
     marker.unlink(missing_ok=True)
-    verdict_path = REPORTS[track.name] / "verdict.json"
-    judgement = read_record(verdict_path, Judgement)
-    check_policy(judgement, track)
-    check_outcomes(judgement)
-    are_here = check_candidates(judgement, track, Path())
-    print(render_gate(judgement))
-    if not are_here:
-        print(f"\n{build / 'candidates'} is not here: that these weights would ship was not checked")
+    judgement, are_here = read_judgement(track, Path())
+    print(render_gate(judgement, are_here=are_here))
     if blocking_verdicts(judgement):
         return 1
-    write_marker(marker, judgement, verdict_path=verdict_path)
+    write_marker(marker, judgement, verdict_path=REPORTS[track.name] / "verdict.json")
     return 0
 
 

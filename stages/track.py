@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.files import write_text
 from pipeline.gate.verdicts import Judgement
 from pipeline.params import get_track, load_params
-from pipeline.records import read_record
+from pipeline.record_files import read_record
 from pipeline.run_contents import describe_runs
 from pipeline.settings import BUILDS, REPORTS, Track
 from pipeline.tracking import log_runs, write_pages

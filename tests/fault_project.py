@@ -16,9 +16,11 @@ from typing import Any
 
 from evalsets.seal import seal
 from pipeline.checkpoints import describe_checkpoint
-from pipeline.params import ServingSettings
-from pipeline.records import BuiltCandidate, Candidate, ServingConfig, write_record
+from pipeline.record_files import write_record
+from pipeline.records import BuiltCandidate, Candidate
 from pipeline.serving.engines.registry import start_engine
+from pipeline.serving_records import ServingConfig
+from pipeline.text_params import ServingSettings
 from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import CHAT_TEMPLATE, write_documents, write_tiny_llama
 

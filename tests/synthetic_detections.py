@@ -15,7 +15,8 @@ from pipeline.detection_params import AREAS, DetectionEval
 from pipeline.detections import Detections, MatchTable, Objects, join_tables, match_image, save_matches, score_image
 from pipeline.digests import digest_file, digest_text
 from pipeline.params import Params
-from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, write_cases, write_record
+from pipeline.record_files import write_cases, write_record
+from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation
 from tests.synthetic_records import make_candidate, make_params, write_canary, write_candidate
 
 NUM_CLASSES = 3

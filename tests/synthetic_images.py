@@ -19,16 +19,8 @@ from pipeline.digests import digest_file, digest_text
 from pipeline.files import write_text
 from pipeline.image_params import ImageTrack
 from pipeline.image_serving import serve
-from pipeline.records import (
-    BuiltCandidate,
-    CaseRecord,
-    Checkpoint,
-    EvalFile,
-    Evaluation,
-    ImageCandidate,
-    write_cases,
-    write_record,
-)
+from pipeline.record_files import write_cases, write_record
+from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint, EvalFile, Evaluation, ImageCandidate
 
 NUM_CASES = 40
 SIDE = 8  # pixels

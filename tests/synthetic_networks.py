@@ -20,6 +20,7 @@ from pipeline.digests import canonical_json, digest_file, digest_text
 from pipeline.files import write_text
 from pipeline.network_params import DetectorTrack, NetworkTrack, UpscalerTrack
 from pipeline.network_serving import serve
+from pipeline.record_files import write_cases, write_record
 from pipeline.records import (
     BuiltCandidate,
     CaseRecord,
@@ -29,8 +30,6 @@ from pipeline.records import (
     Fallback,
     LayerCoverage,
     NetworkCandidate,
-    write_cases,
-    write_record,
 )
 from tests.synthetic_detections import SIZE, Change, change
 

@@ -14,23 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.canary_records import CanaryAnswer, CanaryFile, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.digests import digest_file, digest_json, digest_text
 from pipeline.files import write_text
-from pipeline.params import (
-    Calibration,
-    GptqStep,
-    HarnessEval,
-    Params,
-    PerplexityEval,
-    ToolCallsEval,
-    TrajectoriesEval,
-    parse_params,
-)
+from pipeline.params import Params, parse_params
+from pipeline.record_files import read_record, write_cases, write_record
 from pipeline.records import (
     BuiltCandidate,
-    CanaryAnswer,
-    CanaryFile,
-    CanaryRecord,
     Candidate,
     CaseRecord,
     Checkpoint,
@@ -38,14 +28,10 @@ from pipeline.records import (
     Evaluation,
     Fallback,
     LayerCoverage,
-    ServingConfig,
-    count_unstable,
-    digest_behaviour,
     read_cases,
-    read_record,
-    write_cases,
-    write_record,
 )
+from pipeline.serving_records import ServingConfig
+from pipeline.text_params import Calibration, GptqStep, HarnessEval, PerplexityEval, ToolCallsEval, TrajectoriesEval
 
 STEP = GptqStep(kind="gptq", calibration=Calibration(sources=["long"], num_samples=128, max_tokens=256,
                                                      length_exponent=1.0))

@@ -25,7 +25,8 @@ from pipeline.environment import read_machine
 from pipeline.errors import SettingsError
 from pipeline.params import Params
 from pipeline.recall import find_recall
-from pipeline.records import Candidate, Evaluation, read_record
+from pipeline.record_files import read_record
+from pipeline.records import Candidate, Evaluation
 from pipeline.serving.client import Client
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving_config import read_candidate

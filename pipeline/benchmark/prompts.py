@@ -19,10 +19,11 @@ from pipeline.errors import SettingsError
 from pipeline.evals.calls import declare_tools
 from pipeline.evalsets import load_evalset
 from pipeline.first_turns import load_evaluated, read_first_turns
-from pipeline.params import BenchmarkSettings, Params
+from pipeline.params import Params
 from pipeline.recall import NUM_PROBES
 from pipeline.records import Evaluation
 from pipeline.serving.client import Client
+from pipeline.text_params import BenchmarkSettings
 
 MIN_REQUESTS = 4  # of a batch: the time of a lone request says little
 _COUNTED_AT_ONCE = 64

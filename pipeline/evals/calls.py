@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from pipeline.cases import Call
 from pipeline.evalsets import Tool
-from pipeline.params import ChatEval
 from pipeline.serving.client import Reply
+from pipeline.text_params import ChatEval
 
 
 def parse_call(reply: Reply) -> Call | None:

@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.canary_records import CanaryAnswer, CanaryRecord
 from pipeline.cases import spread
 from pipeline.errors import RequestError
 from pipeline.evals.calls import declare_tools, describe_reply
 from pipeline.evalsets import Evalset
-from pipeline.params import ChatEval, EvalSettings, ServingSettings
-from pipeline.records import CanaryAnswer, CanaryRecord
 from pipeline.serving.client import Client, Reply
 from pipeline.serving.engines.engine import Engine
+from pipeline.text_params import ChatEval, EvalSettings, ServingSettings
 
 Answers = dict[str, list[CanaryAnswer]]
 

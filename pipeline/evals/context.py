@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset
-from pipeline.params import EvalSettings
+from pipeline.gate.harm_stop import HarmWatch
 from pipeline.serving.client import Client
+from pipeline.text_params import EvalSettings
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class EvalContext:
         max_tokens: completion tokens a request.
         context_length: tokens the endpoint takes in one forward pass.
         fingerprint: of what answers; goes into every record.
+        watch: ends the eval when harm is proven, and says in which order cases are asked; None asks all as they are.
     """
 
     name: str
@@ -40,3 +42,4 @@ class EvalContext:
     max_tokens: int
     context_length: int
     fingerprint: str
+    watch: HarmWatch | None = None

@@ -13,9 +13,11 @@ import math
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.canary_records import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.digests import digest_file, digest_json, digest_text
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.evals.canary import Prompt, ask_canary, make_records, measure_margins, merge_records, pick_prompts
@@ -25,31 +27,21 @@ from pipeline.evals.journal import Journal
 from pipeline.evals.registry import EVALS
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
+from pipeline.gate.harm_stop import HarmWatch
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.params import EvalSettings, HarnessEval, Params
-from pipeline.records import (
-    CanaryFile,
-    CanaryRecord,
-    Candidate,
-    CaseRecord,
-    EvalFile,
-    Evaluation,
-    count_unstable,
-    describe_failures,
-    digest_behaviour,
-    read_cases,
-    read_record,
-    sum_speculation,
-    write_cases,
-    write_record,
-)
+from pipeline.params import Params
+from pipeline.record_files import read_record, write_cases, write_record
+from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
 from pipeline.serving.engines.registry import start_engine
+from pipeline.speculation_records import sum_speculation
+from pipeline.text_params import EvalSettings, HarnessEval
 
 # what asks, answers and scores
-_CODE = ("evals/*.py", "serving/*.py", "serving/engines/*.py", "cases.py", "checkpoints.py", "digests.py",
-         "evalsets.py", "fingerprints.py", "records.py")  # fmt: skip
+_CODE = ("evals/*.py", "serving/*.py", "serving/engines/*.py", "canary_records.py", "cases.py", "checkpoints.py",
+         "digests.py", "evalsets.py", "fingerprints.py", "record_files.py", "records.py", "serving_records.py",
+         "speculation_records.py")  # fmt: skip
 CANARY = "canary.jsonl"
 
 
@@ -75,7 +67,9 @@ class _Paths:
         self.logs = build / "logs" / name
 
 
-async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path, build: Path) -> Evaluation:
+async def evaluate_candidate(
+    candidate: Candidate, params: Params, *, root: Path, build: Path, watches: Mapping[str, HarmWatch] | None = None
+) -> Evaluation:
     """Evaluate one candidate and write `evaluations/<name>/` under `build`.
 
     Args:
@@ -83,8 +77,10 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
         params: the evals to run and how to serve.
         root: project root, which paths of checkpoint and evalsets are relative to.
         build: folder for the evaluation, its journal and the server logs.
+        watches: by eval, what may end it early.
 
     Raises:
+        HarmFound: a watch has seen enough; what was finished is journaled.
         EngineError: the endpoint did not come up or died; what was finished is journaled.
         EvidenceError: cases could not be judged; those that could are journaled.
     """
@@ -103,7 +99,7 @@ async def evaluate_candidate(candidate: Candidate, params: Params, *, root: Path
         kept = _read_kept(paths.last, candidate, engine)
         records = {job.name: _take_over(paths, job, kept[job.name])
                    if job.name in kept and kept[job.name].key == job.key
-                   else await _run_eval(job, candidate, engine, client, paths, root)
+                   else await _run_eval(job, candidate, engine, client, paths, root, (watches or {}).get(job.name))
                    for job in evals}  # fmt: skip
         _check_judged(candidate.name, records)
         canary = await _run_canary(engine, client, prompts, plain, candidate, params)
@@ -209,7 +205,8 @@ def _take_over(paths: _Paths, job: _Eval, file: EvalFile) -> list[CaseRecord]:
 
 
 async def _run_eval(
-    job: _Eval, candidate: Candidate, engine: Engine, client: Client, paths: _Paths, root: Path
+    job: _Eval, candidate: Candidate, engine: Engine, client: Client, paths: _Paths, root: Path,
+    watch: HarmWatch | None,
 ) -> list[CaseRecord]:
     start = time.monotonic()
     path = paths.journals / f"{job.name}.jsonl"
@@ -218,7 +215,7 @@ async def _run_eval(
             print(f"  {job.name}: dropped an unfinished last line of {path}", file=sys.stderr)
         for problem in journal.damaged:
             print(f"  {job.name}: {problem}; passed over, its case is asked again", file=sys.stderr)
-        context = _make_context(job, candidate, engine, client, journal, root, paths.folder)
+        context = replace(_make_context(job, candidate, engine, client, journal, root, paths.folder), watch=watch)
         records = await EVALS[job.settings.kind](context)
     if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):
         raise EngineError(f"{job.name}: case {foreign.case_id!r} was answered by fingerprint "

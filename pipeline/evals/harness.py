@@ -27,9 +27,9 @@ from pipeline.digests import digest_json, digest_text
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evals.context import EvalContext
 from pipeline.evals.perplexity import read_prefix_token, rolling_windows
-from pipeline.params import HarnessEval
 from pipeline.records import CaseRecord
 from pipeline.serving.client import TokenScores
+from pipeline.text_params import HarnessEval
 
 # requests asked together; a killed run repeats those of CHUNKS_AT_ONCE chunks at most
 CHUNK_REQUESTS = 64

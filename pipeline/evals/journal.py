@@ -21,7 +21,8 @@ from pydantic import ValidationError
 
 from pipeline.digests import digest_json
 from pipeline.errors import JournalError
-from pipeline.records import CaseRecord, first_problem
+from pipeline.record_files import first_problem
+from pipeline.records import CaseRecord
 
 SYNC_EVERY = 64  # cases between syncs to disk
 

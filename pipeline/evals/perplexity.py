@@ -26,9 +26,9 @@ from pipeline.errors import CheckpointError
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import run_cases
 from pipeline.files import replace_whole
-from pipeline.params import PerplexityEval
 from pipeline.records import CaseRecord
 from pipeline.serving.client import Client, TokenScores
+from pipeline.text_params import PerplexityEval
 
 PROMPT_CHARS = 2000  # of a document's text kept in its record
 

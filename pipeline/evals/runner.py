@@ -16,6 +16,7 @@ from typing import TypeVar
 from pipeline.cases import Case, ToolCallCase, TrajectoryCase
 from pipeline.errors import EngineError, JournalError, RequestError, SettingsError
 from pipeline.evals.context import EvalContext
+from pipeline.gate.harm_stop import HarmFound
 from pipeline.records import CaseRecord
 from pipeline.serving.failures import find_error
 
@@ -87,7 +88,9 @@ async def run_cases(
     Raises:
         EngineError: the server is dead, or fails case after case. Finished cases stay journaled.
         JournalError: a finished case can't be written.
+        HarmFound: the context's watch has seen enough. Finished cases stay journaled.
     """
+    watch = context.watch
     records: dict[str, CaseRecord] = {}
     waiting: list[C] = []
     for case in cases:
@@ -99,6 +102,10 @@ async def run_cases(
             attachments[case.id] = attachment
     if records:
         print(f"  {context.name}: {len(records)} finished cases taken from the journal", file=sys.stderr, flush=True)
+    if watch is not None:
+        waiting.sort(key=lambda case: watch.rank(case.cluster))
+        for record in records.values():
+            watch.add(record)
     queue, failures = iter(waiting), _FailureCount()
     progress = _Progress(context.name, len(cases), len(records))
 
@@ -109,12 +116,16 @@ async def run_cases(
                 context.journal.add(case.digest, record, (attachments or {}).get(case.id))
             records[case.id] = record
             progress.advance()
+            if watch is not None:
+                watch.add(record)
 
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(context.concurrency, len(waiting))):
                 group.create_task(work())
     except ExceptionGroup as group:
+        if (stopped := find_error(group, HarmFound)) is not None:
+            raise stopped from None
         if (lost := find_error(group, JournalError)) is not None:
             raise lost from None
         if (died := find_error(group, EngineError)) is None:

@@ -10,8 +10,8 @@ from pipeline.cases import ToolCallCase
 from pipeline.evals.calls import declare_tools, describe_reply, is_accepted, is_exact, parse_call
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import check_prompts_fit, run_cases
-from pipeline.params import ToolCallsEval
 from pipeline.records import CaseRecord
+from pipeline.text_params import ToolCallsEval
 
 
 async def evaluate(context: EvalContext) -> list[CaseRecord]:

@@ -16,8 +16,9 @@ from pipeline.evals.calls import continue_conversation, declare_tools, describe_
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import check_prompts_fit, run_cases
 from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
-from pipeline.params import TrajectoriesEval
-from pipeline.records import OUTGROWN, CaseRecord, sum_speculation
+from pipeline.records import OUTGROWN, CaseRecord
+from pipeline.speculation_records import sum_speculation
+from pipeline.text_params import TrajectoriesEval
 
 TEMPLATE_TOKENS = 64  # what a chat template may add to a turn
 

@@ -20,14 +20,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.canary_records import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
 from pipeline.differences import KINDS, classify_difference
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.endpoint import holds_same_model
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
-from pipeline.params import CanarySettings
-from pipeline.records import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
+from pipeline.text_params import CanarySettings
 from pipeline.verdict_records import MIN_POWER, CanaryComparison, CanaryFlip
 
 DEPLOYED = "loaded"

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from pipeline.benchmark_records import Benchmark, describe_work
 from pipeline.errors import EvidenceError
 from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
+from pipeline.gate.certificate import certify, is_above
+from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
@@ -48,7 +50,7 @@ from pipeline.params import Params
 from pipeline.records import OUTGROWN, CaseRecord
 from pipeline.serving_config import read_track_candidate
 from pipeline.settings import Tolerance, Track
-from pipeline.verdict_records import CanaryComparison, Comparison, Gain, Metric, Outcome, Speed, Verdict
+from pipeline.verdict_records import CanaryComparison, Certificate, Comparison, Gain, Metric, Outcome, Speed, Verdict
 
 
 @dataclass
@@ -98,7 +100,9 @@ def compare_release(params: Track, build: Path) -> ReleaseComparison:
             _measure_speed(measured[name], reference, name, params, build)
     comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
                             alpha=params.gate.alpha)
-    verdicts = [_conclude(name, measured[name], comparisons[name], params) for name in measured]
+    certificates = _certify(measured, params)
+    verdicts = [_conclude(name, measured[name], comparisons[name], certificates.get(name), params)
+                for name in measured]
     blocking = [v for v in verdicts if v.is_release and is_blocking(v, policy)]
     judgement = Judgement(
         outcome="blocked" if blocking else "pass", blocked_by=tuple(v.candidate for v in blocking), policy=policy,
@@ -235,7 +239,7 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
         for bucket, allowed in asked.items():
             try:
                 measurement = measure_metric(pairs, definition, bucket, eval_name=eval_name, tolerance=allowed,
-                                             alpha=alpha)
+                                             alpha=alpha, tier=tolerance.tier)
                 check_loss_can_show(measurement, definition)
                 measured.measurements.append(measurement)
             except EvidenceError as error:
@@ -276,7 +280,22 @@ def _measure_speed(measured: Measured, reference: Measured, name: str, params: P
     measured.notes.append(f"speed: {describe_speed(speed)}")
 
 
-def _conclude(name: str, measured: Measured, comparisons: list[Comparison], params: Track) -> Verdict:
+def _certify(measured: dict[str, Measured], params: Track) -> dict[str, Certificate]:
+    """Certify the rule for the release, and for each other candidate alone; refuse one that does not keep alpha."""
+    certificates: dict[str, Certificate] = {}
+    released = [name for name in measured if name in params.release]
+    for family in [released] + [[name] for name in measured if name not in params.release]:
+        certificates |= certify({name: measured[name].measurements for name in family}, alpha=params.gate.alpha,
+                                blocks_inconclusive=params.gate.on_inconclusive == "block")
+    for name, certificate in certificates.items():
+        if is_above(certificate.num_false_fails, params.gate.alpha):
+            measured[name].refusals.append(describe_level(certificate, params.gate.alpha))
+    return certificates
+
+
+def _conclude(
+    name: str, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None, params: Track
+) -> Verdict:
     outcome: Outcome = combine(comparisons, measured.refusals, measured.failures)
     if outcome == "pass" and measured.unproven:
         outcome = "inconclusive"
@@ -304,8 +323,18 @@ def _conclude(name: str, measured: Measured, comparisons: list[Comparison], para
                    facts=evaluation.served_by if evaluation else {},
                    behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
                    canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
-                   speed=measured.speed, gain=measured.gain, is_release=name in params.release, reasons=tuple(reasons),
+                   seconds=_share_seconds(measured.evidence) if measured.evidence else {},
+                   speed=measured.speed, gain=measured.gain, certificate=certificate, is_release=name in params.release,
+                   reasons=tuple(reasons),
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
+
+
+def _share_seconds(evidence: Evidence) -> dict[str, float]:
+    """Return about how long each eval took: shares of the whole by what its cases waited, equal ones if none tells."""
+    waited = {name: sum(record.latency_s for record in records) for name, records in evidence.records.items()}
+    total = sum(waited.values())
+    return {name: round(evidence.evaluation.seconds * (part / total if total else 1 / len(waited)), 1)
+            for name, part in waited.items()}
 
 
 def _fingerprint(measured: Measured) -> str:

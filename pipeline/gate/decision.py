@@ -12,6 +12,7 @@ and tolerance delta:
 Holm's family is every gated comparison, buckets included, of every candidate in `release`: the
 whole release is one decision, and its false alarms stay below alpha together. A candidate outside
 the release is judged as if it were released alone, with its own gated comparisons as the family.
+Advisory comparisons stop nothing and are in no family: each is judged by itself.
 Numbers are compared as computed, never rounded.
 """
 
@@ -21,11 +22,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.gate.statistics import holm
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.gate.statistics import Tail, holm
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
-from pipeline.gate.wording import format_count, format_harm, format_p, format_tolerance
+from pipeline.gate.wording import definition_of, format_count, format_harm, format_p, format_tolerance
+from pipeline.settings import Tier
 from pipeline.verdict_records import Comparison
 
+Floats = NDArray[np.float64]
 Outcome = Literal["pass", "fail", "inconclusive", "refused"]
 
 
@@ -38,6 +44,11 @@ class Measurement:
         p_gain: the same test for a gain.
         more_cases: how many more cases would prove the tolerance at the flips seen; None when no
             affordable number would.
+        tier: what an outcome other than pass means for the release.
+        sums: harm of each cluster of the eval, in its evalset's order; 0 for clusters outside of the bucket.
+        weights: of each cluster likewise: sum of `sums` over that of `weights` is the harm.
+        tail: p-values of totals of `sums` under random signs.
+        deff: design effect.
     """
 
     metric: str
@@ -57,6 +68,21 @@ class Measurement:
     p_gain: float
     tolerance: float | None
     more_cases: int | None
+    tier: Tier
+    sums: Floats
+    weights: Floats
+    tail: Tail
+    deff: float = 1.0
+
+    @property
+    def is_decisive(self) -> bool:
+        """Say whether it can stop a release: it belongs to Holm's family."""
+        return self.tolerance is not None and self.tier != "advisory"
+
+
+def harm_of(metric: str, difference: Floats) -> Floats:
+    """Return harms on the scale of a metric's tolerance from differences of its sums per weight."""
+    return np.expm1(difference) if definition_of(metric).harm == "relative" else difference
 
 
 def judge_all(
@@ -70,27 +96,28 @@ def judge_all(
 
 
 def _judge_family(measured: dict[str, list[Measurement]], alpha: float) -> dict[str, list[Comparison]]:
-    gated = [m for measurements in measured.values() for m in measurements if m.tolerance is not None]
+    gated = [m for measurements in measured.values() for m in measurements if m.is_decisive]
     adjusted = iter(holm([m.p for m in gated]))
-    return {name: [judge(m, next(adjusted) if m.tolerance is not None else None, alpha=alpha) for m in measurements]
+    return {name: [judge(m, next(adjusted) if m.is_decisive else m.p, alpha=alpha) for m in measurements]
             for name, measurements in measured.items()}
 
 
-def judge(measurement: Measurement, p_holm: float | None, *, alpha: float) -> Comparison:
+def judge(measurement: Measurement, p_holm: float, *, alpha: float) -> Comparison:
     """Apply the rule to one measurement."""
     outcome, sentence = _decide(measurement, p_holm, alpha)
     m = measurement
     return Comparison(
         metric=m.metric, bucket=m.bucket, reference=m.reference, candidate=m.candidate, unit=m.unit, n=m.n,
-        num_clusters=m.num_clusters, effective_clusters=m.effective_clusters, b=m.b, c=m.c, harm=m.harm, low=m.low,
-        high=m.high, p=m.p, p_holm=p_holm, tolerance=m.tolerance, outcome=outcome, sentence=sentence,
+        num_clusters=m.num_clusters, effective_clusters=m.effective_clusters, design_effect=m.deff, b=m.b, c=m.c,
+        harm=m.harm, low=m.low, high=m.high, p=m.p, p_holm=None if m.tolerance is None else p_holm,
+        tolerance=m.tolerance, tier=m.tier, outcome=outcome, sentence=sentence,
     )
 
 
 def _decide(
-    m: Measurement, p_holm: float | None, alpha: float
+    m: Measurement, p_holm: float, alpha: float
 ) -> tuple[Literal["pass", "fail", "inconclusive", "reported"], str]:
-    if m.tolerance is None or p_holm is None:
+    if m.tolerance is None:
         return "reported", "not gated: no tolerance is set"
     allowed = format_tolerance(m.metric, m.tolerance)
     if m.harm < -m.tolerance and m.p_gain <= alpha:
@@ -123,7 +150,7 @@ def combine(comparisons: Iterable[Comparison], refusals: Sequence[str], failures
 
     A candidate with nothing gated is refused: no evidence is not a pass.
     """
-    outcomes = {comparison.outcome for comparison in comparisons} - {"reported"}
+    outcomes = {comparison.outcome for comparison in comparisons if comparison.tier != "advisory"} - {"reported"}
     if failures or "fail" in outcomes:
         return "fail"
     if refusals or not outcomes or "refused" in outcomes:

@@ -27,9 +27,10 @@ from pipeline.gate.influence import harm_by_image, share_of_objects
 from pipeline.gate.metrics import MetricDefinition
 from pipeline.gate.pairing import PairedCases, select_bucket
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_first
-from pipeline.gate.statistics import cases_for_spread, effective_clusters, sign_flip_p
+from pipeline.gate.statistics import cases_for_spread, effective_clusters, sign_flip_tail, sum_by_cluster, tail_at
 from pipeline.gate.wording import format_value, name_metric
 from pipeline.records import CaseRecord
+from pipeline.settings import Tier
 from pipeline.verdict_records import Metric
 
 Floats = NDArray[np.float64]
@@ -74,7 +75,7 @@ def _interval(
 
 def measure_precision(
     pairs: PairedCases, definition: MetricDefinition, bucket: str | None, *, eval_name: str, tolerance: float | None,
-    alpha: float,
+    alpha: float, tier: Tier = "critical",
 ) -> Measurement:
     """Measure one AP of a candidate against the reference in one bucket.
 
@@ -98,12 +99,16 @@ def measure_precision(
     except ValueError as error:
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
     parts = _pick(_influence(reference, candidate), definition, area)
+    sums, weights = (sum_by_cluster(values, pairs.clusters[positions], int(pairs.clusters.max()) + 1)
+                     for values in (parts, shares))
+    tail = sign_flip_tail(sums)
     return Measurement(
         metric=metric, bucket=bucket, reference=value, candidate=other, unit=definition.unit, n=len(positions),
         num_clusters=len(np.unique(clusters[shares > 0])), effective_clusters=count, b=None, c=None,
-        harm=bounds.harm, low=bounds.low, high=bounds.high, p=sign_flip_p(parts, clusters),
-        p_gain=sign_flip_p(-parts, clusters), tolerance=tolerance,
+        harm=bounds.harm, low=bounds.low, high=bounds.high, p=tail_at(tail, sums.sum()),
+        p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, tier=tier,
         more_cases=None if tolerance is None else cases_for_spread(bounds, tolerance, len(positions)),
+        sums=sums, weights=weights, tail=tail,
     )
 
 

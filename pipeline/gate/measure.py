@@ -30,10 +30,13 @@ from pipeline.gate.statistics import (
     proportion_interval,
     ratio_bounds,
     ratio_interval,
-    sign_flip_p,
+    sign_flip_tail,
+    sum_by_cluster,
+    tail_at,
 )
 from pipeline.gate.wording import name_metric, natural_key
 from pipeline.records import CaseRecord
+from pipeline.settings import Tier
 from pipeline.verdict_records import Metric
 
 Floats = NDArray[np.float64]
@@ -152,7 +155,7 @@ def _check_finite(name: str, *numbers: float) -> None:
 
 def measure_metric(
     pairs: PairedCases, definition: MetricDefinition, bucket: str | None, *, eval_name: str,
-    tolerance: float | None, alpha: float,
+    tolerance: float | None, alpha: float, tier: Tier = "critical",
 ) -> Measurement:
     """Measure one metric of a candidate against the reference in one bucket.
 
@@ -161,7 +164,8 @@ def measure_metric(
             there are too few clusters for an interval.
     """
     if definition.estimator == "average_precision":
-        return measure_precision(pairs, definition, bucket, eval_name=eval_name, tolerance=tolerance, alpha=alpha)
+        return measure_precision(pairs, definition, bucket, eval_name=eval_name, tolerance=tolerance, alpha=alpha,
+                                 tier=tier)
     name = name_metric(f"{eval_name}/{definition.name}", bucket)
     positions = select_bucket(pairs.reference, bucket)
     if len(positions) == 0:
@@ -174,7 +178,8 @@ def measure_metric(
                             "reference and candidate")
     try:
         with np.errstate(over="ignore", invalid="ignore"):
-            m = _compare_scores(reference, candidate, bucket, f"{eval_name}/{definition.name}", tolerance, alpha)
+            m = _compare_scores(reference, candidate, bucket, f"{eval_name}/{definition.name}", tolerance, alpha, tier,
+                                pairs.clusters[positions], int(pairs.clusters.max()) + 1)
     except (ValueError, OverflowError) as error:
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
     _check_finite(name, m.reference, m.candidate, m.harm, m.low, m.high, m.p)
@@ -198,8 +203,10 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) 
 
 
 def _compare_scores(
-    reference: Scores, candidate: Scores, bucket: str | None, name: str, tolerance: float | None, alpha: float
+    reference: Scores, candidate: Scores, bucket: str | None, name: str, tolerance: float | None, alpha: float,
+    tier: Tier, places: Ints, num_places: int,
 ) -> Measurement:
+    """Measure two sides; `places` are their clusters as numbered among the `num_places` of the whole eval."""
     definition, clusters, n = reference.definition, reference.clusters, len(reference.values)
     d = (reference.values - candidate.values) * definition.sign
     b = c = None
@@ -209,12 +216,15 @@ def _compare_scores(
     else:
         bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha)
     harm, low, high = (_harm_scale(definition, x) for x in (bounds.harm, bounds.low, bounds.high))
+    sums, weights = (sum_by_cluster(values, places, num_places) for values in (d, reference.weights))
+    tail = sign_flip_tail(sums)
     return Measurement(
         metric=name, bucket=bucket, reference=reference.value(), candidate=candidate.value(), unit=definition.unit, n=n,
         num_clusters=int(clusters.max()) + 1, effective_clusters=effective_clusters(reference.weights, clusters),
         b=b, c=c, harm=harm, low=low, high=high,
-        p=sign_flip_p(d, clusters), p_gain=sign_flip_p(-d, clusters), tolerance=tolerance,
+        p=tail_at(tail, sums.sum()), p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, tier=tier,
         more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, clusters, tolerance, alpha),
+        sums=sums, weights=weights, tail=tail, deff=bounds.design_effect,
     )
 
 

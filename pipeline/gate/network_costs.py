@@ -74,7 +74,7 @@ def _describe(name: str, measured: Measured, compared: ReleaseComparison) -> dic
     row |= _describe_time(notes) | _describe_numbers(notes) | _describe_engine(notes)
     if measured.gain is not None:
         row[_GAIN] = "yes" if measured.gain.is_sure else "**no gain**"
-    if measured.evidence and getattr(measured.evidence.candidate.serving, "tiling", None):
+    if measured.evidence and measured.evidence.candidate.serving.tiling:
         row[_WORK] = f"{notes.work:.2f}"
     if notes.peak_mib is not None:
         row[_PEAK] = f"{notes.peak_mib:.1f}"

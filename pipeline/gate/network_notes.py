@@ -12,7 +12,7 @@ from pydantic import ConfigDict, ValidationError
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import Evidence
-from pipeline.records import Record, first_problem
+from pipeline.record_files import Record, first_problem
 from pipeline.verdict_records import MedianInterval
 
 

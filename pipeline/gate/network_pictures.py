@@ -20,7 +20,6 @@ from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.gate.pictures import amplify_difference, locate_image, measure_given, read_given, read_image
 from pipeline.gate.plots import save_figure
 from pipeline.gate.seams import SEAM_GAIN, Strip, cut_strip
-from pipeline.records import Tiling
 
 _NUM_WORST = 3  # of a candidate
 _SHOWN_PART = 0.5  # of a picture's longer side
@@ -87,7 +86,8 @@ def _cut_to(axis: Axes, lost: Found, width: int, height: int) -> None:
 def plot_seams(compared: ReleaseComparison, path: Path) -> None:
     """Draw a stitch of the worst picture of each tiled candidate beside the reference, and the step across it."""
     reference = compared.measured[compared.judgement.policy.reference].evidence
-    tiled = {name: m for name, m in compared.measured.items() if m.pairs and read_tiling(m.evidence)}
+    tiled = {name: m for name, m in compared.measured.items()
+             if m.pairs and m.evidence and m.evidence.candidate.serving.tiling}  # fmt: skip
     figure = Figure(figsize=(9.5, 2.2 * max(len(tiled), 1) + 0.5), dpi=_DPI, layout="constrained")
     axes = figure.subplots(max(len(tiled), 1), 4, squeeze=False, width_ratios=(1, 1, 1, 1.7))
     for axis in axes.ravel():
@@ -107,11 +107,6 @@ def plot_seams(compared: ReleaseComparison, path: Path) -> None:
     save_figure(figure, path)
 
 
-def read_tiling(evidence: Evidence | None) -> Tiling | None:
-    """Return how a candidate's inputs are cut."""
-    return getattr(evidence.candidate.serving, "tiling", None) if evidence else None
-
-
 def _find_strip(measured: Measured, reference: Evidence | None) -> tuple[str, Strip]:
     """Return the case with the largest seam, and its worst stitch."""
     for eval_name, i in _order_by_seam(measured):
@@ -121,7 +116,7 @@ def _find_strip(measured: Measured, reference: Evidence | None) -> tuple[str, St
         given = measure_given(pairs.candidate[i])
         ours, theirs = (read_image(locate_image(side.folder, eval_name, records[i]))
                         for side, records in ((reference, pairs.reference), (measured.evidence, pairs.candidate)))
-        strip = cut_strip(ours, theirs, given, read_tiling(measured.evidence))
+        strip = cut_strip(ours, theirs, given, measured.evidence.candidate.serving.tiling)
         if strip is not None:
             return pairs.reference[i].case_id, strip
     raise EvidenceError("seams: no picture is cut")

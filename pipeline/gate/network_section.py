@@ -16,7 +16,8 @@ from pipeline.gate.networks import list_inexact_layers, list_limits, read_soundl
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.pictures import measure_given
 from pipeline.gate.wording import escape_markdown
-from pipeline.records import BuiltCandidate, CaseRecord, Fallback, LayerCoverage, Tiling
+from pipeline.records import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
+from pipeline.serving_records import Tiling
 from pipeline.tile_grid import place_tiles
 
 
@@ -35,8 +36,8 @@ def describe_network(evidence: Evidence) -> list[str]:
         said.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
     if notes and notes.layout and notes.layout.other_formats:
         said.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
-    if (tiling := evidence.candidate.serving.model_dump().get("tiling")) is not None:
-        said += [_describe_tiles(name, records, Tiling(**tiling)) for name, records in evidence.records.items()]
+    if (tiling := candidate.serving.tiling) is not None:
+        said += [_describe_tiles(name, records, tiling) for name, records in evidence.records.items()]
     table = [_fold("Layers: algorithm, number format, error and headroom", tabulate_policy(candidate, layers))]
     return said + (table if candidate.coverage else [])
 
@@ -122,7 +123,7 @@ def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tilin
 
 
 def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]:
-    overlap = round(tiling.tile * tiling.overlap)
+    overlap = tiling.overlap_pixels
     for record in records:
         try:
             yield math.prod(len(place_tiles(side, tiling.tile, overlap)) for side in measure_given(record))
@@ -138,6 +139,6 @@ def embed_network_pictures(evidence: Sequence[Evidence | None], track: str) -> l
         return ["![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
                 "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n", *layers]
     parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]
-    if any(e is not None and e.candidate.serving.model_dump().get("tiling") for e in evidence):
+    if any(e is not None and e.candidate.serving.tiling for e in evidence):
         parts.append("![A stitch of the worst picture of each tiled candidate, and the step across it](seams.png)\n")
     return [*parts, *layers]

@@ -20,6 +20,7 @@ from pipeline.detections import MatchTable, load_matches
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.fingerprints import Difference, find_difference, fingerprint
+from pipeline.record_files import read_record
 from pipeline.records import (
     Candidate,
     CaseRecord,
@@ -29,7 +30,6 @@ from pipeline.records import (
     NetworkCandidate,
     describe_failures,
     read_cases,
-    read_record,
 )
 from pipeline.settings import name_stage
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
+from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.failure_section import explain_failure
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
@@ -52,9 +53,13 @@ cases that only the candidate gets right. Harm is what was lost (positive = wors
 cluster ({clusters}). `p` is the chance of so large a loss if there were no difference at all (cluster
 sign-flip test), after Holm's correction over {family}.
 
+The share of a tolerance that is spent is the harm seen against the pinned reference, not the last release: small
+losses of several releases add up there.
+
 - ✅ **pass**: the loss is proven to be within the tolerance, `at most` ≤ tolerance.
 - ❌ **fail**: the loss seen is beyond the tolerance, and p ≤ {alpha:g}.
-- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release.
+- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release; a metric
+  of tier supporting blocks only where the loss is seen beyond its tolerance, an advisory one never.
 - ⛔ **refused**: the evidence is not fit to be judged.
 {marks}"""
 _MARKS_OF_TEXT = "- · reported only. Divergence (KL, changed outputs) says where to look and never decides.\n"
@@ -72,7 +77,7 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
         here: the machine that this runs on, where known: speeds may have been measured on another.
     """
     judgement = compared.judgement
-    parts = [_headline(judgement), _candidate_table(judgement)]
+    parts = [_headline(judgement), _candidate_table(judgement), describe_floor(judgement) + "\n"]
     parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
     if "trajectories" in judgement.policy.eval_kinds.values():
         parts.append("![Task completion by bucket](completion.png)\n")
@@ -80,7 +85,7 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
     if any(verdict.speed for verdict in judgement.verdicts):
         parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
     reference = compared.measured[judgement.policy.reference].evidence
-    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy.track)
+    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy)
               for v in judgement.verdicts]
     parts.append(_explain(judgement.policy))
     return "\n".join(parts)
@@ -137,6 +142,8 @@ def _headline(judgement: Judgement) -> str:
                 else "**Nothing blocks it.**"), ""]
     notable = [f"- {escape_markdown(reason[0].upper() + reason[1:])}." for verdict in judgement.verdicts
                for reason in verdict.reasons if reason.startswith(HEADLINES)]
+    notable += [f"- Loosened: {escape_markdown(key)}, which was {reason.was}: {escape_markdown(reason.why)}"
+                for key, reason in judgement.policy.loosened.items()]
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 
@@ -199,7 +206,7 @@ def _compared_cell(comparison: Comparison | None) -> str:
 
 
 def _candidate_section(
-    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, track: str
+    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, policy: Policy
 ) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
@@ -221,11 +228,15 @@ def _candidate_section(
     if gated:
         lines += ["", _comparison_table(gated)]
     lines += _describe_speed(measured, here)
+    if verdict.certificate is not None:
+        lines += [describe_certificate(verdict, policy), "",
+                  "<details><summary>Losses that stop the release, planted into these records</summary>", "",
+                  tabulate_losses(verdict), "</details>", ""]
     if reported:
         lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
                   _comparison_table(reported), "</details>"]
     if verdict.outcome == "fail":
-        lines += explain_failure(verdict, measured, track)
+        lines += explain_failure(verdict, measured, policy.track)
     return "\n".join(lines) + "\n"
 
 
@@ -273,12 +284,18 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> str:
     return render_table(rows + [_comparison_row(comparison) for comparison in comparisons])
 
 
+def _tell_tolerance(c: Comparison, tolerance: float) -> str:
+    """Write a tolerance, how much of it is spent, and the tier where it is not critical."""
+    tier = "" if c.tier == "critical" else f", {c.tier}"
+    return f"{format_tolerance(c.metric, tolerance)} ({100 * max(c.harm, 0.0) / tolerance:.0f} % spent{tier})"
+
+
 def _comparison_row(c: Comparison) -> list[str]:
     return [
         escape_markdown(name_comparison(c)), format_value(c.metric, c.reference), format_value(c.metric, c.candidate),
         f"{c.n:,} ({c.num_clusters:,})" if c.num_clusters != c.n else f"{c.n:,}",
         "–" if c.b is None else str(c.b), "–" if c.c is None else str(c.c),
         format_harm(c.metric, c.harm, signed=True), format_range(c.metric, c.low, c.high),
-        "–" if c.tolerance is None else format_tolerance(c.metric, c.tolerance), format_p(c.p_holm),
+        "–" if c.tolerance is None else _tell_tolerance(c, c.tolerance), format_p(c.p_holm),
         _MARKS[c.outcome], c.sentence,
     ]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.pictures import Picture
-from pipeline.records import Tiling
+from pipeline.serving_records import Tiling
 from pipeline.tile_grid import list_stitches
 
 REACH = 24  # pixels shown on each side of a stitch

@@ -17,7 +17,7 @@ from pipeline.benchmark_records import Benchmark, Cell, Work
 from pipeline.errors import EvidenceError
 from pipeline.medians import bound_median, cover_median
 from pipeline.recall import find_recall
-from pipeline.records import read_record
+from pipeline.record_files import read_record
 from pipeline.verdict_records import MedianInterval, PairedMedians, Speed, SpeedCell
 
 

@@ -9,7 +9,8 @@ from pipeline.benchmark_records import Benchmark, Machine, Side
 from pipeline.gate.speed import format_ratio
 from pipeline.gate.wording import escape_markdown
 from pipeline.recall import LEAST_RATIO, bound_recall
-from pipeline.records import OUTGROWN, CaseRecord, sum_speculation
+from pipeline.records import OUTGROWN, CaseRecord
+from pipeline.speculation_records import sum_speculation
 from pipeline.verdict_records import PairedMedians, Speed
 
 _HEADER = ["in flight", "prompt tokens", "throughput, tokens/s", "candidate / reference", "TTFT, ms",

@@ -10,6 +10,7 @@ would cost seconds of import time for the same numbers, and are the oracles in t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from scipy.special import bdtrc, gammaln, ndtr, ndtri, stdtrit
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Tail = Callable[[Floats], Floats]  # p-values of totals
 
 _MAX_ENUMERATED = 14  # 2 ** 14 sign patterns are enumerated; more clusters are sampled
 _MAX_LATTICE = 200_000  # longest exact distribution of an integer sum that is worth building
@@ -82,6 +84,11 @@ def _score_excess(delta: float, b: float, c: float, n: float, z: float) -> float
     return (b - c - n * delta) ** 2 - z * z * variance
 
 
+def sum_by_cluster(values: Floats, clusters: Ints, num_clusters: int = 0) -> Floats:
+    """Return the sum of each cluster, [num_clusters] or as many as there are."""
+    return np.bincount(clusters, weights=values, minlength=num_clusters).astype(np.float64)
+
+
 def effective_clusters(weights: Floats, clusters: Ints) -> float:
     """Return how many clusters of equal weight carry as much information: their number where all weigh the same.
 
@@ -126,7 +133,21 @@ def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds
     """
     n, count = len(d), effective_clusters(np.ones(len(d)), clusters)
     b, c = float((d > 0).sum()), float((d < 0).sum())
-    deff, quantile = design_effect(d, clusters), _for_few_clusters(confidence, n, count)
+    return count_bounds(b, c, n, design_effect(d, clusters), count, confidence=confidence)
+
+
+def count_bounds(b: float, c: float, n: float, deff: float, count: float, *, confidence: float) -> Bounds:
+    """Return the bounds of `proportion_bounds` from counts.
+
+    Args:
+        b: pairs with a loss.
+        c: pairs with a gain.
+        n: all pairs.
+        deff: design effect.
+        count: effective clusters; n without clusters.
+        confidence: of each bound alone.
+    """
+    quantile = _for_few_clusters(confidence, n, count)
     low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=quantile)
     if count < n:
         unseen = tango_bounds(0, 0, count, confidence=quantile)[1]
@@ -134,7 +155,7 @@ def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds
     return Bounds((b - c) / n, low, high, deff)
 
 
-def _for_few_clusters(confidence: float, n: int, count: float) -> float:
+def _for_few_clusters(confidence: float, n: float, count: float) -> float:
     """Return the normal confidence whose quantile is Student's, when a design effect was estimated."""
     return confidence if count == n or count < 2 else float(ndtr(stdtrit(count - 1, confidence)))
 
@@ -180,26 +201,44 @@ def sign_flip_p(d: Floats, clusters: Ints, *, seed: int = 0) -> float:
     case per cluster it is McNemar's exact test, one-sided. Whole-number sums are summed exactly;
     others are enumerated up to 14 clusters and sampled (seeded, +1 correction) beyond.
     """
-    sums = np.bincount(clusters, weights=d)
+    sums = sum_by_cluster(d, clusters)
+    return tail_at(sign_flip_tail(sums, seed=seed), sums.sum())
+
+
+def tail_at(tail: Tail, observed: float) -> float:
+    """Return the p-value of one total."""
+    return float(tail(np.array([observed]))[0])
+
+
+def sign_flip_tail(sums: Floats, *, seed: int = 0) -> Tail:
+    """Return the function that gives the p-values of totals, when each cluster's sum is as likely with either sign.
+
+    Args:
+        sums: of each cluster.
+        seed: of the sign patterns, where they are sampled.
+    """
     sizes = np.sort(np.abs(sums[sums != 0]))[::-1]  # sorted: the answer does not depend on the order of cases
     if len(sizes) == 0:
-        return 1.0
-    observed = float(sums.sum())
+        return np.ones_like
     if np.all(sizes == np.rint(sizes)) and sizes.sum() <= _MAX_LATTICE:
-        return _lattice_p(sizes.astype(np.int64), round(observed))
-    threshold = observed - 1e-12 * float(sizes.sum())  # equal totals must count as equal
+        return _lattice_tail(sizes.astype(np.int64))
+    slack = 1e-12 * float(sizes.sum())  # equal totals must count as equal
     if len(sizes) <= _MAX_ENUMERATED:
         patterns = (np.arange(2 ** len(sizes))[:, None] >> np.arange(len(sizes))) & 1
-        return float(np.mean((2.0 * patterns - 1.0) @ sizes >= threshold))
-    return _sampled_p(sizes, threshold, seed)
+        totals, own = np.sort((2.0 * patterns - 1.0) @ sizes), 0
+    else:
+        totals, own = np.sort(_sample_totals(sizes, seed)), 1  # the one seen counts as a draw: p is never 0
+    return lambda observed: (len(totals) - np.searchsorted(totals, observed - slack) + own) / (len(totals) + own)
 
 
-def _lattice_p(sizes: Ints, observed: int) -> float:
+def _lattice_tail(sizes: Ints) -> Tail:
     """Sum the exact distribution of sum(+-size), one binomial per distinct size."""
     distinct, counts = np.unique(sizes, return_counts=True)
-    needed = (observed + int(sizes.sum())) // 2  # the total of the sizes that come out positive
+    total = int(sizes.sum())
     if len(distinct) == 1:
-        return float(bdtrc(needed // int(distinct[0]) - 1, int(counts[0]), 0.5)) if needed > 0 else 1.0
+        size, count = int(distinct[0]), int(counts[0])
+        return lambda observed: np.where(
+            (needed := (np.rint(observed) + total) // (2 * size)) > 0, bdtrc(needed - 1, count, 0.5), 1.0)
     distribution = np.ones(1)
     for size, count in zip(distinct.tolist(), counts.tolist(), strict=True):
         positives = np.arange(count + 1)
@@ -207,19 +246,19 @@ def _lattice_p(sizes: Ints, observed: int) -> float:
         spread = np.zeros(size * count + 1)
         spread[::size] = np.exp(log_p)
         distribution = np.convolve(distribution, spread)
-    return min(float(distribution[needed:].sum()), 1.0)
+    tail = np.minimum(np.append(np.cumsum(distribution[::-1])[::-1], 0.0), 1.0)  # of the sizes that come out positive
+    return lambda observed: tail[np.clip((np.rint(observed).astype(np.int64) + total + 1) // 2, 0, total + 1)]
 
 
-def _sampled_p(sizes: Floats, threshold: float, seed: int) -> float:
+def _sample_totals(sizes: Floats, seed: int) -> Floats:
     rng = np.random.default_rng(seed)
-    positive_total = (threshold + float(sizes.sum())) / 2
-    extreme, chunk = 0, 2_000
+    totals, chunk = np.empty(_NUM_DRAWS), 2_000
     for start in range(0, _NUM_DRAWS, chunk):
         num_draws = min(chunk, _NUM_DRAWS - start)
         packed = rng.integers(0, 256, size=(num_draws, (len(sizes) + 7) // 8), dtype=np.uint8)
         positive = np.unpackbits(packed, axis=1, count=len(sizes)).astype(np.float64)
-        extreme += int((positive @ sizes >= positive_total).sum())
-    return (extreme + 1) / (_NUM_DRAWS + 1)
+        totals[start : start + num_draws] = 2 * (positive @ sizes) - sizes.sum()
+    return totals
 
 
 def holm(p_values: list[float]) -> list[float]:

@@ -27,9 +27,9 @@ from pipeline.gate.wording import (
 )
 from pipeline.network_params import NetworkTrack
 from pipeline.params import Params
-from pipeline.records import Record
+from pipeline.record_files import Record
 from pipeline.serving_config import read_track_candidate
-from pipeline.settings import BUILDS, REPORTS, Track, name_stage
+from pipeline.settings import BUILDS, REPORTS, Tier, Track, name_stage
 from pipeline.verdict_records import Comparison, Metric, Verdict
 
 VERDICT_PATH, REPORT_PATH = REPORTS["text"] / "verdict.json", REPORTS["text"] / "report.md"
@@ -51,6 +51,14 @@ class GatedTolerance(Record):
 
     overall: float | None
     buckets: dict[str, float]
+    tier: Tier = "critical"
+
+
+class LoosenedSetting(Record):
+    """A setting that lets more through than it did at the last release, and why."""
+
+    was: float | str
+    why: str
 
 
 class Policy(Record):
@@ -70,6 +78,7 @@ class Policy(Record):
     benchmarked: tuple[str, ...] = ()  # candidates
     max_slowdown: float | None = None  # of their throughput, relative
     for_speed: tuple[str, ...] = ()  # candidates with a step whose only reason is speed
+    loosened: dict[str, LoosenedSetting] = {}  # by key of params.yaml
 
     @property
     def eval_kinds(self) -> dict[str, str]:
@@ -107,6 +116,7 @@ def describe_policy(track: Track) -> Policy:
         on_inconclusive=gate.on_inconclusive, tripwires=gate.tripwires,
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
         evals={name: settings.model_dump(mode="json") for name, settings in track.evals.items()},
+        loosened={key: LoosenedSetting(**reason.model_dump()) for key, reason in gate.loosened.items()},
     )
     if isinstance(track, NetworkTrack):
         names = tuple(name for name, candidate in track.candidates.items() if candidate.is_for_speed)
@@ -175,14 +185,17 @@ def is_proven(high: float, tolerance: float, effective_clusters: float) -> bool:
 def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     """Say whether a verdict keeps the release from going out.
 
-    `on_inconclusive: warn` lets through what is within its tolerance as seen and not proven to be; a loss seen
-    beyond the tolerance blocks, proven or not, and so does a step for speed alone that gains nothing.
+    `on_inconclusive: warn`, and a metric's tier `supporting`, let through what is within its tolerance as seen and not
+    proven to be; a loss seen beyond the tolerance blocks, proven or not, and so does a step for speed alone that gains
+    nothing.
     """
-    if verdict.outcome == "inconclusive":
-        return policy.on_inconclusive == "block" or _gains_nothing(verdict, policy) or any(
-            c.outcome == "inconclusive" and c.tolerance is not None and c.harm > c.tolerance
-            for c in verdict.comparisons)
-    return verdict.outcome != "pass"
+    if verdict.outcome != "inconclusive":
+        return verdict.outcome != "pass"
+    is_strict = policy.on_inconclusive == "block"
+    return (_gains_nothing(verdict, policy)
+            or (is_strict and any(reason.startswith(UNPROVEN) for reason in verdict.reasons))
+            or any((is_strict and c.tier == "critical") or c.harm > (c.tolerance or 0.0)
+                   for c in verdict.comparisons if c.outcome == "inconclusive" and c.tier != "advisory"))
 
 
 def blocking_verdicts(judgement: Judgement) -> list[Verdict]:
@@ -204,7 +217,8 @@ def check_outcomes(judgement: Judgement) -> None:
         is_unfit = (bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
                     or _changes_answers(verdict, judgement.policy) or _drafts_too_few(verdict, judgement.policy)
                     or _is_too_slow(verdict, judgement.policy) or _gains_nothing(verdict, judgement.policy))
-        is_pass = bool(gated) and all(c.outcome == "pass" for c in gated.values()) and not is_unfit
+        decisive = [c for c in gated.values() if c.tier != "advisory"]
+        is_pass = bool(decisive) and all(c.outcome == "pass" for c in decisive) and not is_unfit
         if is_pass != (verdict.outcome == "pass"):
             wrong.append("the verdict")
         if wrong:
@@ -251,6 +265,8 @@ def _contradicts(c: Comparison, policy: Policy) -> bool:
     allowed = policy.tolerances.get(c.metric)
     tolerance = c.tolerance or 0.0
     if allowed is None or c.tolerance != (allowed.buckets.get(c.bucket) if c.bucket else allowed.overall):
+        return True
+    if c.tier != allowed.tier:
         return True
     if not c.low <= c.harm <= c.high or (c.b is not None and abs(c.harm - (c.b - (c.c or 0)) / c.n) > 1e-9):
         return True
@@ -331,8 +347,26 @@ def write_marker(path: Path, judgement: Judgement, *, verdict_path: Path) -> Non
     write_text(path, canonical_json({"verdict_sha256": digest_file(verdict_path), "release": release}) + "\n")
 
 
-def render_gate(judgement: Judgement) -> str:
-    """Write what a person at the terminal needs: a table, and for each block why and where to look."""
+def render_gate(judgement: Judgement, *, are_here: bool = True) -> str:
+    """Write what a person at the terminal needs: the verdicts, and where to look when one blocks.
+
+    Args:
+        are_here: the candidates are, and were checked.
+    """
+    lines = [render_verdicts(judgement)]
+    if blocking_verdicts(judgement):
+        report = judgement.path.with_name("report.md")
+        lines += ["", "look closer:", f"  {report}      every comparison, the plots and the worst flips",
+                  "  dvc metrics diff        numbers against the last commit",
+                  "  make ui                 MLflow: predictions side by side"]
+    if not are_here:
+        candidates = BUILDS[judgement.policy.track] / "candidates"
+        lines += ["", f"{candidates} is not here: that these weights would ship was not checked"]
+    return "\n".join(lines)
+
+
+def render_verdicts(judgement: Judgement) -> str:
+    """Write the released verdicts: a table, and for each that is no pass why."""
     verdicts = released_verdicts(judgement)
     width = max(len("release"), *(len(v.candidate) for v in verdicts))
     lines = [f"{'release':<{width}}  {'verdict':<12}  gated  fail  inconclusive  refused"]
@@ -341,11 +375,6 @@ def render_gate(judgement: Judgement) -> str:
         if verdict.outcome != "pass":
             lines += _why(verdict, is_blocking(verdict, judgement.policy))
     lines += _describe_limits(judgement, verdicts)
-    if blocking_verdicts(judgement):
-        report = judgement.path.with_name("report.md")
-        lines += ["", "look closer:", f"  {report}      every comparison, the plots and the worst flips",
-                  "  dvc metrics diff        numbers against the last commit",
-                  "  make ui                 MLflow: predictions side by side"]
     return "\n".join(map(show_unprintable, lines))
 
 

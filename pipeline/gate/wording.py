@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.verdict_records import Comparison
@@ -20,9 +23,26 @@ _MAX_DIGITS = 6  # behind the point of a percentage
 _IN_MARKDOWN = str.maketrans({"&": "&amp;", "|": "&#124;", "*": "&#42;", "$": "&#36;", "`": "'"})
 
 
+_of_others: ContextVar[Mapping[str, MetricDefinition]] = ContextVar("metrics of records that others made", default={})  # noqa: B039
+
+
+@contextmanager
+def use_metrics(definitions: Mapping[str, MetricDefinition]) -> Iterator[None]:
+    """Let names stand for metrics that quantgate does not declare itself, until the end of the block.
+
+    Args:
+        definitions: by "<eval>/<metric>".
+    """
+    token = _of_others.set(definitions)
+    try:
+        yield
+    finally:
+        _of_others.reset(token)
+
+
 def definition_of(metric: str) -> MetricDefinition:
     """Return the definition of "<eval>/<metric>"."""
-    return METRICS_BY_NAME[metric.rpartition("/")[2]]
+    return _of_others.get().get(metric) or METRICS_BY_NAME[metric.rpartition("/")[2]]
 
 
 def is_rate(metric: str) -> bool:

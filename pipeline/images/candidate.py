@@ -19,7 +19,9 @@ from pipeline.image_serving import sample_plainly, serve
 from pipeline.images.folders import describe_pipeline, iterate_weights
 from pipeline.images.rendering import Prompt
 from pipeline.images.steps import STEPS
-from pipeline.records import BuiltCandidate, Fallback, ImageCandidate, PipelineServing, write_record
+from pipeline.record_files import write_record
+from pipeline.records import BuiltCandidate, Fallback, ImageCandidate
+from pipeline.serving_records import PipelineServing
 from pipeline.weight_files import check_finite
 
 # what can change an image

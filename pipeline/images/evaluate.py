@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import shutil
 import statistics
 import sys
 import time
@@ -24,12 +23,13 @@ from pipeline.cases import PromptCase
 from pipeline.digests import digest_checkpoint, digest_file, digest_json
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.files import replace_folder, write_text
-from pipeline.fingerprints import fingerprint
+from pipeline.evaluation_folder import make_evaluation
+from pipeline.files import write_text
 from pipeline.image_params import ImagesEval, ImageTrack
 from pipeline.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
 from pipeline.medians import MIN_ROUNDS, bound_median
-from pipeline.records import EvalFile, Evaluation, ImageCandidate, write_cases, write_record
+from pipeline.record_files import write_cases
+from pipeline.records import Evaluation, ImageCandidate
 from pipeline.worker_pool import run_tasks
 
 # What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
@@ -37,7 +37,8 @@ CODE = (
     "images/evaluate.py", "images/folders.py", "images/rendering.py", "images/schedulers.py", "images/scoring.py",
     "images/workers.py", "tile_grid.py", "timing.py", "worker_pool.py",
     "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
-    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py", "records.py",
+    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py",
+    "record_files.py", "records.py", "serving_records.py",
 )  # fmt: skip
 
 
@@ -53,39 +54,28 @@ def evaluate_images(candidate: ImageCandidate, track: ImageTrack, *, root: Path,
     Raises:
         CheckpointError: a pipeline or the CLIP can't be loaded.
         EngineError: the pipeline refused a prompt, is not what the candidate says, or a worker died.
+        JournalError: another process evaluates the candidate.
     """
-    start = time.monotonic()
-    target = build / "evaluations" / candidate.name
-    working = target.with_name(f".{candidate.name}.new")
-    shutil.rmtree(working, ignore_errors=True)
-    working.mkdir(parents=True)
     source = root / track.candidates[track.reference].checkpoint
     files, facts = {}, candidate.facts
-    for name, settings in track.evals.items():
-        evalset = load_evalset(root / settings.evalset)
-        judges = digest_judges(track, settings, root)
-        key = digest_work(settings, evalset, judges)
-        order = Order(candidate, source, settings, root, judges)
-        with start_renderers(order, track.sampling.num_workers) as pool:
-            facts = pool.submit(read_facts).result()
-            journal = build / "journal" / candidate.name / f"{name}.jsonl"
-            with Journal(journal, fingerprint=fingerprint(facts), key=key) as opened:
-                files[name] = _run_eval(name, settings, evalset, candidate, pool, opened, working, key)
-    evaluation = Evaluation(
-        candidate=candidate.name, fingerprint=fingerprint(facts), checkpoint_digest=candidate.checkpoint.digest,
-        serving=candidate.serving, evals=files, served_by=facts, proof="loaded and run by the processes that rendered",
-        seconds=round(time.monotonic() - start, 3),
-    )  # fmt: skip
-    write_record(working / "evaluation.json", evaluation)
-    replace_folder(working, target)
-    shutil.rmtree(build / "journal" / candidate.name, ignore_errors=True)
-    return evaluation
+    with make_evaluation(candidate, build) as working:
+        for name, settings in track.evals.items():
+            evalset = load_evalset(root / settings.evalset)
+            judges = digest_judges(track, settings, root)
+            key = digest_work(settings, evalset, judges)
+            order = Order(candidate, source, settings, root, judges)
+            with start_renderers(order, track.sampling.num_workers) as pool:
+                facts = pool.submit(read_facts).result()
+                with working.open_journal(name, facts, key=key) as journal:
+                    _run_eval(name, evalset, candidate, pool, journal, working.path)
+            files[name] = working.describe_eval(name, settings, evalset, key=key)
+        return working.finish(files, facts, proof="loaded and run by the processes that rendered")
 
 
 def _run_eval(
-    name: str, settings: ImagesEval, evalset: Evalset, candidate: ImageCandidate, pool: ProcessPoolExecutor,
-    journal: Journal, working: Path, key: str,
-) -> EvalFile:  # fmt: skip
+    name: str, evalset: Evalset, candidate: ImageCandidate, pool: ProcessPoolExecutor, journal: Journal, folder: Path
+) -> None:
+    """Render what the journal does not hold, and write the eval's records, images and notes to a folder."""
     start = time.monotonic()
     # rounding depends on who shares a batch: the same ones do after a kill
     batches = list(_batch(evalset.cases, candidate))
@@ -93,23 +83,19 @@ def _run_eval(
             if any(journal.find(case.digest) is None for case in batch)]  # fmt: skip
     _render(name, left, pool, journal)
     records = []
-    (working / name).mkdir()
+    (folder / name).mkdir()
     for case in evalset.cases:
         record, picture = journal.find(case.digest) or (None, None)
         assert record is not None and picture is not None
         records.append(record)
-        (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
-    write_cases(working / f"{name}.jsonl", records)
+        (folder / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
+    write_cases(folder / f"{name}.jsonl", records)
     noted = [journal.find_text(_name_batch(batch)) for batch, _ in batches]
     notes = _describe([json.loads(text) for text in noted if text is not None], candidate) | {
         "decode_peak_mib": round(pool.submit(weigh_decode, candidate.serving.batch_size).result(), 2)}
-    write_text(working / f"{name}.json", json.dumps(notes, indent=1) + "\n")
+    write_text(folder / f"{name}.json", json.dumps(notes, indent=1) + "\n")
     sound = sum(r.scores["sound"] for r in records)
     print(f"  {name}: n={len(records)}, {sound:.0f} sound, {time.monotonic() - start:.1f} s", file=sys.stderr)
-    return EvalFile(kind=settings.kind, settings=settings.model_dump(mode="json"), key=key,
-                    evalset_digest=evalset.digest, num_cases=len(records), records=f"{name}.jsonl",
-                    sha256=digest_file(working / f"{name}.jsonl"),
-                    notes_sha256=digest_file(working / f"{name}.json"))  # fmt: skip
 
 
 def _batch(cases: Sequence[PromptCase], candidate: ImageCandidate) -> Iterator[tuple[list[PromptCase], str | None]]:

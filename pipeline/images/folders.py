@@ -6,17 +6,16 @@ have, weights beside which a pickle lies and no safetensors. Loading is `renderi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_files, digest_json
 from pipeline.errors import CheckpointError
 from pipeline.images.schedulers import check_scheduler
 from pipeline.records import Checkpoint
 from pipeline.weight_files import TensorInfo, read_header
+from pipeline.weight_folders import describe_weights, read_config_file
 
 INDEX_FILE = "model_index.json"
 FORMAT = "diffusers"
@@ -25,7 +24,6 @@ _NEEDED = ("unet", "vae", "scheduler")
 _WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
 _WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -141,31 +139,9 @@ def describe_pipeline(folder: Path, *, root: Path, parent_digest: str | None = N
         parent_digest: digest of the folder that this one was made from.
     """
     stored = [info for tensors in open_pipeline(folder).values() for info in tensors.values()]
-    sizes: dict[str, int] = {}
-    for info in stored:
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.num_bytes
-    absolute, base = folder.resolve(), root.resolve()
-    main = max(sizes, key=lambda dtype: sizes[dtype])
-    return Checkpoint(
-        path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
-        kind=str(read_index(folder)["_class_name"]),
-        format=FORMAT,
-        dtype=_DTYPES.get(main, main),
-        num_parameters=sum(info.num_elements for info in stored),
-        num_bytes=sum(info.num_bytes for info in stored),
-        digest=digest_json(files := digest_files(folder)),
-        files=files,
-        parent_digest=parent_digest,
-    )
+    kind = str(read_index(folder)["_class_name"])
+    return describe_weights(folder, stored, root=root, kind=kind, format=FORMAT, parent_digest=parent_digest)
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected {what}, found no file; copy the pipeline again") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: expected {what}, got no JSON: {error}; copy the file again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected {what}, got {type(found).__name__}; copy the file again")
-    return found
+    return read_config_file(path, what, if_missing="copy the pipeline again")

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.images.rendering import Prompt, make_latents, unscale_latents
 from pipeline.medians import bound_median
-from pipeline.records import PipelineServing
+from pipeline.serving_records import PipelineServing
 from pipeline.timing import TOLERANCES, Run, compare_outputs, read_seconds, time_in_turn
 from pipeline.verdict_records import GAIN_BELOW, MedianInterval
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.records import Fallback, PipelineServing
+from pipeline.records import Fallback
+from pipeline.serving_records import PipelineServing
 
 
 @dataclass(frozen=True)

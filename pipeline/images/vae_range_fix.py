@@ -20,7 +20,7 @@ from pipeline.images.rendering import Prompt, load_pipeline, make_latents, unsca
 from pipeline.images.results import StepResult
 from pipeline.numerics.range_fix import apply_range_fix, measure_activations, plan_range_fix
 from pipeline.numerics.range_proof import RangeFixProof, prove_range_fix
-from pipeline.records import PipelineServing
+from pipeline.serving_records import PipelineServing
 
 _FEWEST = 4  # prompts
 

@@ -25,14 +25,9 @@ from pipeline.network_serving import run_plainly, serve
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.conv_policy import resolve_policy
 from pipeline.networks.loading import Network, load_network
-from pipeline.records import (
-    BuiltCandidate,
-    Fallback,
-    LayerCoverage,
-    NetworkCandidate,
-    Tiling,
-    write_record,
-)
+from pipeline.record_files import write_record
+from pipeline.records import BuiltCandidate, Fallback, LayerCoverage, NetworkCandidate
+from pipeline.serving_records import Tiling
 from pipeline.weight_files import check_finite, iterate_weights
 
 LIBRARIES = ("torch", "safetensors")  # what can change an output

@@ -24,7 +24,7 @@ from pipeline.medians import bound_median
 from pipeline.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.networks.loading import Network, list_tensors
 from pipeline.networks.rounding import differ, limit_rounding
-from pipeline.records import NetworkServing
+from pipeline.serving_records import NetworkServing
 from pipeline.tile_grid import place_tiles
 from pipeline.timing import TOLERANCES, measure_peak_bytes, read_seconds, time_in_turn
 

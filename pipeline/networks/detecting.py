@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.cases import DetectionCase
 from pipeline.detection_params import DetectionEval
 from pipeline.detections import Detections, MatchTable, Objects, join_tables, match_image, save_matches, score_image
-from pipeline.digests import canonical_json, digest_file
+from pipeline.digests import canonical_json
 from pipeline.errors import EngineError
 from pipeline.records import CaseRecord
 
@@ -69,12 +69,11 @@ def match_output(
 
 def save_tables(
     path: Path, cases: Sequence[DetectionCase], records: Sequence[CaseRecord], settings: DetectionEval
-) -> str:
-    """Write the matched detections of all records and return the digest of the file."""
+) -> None:
+    """Write the matched detections of all records."""
     categories = list_categories(cases)
     save_matches(path, join_tables([match_output(case, record.output, settings=settings, categories=categories)
                                     for case, record in zip(cases, records, strict=True)]))  # fmt: skip
-    return digest_file(path)
 
 
 def _as_list(case_id: str, results: Any) -> list[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -18,16 +17,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from pipeline.cases import spread
 from pipeline.detection_params import DetectionEval
 from pipeline.digests import digest_checkpoint, digest_file, digest_json
-from pipeline.errors import JournalError
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.files import replace_folder, write_text
-from pipeline.fingerprints import fingerprint
+from pipeline.evaluation_folder import make_evaluation
+from pipeline.files import write_text
 from pipeline.network_params import NetworkTrack, UpscalingEval
 from pipeline.networks.detecting import list_categories, save_tables
 from pipeline.networks.workers import (
@@ -40,7 +36,8 @@ from pipeline.networks.workers import (
     start_runners,
 )
 from pipeline.pictures import measure_picture
-from pipeline.records import EvalFile, Evaluation, NetworkCandidate, write_cases, write_record
+from pipeline.record_files import write_cases
+from pipeline.records import Evaluation, NetworkCandidate
 from pipeline.worker_pool import run_tasks
 
 # What runs and judges: files that the stage runs, as an edit elsewhere makes DVC evaluate no candidate again.
@@ -48,9 +45,9 @@ CODE = (
     "networks/adapters.py", "networks/conv_policy.py", "networks/costs.py", "networks/detecting.py",
     "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/rounding.py",
     "networks/upscaling.py", "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py",
-    "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detection_params.py",
-    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "records.py", "tile_grid.py", "timing.py",
-    "worker_pool.py",
+    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py",
+    "detection_params.py", "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "record_files.py",
+    "records.py", "serving_records.py", "tile_grid.py", "timing.py", "worker_pool.py",
 )  # fmt: skip
 _NUM_COMPARED = 4  # pictures on which layers are compared
 
@@ -70,56 +67,32 @@ def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: 
         EvalsetError: a picture is missing or was changed.
         JournalError: another process evaluates the candidate.
     """
-    target = build / "evaluations" / candidate.name
-    lock = build / "journal" / f"{candidate.name}.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(lock, timeout=0):
-            return _evaluate_locked(candidate, track, target, root=root, build=build)
-    except Timeout:
-        raise JournalError(f"{lock}: expected one evaluation of {candidate.name!r} at a time, another one runs; wait "
-                           "for it or end it") from None  # fmt: skip
-
-
-def _evaluate_locked(
-    candidate: NetworkCandidate, track: NetworkTrack, target: Path, *, root: Path, build: Path
-) -> Evaluation:
-    start = time.monotonic()
-    working = target.with_name(f".{candidate.name}.new")
-    shutil.rmtree(working, ignore_errors=True)
-    working.mkdir(parents=True)
     source = track.candidates[track.reference].checkpoint
     files, facts = {}, candidate.facts
-    for name, settings in track.evals.items():
-        evalset = load_evalset(root / settings.evalset)
-        categories = tuple(list_categories(evalset.cases)) if isinstance(settings, DetectionEval) else ()
-        order = Order(candidate, track.name, root, track.adapter, source, settings, categories)
-        key = digest_work(track, settings, evalset, root)
-        # what one process compiles, another would compile again
-        num_workers = 1 if candidate.serving.compile_mode else track.running.num_workers
-        with start_runners(order, num_workers) as pool:
-            facts = pool.submit(read_facts).result()
-            journal = build / "journal" / candidate.name / f"{name}.jsonl"
-            with Journal(journal, fingerprint=fingerprint(facts), key=key) as opened:
-                files[name] = _run_eval(name, settings, evalset, candidate, pool, opened, working, key,
-                                        root / settings.evalset)
-    evaluation = Evaluation(
-        candidate=candidate.name, fingerprint=fingerprint(facts), checkpoint_digest=candidate.checkpoint.digest,
-        serving=candidate.serving, evals=files, served_by=facts, proof="loaded and run by the processes that judged",
-        seconds=round(time.monotonic() - start, 3),
-    )  # fmt: skip
-    write_record(working / "evaluation.json", evaluation)
-    replace_folder(working, target)
-    shutil.rmtree(build / "journal" / candidate.name, ignore_errors=True)
-    return evaluation
+    with make_evaluation(candidate, build) as working:
+        for name, settings in track.evals.items():
+            evalset = load_evalset(root / settings.evalset)
+            categories = tuple(list_categories(evalset.cases)) if isinstance(settings, DetectionEval) else ()
+            order = Order(candidate, track.name, root, track.adapter, source, settings, categories)
+            key = digest_work(track, settings, evalset, root)
+            # what one process compiles, another would compile again
+            num_workers = 1 if candidate.serving.compile_mode else track.running.num_workers
+            with start_runners(order, num_workers) as pool:
+                facts = pool.submit(read_facts).result()
+                with working.open_journal(name, facts, key=key) as journal:
+                    _run_eval(name, settings, evalset, pool, journal, working.path, candidate.serving.batch_size,
+                              root / settings.evalset)  # fmt: skip
+            files[name] = working.describe_eval(name, settings, evalset, key=key)
+        return working.finish(files, facts, proof="loaded and run by the processes that judged")
 
 
 def _run_eval(
-    name: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, candidate: NetworkCandidate,
-    pool: ProcessPoolExecutor, journal: Journal, working: Path, key: str, folder: Path,
-) -> EvalFile:  # fmt: skip
+    name: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, pool: ProcessPoolExecutor, journal: Journal,
+    working: Path, batch_size: int, pictures: Path,
+) -> None:  # fmt: skip
+    """Run what the journal does not hold, and write the eval's records, tables or pictures, and notes to a folder."""
     start = time.monotonic()
-    batches = _batch(evalset.cases, folder, candidate.serving.batch_size)
+    batches = _batch(evalset.cases, pictures, batch_size)
     left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
     _run_batches(name, left, pool, journal)
     found = [journal.find(case.digest) for case in evalset.cases]
@@ -130,17 +103,13 @@ def _run_eval(
         if picture is not None:
             (working / name).mkdir(exist_ok=True)
             (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
-    arrays = (save_tables(path.with_suffix(".npz"), evalset.cases, records, settings)
-              if isinstance(settings, DetectionEval) else None)  # fmt: skip
+    if isinstance(settings, DetectionEval):
+        save_tables(path.with_suffix(".npz"), evalset.cases, records, settings)
     compared = spread(evalset.cases, _NUM_COMPARED)
-    notes = pool.submit(describe_run, compared, _pick_shapes(batches, folder)).result()
+    notes = pool.submit(describe_run, compared, _pick_shapes(batches, pictures)).result()
     write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
     finite = sum(r.scores["finite"] for r in records)
     print(f"  {name}: n={len(records)}, {finite:.0f} finite, {time.monotonic() - start:.1f} s", file=sys.stderr)
-    return EvalFile(kind=settings.kind, settings=settings.model_dump(mode="json"), key=key,
-                    evalset_digest=evalset.digest, num_cases=len(records), records=path.name,
-                    sha256=digest_file(path), arrays_sha256=arrays,
-                    notes_sha256=digest_file(path.with_suffix(".json")))  # fmt: skip
 
 
 def _run_batches(

@@ -19,7 +19,7 @@ from pipeline.network_files import read_config
 from pipeline.networks.adapters import Adapter, tell_error
 from pipeline.networks.conv_policy import apply_policy
 from pipeline.numerics.tiling import blend_tiles
-from pipeline.records import NetworkServing
+from pipeline.serving_records import NetworkServing
 from pipeline.weight_files import iterate_weights
 
 

@@ -9,15 +9,15 @@ one side as on the other, which is no step.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
 from pipeline.errors import EngineError
+from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
-from pipeline.records import Tiling
+from pipeline.serving_records import Tiling
 from pipeline.tile_grid import list_stitches
 
 MAX_PSNR_DB = 100.0  # of equal pictures, whose ratio is infinite
@@ -72,25 +72,9 @@ def measure_seam_excess(
         return 0.0
     controls = _between(columns, picture.shape[3], factor), _between(rows, picture.shape[2], factor)
     # not the steps of each, made absolute: where the picture has an edge of its own, a seam may make it smaller
-    at_stitches, at_controls = (_mean_step(picture - target, *lines, cuts=(rows, columns))
+    at_stitches, at_controls = (boundary_steps(picture - target, *lines, cuts=(columns, rows)).mean()
                                 for lines in ((columns, rows), controls))  # fmt: skip
-    return _LEVELS * (at_stitches - at_controls)
-
-
-def _mean_step(
-    difference: torch.Tensor, columns: list[int], rows: list[int], *, cuts: tuple[list[int], list[int]]
-) -> float:
-    """Return the mean absolute step at lines; each is cut where the tiles' own edges are, whichever line it is.
-
-    A shorter piece has a larger mean by chance alone, so control lines are cut as stitches are.
-    """
-    steps = []
-    for pixels, places, crossing in ((difference, columns, cuts[0]), (difference.transpose(2, 3), rows, cuts[1])):
-        ends = [0, *crossing, pixels.shape[2]]
-        for x in places:
-            across = pixels[..., x].double() - pixels[..., x - 1].double()  # (1, 3, length)
-            steps += [across[..., i:j].mean(dim=2).abs().mean() for i, j in itertools.pairwise(ends)]
-    return float(torch.stack(steps).mean())
+    return _LEVELS * float(at_stitches - at_controls)
 
 
 def _between(stitches: list[int], size: int, factor: int) -> list[int]:

@@ -32,7 +32,8 @@ from pipeline.networks.layer_numerics import compare_layers, describe_layers
 from pipeline.networks.loading import Network, list_tensors, load_network
 from pipeline.networks.upscaling import judge_picture
 from pipeline.pictures import measure_picture, read_picture
-from pipeline.records import CaseRecord, NetworkCandidate, NetworkServing
+from pipeline.records import CaseRecord, NetworkCandidate
+from pipeline.serving_records import NetworkServing
 from pipeline.worker_pool import get_loaded, start_workers
 
 PictureCase = DetectionCase | UpscalingCase

@@ -61,7 +61,10 @@ def signed_steps(images: torch.Tensor, *, along: Literal["columns", "rows"] = "c
     return images.double().mean(dim=(1, 2) if along == "columns" else (1, 3)).diff(dim=1)
 
 
-def boundary_steps(images: torch.Tensor, columns: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+def boundary_steps(
+    images: torch.Tensor, columns: Sequence[int], rows: Sequence[int], *,
+    cuts: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the absolute step between each two neighbouring tiles, in each channel.
 
     A step is averaged with its sign along the edge that two tiles share, which takes the picture's own detail out, and
@@ -69,9 +72,11 @@ def boundary_steps(images: torch.Tensor, columns: Sequence[int], rows: Sequence[
     and neither must colours.
 
     Args:
-        images: shape (n, channels, height, width), in [0, 1].
+        images: shape (n, channels, height, width), in [0, 1], or differences of such.
         columns: x where a boundary lies between pixel x - 1 and x.
         rows: y likewise.
+        cuts: columns and rows at which edges end, where they are not the boundaries. A shorter edge has a larger mean
+            step by chance alone, so control lines are to be cut as boundaries are.
 
     Returns:
         float64 of shape (n, channels * number of edges), in units of the images.
@@ -80,9 +85,10 @@ def boundary_steps(images: torch.Tensor, columns: Sequence[int], rows: Sequence[
         NumericsError: not a batch of images, or NaN or infinity in it.
     """
     check_images(images, "seams")
+    cut_columns, cut_rows = cuts or (columns, rows)
     steps = []
-    for pixels, places, cuts in ((images, columns, rows), (images.transpose(2, 3), rows, columns)):
-        ends = [0, *cuts, pixels.shape[2]]
+    for pixels, places, crossing in ((images, columns, cut_rows), (images.transpose(2, 3), rows, cut_columns)):
+        ends = [0, *crossing, pixels.shape[2]]
         for x in places:
             across = pixels[..., x].double() - pixels[..., x - 1].double()  # (n, channels, length)
             steps += [across[..., i:j].mean(dim=2).abs() for i, j in itertools.pairwise(ends)]

@@ -14,7 +14,7 @@ from pipeline.evalsets import Evalset
 from pipeline.optimize.layers import LayerPlan
 from pipeline.optimize.progress import StepLog
 from pipeline.optimize.quantize import StepResult, quantize
-from pipeline.params import AwqStep
+from pipeline.text_params import AwqStep
 
 
 def run_awq(source: Path, destination: Path, *, step: AwqStep, calibration_set: Evalset) -> StepResult:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.errors import EvalsetError, QuantizationError
 from pipeline.evalsets import Evalset
-from pipeline.params import Calibration
+from pipeline.text_params import Calibration
 
 MIN_TOKENS = 512  # below this even the narrowest layers get a rank-deficient Hessian
 

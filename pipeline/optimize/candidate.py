@@ -18,8 +18,10 @@ from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
-from pipeline.params import Params, SpeculativeStep, Step
-from pipeline.records import BuiltCandidate, write_record
+from pipeline.params import Params
+from pipeline.record_files import write_record
+from pipeline.records import BuiltCandidate
+from pipeline.text_params import SpeculativeStep, Step
 from pipeline.weight_files import check_finite, iterate_weights
 
 CANDIDATES = Path("build/candidates")

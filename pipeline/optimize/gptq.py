@@ -15,7 +15,7 @@ from pipeline.evalsets import Evalset
 from pipeline.optimize.layers import LayerPlan
 from pipeline.optimize.progress import StepLog
 from pipeline.optimize.quantize import StepResult, quantize
-from pipeline.params import GptqStep
+from pipeline.text_params import GptqStep
 
 
 def run_gptq(source: Path, destination: Path, *, step: GptqStep, calibration_set: Evalset) -> StepResult:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.checkpoints import detect_format, layer_shapes, read_config, tied_head
 from pipeline.errors import QuantizationError
-from pipeline.params import AwqStep, GptqStep
+from pipeline.text_params import AwqStep, GptqStep
 from pipeline.weight_files import read_tensors
 
 Int4Step = GptqStep | AwqStep

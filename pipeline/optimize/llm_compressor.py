@@ -30,7 +30,7 @@ from loguru import logger
 from pipeline.checkpoints import hide_progress_bars
 from pipeline.optimize.layers import Int4Step, LayerPlan
 from pipeline.optimize.progress import StepLog
-from pipeline.params import AwqStep, GptqStep
+from pipeline.text_params import AwqStep, GptqStep
 
 
 def run_recipe(model: Any, tokenizer: Any, recipe: list[Any], *, samples: Sequence[Sequence[int]]) -> None:

@@ -27,7 +27,8 @@ from pipeline.optimize.calibration import describe_samples, select_samples
 from pipeline.optimize.coverage import check_coverage
 from pipeline.optimize.layers import Int4Step, LayerPlan, check_rank, check_source, plan_layers
 from pipeline.optimize.progress import StepLog
-from pipeline.records import Fallback, LayerCoverage, SpeculativeConfig
+from pipeline.records import Fallback, LayerCoverage
+from pipeline.speculation_records import SpeculativeConfig
 from pipeline.weight_files import check_finite, iterate_weights
 
 RecipeBuilder = Callable[[Any, LayerPlan, StepLog], list[Any]]

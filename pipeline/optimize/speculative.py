@@ -15,8 +15,8 @@ from pathlib import Path
 from pipeline.checkpoints import describe_checkpoint
 from pipeline.drafts import check_draft
 from pipeline.optimize.quantize import StepResult
-from pipeline.params import SpeculativeStep
-from pipeline.records import SpeculativeConfig
+from pipeline.speculation_records import SpeculativeConfig
+from pipeline.text_params import SpeculativeStep
 from pipeline.weight_files import check_finite, iterate_weights
 
 

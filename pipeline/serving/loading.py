@@ -19,7 +19,9 @@ from pipeline.digests import digest_checkpoint
 from pipeline.environment import read_hardware
 from pipeline.errors import EngineError
 from pipeline.fingerprints import fingerprint, read_environment
-from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
+from pipeline.records import Candidate
+from pipeline.serving_records import ServingConfig
+from pipeline.speculation_records import SpeculativeConfig
 
 CACHE_BLOCK_TOKENS = 16  # prefixes are shared in whole blocks, so small blocks share more of a short prompt
 MAX_BATCH_TOKENS = 512  # new tokens per forward: bounds how long a prefill delays requests that are decoding

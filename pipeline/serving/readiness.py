@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from pipeline.errors import EngineError, IgnoredFieldError
-from pipeline.params import EvalSettings, HarnessEval, PerplexityEval
 from pipeline.serving.client import Client
 from pipeline.serving.vllm_config import SCORE_TOKENS
+from pipeline.text_params import EvalSettings, HarnessEval, PerplexityEval
 
 PROBE_TOKENS = 32  # of each of two answers that must agree
 # many continuations are about as likely: a server that samples hardly says the same twice

@@ -15,8 +15,8 @@ import torch
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 
 from pipeline.errors import EngineError
-from pipeline.records import SpeculationCounts, SpeculativeConfig
 from pipeline.serving.loading import LoadedModel
+from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig
 
 
 class SpeculativeManager(GenerateManager):

@@ -15,7 +15,8 @@ from typing import Any
 
 from pipeline.errors import SettingsError
 from pipeline.fingerprints import fingerprint
-from pipeline.records import Candidate, SpeculativeConfig
+from pipeline.records import Candidate
+from pipeline.speculation_records import SpeculativeConfig
 
 CONFIG_FILE = "vllm.yaml"
 SCHEMAS = Path(__file__).with_name("schemas")

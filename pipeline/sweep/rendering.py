@@ -21,7 +21,8 @@ from pipeline.fingerprints import find_difference
 from pipeline.image_params import ImageTrack
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import digest_judges, digest_work, evaluate_images
-from pipeline.records import Evaluation, ImageCandidate, read_record, write_cases
+from pipeline.record_files import read_record, write_cases
+from pipeline.records import Evaluation, ImageCandidate
 
 
 def take_prompts(evalset: Path, num_prompts: int, target: Path) -> None:

@@ -17,11 +17,19 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineError
-from pipeline.params import EvalSettings, HarnessEval, PerplexityEval, ServingSettings, ToolCallsEval, TrajectoriesEval
-from pipeline.records import Candidate, Checkpoint, ServingConfig
+from pipeline.records import Candidate, Checkpoint
 from pipeline.serving import client as client_module
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving.readiness import PROBE_TOKENS
+from pipeline.serving_records import ServingConfig
+from pipeline.text_params import (
+    EvalSettings,
+    HarnessEval,
+    PerplexityEval,
+    ServingSettings,
+    ToolCallsEval,
+    TrajectoriesEval,
+)
 from tests.fake_vllm import make_handler, score
 
 CONTEXT = 256

@@ -23,7 +23,8 @@ from ruamel.yaml import YAML
 import stages.env
 import stages.evaluate
 from pipeline.files import write_text
-from pipeline.records import BuiltCandidate, Checkpoint, write_record
+from pipeline.record_files import write_record
+from pipeline.records import BuiltCandidate, Checkpoint
 from pipeline.serving import client as client_module
 from stages.cli import run_stage
 from tests.fake_vllm import Answer, make_handler, score

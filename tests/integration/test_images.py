@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from pipeline.digests import digest_file
-from pipeline.errors import QuantgateError
+from pipeline.errors import JournalError, QuantgateError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.report import render_report
 from pipeline.gate.verdicts import render_gate
@@ -25,7 +26,8 @@ from pipeline.image_serving import read_image_candidate, sample_plainly
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import evaluate_images
 from pipeline.images.layout import LayoutMeasurement
-from pipeline.records import read_cases, write_cases
+from pipeline.record_files import write_cases
+from pipeline.records import read_cases
 from pipeline.serving.engines.keeper import list_descendants
 from pipeline.verdict_records import MedianInterval
 
@@ -249,6 +251,18 @@ def test_a_reference_that_draws_nothing_proves_nothing(project: Path) -> None:
     verdict = compare_release(track, project / "build").judgement.verdicts[0]
     assert verdict.outcome == "refused"
     assert any("the reference is unfit" in reason and "1 are black" in reason for reason in verdict.reasons)
+
+
+def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path) -> None:
+    """Two would write into one folder and one journal."""
+    track, folder = make_track(["shots", "guided"]), project / "build"
+    build_image_candidate("shots", track, root=project, build=folder)
+    (folder / "journal").mkdir(exist_ok=True)
+    with FileLock(folder / "journal/shots.lock"), pytest.raises(JournalError) as refused:
+        evaluate_images(read_image_candidate(folder, "shots", track), track, root=project, build=folder)
+    said = str(refused.value)
+    assert "shots.lock: expected one evaluation of 'shots' at a time, another one runs; wait" in said
+    assert "\n" not in said and not (folder / "evaluations/.shots.new").exists()
 
 
 def test_after_sigkill_no_worker_is_left(project: Path) -> None:

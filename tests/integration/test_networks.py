@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,15 @@ import stages.gate
 from evalsets.seal import seal
 from pipeline import worker_pool
 from pipeline.digests import digest_file
-from pipeline.errors import CheckpointError, EngineError, EvalsetError, EvidenceError, QuantgateError, SettingsError
+from pipeline.errors import (
+    CheckpointError,
+    EngineError,
+    EvalsetError,
+    EvidenceError,
+    JournalError,
+    QuantgateError,
+    SettingsError,
+)
 from pipeline.evalsets import load_evalset
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.report import render_report
@@ -38,7 +47,8 @@ from pipeline.networks.candidate import build_network_candidate
 from pipeline.networks.evaluate import evaluate_network
 from pipeline.params import get_track, load_params, parse_params
 from pipeline.pictures import read_picture
-from pipeline.records import CaseRecord, NetworkCandidate, read_cases, write_record
+from pipeline.record_files import write_record
+from pipeline.records import CaseRecord, NetworkCandidate, read_cases
 from pipeline.serving.engines.keeper import list_descendants
 from pipeline.settings import BUILDS
 from tests.structure.import_closure import ROOT
@@ -161,6 +171,18 @@ if __name__ == "__main__":
     build = root / "build/detector"
     evaluate_network(read_network_candidate(build, "squares", track), track, root=root, build=build)
 """
+
+
+def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path) -> None:
+    """Two would write into one folder and one journal."""
+    track, folder = make_detector(), project / "build/detector"
+    build(project, track, "squares")
+    (folder / "journal").mkdir(exist_ok=True)
+    with FileLock(folder / "journal/squares.lock"), pytest.raises(JournalError) as refused:
+        evaluate(project, track, "squares")
+    said = str(refused.value)
+    assert "squares.lock: expected one evaluation of 'squares' at a time, another one runs; wait" in said
+    assert "\n" not in said and not (folder / "evaluations/.squares.new").exists()
 
 
 def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
@@ -394,8 +416,9 @@ def save_other(folder: Path) -> None:
     pytest.param(lambda f: (f / "model.safetensors").unlink(), "expected model.safetensors or ", id="no-weights"),
     pytest.param(lambda f: (f / "config.json").unlink(), "config.json: expected the network's config, found no file",
                  id="no-config"),
-    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json: expected JSON: ", id="config-no-json"),
-    pytest.param(lambda f: (f / "config.json").write_text("[]"), "config.json: expected a JSON object, got list",
+    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json: expected the network's config, "
+                 "got no JSON: ", id="config-no-json"),
+    pytest.param(lambda f: (f / "config.json").write_text("[]"), "config.json: expected the network's config, got list",
                  id="config-no-object"),
     pytest.param(lambda f: shutil.rmtree(f), "expected a folder with config.json and model.safetensors, found none",
                  id="no-folder"),
@@ -904,15 +927,19 @@ def take(name: str, *candidates: str) -> NetworkTrack:
         "calibration_images": None, "running": track.running.model_copy(update={"num_workers": 1})})  # fmt: skip
 
 
+def read_shipped(folder: Path) -> tuple[tuple[Any, ...], np.ndarray]:
+    """Return an evalset's cases and their pictures."""
+    cases = load_evalset(folder).cases
+    return cases, np.stack([read_picture(folder / case.image, case.sha256) for case in cases])
+
+
 def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path, here: None) -> None:
     from models.people.detector import detect, open_detector
 
     track = take("detector", "winograd-f43-fp16", "bf16")
     check_network(track, shipped)
     exact, winograd, half = run(shipped, track)
-    folder = shipped / "evalsets/scenes"
-    cases = load_evalset(folder).cases
-    pixels = np.stack([read_picture(folder / case.image, case.sha256) for case in cases])
+    _, pixels = read_shipped(shipped / "evalsets/scenes")
     found = detect(open_detector(shipped / "models/people-hard"), pixels)
     for record, own in zip(exact, found, strict=True):
         results = json.loads(record.output)
@@ -937,9 +964,7 @@ def test_the_shipped_upscaler_writes_the_pictures_of_its_own_code(shipped: Path,
     track = take("upscaler", "tiled", "tiled-hann")
     check_network(track, shipped)
     whole, tiled, blended = run(shipped, track)
-    folder = shipped / "evalsets/panoramas"
-    cases = load_evalset(folder).cases
-    pixels = np.stack([read_picture(folder / case.image, case.sha256) for case in cases])
+    cases, pixels = read_shipped(shipped / "evalsets/panoramas")
     for case, own in zip(cases, upscale(open_upscaler(shipped / "models/upscaler"), pixels), strict=True):
         with Image.open(shipped / f"build/upscaler/evaluations/upscaler/panoramas/{case.id}.png") as picture:
             assert np.abs(np.asarray(picture).astype(int) - own).max() <= 1

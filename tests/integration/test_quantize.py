@@ -22,8 +22,10 @@ from pipeline.optimize.layers import plan_folder
 from pipeline.optimize.progress import StepLog
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
-from pipeline.params import AwqStep, Calibration, GptqStep, Params, parse_params
-from pipeline.records import BuiltCandidate, read_record
+from pipeline.params import Params, parse_params
+from pipeline.record_files import read_record
+from pipeline.records import BuiltCandidate
+from pipeline.text_params import AwqStep, Calibration, GptqStep
 from pipeline.weight_files import read_tensors
 from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import build_tokenizer, write_documents, write_tiny_llama

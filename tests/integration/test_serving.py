@@ -25,14 +25,16 @@ from tokenizers.decoders import DecodeStream
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.errors import EngineError, RequestError
 from pipeline.fingerprints import find_difference, fingerprint
-from pipeline.params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
-from pipeline.records import Candidate, ServingConfig, SpeculationCounts, SpeculativeConfig, sum_speculation
+from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines import registry as engines
 from pipeline.serving.engines import transformers
 from pipeline.serving.engines.engine import Engine, check_facts
 from pipeline.serving.engines.processes import ServerProcess
 from pipeline.serving.scoring import score_sequences
+from pipeline.serving_records import ServingConfig
+from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig, sum_speculation
+from pipeline.text_params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
 from tests.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.errors import NumericsError
-from pipeline.numerics.seams import SeamStatistics, measure_seams, signed_steps
+from pipeline.numerics.seams import SeamStatistics, boundary_steps, measure_seams, signed_steps
 
 SIZE, BOUNDARIES = 192, (64, 128)
 
@@ -48,6 +48,16 @@ def test_steps_are_those_of_a_loop_in_both_directions() -> None:
             expected[i, x - 1] = np.mean([picture[c, y, x] - picture[c, y, x - 1] for c in range(3) for y in range(24)])
     assert np.allclose(signed_steps(pictures), expected, atol=1e-12)
     assert np.allclose(signed_steps(pictures.transpose(2, 3), along="rows"), expected, atol=1e-12)
+
+
+def test_edges_end_at_the_boundaries_or_where_they_are_cut() -> None:
+    """A control line of another length than a boundary's edges has another mean step by chance alone."""
+    pictures = draw_pictures(2, size=24)
+    plain = boundary_steps(pictures, [8], [10])
+    assert torch.equal(plain, boundary_steps(pictures, [8], [10], cuts=([8], [10])))
+    across = pictures[..., 12].double() - pictures[..., 11].double()
+    expected = torch.cat([across[..., :10].mean(dim=2).abs(), across[..., 10:].mean(dim=2).abs()], dim=1)
+    assert torch.allclose(boundary_steps(pictures, [12], [], cuts=([8], [10])), expected)
 
 
 def test_a_seam_of_two_grey_levels_is_found_in_a_set() -> None:

@@ -11,7 +11,8 @@ from pipeline.detection_params import DetectionEval
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.image_params import IMAGE_STEP_KINDS, ImagesEval, ImageStep
 from pipeline.network_params import NETWORK_STEP_KINDS, NetworkStep, UpscalingEval
-from pipeline.params import EvalSettings, Step, load_params
+from pipeline.params import load_params
+from pipeline.text_params import EvalSettings, Step
 from tests.structure.import_closure import ROOT
 
 

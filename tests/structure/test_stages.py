@@ -9,9 +9,9 @@ from ruamel.yaml import YAML
 
 from pipeline.images.evaluate import CODE as IMAGE_CODE
 from pipeline.networks.evaluate import CODE as NETWORK_CODE
-from pipeline.params import ServingSettings
-from pipeline.records import ServingConfig
+from pipeline.serving_records import ServingConfig
 from pipeline.settings import TRACKS, name_stage
+from pipeline.text_params import ServingSettings
 from tests.structure.import_closure import NOT_A_STAGE, ROOT, import_closure, list_stages
 
 MAX_STAGE_LINES = 60

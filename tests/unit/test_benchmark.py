@@ -22,8 +22,10 @@ from pipeline.benchmark_records import Benchmark
 from pipeline.errors import EngineError, EvidenceError, SettingsError
 from pipeline.params import Params, parse_params
 from pipeline.recall import NUM_PROBES
-from pipeline.records import BuiltCandidate, Candidate, SpeculativeConfig, read_record, write_record
+from pipeline.record_files import read_record, write_record
+from pipeline.records import BuiltCandidate, Candidate
 from pipeline.serving.client import Client
+from pipeline.speculation_records import SpeculativeConfig
 from tests.synthetic_records import make_candidate, make_params, write_candidate
 from tests.unit.test_client import FakeServer, answer
 from tests.unit.test_evalsets import write

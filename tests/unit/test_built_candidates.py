@@ -10,7 +10,8 @@ import pytest
 from pipeline.built_candidates import read_built
 from pipeline.errors import EvidenceError
 from pipeline.network_serving import read_network_candidate, serve
-from pipeline.records import BuiltCandidate, Checkpoint, write_record
+from pipeline.record_files import write_record
+from pipeline.records import BuiltCandidate, Checkpoint
 from tests.tiny_networks import make_detector
 
 CHECKPOINT = Checkpoint(path="m", kind="detector", format="dense", dtype="float32", num_parameters=1, num_bytes=4,

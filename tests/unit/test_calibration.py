@@ -11,7 +11,7 @@ from pipeline.cases import DocumentCase
 from pipeline.errors import EvalsetError, QuantizationError
 from pipeline.evalsets import Card, Evalset
 from pipeline.optimize.calibration import describe_samples, encode, select_samples
-from pipeline.params import Calibration
+from pipeline.text_params import Calibration
 from tests.tiny_llama import build_tokenizer
 
 SHORT, LONG = 50, 200  # tokens

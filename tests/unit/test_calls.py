@@ -18,8 +18,8 @@ from pipeline.evals.calls import (
     same_value,
 )
 from pipeline.evalsets import Tool
-from pipeline.params import ToolCallsEval
 from pipeline.serving.client import Reply
+from pipeline.text_params import ToolCallsEval
 
 
 def reply(text: str = "", *tool_calls: dict[str, Any]) -> Reply:

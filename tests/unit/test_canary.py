@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from pipeline.canary_records import CanaryAnswer
 from pipeline.files import write_text
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN, check_outcomes, render_gate
-from pipeline.records import CanaryAnswer, Evaluation, SpeculationCounts, read_record, write_record
+from pipeline.record_files import read_record, write_record
+from pipeline.records import Evaluation
 from pipeline.run_contents import describe_runs
+from pipeline.speculation_records import SpeculationCounts
 from pipeline.verdict_records import Verdict
 from tests.synthetic_records import (
     CALL,

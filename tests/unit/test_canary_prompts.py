@@ -11,7 +11,7 @@ from pipeline.cases import spread
 from pipeline.evals.canary import pick_prompts
 from pipeline.evalsets import load_evalset
 from pipeline.gate.canary import describe_blind
-from pipeline.params import ToolCallsEval
+from pipeline.text_params import ToolCallsEval
 from tests.unit.test_canary import judge
 from tests.unit.test_evaluate import write_questions
 

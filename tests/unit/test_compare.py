@@ -19,19 +19,13 @@ from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
 from pipeline.gate.plots import plot_completion, plot_harm
 from pipeline.gate.report import render_report
-from pipeline.gate.statistics import proportion_bounds, sign_flip_p
+from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail, sum_by_cluster
 from pipeline.gate.verdicts import describe_policy, is_blocking, render_gate
-from pipeline.params import CandidateSettings, OpenaiEngine, SpeculativeStep
-from pipeline.records import (
-    OUTGROWN,
-    BuiltCandidate,
-    Evaluation,
-    ServingConfig,
-    SpeculationCounts,
-    SpeculativeConfig,
-    read_record,
-    write_record,
-)
+from pipeline.record_files import read_record, write_record
+from pipeline.records import OUTGROWN, BuiltCandidate, Evaluation
+from pipeline.serving_records import ServingConfig
+from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig
+from pipeline.text_params import CandidateSettings, OpenaiEngine, SpeculativeStep
 from tests.synthetic_records import (
     Behaviour,
     make_candidate,
@@ -122,12 +116,13 @@ def measure_swapped(rng, clusters):
     """Measure two equal models: a fifth of the cases flips, and which side lost is a coin toss per cluster."""
     flips = rng.random(len(clusters)) < 0.2
     d = np.where(flips, rng.choice([-1.0, 1.0], int(clusters.max()) + 1)[clusters], 0.0)
-    bounds = proportion_bounds(d, clusters, confidence=0.95)
+    bounds, sums = proportion_bounds(d, clusters, confidence=0.95), sum_by_cluster(d, clusters)
     return Measurement(
         metric="w/task_completion_rate", bucket=None, reference=0.8, candidate=0.8 - bounds.harm, unit="", n=len(d),
         num_clusters=int(clusters.max()) + 1, effective_clusters=float(clusters.max()) + 1, b=int((d > 0).sum()),
         c=int((d < 0).sum()), harm=bounds.harm,
-        low=bounds.low, high=bounds.high, p=sign_flip_p(d, clusters), p_gain=1.0, tolerance=0.02, more_cases=None)
+        low=bounds.low, high=bounds.high, p=sign_flip_p(d, clusters), p_gain=1.0, tolerance=0.02, more_cases=None,
+        tier="critical", sums=sums, weights=sum_by_cluster(np.ones(len(d)), clusters), tail=sign_flip_tail(sums))
 
 
 @pytest.mark.parametrize("size", [1, 4], ids=["independent", "clusters-of-4"])

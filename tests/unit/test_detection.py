@@ -18,7 +18,8 @@ from pipeline.gate.plots import plot_harm
 from pipeline.gate.report import metrics_tree, render_report
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights
 from pipeline.gate.statistics import effective_clusters, sign_flip_p, tango_bounds
-from pipeline.records import Evaluation, read_record, write_record
+from pipeline.record_files import read_record, write_record
+from pipeline.records import Evaluation
 from tests.synthetic_detections import (
     Change,
     Detector,

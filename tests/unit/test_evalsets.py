@@ -14,7 +14,8 @@ from pipeline.cases import DocumentCase, check_distinct
 from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets import load_card, load_evalset
-from pipeline.records import CaseRecord, read_cases, write_cases
+from pipeline.record_files import write_cases
+from pipeline.records import CaseRecord, read_cases
 from tests.structure.import_closure import ROOT
 
 SHIPPED = ["workflows", "tool_calls", "prose", "choices", "calibration"]
@@ -221,6 +222,16 @@ def test_everything_that_is_wrong_with_a_card_is_said_at_once(tmp_path: Path) ->
         "tools.finish.parameters: not a JSON Schema: required: 'n' is not of type 'array', got {'required': 'n'}",
         f"`python -m evalsets.seal {folder}` writes num_cases, sha256",
     }
+
+
+@pytest.mark.parametrize("left", ["TODO", "todo", "", "  "])
+def test_a_card_that_nobody_completed_is_refused(tmp_path: Path, left: str) -> None:
+    """Data of unknown terms would be evaluated on, and a report would name them as evidence."""
+    assert refusal(write(tmp_path / "e", licence=left)) == (
+        f"card.yaml: licence: expected under which terms the cases may be used, got {left!r}; write them, for example "
+        "CC-BY-4.0")  # fmt: skip
+    said = refusal(write(tmp_path / "e", licence=left, description=left))
+    assert said.endswith(f"; description: expected what the cases are, got {left!r}; write it in a sentence")
 
 
 def test_a_date_in_a_card_is_refused(tmp_path: Path) -> None:

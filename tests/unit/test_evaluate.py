@@ -16,9 +16,11 @@ import pipeline.evals.evaluate as evaluate_module
 from pipeline.errors import EngineError, EvidenceError, SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
 from pipeline.evals.harness import task_digest
-from pipeline.params import HarnessEval, Params
-from pipeline.records import Candidate, Evaluation, ServingConfig
+from pipeline.params import Params
+from pipeline.records import Candidate, Evaluation
 from pipeline.serving.client import Reply
+from pipeline.serving_records import ServingConfig
+from pipeline.text_params import HarnessEval
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evalsets import write
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from pipeline.fingerprints import find_difference, fingerprint, read_environment
-from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
+from pipeline.records import Candidate
+from pipeline.serving_records import ServingConfig
+from pipeline.speculation_records import SpeculativeConfig
 from tests.synthetic_records import make_candidate
 
 FILES = {"model.safetensors": "1", "generation_config.json": "2", "chat_template.jinja": "3"}

@@ -11,8 +11,9 @@ import pytest
 
 from pipeline.gate.compare import compare_release
 from pipeline.gate.endpoint import holds_same_model
-from pipeline.params import CandidateSettings, OpenaiEngine
-from pipeline.records import BuiltCandidate, CaseRecord, Evaluation, read_cases, read_record, write_record
+from pipeline.record_files import read_record, write_record
+from pipeline.records import BuiltCandidate, CaseRecord, Evaluation, read_cases
+from pipeline.text_params import CandidateSettings, OpenaiEngine
 from pipeline.verdict_records import Verdict
 from tests.synthetic_records import Behaviour, make_candidate, make_params, rewrite_records, write_tree
 

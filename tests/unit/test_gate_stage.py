@@ -18,9 +18,11 @@ from pipeline.files import write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import VERDICT_PATH, Judgement
-from pipeline.params import SpeculativeStep
-from pipeline.records import BuiltCandidate, SpeculativeConfig, read_record, write_record
+from pipeline.record_files import read_record, write_record
+from pipeline.records import BuiltCandidate
 from pipeline.serving_config import read_candidate
+from pipeline.speculation_records import SpeculativeConfig
+from pipeline.text_params import SpeculativeStep
 from tests.synthetic_records import (
     WEIGHTS,
     Behaviour,
@@ -99,8 +101,8 @@ TOLERANCES = {name: t.model_dump() for name, t in make_params(["good"], ["good"]
     ({"gate": {"tolerances": TOLERANCES | {"calls/tool_call_exact_match": {"overall": 0.3}}}},
      "tolerances.calls/tool_call_exact_match.overall 0.02, params.yaml says 0.3"),
     ({"gate": {"tolerances": {"prose/perplexity_per_token": {"overall": 0.02}}}},
-     "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.05}}, "
-     "params.yaml says nothing"),
+     "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.05}, "
+     "'tier': 'critical'}, params.yaml says nothing"),
     ({"gate": {"tolerances": TOLERANCES | {"choices/accuracy": {"overall": 0.03, "buckets": {"easy": 0.1}}}}},
      "tolerances.choices/accuracy.buckets.easy nothing, params.yaml says 0.1"),
     ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive 'warn', params.yaml says 'block'"),

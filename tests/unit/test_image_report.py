@@ -16,7 +16,8 @@ from pipeline.gate.guidance_plot import plot_guidance
 from pipeline.gate.image_plots import plot_headroom, plot_worst_images
 from pipeline.gate.images import describe_guidance, list_guided
 from pipeline.gate.report import render_report
-from pipeline.records import read_cases, write_cases
+from pipeline.record_files import write_cases
+from pipeline.records import read_cases
 from tests.synthetic_images import Look, make_image_track, write_image_tree
 
 FLIPS = "|  | image | prompt |"

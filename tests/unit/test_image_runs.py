@@ -19,7 +19,8 @@ from pipeline.gate.flips import list_worst_images
 from pipeline.gate.image_plots import plot_worst_images
 from pipeline.gate.pictures import JudgedImage
 from pipeline.image_contents import COLUMN, MAX_CASES, VIEW, ShownImage, describe_view, order_columns
-from pipeline.records import read_cases, write_cases
+from pipeline.record_files import write_cases
+from pipeline.records import read_cases
 from pipeline.run_contents import RunContents, describe_runs
 from pipeline.run_pictures import MAX_SIDE, draw_pictures, fit_size
 from pipeline.tracking import PAGES_FILES, log_runs, write_pages

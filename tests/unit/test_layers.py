@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import QuantizationError
 from pipeline.optimize.layers import format_name, plan_layers
-from pipeline.params import Calibration, GptqStep
+from pipeline.text_params import Calibration, GptqStep
 
 CALIBRATION = Calibration(sources=["prose"], num_samples=8, max_tokens=64, length_exponent=0.0)
 

@@ -14,7 +14,7 @@ import torch._dynamo
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
-from pipeline.records import ConvArithmetic, NetworkServing, Tiling
+from pipeline.serving_records import ConvArithmetic, NetworkServing, Tiling
 from tests.tiny_networks import DETECTOR, write_detector
 
 TILED = {"tiling": Tiling(tile=64, overlap=0.125, window="hann")}

@@ -27,7 +27,9 @@ from pipeline.gate.pictures import LARGEST_SHOWN, crop_most_different
 from pipeline.gate.report import render_report
 from pipeline.gate.seams import cut_strip
 from pipeline.gate.verdicts import is_blocking, render_gate
-from pipeline.records import CaseRecord, Evaluation, Fallback, Tiling, read_record, write_record
+from pipeline.record_files import read_record, write_record
+from pipeline.records import CaseRecord, Evaluation, Fallback
+from pipeline.serving_records import Tiling
 from stages.compare import PLOTS
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
@@ -230,6 +232,12 @@ def test_a_tiled_candidate_says_how_many_pictures_are_cut(tmp_path: Path) -> Non
     assert "views: 39 of 40 pictures are larger than a tile and are cut, into up to 4 tiles; 1 can't be read." in report
     assert costs_of(compared, "tiled")["work"] == "1.31" and "](seams.png)" in report
     assert "Steps: tiling (tile 16, overlap 0, window none)." in report
+
+
+def test_tiles_are_counted_with_the_overlap_that_they_were_run_with(tmp_path: Path) -> None:
+    """Half of an odd tile, rounded up, is more than half a tile: no picture could be read."""
+    report = render_report(judge_upscaler(tmp_path, {"tiled": Way([TILED | {"tile": 15, "overlap": 0.5}])}))
+    assert "views: 40 of 40 pictures are larger than a tile and are cut, into up to 16 tiles." in report
 
 
 @pytest.mark.parametrize("track", ["detector", "upscaler"])

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
-from pipeline.params import AwqStep, GptqStep, SpeculativeStep, load_params, parse_params
+from pipeline.params import load_params, parse_params
+from pipeline.text_params import AwqStep, GptqStep, SpeculativeStep
 from tests.structure.import_closure import ROOT
 from tests.synthetic_records import NO_BENCHMARK
 

@@ -253,6 +253,10 @@ def test_cocos_annotations_become_an_evalset(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == (
         "mine: 2 cases, 2 clusters, no buckets; card sealed; boxes left out: 1; write licence and description into "
         f"{out}/card.yaml\n")
+    with pytest.raises(EvalsetError, match=r"mine/card.yaml: licence: expected under which terms .*, got 'TODO'; "):
+        load_evalset(out)
+    card = out / "card.yaml"
+    card.write_text(card.read_text().replace("licence: TODO", "licence: CC-BY-4.0").replace("TODO", "Dogs."))
     one, three = load_evalset(out).cases
     check_pictures(out, (one, three))
     assert (one.id, three.image, three.annotations) == ("7", "images/two/three.png", ())

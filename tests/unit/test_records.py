@@ -14,7 +14,8 @@ from pipeline.errors import EvidenceError
 from pipeline.files import write_text
 from pipeline.gate.plots import plot_harm
 from pipeline.gate.verdicts import Judgement, describe_policy
-from pipeline.records import BuiltCandidate, Evaluation, Record, read_record
+from pipeline.record_files import Record, read_record
+from pipeline.records import BuiltCandidate, Evaluation
 from tests.synthetic_records import make_params
 
 

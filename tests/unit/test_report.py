@@ -78,7 +78,7 @@ def test_names_from_evalsets_can_not_forge_a_line_of_the_report(tmp_path: Path) 
         assert raw not in report
     assert not any(raw in terminal for raw in UNPRINTABLE) and "\\x1b[2J" in terminal
     tables = [line for line in report.splitlines() if line.startswith("| ")]
-    assert {line.count(" | ") for line in tables} == {5, 11}, "the table of candidates and the long ones"
+    assert {line.count(" | ") for line in tables} == {4, 5, 11}, "losses, candidates and comparisons"
     assert report.count("<details>") == report.count("</details>")
 
 

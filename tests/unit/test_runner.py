@@ -29,10 +29,11 @@ def judged(case: DocumentCase, score: float = 1.0) -> CaseRecord:
                       output="", scores={"exact": score}, fingerprint="f")  # fmt: skip
 
 
-def make_context(journal: Any, concurrency: int = 4, check_alive: Any = lambda: None) -> Any:
+def make_context(journal: Any, concurrency: int = 4, check_alive: Any = lambda: None, watch: Any = None) -> Any:
     """Return what the runner reads of an EvalContext."""
     client = SimpleNamespace(check_alive=check_alive)
-    return SimpleNamespace(name="e", journal=journal, concurrency=concurrency, fingerprint="f", client=client)
+    return SimpleNamespace(name="e", journal=journal, concurrency=concurrency, fingerprint="f", client=client,
+                           watch=watch)
 
 
 def open_journal(folder: Path) -> Journal:

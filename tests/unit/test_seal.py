@@ -19,7 +19,7 @@ from pipeline.evals.tools import call_tool
 from pipeline.evals.trajectories import is_completed
 from pipeline.evalsets import load_evalset
 from pipeline.image_params import ImagesEval
-from pipeline.params import EvalSettings
+from pipeline.text_params import EvalSettings
 from tests.structure.import_closure import ROOT
 
 CARD = """\

@@ -16,11 +16,13 @@ from pipeline.drafts import digest_drafts
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.memory import estimate_needs, measure_weights
 from pipeline.optimize.candidate import build_candidate
-from pipeline.params import Params, SpeculativeStep, load_params, parse_params
+from pipeline.params import Params, load_params, parse_params
 from pipeline.preflight import check_project
-from pipeline.records import Candidate, SpeculationCounts, SpeculativeConfig, sum_speculation
+from pipeline.records import Candidate
 from pipeline.serving.speculation import count_speculation
 from pipeline.serving_config import read_candidate, serve
+from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig, sum_speculation
+from pipeline.text_params import SpeculativeStep
 from pipeline.weight_files import read_tensors
 from tests.structure.import_closure import ROOT
 from tests.tiny_llama import write_tiny_llama

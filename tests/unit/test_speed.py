@@ -20,8 +20,10 @@ from pipeline.gate.speed_section import describe_measurement
 from pipeline.gate.verdicts import VERDICT_PATH, check_outcomes, check_policy, describe_policy, render_gate
 from pipeline.params import Params
 from pipeline.recall import NUM_PROBES
-from pipeline.records import CaseRecord, SpeculationCounts, write_record
+from pipeline.record_files import write_record
+from pipeline.records import CaseRecord
 from pipeline.run_contents import describe_runs
+from pipeline.speculation_records import SpeculationCounts
 from pipeline.verdict_records import Verdict
 from tests.synthetic_records import Behaviour, make_candidate, make_params, write_tree
 

@@ -15,7 +15,8 @@ from pipeline.errors import SettingsError
 from pipeline.evalsets import load_evalset
 from pipeline.image_params import GuidanceStep, ImageTrack
 from pipeline.image_serving import serve
-from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint, write_record
+from pipeline.record_files import write_record
+from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint
 from pipeline.sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
 from pipeline.sweep.plot import plot_sweep
 from pipeline.sweep.rendering import take_prompts

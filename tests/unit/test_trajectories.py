@@ -14,9 +14,9 @@ from pipeline.errors import EngineError, RequestError
 from pipeline.evals.journal import Journal
 from pipeline.evals.trajectories import evaluate, is_completed
 from pipeline.evalsets import Card, Evalset
-from pipeline.params import TrajectoriesEval
 from pipeline.records import OUTGROWN, CaseRecord
 from pipeline.serving.client import Reply
+from pipeline.text_params import TrajectoriesEval
 
 TOOLS = {
     "order": {

@@ -17,7 +17,7 @@ from pipeline.networks.upscaling import (
     measure_seam_excess,
 )
 from pipeline.pictures import read_picture
-from pipeline.records import Tiling
+from pipeline.serving_records import Tiling
 from tests.structure.import_closure import ROOT
 
 GIVEN, FACTOR = (192, 256), 2

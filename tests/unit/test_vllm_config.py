@@ -12,8 +12,10 @@ from ruamel.yaml import YAML
 from pipeline.errors import SettingsError
 from pipeline.params import parse_params
 from pipeline.preflight import check_project
-from pipeline.records import Candidate, ServingConfig, SpeculativeConfig
+from pipeline.records import Candidate
 from pipeline.serving.vllm_config import build_config, check_config, check_options, render_config
+from pipeline.serving_records import ServingConfig
+from pipeline.speculation_records import SpeculativeConfig
 from tests.structure.import_closure import ROOT
 from tests.synthetic_records import make_candidate
 

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from pipeline.errors import EngineError
 from pipeline.fingerprints import find_difference, fingerprint
-from pipeline.params import EvalSettings, ServingSettings
 from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.processes import ServerProcess
 from pipeline.serving.readiness import needs_scores, probe
+from pipeline.text_params import EvalSettings, ServingSettings
 
 T = TypeVar("T")
 LOCAL, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"

@@ -13,12 +13,12 @@ from typing import Any
 
 from pipeline.errors import EngineError
 from pipeline.fingerprints import SECTIONS
-from pipeline.params import EvalSettings
 from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine, Order, check_facts
 from pipeline.serving.readiness import check_context, probe
 from pipeline.serving.vllm_facts import read_resolved
+from pipeline.text_params import EvalSettings
 
 FACTS_TIMEOUT_S = 10.0
 MAX_REFUSALS = 2  # connections refused before the server counts as not started

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from pipeline.params import EvalSettings, ServingSettings
 from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines import openai, transformers, vllm
 from pipeline.serving.engines.engine import LOCAL, Engine, Order
+from pipeline.text_params import EvalSettings, ServingSettings
 
 ENGINES: dict[str, Callable[[Order], AbstractAsyncContextManager[Engine]]] = {
     "transformers": transformers.start,

@@ -1,0 +1,188 @@
+"""The command `quantgate`: the gate on records that others made, and on a project's own, without DVC.
+
+    quantgate compare REFERENCE CANDIDATE [--metric NAME] [--tolerance 0.03] ...
+    quantgate gate [TRACK]
+
+`python -m pipeline` is the same in a clone. Exit codes, which DVC would turn into 255:
+
+     0  pass, or inconclusive where that does not block
+    10  inconclusive
+    20  fail (and what gains nothing, where speed is all that it is there for)
+    30  refused: the evidence is missing or not fit to be judged
+     1  no verdict: a wrong option, a wrong setting, or a crash
+
+The one module of the library with arguments and exit codes; imports neither torch nor DVC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
+
+from pipeline.errors import EvidenceError, QuantgateError, SettingsError
+from pipeline.gate.standing import read_judgement
+from pipeline.gate.verdicts import Judgement, blocking_verdicts, render_gate
+from pipeline.params import get_track, load_params
+from pipeline.settings import TRACKS, Tier, Track
+
+EXIT_CODES = {"pass": 0, "inconclusive": 10, "refused": 30, "fail": 20, "no gain": 20}  # the worst is last
+REFUSED, NO_VERDICT, INTERRUPTED = EXIT_CODES["refused"], 1, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong option as every other mistake of a user: in one line, by the exit code for no verdict."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code."""
+    try:
+        options = _parse(argv)
+        code: int = options.run(options)
+        return code
+    except EvidenceError as error:
+        print(f"quantgate: refused: {error}", file=sys.stderr)
+        return REFUSED
+    except (QuantgateError, OSError) as error:
+        print(f"quantgate: {error}", file=sys.stderr)
+        return NO_VERDICT
+    except KeyboardInterrupt:
+        print("quantgate: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def tell_exit_code(judgement: Judgement) -> int:
+    """Return the exit code of a judgement: that of the worst verdict that blocks."""
+    order = list(EXIT_CODES)
+    outcomes = [verdict.outcome for verdict in blocking_verdicts(judgement)]
+    return EXIT_CODES[max(outcomes, key=order.index, default="pass")]
+
+
+def gate(options: argparse.Namespace) -> int:
+    """Print what the stage `gate` prints; the marker of a pass is the stage's alone."""
+    judgement, are_here = read_judgement(get_track(load_params(), options.track, kind=Track), Path())
+    print(render_gate(judgement, are_here=are_here))
+    return tell_exit_code(judgement)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Judge the candidate's outcomes against the reference's, and print the verdict."""
+    from pipeline.gate.wording import use_metrics
+    from pipeline.outcomes.judging import judge_outcomes
+    from pipeline.outcomes.rendering import render_outcomes
+    from pipeline.record_files import write_record
+
+    reference, candidate = _read_sides(options)
+    rules = _read_rules(options, reference, candidate)
+    with use_metrics(rules.definitions):
+        judgement = judge_outcomes(reference, candidate, rules).judgement
+        print(render_outcomes(judgement, reference, rules))
+    if options.json:
+        write_record(options.json, judgement)
+    return tell_exit_code(judgement)
+
+
+def _read_sides(options: argparse.Namespace) -> Any:
+    from pipeline.outcomes.cases import Grouping
+    from pipeline.outcomes.registry import match_names, read_paired_table, read_side
+
+    grouping = Grouping(options.cluster_by, tuple(options.buckets_by))
+    if options.candidate is None:
+        return read_paired_table(options.reference, grouping)
+    if options.reference.resolve() == options.candidate.resolve():
+        raise SettingsError(f"{options.candidate} is both reference and candidate; a comparison with itself proves "
+                            "nothing")
+    return match_names(read_side(options.reference, grouping), read_side(options.candidate, grouping))
+
+
+def _read_rules(options: argparse.Namespace, reference: Any, candidate: Any) -> Any:
+    from pipeline.outcomes.rules import Asked, load_rules, plan_rules
+
+    better = {name: _direction(name, value) for name, value in _read_pairs("--better", options.better).items()}
+    given = {key: value for key in ("tolerance", "tier", "alpha", "on_inconclusive")
+             if (value := getattr(options, key)) is not None}
+    if options.metric:
+        given["metrics"] = tuple(options.metric)
+    if options.bucket:
+        given["buckets"] = {name: _number(f"--bucket {name}", value)
+                            for name, value in _read_pairs("--bucket", options.bucket).items()}
+    if options.policy is None:
+        return plan_rules(Asked(better=better, **given), reference, candidate)
+    if given:
+        raise SettingsError(f"--policy says all that is asked: expected no {', '.join(sorted(given))} beside it")
+    return load_rules(options.policy, better, reference, candidate)
+
+
+def _read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    """Split each NAME=VALUE at its last equals sign."""
+    pairs = {}
+    for text in given:
+        name, sign, value = text.rpartition("=")
+        if not sign or not name:
+            raise SettingsError(f"{option}: expected NAME=VALUE, got {text!r}")
+        if name in pairs:
+            raise SettingsError(f"{option}: {name} is there twice; remove one")
+        pairs[name] = value
+    return pairs
+
+
+def _number(option: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise SettingsError(f"{option}: expected a number, got {value!r}") from None
+
+
+def _direction(name: str, value: str) -> Literal["higher", "lower"]:
+    if value not in ("higher", "lower"):
+        raise SettingsError(f"--better {name}: expected higher or lower, got {value!r}")
+    return "higher" if value == "higher" else "lower"
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    about = (__doc__ or "").split("\n\n")
+    parser = _Parser(prog="quantgate", description=about[0], epilog="\n\n".join(about[2:4]),
+                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="{compare,gate}")
+    _add_compare(commands.add_parser("compare", help="judge records that lm-eval, inspect_ai or anything else made"))
+    own = commands.add_parser("gate", help="tell the verdict on this project's release, as the stage gate does")
+    own.add_argument("track", nargs="?", default="text", choices=TRACKS, metavar="TRACK",
+                     help=f"one of {', '.join(TRACKS)} (text)")  # fmt: skip
+    own.set_defaults(run=gate)
+    return parser.parse_args(argv)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.description = ("Judge a candidate's outcomes against the reference's: lm-eval's samples_*.jsonl, logs of "
+                          "inspect_ai, tables (.csv, .jsonl), quantgate's own case records, or folders of them.")
+    parser.set_defaults(run=compare)
+    add = parser.add_argument
+    add("reference", type=Path, metavar="REFERENCE", help="a file or folder; alone, a table of both sides")
+    add("candidate", type=Path, metavar="CANDIDATE", nargs="?")
+    add("--metric", action="append", metavar="[EVAL/]NAME", help="to gate; needed where there are several; repeatable")
+    add("--tolerance", type=float, help="the loss that is tolerated: 0.03 of a rate is 3 points, the default")
+    add("--bucket", action="append", default=[], metavar="NAME=TOLERANCE", help="gate a bucket too; repeatable")
+    add("--tier", choices=get_args(Tier), help="of the metrics (critical)")
+    add("--alpha", type=float, help="one-sided error rate of the verdict (0.05)")
+    add("--on-inconclusive", choices=("block", "warn"), help="(block)")
+    add("--policy", type=Path, metavar="FILE", help="instead of the above: YAML with the key `gate` of params.yaml")
+    add("--better", action="append", default=[], metavar="NAME=higher|lower", help="direction of a metric; repeatable")
+    add("--cluster-by", metavar="FIELD", help="of the document, metadata or table: equal values are one cluster")
+    add("--buckets-by", action="append", default=[], metavar="FIELD", help="likewise, buckets FIELD/value; repeatable")
+    add("--json", type=Path, metavar="FILE", help="write the judgement")
+
+
+def run() -> NoReturn:
+    """Run the command with the arguments of this process, and end it."""
+    gc.disable()  # it ends within seconds
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

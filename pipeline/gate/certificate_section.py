@@ -1,0 +1,87 @@
+"""What the certificate says, in sentences and as a table: the losses that the gate misses, and its false fails."""
+
+from __future__ import annotations
+
+from pipeline.gate.certificate import is_above
+from pipeline.gate.markdown import render_table
+from pipeline.gate.verdicts import Judgement, Policy
+from pipeline.gate.wording import escape_markdown, format_harm, format_tolerance, is_rate, name_comparison, name_metric
+from pipeline.verdict_records import Certificate, Comparison, DetectableLoss, Verdict
+
+
+def describe_level(certificate: Certificate, alpha: float) -> str:
+    """Say that the rule fails what is equal more often than it may."""
+    c = certificate
+    return (f"certificate: the rule fails {c.num_false_fails} of {c.num_swaps:,} swaps of equal labels, more than "
+            f"gate.alpha ({alpha:g}) explains; a fail can't be told from chance on these records: look at the clusters")
+
+
+def describe_certificate(verdict: Verdict, policy: Policy) -> str:
+    """Say which losses the gate misses on this suite, and how often it fails what is equal."""
+    certificate = verdict.certificate
+    if certificate is None or not certificate.losses:
+        return ""
+    order = list(policy.tolerances)
+    headline = min(certificate.losses, key=lambda loss: (order.index(loss.metric), loss.bucket or ""))
+    widest = max(certificate.losses, key=lambda loss: (is_rate(loss.metric), loss.k80))
+    said = [f"On this suite this gate {_tell_loss(headline)}"]
+    if widest is not headline:
+        said.append(f"; of all rates it is blindest in {_name(widest)}: {_tell_sizes(widest)}")
+    return "".join(said) + ". " + _tell_false_fails(certificate, policy.alpha)
+
+
+def _tell_false_fails(c: Certificate, alpha: float) -> str:
+    within, blocks = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_false_fails, c.num_block_fails))
+    said = (f"Of {c.num_swaps:,} swaps of the labels within clusters, which make both sides equal, it fails {within} "
+            f"(alpha {100 * alpha:g} %), of swaps in blocks of {c.block} neighbouring clusters {blocks}")
+    if is_above(c.num_block_fails, alpha):
+        said += ": neighbours lose together, so clusters are less independent than the bounds take them for"
+    return said + "."
+
+
+def describe_floor(judgement: Judgement) -> str:
+    """Say how far the reference is from itself, where a candidate is the same thing evaluated once more."""
+    again = next((v for v in judgement.verdicts if v.fingerprint == judgement.reference_fingerprint), None)
+    if again is None:
+        return ("How far the reference is from itself was not measured: a candidate with its checkpoint and no steps "
+                "would show it.")
+    gated = [c for c in again.comparisons if c.tolerance is not None and c.bucket is None]
+    moved = [c for c in gated if c.harm != 0 or c.b or c.c]
+    if not moved:
+        return (f"The reference against itself (`{again.candidate}`): nothing moves in {len(gated)} gated metrics, so "
+                "whatever a candidate moves is its own.")
+    return (f"The reference against itself (`{again.candidate}`), which is the floor: "
+            + "; ".join(f"{name_comparison(c)} {_tell_moved(c)}" for c in moved) + ".")
+
+
+def tabulate_losses(verdict: Verdict) -> str:
+    """Return the table of the losses that stop the release, of each gated comparison."""
+    found = {(c.metric, c.bucket): c for c in verdict.comparisons}
+    rows = [["metric", "n", "tolerance", "stopped one time in two", "stopped four times in five"],
+            ["---", "---:", "---:", "---:", "---:"]]
+    for loss in verdict.certificate.losses if verdict.certificate else ():
+        c = found[loss.metric, loss.bucket]
+        rows.append([escape_markdown(_name(loss)), f"{c.n:,}", format_tolerance(c.metric, c.tolerance or 0.0),
+                     *(format_harm(loss.metric, k) for k in (loss.k50, loss.k80))])
+    return render_table(rows)
+
+
+def _tell_loss(loss: DetectableLoss) -> str:
+    if loss.k80 == 0:
+        return f"stops whatever moves {_name(loss)} or does not: its cases prove too little"
+    return (f"misses a loss of {format_harm(loss.metric, loss.k50)} in {_name(loss)} one time in two at most, "
+            f"and one of {format_harm(loss.metric, loss.k80)} one time in five")
+
+
+def _tell_sizes(loss: DetectableLoss) -> str:
+    return f"{format_harm(loss.metric, loss.k50)} and {format_harm(loss.metric, loss.k80)}"
+
+
+def _tell_moved(c: Comparison) -> str:
+    if c.b is not None and c.c is not None:
+        return f"{c.b + c.c} of {c.n:,} cases flip"
+    return f"moves by {format_harm(c.metric, c.harm, signed=True)}"
+
+
+def _name(loss: DetectableLoss) -> str:
+    return name_metric(loss.metric, loss.bucket)

@@ -1,0 +1,204 @@
+"""What a suite can prove, before any model runs: cases, flips to expect, the tolerance they can prove, and the cost.
+
+How many cases flip is taken from the last judgement where there is one, and assumed otherwise. A tolerance counts as
+provable when a candidate that loses nothing would pass with a probability of 80 %: half of its flips are losses, give
+or take chance. Where not even a candidate without a single flip could pass, the tolerance is impossible, and that is
+said now. Not covered: what a candidate really loses, and metrics that no run has measured yet and that are no rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy.special import ndtri
+
+from pipeline.errors import EvidenceError, SettingsError
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition
+from pipeline.gate.statistics import count_bounds
+from pipeline.gate.verdicts import MIN_CLUSTERS, Judgement
+from pipeline.gate.wording import format_harm, format_tolerance, name_metric
+from pipeline.record_files import read_record
+from pipeline.settings import REPORTS, Track
+from pipeline.verdict_records import Comparison, Verdict
+
+ASSUMED_FLIPS = 0.05  # of the cases: what INT4 changes in a rate that a model is good at, as a first guess
+POWER = 0.8  # that a candidate without a loss passes
+_MOST = 1_000  # times as many cases: more is no plan
+
+
+@dataclass(frozen=True)
+class SuiteSize:
+    """How many cases a bucket has, and as how many clusters of equal size they count."""
+
+    n: int
+    effective_clusters: float
+
+
+Sizes = dict[str | None, SuiteSize]  # of an eval by bucket; None is overall
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One gated metric in one bucket.
+
+    Attributes:
+        n: cases; None where only a run can tell, and no run has.
+        flips: share of the cases expected to flip; None for what is no rate.
+        source: where the expectation comes from.
+        least: smallest tolerance that could ever be proven, without any flip; None for what is no rate.
+        provable: smallest tolerance that this n proves; None where no run has measured it.
+        needed: cases that would prove the tolerance; None where no affordable number would, or nobody knows.
+        minutes: that the eval takes for one candidate; None where no run has told.
+        problem: why the tolerance can't be proven at all, or "".
+    """
+
+    metric: str
+    bucket: str | None
+    tolerance: float
+    n: int | None
+    flips: float | None
+    source: str
+    least: float | None
+    provable: float | None
+    needed: int | None
+    minutes: float | None
+    problem: str
+
+
+def read_last(track: str, root: Path) -> Judgement | None:
+    """Return the last judgement of a track, None where there is none or an older version wrote it."""
+    try:
+        return read_record(root / REPORTS[track] / "verdict.json", Judgement)
+    except EvidenceError:
+        return None
+
+
+def plan_gate(
+    track: Track, suites: Mapping[str, Sizes], last: Judgement | None
+) -> list[PlanRow]:
+    """Return what each gated metric's cases can prove.
+
+    Args:
+        track: settings.
+        suites: sizes by eval and bucket; an eval whose cases only its runner knows is not there.
+        last: the last judgement, from which flips and times are taken.
+    """
+    rows = []
+    for metric, tolerance in track.gate.tolerances.items():
+        eval_name, _, name = metric.partition("/")
+        definition = next(m for m in METRICS_BY_EVAL_KIND[track.evals[eval_name].kind] if m.name == name)
+        for bucket, limit in [(None, tolerance.overall), *tolerance.buckets.items()]:
+            if limit is not None:
+                seen, verdict = _find_last(last, metric, bucket)
+                size = suites.get(eval_name, {}).get(bucket)
+                if size is None and seen is not None:
+                    size = SuiteSize(seen.n, seen.effective_clusters)
+                rows.append(_plan_row(metric, bucket, limit, definition, size, seen, verdict, track.gate.alpha))
+    return rows
+
+
+def _find_last(last: Judgement | None, metric: str, bucket: str | None) -> tuple[Comparison | None, Verdict | None]:
+    """Return the comparison of the released candidate that moved most in the last judgement, and its verdict."""
+    found = [(c, v) for v in (last.verdicts if last else ()) for c in v.comparisons
+             if v.is_release and (c.metric, c.bucket) == (metric, bucket)]
+    return max(found, key=lambda pair: pair[0].high - pair[0].harm, default=(None, None))
+
+
+def _plan_row(
+    metric: str, bucket: str | None, tolerance: float, definition: MetricDefinition, size: SuiteSize | None,
+    seen: Comparison | None, verdict: Verdict | None, alpha: float,
+) -> PlanRow:  # fmt: skip
+    source = f"last run of {verdict.candidate}" if verdict else "assumed"
+    seconds = verdict.seconds.get(metric.partition("/")[0]) if verdict else None
+    minutes = None if seconds is None else seconds / 60
+    if size is None:
+        return PlanRow(metric, bucket, tolerance, None, None, "needs a run", None, None, None, minutes, "")
+    if size.effective_clusters < MIN_CLUSTERS:
+        problem = (f"its {size.n:,} cases weigh as much as {size.effective_clusters:.0f} clusters of equal size, and a "
+                   f"loss is bounded from {MIN_CLUSTERS} on; add cases in clusters of their own")
+        return PlanRow(metric, bucket, tolerance, size.n, None, source, None, None, None, minutes, problem)
+    if definition.estimator != "proportion":
+        provable = None if seen is None else (seen.high - seen.harm) * (1 + _normal(POWER) / _normal(1 - alpha))
+        needed = None if provable is None else math.ceil(size.n * max(1.0, (provable / tolerance) ** 2))
+        return PlanRow(metric, bucket, tolerance, size.n, None, source if seen else "needs a run", None, provable,
+                       needed, minutes, "")  # fmt: skip
+    has_flips = seen is not None and seen.b is not None and seen.c is not None
+    flips = ((seen.b or 0) + (seen.c or 0)) / seen.n if seen is not None and has_flips else ASSUMED_FLIPS
+    # without a run, cases of a cluster are taken to flip together
+    deff = seen.design_effect if seen else size.n / size.effective_clusters
+    least = _bound(0.0, deff, size, 1.0, alpha)
+    needed = _count_needed(flips, deff, size, tolerance, alpha)
+    problem = "" if least <= tolerance else (
+        f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it whatever the candidate: "
+        f"without a single flip the loss may be {format_harm(metric, least)}"
+        + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips" if needed else "") + ", or a wider tolerance")
+    return PlanRow(metric, bucket, tolerance, size.n, flips, source, least,
+                   _bound(flips, deff, size, 1.0, alpha), needed, minutes, problem)  # fmt: skip
+
+
+def _bound(flips: float, deff: float, size: SuiteSize, factor: float, alpha: float) -> float:
+    """Return the tolerance that `factor` times as many cases prove for a candidate that loses nothing."""
+    n, count = size.n * factor, size.effective_clusters * factor
+    by_chance = min(_normal(POWER) * math.sqrt(flips * n * deff), flips * n)
+    b, c = (flips * n + by_chance) / 2, (flips * n - by_chance) / 2
+    return count_bounds(b, c, n, deff, count, confidence=1 - alpha).high
+
+
+def _count_needed(flips: float, deff: float, size: SuiteSize, tolerance: float, alpha: float) -> int | None:
+    low, high = 1.0 / size.n, float(_MOST)
+    if _bound(flips, deff, size, high, alpha) > tolerance:
+        return None
+    low = max(low, MIN_CLUSTERS / size.effective_clusters)
+    while (high - low) * size.n > 0.5:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _bound(flips, deff, size, middle, alpha) <= tolerance else (middle, high)
+    return math.ceil(size.n * high)
+
+
+def _normal(probability: float) -> float:
+    return float(ndtri(probability))
+
+
+def check_plan(track: Track, rows: Sequence[PlanRow]) -> list[str]:
+    """Return a warning for each tolerance that can't be proven and need not be.
+
+    Raises:
+        SettingsError: one must be proven, so that no candidate could ever pass.
+    """
+    impossible = list_impossible(rows)
+    is_needed = [track.gate.on_inconclusive == "block" and track.gate.tolerances[row.metric].tier == "critical"
+                 for row in rows if row.problem]
+    for problem, must in zip(impossible, is_needed, strict=True):
+        if must:
+            raise SettingsError(f"{'' if track.name == 'text' else f'{track.name}.'}{problem}")
+    return impossible
+
+
+def list_impossible(rows: Sequence[PlanRow]) -> list[str]:
+    """Return a line for each tolerance that can't be proven whatever the candidate."""
+    return [f"gate.tolerances.{row.metric}{'.overall' if row.bucket is None else f'.buckets.{row.bucket}'}: "
+            f"{format_tolerance(row.metric, row.tolerance)}: {row.problem}" for row in rows if row.problem]
+
+
+def render_plan(rows: Sequence[PlanRow]) -> str:
+    """Write the plan as a table for a terminal."""
+    head = ["metric", "n", "flips expected", "can prove", "tolerance", "cases for it", "min a candidate", "from"]
+    table = [head] + [_render_row(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(f"{cell:<{w}}" if i in (0, len(head) - 1) else f"{cell:>{w}}"
+                       for i, (cell, w) in enumerate(zip(cells, widths, strict=True))).rstrip() for cells in table]
+    return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)])
+
+
+def _render_row(row: PlanRow) -> list[str]:
+    return [
+        name_metric(row.metric, row.bucket), "?" if row.n is None else f"{row.n:,}",
+        "–" if row.flips is None else f"{100 * row.flips:.1f} %",
+        "?" if row.provable is None else format_harm(row.metric, row.provable),
+        format_tolerance(row.metric, row.tolerance),
+        "?" if row.needed is None and row.flips is None else "never" if row.needed is None else f"{row.needed:,}",
+        "?" if row.minutes is None else f"{row.minutes:.1f}", row.source,
+    ]

@@ -1,0 +1,30 @@
+"""Does a written judgement still stand? Read it, and check it against params.yaml, the last release and the weights.
+
+What the stage `gate` and the command `quantgate gate` both rest on; nothing is judged anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.gate.loosening import check_loosening
+from pipeline.gate.verdicts import Judgement, check_candidates, check_outcomes, check_policy
+from pipeline.record_files import read_record
+from pipeline.settings import REPORTS, Track
+
+
+def read_judgement(track: Track, root: Path) -> tuple[Judgement, bool]:
+    """Read a track's judgement and check that it is about what would ship, under the present params.yaml.
+
+    Returns:
+        The judgement, and whether the candidates are here to be checked.
+
+    Raises:
+        EvidenceError: there is none, it was edited, or it is about something else.
+        SettingsError: a setting is looser than at the last release, without a reason.
+    """
+    judgement = read_record(root / REPORTS[track.name] / "verdict.json", Judgement)
+    check_policy(judgement, track)
+    check_loosening(judgement.policy, root)
+    check_outcomes(judgement)
+    return judgement, check_candidates(judgement, track, root)

@@ -1,0 +1,190 @@
+"""Judge other people's records by the gate's own rule: the same pairing, bounds, tests, Holm and certificate.
+
+What the gate knows of a run of its own and nobody can tell from outcomes is not asked here: fingerprints, the canary,
+weights, speeds. Evidence that is not fit makes the verdict "refused" and is named in its reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.digests import digest_file
+from pipeline.errors import EvidenceError
+from pipeline.fingerprints import fingerprint
+from pipeline.gate.certificate import certify, is_above
+from pipeline.gate.certificate_section import describe_level
+from pipeline.gate.compare import Measured, ReleaseComparison, number_clusters
+from pipeline.gate.decision import combine, judge_all
+from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
+from pipeline.gate.pairing import PairedCases, align
+from pipeline.gate.verdicts import REFUSED, Judgement, Policy, is_blocking
+from pipeline.gate.wording import name_comparison
+from pipeline.outcomes.cases import Outcomes
+from pipeline.outcomes.registry import READERS, Side
+from pipeline.outcomes.rules import Rules, list_metrics
+from pipeline.verdict_records import Certificate, Comparison, Metric, Verdict
+
+KIND = "outcomes"  # of an eval whose records others made
+
+
+def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseComparison:
+    """Judge one candidate; to be called, and its judgement shown, within `wording.use_metrics(rules.definitions)`."""
+    measured = Measured(metrics=_describe_side(candidate, rules))
+    measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.problems]
+    measured.refusals += candidate.problems
+    for eval_name in dict.fromkeys(full.partition("/")[0] for full in rules.tolerances):
+        try:
+            _check_there(eval_name, reference, candidate)
+            ours, theirs = reference.outcomes[eval_name], candidate.outcomes[eval_name]
+            measured.pairs[eval_name] = pair_outcomes(ours, theirs)
+        except EvidenceError as error:
+            measured.refusals.append(str(error))
+            continue
+        measured.notes += _describe_sameness(measured.pairs[eval_name], eval_name)
+        for full in rules.tolerances:
+            if full.startswith(f"{eval_name}/"):
+                _measure(measured, full, ours, theirs, rules)
+    certificate = _certify(measured, candidate.name, rules)
+    comparisons = judge_all({candidate.name: measured.measurements}, [candidate.name], alpha=rules.alpha)
+    policy = _describe_policy(reference, candidate, rules)
+    verdict = _conclude(candidate, measured, comparisons[candidate.name], certificate)
+    is_blocked = is_blocking(verdict, policy)
+    unmeasured = Measured(metrics=_describe_side(reference, rules))
+    judgement = Judgement(
+        outcome="blocked" if is_blocked else "pass", blocked_by=(candidate.name,) if is_blocked else (), policy=policy,
+        reference_fingerprint=fingerprint(_describe_files(reference)), reference_metrics=tuple(unmeasured.metrics),
+        verdicts=(verdict,))
+    return ReleaseComparison(judgement, {reference.name: unmeasured, candidate.name: measured})
+
+
+def pair_outcomes(ours: Outcomes, theirs: Outcomes) -> PairedCases:
+    """Pair the cases of one eval.
+
+    Raises:
+        EvidenceError: the two sides ran another task, asked something else, or one never answers.
+    """
+    name = ours.name
+    if ours.format != theirs.format:
+        raise EvidenceError(f"{name}: expected one format on both sides, got {READERS[ours.format].title} and "
+                            f"{READERS[theirs.format].title}")
+    for fact in ours.task.keys() & theirs.task.keys():
+        if ours.task[fact] != theirs.task[fact]:
+            raise EvidenceError(f"{name}: {fact}: the reference has {_shorten(ours.task[fact])}, the candidate "
+                                f"{_shorten(theirs.task[fact])}; run the same task on both")
+    _explain_unmatched(ours, theirs)
+    pairs = align(ours.records, theirs.records, where=name)
+    silent = [side for side, records in (("reference", pairs.reference), ("candidate", pairs.candidate))
+              if not any(record.output.strip() for record in records)]
+    if len(silent) == 1:
+        raise EvidenceError(f"{name}: the {silent[0]} has not a single output with text, the other side has; look at "
+                            "its server")
+    return pairs
+
+
+def _explain_unmatched(ours: Outcomes, theirs: Outcomes) -> None:
+    """Say what differs of a case that bears one name on both sides and asks something else."""
+    known = {record.input_digest for record in theirs.records}
+    for record in ours.records:
+        asked, other = ours.asked[record.case_id], theirs.asked.get(record.case_id)
+        if record.input_digest not in known and other is not None:
+            part = next((part for part in asked | other if asked.get(part) != other.get(part)), "question")
+            raise EvidenceError(f"{ours.name}: case {record.case_id!r}: the {part} is another one on the candidate's "
+                                "side; both sides must be asked the same in the same words (data, few-shot texts, chat "
+                                "template, stop strings and limits)")
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _check_there(eval_name: str, reference: Side, candidate: Side) -> None:
+    for which, side in (("reference", reference), ("candidate", candidate)):
+        if eval_name not in side.outcomes:
+            raise EvidenceError(f"{eval_name}: a tolerance is set, and the {which} has no fit outcomes of it; it has "
+                                + (", ".join(side.outcomes) or "none"))
+
+
+def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, rules: Rules) -> None:
+    """Measure one metric, overall and in every bucket that the cases carry."""
+    metric = full.partition("/")[2]
+    definition, tolerance, pairs = rules.definitions.get(full), rules.tolerances[full], measured.pairs[ours.name]
+    problem = ours.problems.get(metric) or theirs.problems.get(metric)
+    if definition is None or problem:
+        problem = problem or ("a tolerance is set, and the reference has no such score; it has "
+                              + (", ".join(list_metrics(ours)) or "none"))
+        measured.refusals.append(f"{full}: {problem}")
+        return
+    named = dict.fromkeys([*list_buckets(pairs.reference), *tolerance.buckets])
+    asked: dict[str | None, float | None] = {None: tolerance.overall, **{b: tolerance.buckets.get(b) for b in named}}
+    for bucket, allowed in asked.items():
+        try:
+            measurement = measure_metric(pairs, definition, bucket, eval_name=ours.name, tolerance=allowed,
+                                         alpha=rules.alpha, tier=tolerance.tier)
+            check_loss_can_show(measurement, definition)
+            measured.measurements.append(measurement)
+        except EvidenceError as error:
+            # what nothing gates may be too small to compare
+            (measured.notes if allowed is None else measured.refusals).append(str(error))
+
+
+def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
+    """Note that nothing at all differs: one model asked twice looks like that."""
+    has_outputs = any(record.output for record in pairs.reference)
+    is_same = all(a.output == b.output and a.scores == b.scores
+                  for a, b in zip(pairs.reference, pairs.candidate, strict=True))
+    return [f"{eval_name}: every output is the reference's, character by character; was it another model that "
+            "answered?"] if has_outputs and is_same else []
+
+
+def _certify(measured: Measured, name: str, rules: Rules) -> Certificate | None:
+    if not measured.measurements:
+        return None
+    certificate = certify({name: measured.measurements}, alpha=rules.alpha,
+                          blocks_inconclusive=rules.on_inconclusive == "block")[name]
+    if is_above(certificate.num_false_fails, rules.alpha):
+        measured.refusals.append(describe_level(certificate, rules.alpha))
+    return certificate
+
+
+def _conclude(
+    candidate: Side, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None
+) -> Verdict:
+    outcome = combine(comparisons, measured.refusals)
+    if outcome == "refused" and not measured.refusals:
+        measured.refusals.append("nothing is gated, and no evidence is not a pass")
+    reasons = [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
+    shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
+    reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
+    reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
+    reasons += [f"note: {note}" for note in measured.notes]
+    facts = _describe_files(candidate)
+    return Verdict(candidate=candidate.name, fingerprint=fingerprint(facts), facts=facts, outcome=outcome,
+                   is_release=True, reasons=tuple(reasons), comparisons=tuple(comparisons), certificate=certificate,
+                   metrics=tuple(measured.metrics))
+
+
+def _describe_side(side: Side, rules: Rules) -> list[Metric]:
+    metrics: list[Metric] = []
+    for full, definition in rules.definitions.items():
+        if (outcomes := side.outcomes.get(full.partition("/")[0])) is not None:
+            # what can't be computed is refused where it is compared
+            with contextlib.suppress(EvidenceError):
+                metrics += describe_metrics(outcomes.records, definition, number_clusters(outcomes.records),
+                                            eval_name=outcomes.name)
+    return metrics
+
+
+def _describe_files(side: Side) -> dict[str, Any]:
+    return {"records": {o.path.name: digest_file(o.path) for o in side.outcomes.values()}}
+
+
+def _describe_policy(reference: Side, candidate: Side, rules: Rules) -> Policy:
+    metrics = {full: asdict(definition) for full, definition in rules.definitions.items()}
+    evals = {name: {"kind": KIND, "format": outcomes.format,
+                    "metrics": {full: m for full, m in metrics.items() if full.startswith(f"{name}/")}}
+             for name, outcomes in reference.outcomes.items()}
+    return Policy(reference=reference.name, release=(candidate.name,), alpha=rules.alpha,
+                  on_inconclusive=rules.on_inconclusive, tolerances=rules.tolerances, tripwires={}, evals=evals)

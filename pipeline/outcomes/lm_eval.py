@@ -1,0 +1,161 @@
+"""lm-eval's `samples_<task>_<date>.jsonl`, as `--log_samples` writes them.
+
+A line is one document under one filter. Its metrics are named as lm-eval's tables name them: `acc`, and
+`exact_match,strict-match` where the filter has a name. The case is the document, its prompt, its target and the
+arguments of the requests (few-shot texts, chat template, stop strings and length limits are in there), so two sides
+that were asked otherwise do not pair. `results_<date>.json` beside the samples, where it is, tells which direction is
+better, and the version and filters of the task. Read without lm-eval.
+
+Not covered: metrics that lm-eval computes from all documents together (bleu, f1 of a corpus): no case has a score of
+its own. Files of lm-eval before 0.4.3 have no hashes and are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.metrics import MetricDefinition
+from pipeline.outcomes.cases import (
+    Case,
+    Direction,
+    Grouping,
+    Outcomes,
+    build_outcomes,
+    iterate_objects,
+    parse_json,
+    read_first_keys,
+    read_number,
+)
+
+FORMAT = "lm_eval"
+_NAME = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)")
+_HASHES = {"document": "doc_hash", "prompt": "prompt_hash", "target": "target_hash"}
+_FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", *_HASHES.values()}
+# their cases are [log-likelihood in nats, units]: the scale that turns it into what is divided by the units
+_LIKELIHOODS = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": 1 / math.log(2)}
+
+
+def recognizes(path: Path) -> bool:
+    """Say whether the first line of a JSONL file looks like a sample of lm-eval."""
+    return path.suffix == ".jsonl" and {"doc_id", "filter"} <= read_first_keys(path)
+
+
+def read(path: Path, grouping: Grouping) -> Outcomes:
+    """Read one task's samples.
+
+    Raises:
+        EvidenceError: a line is malformed, or a document is there twice under one filter.
+    """
+    documents: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {}
+    definitions: dict[str, MetricDefinition] = {}
+    for where, sample in iterate_objects(path):
+        _check(sample, where)
+        filters = documents.setdefault(sample["doc_id"], {})
+        if sample["filter"] in filters:
+            raise EvidenceError(f"{where}: document {sample['doc_id']} is there twice under the filter "
+                                f"{sample['filter']!r}, first in {filters[sample['filter']][0]}; every case may "
+                                "count once")
+        filters[sample["filter"]] = (where, sample)
+    cases = [_read_case(doc_id, filters, definitions) for doc_id, filters in documents.items()]
+    named = _NAME.fullmatch(path.stem)
+    task = named["task"] if named else path.stem
+    facts, better = _read_results(path.with_name(f"results_{named['date']}.json"), task) if named else ({}, {})
+    facts |= {"task": task} if named else {}
+    return build_outcomes(task, path, cases, format=FORMAT, grouping=grouping, task=facts,
+                          better={name: better[name.partition(",")[0]] for case in cases for name in case.scores
+                                  if name.partition(",")[0] in better}, definitions=definitions)
+
+
+def _check(sample: dict[str, Any], where: str) -> None:
+    missing = [key for key in ("doc_id", "filter", *_HASHES.values()) if key not in sample]
+    if missing:
+        raise EvidenceError(f"{where}: expected a sample of lm-eval 0.4.3 or newer, found none of its key "
+                            f"{missing[0]!r}; run the task again with --log_samples")
+    if not isinstance(sample["doc_id"], int) or not isinstance(sample["filter"], str):
+        raise EvidenceError(f"{where}: expected a number as doc_id and a name as filter, got {sample['doc_id']!r} and "
+                            f"{sample['filter']!r}")
+
+
+def _read_case(
+    doc_id: int, filters: dict[str, tuple[str, dict[str, Any]]], definitions: dict[str, MetricDefinition]
+) -> Case:
+    where, first = next(iter(filters.values()))
+    document = first["doc"] if isinstance(first.get("doc"), dict) else {}
+    scores: dict[str, Any] = {}
+    for name, (_, sample) in filters.items():
+        for metric in sample.keys() - _FIELDS:
+            full = metric if name == "none" else f"{metric},{name}"
+            scores |= _read_score(full, metric, sample[metric], definitions)
+    asked = {part: first[key] for part, key in _HASHES.items()} | {"request": first.get("arguments")}
+    buckets = document.get("buckets")
+    return Case(
+        str(doc_id), where, asked, scores, cluster=str(document.get("cluster", first["doc_hash"])),
+        buckets=tuple(map(str, buckets)) if isinstance(buckets, list) else (),
+        prompt=next((str(request["arg_0"]) for request in _list_requests(first) if "arg_0" in request), ""),
+        output=_describe_answer(first), fields=document)
+
+
+def _read_score(
+    name: str, metric: str, value: Any, definitions: dict[str, MetricDefinition]
+) -> dict[str, Any]:
+    """Return the score of a case, and what it is divided by where it is a likelihood."""
+    if metric not in _LIKELIHOODS:
+        return {name: value}
+    scale, weight = _LIKELIHOODS[metric], f"{name} units"
+    is_relative = metric.endswith("perplexity")
+    definitions[name] = MetricDefinition(name, "ratio", name, "lower", "" if is_relative else "bit/byte",
+                                         harm="relative" if is_relative else "absolute", weight=weight)
+    pair = value if isinstance(value, list) and len(value) == 2 else [None, None]
+    likelihood = read_number(pair[0])
+    return {name: None if likelihood is None else -likelihood * scale, weight: pair[1]}
+
+
+def _list_requests(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the arguments of each request of a sample: its prompt, and a continuation or settings."""
+    arguments = sample.get("arguments")
+    found = arguments.values() if isinstance(arguments, dict) else ()
+    return [request for request in found if isinstance(request, dict)]
+
+
+def _describe_answer(sample: dict[str, Any]) -> str:
+    """Return the text that was generated, or the likeliest choice; empty where neither can be told."""
+    responses, requests = sample.get("resps"), _list_requests(sample)
+    first = [r[0] if isinstance(r, list) and r else None for r in responses] if isinstance(responses, list) else []
+    if len(first) == 1 and isinstance(first[0], str):
+        return first[0] if requests and "arg_1" in requests[0] else ""  # of a whole text there is but its likelihood
+    likelihoods = [read_number(r[0]) if isinstance(r, list) and r else None for r in first]
+    if not likelihoods or None in likelihoods or len(likelihoods) != len(requests):
+        return ""
+    best = max(range(len(likelihoods)), key=lambda i: likelihoods[i] or 0.0)
+    return str(requests[best].get("arg_1", "")).strip()
+
+
+def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:
+    """Read what lm-eval's results file tells of a task: what both sides must share, and the better directions."""
+    if not path.is_file():
+        return {}, {}
+    results = parse_json(path.read_bytes(), str(path))
+
+    def find(*keys: str) -> Any:
+        value = results
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    facts = {"version": find("versions", task), "filters": find("configs", task, "filter_list"),
+             "metrics": find("configs", task, "metric_list")}
+    directions = find("higher_is_better", task)
+    better: dict[str, Direction] = {metric: "higher" if is_higher else "lower" for metric, is_higher
+                                    in (directions.items() if isinstance(directions, dict) else ())
+                                    if isinstance(is_higher, bool)}
+    return {key: value for key, value in facts.items() if value is not None}, better
+
+
+def list_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder that are of this format."""
+    yield from sorted(folder.rglob("samples_*.jsonl"))

@@ -1,0 +1,203 @@
+"""What other people's records are judged by: metrics, tolerances and directions, from options or a policy file.
+
+A metric is one of quantgate's own where the records hold its scores (`task_completion_rate` averages `completed`,
+`perplexity_per_token` divides `nll_nats` by `num_tokens`), else a score of the records under its own name: a rate where
+every case has 0 or 1, else a mean, or a total divided by the column `weight`. Which direction is better must be known:
+from the records, from quantgate's own metrics, or said; 1 is better than 0 where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from pipeline.errors import SettingsError
+from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
+from pipeline.gate.verdicts import GatedTolerance
+from pipeline.outcomes.cases import Direction, Outcomes
+from pipeline.outcomes.registry import Side
+from pipeline.record_files import first_problem
+from pipeline.settings import GateSettings, Tier, describe_yaml_error
+
+DEFAULT_TOLERANCE = 0.03  # of a rate: 3 points
+DEFAULT_ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of the gate.
+
+    Attributes:
+        metrics: names, with "<eval>/" before them or without; empty: the only one there is.
+        tolerance: of each metric; None: `DEFAULT_TOLERANCE` for rates, and said for others.
+        buckets: tolerances of buckets, of each metric in an eval that has them.
+        better: direction by metric.
+    """
+
+    metrics: tuple[str, ...] = ()
+    tolerance: float | None = None
+    buckets: Mapping[str, float] = field(default_factory=dict)
+    tier: Tier = "critical"
+    better: Mapping[str, Direction] = field(default_factory=dict)
+    alpha: float = DEFAULT_ALPHA
+    on_inconclusive: Literal["block", "warn"] = "block"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a judgement rests on.
+
+    Attributes:
+        definitions: by "<eval>/<metric>"; a tolerance without one names outcomes that are not there.
+    """
+
+    alpha: float
+    on_inconclusive: Literal["block", "warn"]
+    tolerances: dict[str, GatedTolerance]
+    definitions: dict[str, MetricDefinition]
+
+
+def plan_rules(asked: Asked, reference: Side, candidate: Side) -> Rules:
+    """Turn options into rules.
+
+    Raises:
+        SettingsError: a metric or bucket that no outcomes have, or a direction or tolerance that is not known.
+    """
+    _check_numbers(asked)
+    chosen = _choose_metrics(asked, reference)
+    definitions = _define(chosen, asked.better, reference, candidate)
+    tolerances = {}
+    for full in chosen:
+        buckets = {name: t for name, t in asked.buckets.items() if name in _list_buckets(reference, full)}
+        tolerances[full] = GatedTolerance(overall=_find_tolerance(asked, definitions.get(full), full), buckets=buckets,
+                                          tier=asked.tier)
+    known = {name for full in chosen for name in _list_buckets(reference, full)}
+    if chosen and (unknown := sorted(asked.buckets.keys() - known)):
+        raise SettingsError(f"--bucket {unknown[0]}: no case carries it; the buckets are "
+                            + (", ".join(sorted(known)) or "none"))
+    return Rules(asked.alpha, asked.on_inconclusive, tolerances, definitions)
+
+
+def load_rules(path: Path, better: Mapping[str, Direction], reference: Side, candidate: Side) -> Rules:
+    """Read a policy: a YAML file with the key `gate` as in params.yaml, which itself is one.
+
+    Raises:
+        SettingsError: the file is missing, not YAML, or not what it must be.
+    """
+    try:
+        content: Any = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        section = content["gate"]
+        gate = GateSettings.model_validate(section)
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: expected a policy, found no file") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not YAML: {describe_yaml_error(error)}") from None
+    except (TypeError, KeyError):
+        raise SettingsError(f"{path}: expected the key `gate` with alpha, on_inconclusive and tolerances, as in "
+                            "params.yaml, found none") from None
+    except ValidationError as error:
+        raise SettingsError(f"{path}: gate.{first_problem(error)}") from None
+    tolerances = {name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()}
+    definitions = _define(list(tolerances), better, reference, candidate)
+    return Rules(gate.alpha, gate.on_inconclusive, tolerances, definitions)
+
+
+def list_metrics(outcomes: Outcomes) -> list[str]:
+    """Name the metrics that an eval can be judged by: quantgate's own, then the scores that none of them uses."""
+    scores = set(outcomes.scores)
+    own = [m for m in METRICS_BY_NAME.values() if _has_own(m, scores) and m.name not in scores]
+    weights = {outcomes.weight, *(d.weight for d in outcomes.definitions.values())}
+    used = {key for m in own for key in (m.score, m.weight)} | weights
+    return [m.name for m in own] + [name for name in outcomes.scores if name not in used]
+
+
+def _has_own(metric: MetricDefinition, scores: set[str]) -> bool:
+    needed = {metric.score, metric.weight or metric.score}
+    return metric.is_gated and metric.estimator != "average_precision" and needed <= scores
+
+
+def _check_numbers(asked: Asked) -> None:
+    if not 0.001 <= asked.alpha <= 0.2:  # the bounds of gate.alpha
+        raise SettingsError(f"--alpha: expected 0.001 to 0.2, got {asked.alpha:g}")
+    numbers = {"--tolerance": asked.tolerance, **{f"--bucket {name}": t for name, t in asked.buckets.items()}}
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise SettingsError(f"{name}: expected a number above 0, got {value:g}")
+
+
+def _choose_metrics(asked: Asked, reference: Side) -> list[str]:
+    """Return the metrics to gate as "<eval>/<metric>"."""
+    available = {f"{name}/{metric}": metric for name, outcomes in reference.outcomes.items()
+                 for metric in list_metrics(outcomes)}
+    if not available and reference.problems:
+        return []  # refused for that
+    names = ", ".join(available) or "none"
+    if not asked.metrics:
+        for name in reference.outcomes:
+            if sum(full.startswith(f"{name}/") for full in available) != 1:
+                raise SettingsError(f"{name}: name the metrics to judge with --metric; the reference has {names}")
+        return list(available)
+    chosen: list[str] = []
+    for metric in asked.metrics:
+        found = [full for full, short in available.items() if metric in (full, short)]
+        if not found:
+            raise SettingsError(f"--metric {metric}: no such metric; the reference has {names}")
+        chosen += [full for full in found if full not in chosen]
+    return chosen
+
+
+def _define(
+    names: list[str], better: Mapping[str, Direction], reference: Side, candidate: Side
+) -> dict[str, MetricDefinition]:
+    found: dict[str, MetricDefinition] = {}
+    for full in names:
+        eval_name, _, metric = full.partition("/")
+        if eval_name in reference.outcomes:
+            ours = reference.outcomes[eval_name]
+            definition = _define_metric(metric, ours, candidate.outcomes.get(eval_name, ours),
+                                        better.get(full, better.get(metric)))
+            found |= {full: definition} if definition else {}
+    return found
+
+
+def _define_metric(
+    name: str, ours: Outcomes, theirs: Outcomes, better: Direction | None
+) -> MetricDefinition | None:
+    scores, own = set(ours.scores), METRICS_BY_NAME.get(name)
+    known = ours.definitions.get(name) or (own if own and _has_own(own, scores) else None)
+    if known is not None:
+        return replace(known, better=better) if better else known
+    if name not in scores:
+        return None
+    values = {record.scores.get(name, 0.0) for side in (ours, theirs) for record in side.records}
+    is_rate = values <= {0.0, 1.0} and ours.weight is None
+    direction = better or ours.better.get(name) or (own.better if own else "higher" if is_rate else None)
+    if direction is None:
+        raise SettingsError(f"--metric {name}: the records don't say which direction is better: give --better "
+                            f"{name}=higher or --better {name}=lower")
+    return MetricDefinition(name, "ratio" if ours.weight else "proportion" if is_rate else "mean", name, direction, "",
+                            weight=ours.weight)
+
+
+def _find_tolerance(asked: Asked, definition: MetricDefinition | None, full: str) -> float:
+    if asked.tolerance is not None:
+        is_share = definition is not None and (definition.estimator == "proportion" or definition.harm == "relative")
+        if is_share and asked.tolerance >= 1:
+            raise SettingsError(f"--tolerance: expected less than 1 for {full} (0.03 is 3 points, of a perplexity "
+                                f"3 %), got {asked.tolerance:g}")
+        return asked.tolerance
+    if definition is not None and definition.estimator != "proportion":
+        raise SettingsError(f"--metric {full}: it is no rate of 0 and 1, so say with --tolerance what may be lost, in "
+                            "its own unit (of a perplexity as a share: 0.02 is 2 %)")
+    return DEFAULT_TOLERANCE
+
+
+def _list_buckets(side: Side, full: str) -> set[str]:
+    outcomes = side.outcomes.get(full.partition("/")[0])
+    return {bucket for record in outcomes.records for bucket in record.buckets} if outcomes else set()

@@ -1,0 +1,38 @@
+"""How many cases and clusters each bucket of the evals has, read from the evalsets: what a plan of the gate needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.evalsets import load_evalset
+from pipeline.gate.plan import Sizes, SuiteSize
+from pipeline.gate.statistics import effective_clusters
+from pipeline.settings import Track
+
+
+def read_sizes(track: Track, root: Path) -> dict[str, Sizes]:
+    """Return the sizes of each eval whose cases are an evalset; only lm-eval knows those of its tasks."""
+    sizes = {}
+    for name, settings in track.evals.items():
+        if hasattr(settings, "evalset"):
+            cases = load_evalset(root / settings.evalset).cases
+            sizes[name] = count_sizes([case.cluster for case in cases], [case.buckets for case in cases])
+    return sizes
+
+
+def count_sizes(clusters: Sequence[str], buckets: Sequence[Sequence[str]]) -> Sizes:
+    """Return the size of an evalset, overall and of each bucket.
+
+    Args:
+        clusters: of each case.
+        buckets: of each case.
+    """
+    sizes: Sizes = {}
+    for name in [None, *sorted({bucket for own in buckets for bucket in own})]:
+        own = [cluster for cluster, carried in zip(clusters, buckets, strict=True) if name is None or name in carried]
+        numbers = np.unique(own, return_inverse=True)[1].astype(np.int64)
+        sizes[name] = SuiteSize(len(own), effective_clusters(np.ones(len(own)), numbers))
+    return sizes

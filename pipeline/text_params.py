@@ -1,0 +1,202 @@
+"""The settings of the text track: checkpoints, what makes them smaller and faster, what serves, asks and times them.
+
+What contradicts itself in them is in `text_problems.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pipeline.settings import Settings, Track
+
+
+class Calibration(Settings):
+    """Which texts a quantiser sees, how many, how long, and how they are weighted."""
+
+    sources: list[str] = Field(min_length=1)  # buckets of the calibration set
+    num_samples: int = Field(ge=1)
+    max_tokens: int = Field(ge=1)  # a sample is cut after this many tokens
+    length_exponent: float = Field(ge=0, le=4)  # sampling weight = (number of tokens) ** exponent
+    seed: int = Field(default=0, ge=0)  # the sign would be dropped
+
+
+class _Int4Step(Settings):
+    bits: Literal[4, 8] = 4
+    group_size: int = Field(default=128, ge=1)
+    symmetric: bool = True
+    exclude: list[str] = ["lm_head"]  # layer-name patterns: exact, or "re:<regex>"
+    calibration: Calibration
+
+
+class GptqStep(_Int4Step):
+    """GPTQ (Frantar et al. 2022): second-order rounding, layer by layer."""
+
+    kind: Literal["gptq"]
+    damping_fraction: float = Field(default=0.01, gt=0, lt=1)
+    activation_order: bool = False
+
+
+class AwqStep(_Int4Step):
+    """AWQ (Lin et al. 2023): scale salient channels by activation before rounding."""
+
+    kind: Literal["awq"]
+    num_grid_points: int = Field(default=20, ge=3)  # the grid steps by 1 / (points - 2)
+
+
+class SpeculativeStep(Settings):
+    """Speculative decoding (Leviathan et al. 2022): tokens are drafted cheaply, the target checks them in one pass."""
+
+    kind: Literal["speculative"]
+    method: str  # "draft_model", "prompt_lookup", or another one that the engine knows
+    draft: str | None = None  # checkpoint folder of the draft model
+    num_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
+    min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it fails
+    options: dict[str, Any] = {}  # further ones of the method, as the engine spells them
+    lossy: bool = False  # the answers may be others than the target's own
+
+
+Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+class TransformersEngine(Settings):
+    """The embedded engine: `transformers serve` in processes of this environment."""
+
+    kind: Literal["transformers"] = "transformers"
+
+
+class VllmEngine(Settings):
+    """vLLM, started from an environment or a container of its own."""
+
+    kind: Literal["vllm"]
+    command: list[NonEmpty] = Field(min_length=1)  # that runs `vllm serve`; `--config FILE --port N` is put behind it
+    version: str = Field(pattern=r"^\d+\.\d+\.\d+")  # the release it must be
+    options: dict[str, Any] = {}  # of `vllm serve`, as its config file spells them
+    environment: dict[str, str] = {}  # variables that it is started with
+
+
+class OpenaiEngine(Settings):
+    """A server of the OpenAI API that somebody else runs."""
+
+    kind: Literal["openai"]
+    base_url: str
+    model: NonEmpty
+    api_key_env: NonEmpty | None = None  # variable that holds the key; the key itself is written nowhere
+
+
+EngineSettings = Annotated[TransformersEngine | VllmEngine | OpenaiEngine, Field(discriminator="kind")]
+
+
+class CandidateSettings(Settings):
+    """A checkpoint, the steps that turn it into what would ship, and the engine that serves it."""
+
+    checkpoint: str
+    steps: list[Step]
+    engine: EngineSettings = TransformersEngine()
+    exact: bool = False  # any answer of the canary that differs from the reference path's fails
+
+    @property
+    def speculative(self) -> SpeculativeStep | None:
+        """The step that changes how the candidate is served, or None."""
+        return next((step for step in self.steps if isinstance(step, SpeculativeStep)), None)
+
+
+class OptimizeSettings(Settings):
+    """What all optimisation steps share."""
+
+    calibration_texts: str  # an evalset folder of kind `documents`
+    num_threads: int = Field(ge=1, le=256)  # torch threads
+
+
+class ServingSettings(Settings):
+    """How the embedded engine serves, and how hard the client drives it."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    continuous_batching: bool
+    concurrency: int = Field(ge=1, le=512)  # requests in flight per server
+    num_servers: int = Field(ge=1, le=64)
+    num_threads: int = Field(ge=1, le=256)  # torch threads per server
+    context_length: int = Field(ge=16)  # tokens
+    max_tokens: int = Field(ge=1)  # completion tokens a request
+    request_timeout_s: float = Field(gt=0)
+    start_timeout_s: float = Field(gt=0)
+
+
+class CanarySettings(Settings):
+    """The prompts that every candidate answers several ways, and what a difference means."""
+
+    num_prompts: int = Field(ge=8, le=10_000)  # spread over the evals that chat
+    target_rate: float = Field(ge=0.001, lt=0.5)  # of answers that another path changes: what must be noticed
+    session_calls: int = Field(default=5, ge=1)  # of a user's session: what a rate comes to over one
+
+
+class PerplexityEval(Settings):
+    """Perplexity and bits per byte of held-out documents, and the material for divergence."""
+
+    kind: Literal["perplexity"]
+    evalset: str
+    top_logprobs: int = Field(default=20, ge=1, le=100)
+
+
+class HarnessEval(Settings):
+    """One lm-eval task: a task name, with the folder of its YAML when it is not built in."""
+
+    kind: Literal["harness"]
+    task: str
+    include_path: str | None = None
+    num_fewshot: int = Field(default=0, ge=0)
+
+
+class ToolCallsEval(Settings):
+    """Single tool calls with expected arguments."""
+
+    kind: Literal["tool_calls"]
+    evalset: str
+    send_tools: bool = False  # put the card's tools into every request
+
+
+class TrajectoriesEval(Settings):
+    """Multi-step workflows against simulated tools, judged by the final state."""
+
+    kind: Literal["trajectories"]
+    evalset: str
+    max_turns: int = Field(ge=1)
+    send_tools: bool = False
+
+
+ChatEval = ToolCallsEval | TrajectoriesEval
+EvalSettings = Annotated[PerplexityEval | HarnessEval | ChatEval, Field(discriminator="kind")]
+
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class BenchmarkSettings(Settings):
+    """Which candidates are timed against the reference, and on what work."""
+
+    candidates: list[str]
+    concurrency: list[_Count] = Field(min_length=1)  # requests in flight
+    prompt_tokens: list[Annotated[list[_Count], Field(min_length=2, max_length=2)]] = Field(min_length=1)
+    num_tokens: int = Field(ge=2)  # completion tokens of every request; one has no inter-token latency
+    rounds: int = Field(ge=6, le=100)  # fewer have no 95 % interval of their median
+    max_slowdown: float | None = Field(default=None, gt=0, lt=1)  # of the throughput, relative; more fails
+
+
+class TextTrack(Track):
+    """The part of params.yaml that stands in no section: checkpoints of language models, served and asked."""
+
+    name = "text"
+    optimize: OptimizeSettings
+    candidates: dict[str, CandidateSettings] = Field(min_length=1)
+    serving: ServingSettings
+    canary: CanarySettings
+    evals: dict[str, EvalSettings] = Field(min_length=1)
+    benchmark: BenchmarkSettings
+
+    @property
+    def chat_evals(self) -> dict[str, ChatEval]:
+        """The evals whose cases are conversations."""
+        return {name: e for name, e in self.evals.items() if isinstance(e, ChatEval)}

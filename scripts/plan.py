@@ -1,0 +1,38 @@
+"""What the gate's suites can prove, before any model runs: `python scripts/plan.py [TRACK ...]`, or `make plan`.
+
+A row for each tolerance in params.yaml: cases, the share of them expected to flip (as in the last judgement, assumed
+before there is one), the tolerance that so many cases prove for a candidate without a loss four times in five, the
+cases that the tolerance asked for would need, and the minutes that the eval takes for one candidate
+(`pipeline/gate/plan.py`). Exits 1 where a tolerance can't be proven by any candidate.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.gate.plan import list_impossible, plan_gate, read_last, render_plan  # noqa: E402
+from pipeline.params import get_track, load_params  # noqa: E402
+from pipeline.settings import TRACKS, Track  # noqa: E402
+from pipeline.suite_sizes import read_sizes  # noqa: E402
+from stages.cli import run_stage  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan of each track named, or of all."""
+    params = load_params()
+    names = argv or [name for name in TRACKS if name == "text" or getattr(params, name) is not None]
+    impossible = []
+    for name in names:
+        track = get_track(params, name, kind=Track)
+        rows = plan_gate(track, read_sizes(track, Path()), read_last(name, Path()))
+        impossible += list_impossible(rows)
+        print(f"{name}: {', '.join(track.release)} against {track.reference}\n{render_plan(rows)}\n")
+    return 1 if impossible else 0
+
+
+if __name__ == "__main__":
+    run_stage("plan", main)

@@ -1,0 +1,75 @@
+"""Evaluate a candidate, and stop as soon as harm beyond a tolerance is proven: `python scripts/screen.py CANDIDATE`.
+
+For the text track, after the reference was evaluated. Cases of the evals that chat are asked in a random order and
+paired with the reference's as they finish (`pipeline/gate/harm_stop.py`). Ends with 20 when harm is proven: a pass is
+not to be had, so the rest need not be asked. Otherwise with 0, and the finished evaluation is what `dvc repro` takes
+over: nothing is asked twice. Either way finished cases stay in the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.errors import SettingsError  # noqa: E402
+from pipeline.evals.evaluate import evaluate_candidate  # noqa: E402
+from pipeline.gate.harm_stop import HarmFound, HarmWatch  # noqa: E402
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition  # noqa: E402
+from pipeline.gate.pairing import load_evidence  # noqa: E402
+from pipeline.gate.verdicts import describe_policy  # noqa: E402
+from pipeline.params import Params, check_candidate, load_params  # noqa: E402
+from pipeline.serving_config import read_candidate  # noqa: E402
+from stages.cli import run_stage  # noqa: E402
+
+BUILD = Path("build")
+HARM = 20  # exit code
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate the candidate named on the command line; return 20 when harm was proven."""
+    params = load_params()
+    candidate = read_candidate(BUILD, check_candidate(params, argv), params)
+    if candidate.name == params.reference:
+        raise SettingsError(f"expected a candidate to screen, got the reference {candidate.name!r}")
+    start = time.monotonic()
+    try:
+        asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=BUILD, watches=make_watches(params)))
+    except HarmFound as found:
+        print(f"{candidate.name}: stopped after {time.monotonic() - start:.0f} s: {found}")
+        return HARM
+    print(f"{candidate.name}: no harm beyond a tolerance was proven; `dvc repro` judges it with all cases")
+    return 0
+
+
+def make_watches(params: Params) -> dict[str, HarmWatch]:
+    """Return a watch for each eval that chats, against the reference's records.
+
+    Raises:
+        EvidenceError: the reference was not evaluated, or its records are not fit.
+    """
+    reference = read_candidate(BUILD, params.reference, params)
+    evidence = load_evidence(BUILD, reference, describe_policy(params).evals)
+    watched = {name: list(_list_watched(params, name)) for name in params.chat_evals if name in evidence.records}
+    num_metrics = sum(map(len, watched.values()))
+    return {name: HarmWatch(evidence.records[name], metrics, alpha=params.gate.alpha, num_metrics=num_metrics)
+            for name, metrics in watched.items() if metrics}
+
+
+def _list_watched(params: Params, eval_name: str) -> list[tuple[str, MetricDefinition, float]]:
+    """Return the rates of an eval that can stop a release, with their tolerances."""
+    found = []
+    for definition in METRICS_BY_EVAL_KIND[params.evals[eval_name].kind]:
+        tolerance = params.gate.tolerances.get(name := f"{eval_name}/{definition.name}")
+        if tolerance and tolerance.overall is not None and tolerance.tier != "advisory" and (
+                definition.estimator == "proportion"):
+            found.append((name, definition, tolerance.overall))
+    return found
+
+
+if __name__ == "__main__":
+    run_stage("screen", main)

@@ -1,0 +1,135 @@
+"""The certificate: what it says of false fails and of planted losses holds when the rule itself is run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import pipeline.gate.compare
+from pipeline.gate.certificate import BLOCK, NUM_SWAPS, certify, is_above
+from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
+from pipeline.gate.compare import compare_release
+from pipeline.gate.decision import Measurement, judge_all
+from pipeline.gate.measure import measure_metric
+from pipeline.gate.metrics import METRICS_BY_NAME
+from pipeline.gate.pairing import align
+from pipeline.gate.verdicts import is_blocking
+from tests.synthetic_records import Behaviour, make_cases, make_flips, make_params, write_tree
+
+COMPLETION = METRICS_BY_NAME["task_completion_rate"]
+
+
+def measure(reference: list, candidate: list, *, size: int = 1, tolerance: float = 0.03) -> Measurement:
+    pairs = align(*(make_cases(side, cluster_size=size) for side in (reference, candidate)), where="w")
+    return measure_metric(pairs, COMPLETION, None, eval_name="w", tolerance=tolerance, alpha=0.05)
+
+
+def certify_one(measurement: Measurement, *, blocks: bool = True):
+    return certify({"a": [measurement]}, alpha=0.05, blocks_inconclusive=blocks)["a"]
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["block", "warn"])
+@pytest.mark.parametrize("size", [1, 4], ids=["independent", "clusters-of-4"])
+def test_planted_losses_stop_the_release_as_often_as_it_says(size: int, blocks: bool) -> None:
+    """k50 and k80 against the rule on 400 cases of which 24 flip, each cluster's sides swapped by a coin."""
+    rng, n, runs = np.random.default_rng(3), 400, 120
+    reference = (rng.random(n) < 0.85).astype(int)
+    flips = rng.choice(n, 24, replace=False)
+    candidate = reference.copy()
+    candidate[flips] = 1 - candidate[flips]
+    losses = certify_one(measure(reference, candidate, size=size), blocks=blocks).losses[0]
+    for loss, probability in ((losses.k50, 0.5), (losses.k80, 0.8)):
+        stopped = 0
+        for _ in range(runs):
+            swapped = np.repeat(rng.random(n // size) < 0.5, size)
+            ours, theirs = np.where(swapped, candidate, reference), np.where(swapped, reference, candidate)
+            lost = rng.permutation(np.flatnonzero(ours & theirs))[: round(loss * n)]
+            theirs[lost] = 0
+            judged = judge_all({"a": [measure(ours, theirs, size=size)]}, ["a"], alpha=0.05)["a"][0]
+            stopped += judged.harm > 0.03 or (blocks and judged.outcome != "pass")
+        # planting spreads losses evenly, so in clusters the design effect falls and a few more pass
+        assert stopped / runs == pytest.approx(probability, abs=0.1)
+
+
+def test_a_shift_of_a_mean_is_stopped_where_the_bound_leaves_the_tolerance() -> None:
+    """Each case loses alike, so the bound of equal sides plus the loss is the bound: k50 is what room is left."""
+    measured = measure([1] * 300 + [0] * 100, [1] * 300 + [0] * 100)
+    metric = dataclasses.replace(measured, metric="w/clip_similarity", b=None, c=None, tolerance=0.02, harm=0.001,
+                                 low=-0.004, high=0.006, sums=np.full(100, 0.001), weights=np.ones(100))
+    loss = certify_one(metric).losses[0]
+    assert loss.k50 == pytest.approx(0.02 - 0.005)
+    assert loss.k80 == pytest.approx(0.015 + 0.8416 * 0.01 / 100, abs=1e-6)
+
+
+def test_too_few_clusters_are_stopped_whatever_they_lose() -> None:
+    few = measure([1] * 100, [1] * 100, size=4)
+    assert certify_one(few).losses[0].k80 == 0
+    assert certify_one(few, blocks=False).losses[0].k50 > 0.03
+
+
+def test_equal_models_fail_among_swaps_no_more_often_than_alpha() -> None:
+    reference, candidate = make_flips(40, 40, 400, right=300)
+    pairs = align(reference, candidate, where="w")
+    tight = measure_metric(pairs, COMPLETION, None, eval_name="w", tolerance=0.001, alpha=0.05)
+    count = certify({"a": [tight] * 3, "b": [tight]}, alpha=0.05, blocks_inconclusive=True)["a"].num_false_fails
+    assert 0 < count < 0.07 * NUM_SWAPS
+    assert not is_above(count, 0.05)
+
+
+def test_losses_of_neighbouring_clusters_show_in_blocks() -> None:
+    """Sixteen runs of five cases flip together: to clusters they look like eighty independent flips."""
+    lost, gained = [1] * 320 + [0] * 80, [1] * 400
+    reference = np.array(lost)
+    candidate = np.array(gained)
+    both = np.repeat(np.random.default_rng(0).permutation([1, 0] * 8 + [2] * 64), BLOCK)
+    reference, candidate = np.where(both == 0, 0, 1), np.where(both == 1, 0, 1)
+    certificate = certify_one(measure(reference, candidate, tolerance=0.001))
+    assert not is_above(certificate.num_false_fails, 0.05)
+    assert is_above(certificate.num_block_fails, 0.05)
+
+
+def test_a_rule_that_does_not_keep_its_level_is_refused(tmp_path, monkeypatch) -> None:
+    write_tree(tmp_path / "build", {"good": Behaviour()})
+    params = make_params(["good"], ["good"])
+    assert compare_release(params, tmp_path / "build").judgement.verdicts[0].outcome == "pass"
+    certify_well = pipeline.gate.compare.certify
+
+    def certify_badly(*args, **options):
+        certified = certify_well(*args, **options).items()
+        return {name: c.model_copy(update={"num_false_fails": 90}) for name, c in certified}
+
+    monkeypatch.setattr(pipeline.gate.compare, "certify", certify_badly)
+    verdict = compare_release(params, tmp_path / "build").judgement.verdicts[0]
+    assert verdict.outcome == "refused"
+    assert "the rule fails 90 of 1,000 swaps of equal labels" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(("tier", "loss", "outcome", "blocks"), [
+    ("critical", 0.3, "fail", True), ("supporting", 0.3, "fail", True), ("advisory", 0.3, "pass", False),
+    ("critical", 0.012, "inconclusive", True), ("supporting", 0.012, "inconclusive", False),
+    ("advisory", 0.012, "pass", False)])  # fmt: skip
+def test_a_tier_says_what_an_outcome_means(tmp_path, tier, loss, outcome, blocks) -> None:
+    write_tree(tmp_path / "build", {"good": Behaviour({"calls": loss})}, num_cases=500)
+    tolerances = {"workflows/task_completion_rate": {"overall": 0.03},
+                  "calls/tool_call_exact_match": {"overall": 0.02, "tier": tier}}
+    params = make_params(["good"], ["good"], tolerances=tolerances, on_inconclusive="block")
+    judgement = compare_release(params, tmp_path / "build").judgement
+    verdict = judgement.verdicts[0]
+    assert (verdict.outcome, is_blocking(verdict, judgement.policy)) == (outcome, blocks)
+    judged = next(c for c in verdict.comparisons if c.metric == "calls/tool_call_exact_match" and c.bucket is None)
+    assert judged.outcome == {"pass": "fail" if loss == 0.3 else "inconclusive"}.get(outcome, outcome)
+
+
+def test_the_report_says_what_the_gate_misses_and_the_floor(tmp_path) -> None:
+    write_tree(tmp_path / "build", {"good": Behaviour({"workflows": 0.01}), "again": Behaviour()})
+    judgement = compare_release(make_params(["good", "again"], ["good"]), tmp_path / "build").judgement
+    said = describe_certificate(judgement.verdicts[0], judgement.policy)
+    assert said.startswith("On this suite this gate misses a loss of ")
+    assert " in workflows/task_completion_rate one time in two at most" in said
+    assert tabulate_losses(judgement.verdicts[0]).count("points |") > 8
+    assert "was not measured" in describe_floor(judgement)
+    same = judgement.verdicts[1].model_copy(update={"fingerprint": judgement.reference_fingerprint})
+    judgement = judgement.model_copy(update={"verdicts": (judgement.verdicts[0], same)})
+    assert "The reference against itself (`again`)" in describe_floor(judgement)

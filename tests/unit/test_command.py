@@ -1,0 +1,292 @@
+"""The command `quantgate`: the same verdict as through DVC, its exit codes, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+import pipeline.__main__ as command
+from pipeline.files import write_text
+from pipeline.gate.compare import compare_release
+from pipeline.gate.verdicts import Judgement
+from pipeline.gate.wording import definition_of
+from pipeline.record_files import read_record, write_record
+from pipeline.records import read_cases
+from tests.structure.import_closure import ROOT
+from tests.synthetic_records import EVAL_KINDS, Behaviour, make_params, write_tree
+
+REAL = ROOT / "tests/golden/records"
+LOSSES = {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2}), "dear": Behaviour(nll_shift=0.05)}
+
+
+def write_outcomes(path: Path, scores: list[float], *, name: str = "score", **columns: list[str]) -> Path:
+    """Write a table of cases "c0", "c1", ... with one score and other columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["case_id", name, *columns])
+        writer.writerows([f"c{i}", score, *(column[i] for column in columns.values())]
+                         for i, score in enumerate(scores))  # fmt: skip
+    return path
+
+
+def run(*argv: object, capsys) -> tuple[int, str]:
+    code = command.main([str(argument) for argument in argv])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A project's records, what DVC's path says of them, and its policy as a file."""
+    root = tmp_path_factory.mktemp("project")
+    write_tree(root / "build", LOSSES)
+    params = make_params(list(LOSSES), ["good"])
+    judgement = compare_release(params, root / "build").judgement
+    with (root / "policy.yaml").open("w") as file:
+        YAML(typ="safe").dump({"gate": params.gate.model_dump(), "evals": {}}, file)
+    return root, {verdict.candidate: verdict for verdict in judgement.verdicts}
+
+
+def export_tables(folder: Path, target: Path) -> Path:
+    """Write an evaluation's records as tables, as another tool would."""
+    for eval_name in EVAL_KINDS:
+        records = read_cases(folder / f"{eval_name}.jsonl")
+        columns = {key: [repr(r.scores[key]) for r in records] for key in records[0].scores}
+        path = target / f"{eval_name}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["case_id", "cluster", "buckets", *columns])
+            writer.writerows([r.case_id, r.cluster, ";".join(r.buckets), *(column[i] for column in columns.values())]
+                             for i, r in enumerate(records))  # fmt: skip
+    return target
+
+
+@pytest.mark.parametrize("as_tables", [True, False], ids=["tables", "own records"])
+@pytest.mark.parametrize("candidate", list(LOSSES))
+def test_same_verdict_as_through_dvc(tree, tmp_path, capsys, candidate, as_tables):
+    root, expected = tree
+    sides = [root / "build/evaluations" / name for name in ("reference", candidate)]
+    if as_tables:
+        sides = [export_tables(side, tmp_path / side.name) for side in sides]
+    code, _ = run("compare", *sides, "--policy", root / "policy.yaml", "--json", tmp_path / "v.json", capsys=capsys)
+    verdict = read_record(tmp_path / "v.json", Judgement).verdicts[0]
+    found, known = ({(c.metric, c.bucket): c for c in v.comparisons if c.tolerance is not None}
+                    for v in (verdict, expected[candidate]))
+    assert verdict.outcome == expected[candidate].outcome
+    assert code == command.EXIT_CODES["pass" if verdict.outcome == "inconclusive" else verdict.outcome]  # it warns
+    assert found == known and len(found) == 5
+
+
+@pytest.mark.parametrize(("lost", "options", "code"), [
+    (0, [], 0), (30, [], 10), (30, ["--on-inconclusive", "warn"], 0), (100, ["--on-inconclusive", "warn"], 20),
+    (100, [], 20), (100, ["--tolerance", "0.2"], 0), (100, ["--tier", "advisory"], 30),
+])  # fmt: skip
+def test_exit_codes(tmp_path, capsys, lost, options, code):
+    reference = write_outcomes(tmp_path / "a.csv", [1.0] * 1000)
+    candidate = write_outcomes(tmp_path / "b.csv", [0.0] * lost + [1.0] * (1000 - lost))
+    seen, said = run("compare", reference, candidate, *options, capsys=capsys)
+    assert seen == code, said
+
+
+def test_a_gated_bucket_of_a_metric_that_passes_overall_fails(tmp_path, capsys):
+    where = ["hard"] * 200 + ["easy"] * 1800
+    reference = write_outcomes(tmp_path / "a.csv", [1.0] * 2000, buckets=where)
+    candidate = write_outcomes(tmp_path / "b.csv", [0.0] * 30 + [1.0] * 1970, buckets=where)
+    assert run("compare", reference, candidate, capsys=capsys)[0] == 0
+    code, said = run("compare", reference, candidate, "--bucket", "hard=0.05", capsys=capsys)
+    assert code == 20 and "outcomes/score [hard]" in said
+    code, said = run("compare", reference, candidate, "--bucket", "hrad=0.05", capsys=capsys)
+    assert code == 1 and "the buckets are easy, hard" in said
+
+
+def test_order_of_cases_does_not_matter_and_clusters_do(tmp_path, capsys):
+    """Twenty copies of five documents are five documents."""
+    scores, clusters = [1.0] * 500, [str(i // 100) for i in range(500)]
+    reference = write_outcomes(tmp_path / "a.csv", scores)
+    header, *rows = reference.read_text().splitlines()
+    write_text(tmp_path / "b.csv", "\n".join([header, *reversed(rows)]) + "\n")
+    assert run("compare", reference, tmp_path / "b.csv", capsys=capsys)[0] == 0
+    grouped = [write_outcomes(tmp_path / f"{name}.csv", scores, cluster=clusters) for name in "cd"]
+    code, said = run("compare", *grouped, capsys=capsys)
+    assert code == 10 and "5 clusters" in said
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"doc_hash": "another"}, "the document is another one"),
+    ({"prompt_hash": "another"}, "the prompt is another one"),
+    ({"target_hash": "another"}, "the target is another one"),
+    ({"arguments": {"gen_args_0": {"arg_0": "Q", "arg_1": {"until": []}}}}, "the request is another one"),
+    ({"exact_match": float("nan")}, "expected a finite number"),
+    ({"filter": "another"}, "no such score"),
+])  # fmt: skip
+def test_lm_eval_samples_of_other_work_are_refused(tmp_path, capsys, change, said):
+    samples = REAL / "samples_gen_2026-11-22T05-25-09.325403.jsonl"
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    for row in rows:
+        if row["filter"] == "strict-match":
+            row |= change
+    write_text(tmp_path / samples.name, "".join(json.dumps(row) + "\n" for row in rows))
+    sides = (tmp_path / samples.name, samples) if "filter" in change else (samples, tmp_path / samples.name)
+    code, text = run("compare", *sides, "--policy", _policy(tmp_path, "gen/exact_match,strict-match"), capsys=capsys)
+    assert code == 30 and said in text
+
+
+def _policy(folder: Path, metric: str) -> Path:
+    gate = {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {metric: {"overall": 0.03}}}
+    write_text(folder / "policy.yaml", json.dumps({"gate": gate}))
+    return folder / "policy.yaml"
+
+
+@pytest.mark.parametrize(("edit", "said"), [
+    (lambda log: log["eval"].update(task="products"), "products: a tolerance is set" "|" "no fit outcomes"),
+    (lambda log: log["eval"].update(task_version=2), "version: the reference has 0, the candidate 2"),
+    (lambda log: log["plan"]["config"].update(temperature=1.0), "generation: the reference has {}"),
+    (lambda log: log["eval"]["scorers"].pop(), "scorers: the reference has"),
+    (lambda log: log["samples"][0].update(input="2+2?"), "the input is another one"),
+    (lambda log: [s["output"].update(completion="") for s in log["samples"]], "not a single output with text"),
+])  # fmt: skip
+def test_inspect_logs_of_other_work_are_refused(tmp_path, capsys, edit, said):
+    log = json.loads((REAL / "sums.json").read_text())
+    edit(log)
+    write_text(tmp_path / "log.json", json.dumps(log))
+    code, text = run("compare", REAL / "sums.json", tmp_path / "log.json", "--metric", "match", capsys=capsys)
+    assert code == 30 and any(part in text for part in said.split("|")), text
+
+
+def test_settings_of_the_transport_are_no_other_work(tmp_path, capsys):
+    log = json.loads((REAL / "sums.json").read_text())
+    log["plan"]["config"]["max_connections"] = 99
+    write_text(tmp_path / "log.json", json.dumps(log))
+    code, text = run("compare", REAL / "sums.eval", tmp_path / "log.json", "--metric", "match", capsys=capsys)
+    assert code == 10 and "every output is the reference's" in text
+
+
+@pytest.mark.parametrize(("ours", "theirs", "said"), [
+    ("a,1\nb,1", "a,1", "1 cases of the reference have no partner, first 'b'"),
+    ("a,1", "a,1\nb,1", "1 cases of the candidate have no partner, first 'b'"),
+    ("a,1\na,1", "a,1\na,0", "is there twice"),
+    ("a,1\nb,1", "a,1\nb,", "expected a finite number as 'score', got none"),
+    ("a,0\nb,0", "a,0\nb,0", "a loss above the tolerance of 0.03 can't show"),
+])  # fmt: skip
+def test_unfit_tables_are_refused(tmp_path, capsys, ours, theirs, said):
+    for name, rows in (("a", ours), ("b", theirs)):
+        write_text(tmp_path / f"{name}.csv", f"case_id,score\n{rows}\n")
+    code, text = run("compare", tmp_path / "a.csv", tmp_path / "b.csv", capsys=capsys)
+    assert code == 30 and said in text and "REFUSED" in text
+
+
+def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
+    root, _ = tree
+    folder = tmp_path / "edited"
+    folder.mkdir()
+    for path in (root / "build/evaluations/bad").glob("*.json*"):
+        (folder / path.name).write_bytes(path.read_bytes().replace(b'"completed":0.0', b'"completed":1.0'))
+    code, text = run("compare", root / "build/evaluations/reference", folder, "--policy", root / "policy.yaml",
+                     capsys=capsys)
+    assert code == 30 and "the records were edited or cut after they were written" in text
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["compare"], "REFERENCE"), (["compare", "a.csv", "b.csv", "--metric", "nope"], "outcomes/one, outcomes/real"),
+    (["compare", "a.csv", "b.csv"], "name the metrics to judge with --metric"),
+    (["compare", "a.csv", "a.csv"], "a comparison with itself proves nothing"),
+    (["compare", "a.csv", "b.csv", "--metric", "real"], "don't say which direction is better"),
+    (["compare", "a.csv", "b.csv", "--metric", "real", "--better", "real=lower"], "say with --tolerance"),
+    (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "3"], "expected less than 1"),
+    (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "-1"], "expected a number above 0"),
+    (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "nan"], "expected a number above 0"),
+    (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "x"], "expected NAME=VALUE"),
+    (["compare", "a.csv", "b.csv", "--policy", "none.yaml"], "expected a policy, found no file"),
+    (["compare", "a.csv", "b.csv", "--policy", "a.csv"], "expected the key `gate`"),
+    (["gate", "texts"], "invalid choice"), (["gte"], "invalid choice"), (["gate"], "params.yaml"),
+])  # fmt: skip
+def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path, monkeypatch, capsys, argv, said):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write_outcomes(tmp_path / f"{name}.csv", [1.0, 0.0], name="one", real=["0.5", "0.7"])
+    code, text = run(*argv, capsys=capsys)
+    assert code == 1 and said in text and text.startswith("quantgate: ") and text.count("\n") == 1
+
+
+def test_a_score_where_less_is_better(tmp_path, capsys):
+    sides = [write_outcomes(tmp_path / f"{name}.csv", scores, name="wer") for name, scores in
+             (("a", [0.1] * 200), ("b", [0.1] * 100 + [0.4] * 100))]  # fmt: skip
+    options = ["--metric", "wer", "--tolerance", "0.05", "--better"]
+    assert run("compare", *sides, *options, "wer=lower", capsys=capsys)[0] == 20
+    assert run("compare", *sides, *options, "wer=higher", capsys=capsys)[0] == 10  # a suspicious gain
+
+
+def test_one_table_with_both_sides(tmp_path, capsys):
+    rows = "".join(f"c{i},1,{int(i % 10 > 0)}\n" for i in range(1000))
+    write_text(tmp_path / "pairs.csv", "case_id,reference,candidate\n" + rows)
+    code, said = run("compare", tmp_path / "pairs.csv", capsys=capsys)
+    assert code == 20 and "b 100, c 0 of n 1000" in said
+
+
+def test_metrics_of_others_are_unknown_after_the_command(tmp_path, capsys):
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 50) for name in "ab"]
+    run("compare", *sides, capsys=capsys)
+    with pytest.raises(KeyError):
+        definition_of("outcomes/score")
+
+
+def test_a_hostile_name_does_not_steer_the_terminal(tmp_path, capsys):
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 50, name="x\x1b[2J") for name in "ab"]
+    assert "\x1b" not in run("compare", *sides, capsys=capsys)[1]
+
+
+def test_gate_gives_its_exit_codes_and_leaves_the_marker_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_tree(Path("build"), LOSSES)
+    write_text(Path("build/gate.ok"), "of another run")
+    for release, code in ((["good"], 0), (["good", "bad"], 20)):
+        params = make_params(list(LOSSES), release, on_inconclusive="block")
+        monkeypatch.setattr(command, "load_params", lambda params=params: params)
+        write_record(Path("reports/verdict.json"), compare_release(params, Path("build")).judgement)
+        assert run("gate", capsys=capsys)[0] == code
+    assert Path("build/gate.ok").read_text() == "of another run"
+    Path("reports/verdict.json").unlink()
+    code, said = run("gate", capsys=capsys)
+    assert code == 30 and said.startswith("quantgate: refused: ")
+
+
+def test_runs_as_a_program_without_anything_heavy(tmp_path):
+    """It must start in about a second, and where torch is not installed."""
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200) for name in "ab"]
+    heavy = {"torch", "mlflow", "dvc", "lm_eval", "matplotlib", "pandas", "pyarrow"}
+    script = ("import sys; from pipeline.__main__ import main; code = main(sys.argv[1:]);"
+              f"sys.exit(99 if {heavy} & sys.modules.keys() else code)")
+    for program in ([sys.executable, "-c", script], [sys.executable, "-m", "pipeline"]):
+        child = subprocess.run([*program, "compare", *sides], cwd=ROOT, capture_output=True, text=True)
+        assert child.returncode == 0, child.stderr
+        assert "PASS" in child.stdout and not child.stderr
+
+
+def test_what_an_installed_command_needs_is_what_was_run():
+    """Another range than that of requirements.txt was never tested."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = {line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()}
+    assert set(project["dependencies"]) <= lines
+
+
+def test_the_launcher_of_a_clone_runs_its_own_pipeline_from_anywhere(tmp_path):
+    """A folder `pipeline` where it is called is somebody else's."""
+    folder = tmp_path / "clone/.venv/bin"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/quantgate", folder)
+    write_text(folder / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
+    (tmp_path / "clone/pipeline").symlink_to(ROOT / "pipeline")
+    write_text(tmp_path / "here/pipeline/__main__.py", "raise SystemExit('another')")
+    child = subprocess.run([folder / "quantgate", "gte"], cwd=tmp_path / "here", capture_output=True, text=True)
+    assert child.returncode == 1 and child.stderr.startswith("quantgate: argument")

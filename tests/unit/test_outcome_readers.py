@@ -1,0 +1,230 @@
+"""Readers of other people's records: what real files say, and what must not pass for evidence.
+
+The files in tests/golden/records were written by lm-eval 0.4.13 (its dummy model) and inspect_ai 0.3.285 (its mock
+model); of results_*.json only what is read was kept, and sums.json is without its events.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import EvidenceError
+from pipeline.outcomes import inspect_ai, lm_eval
+from pipeline.outcomes.cases import Grouping
+from pipeline.outcomes.registry import READERS, match_names, read_paired_table, read_side
+from tests.structure.import_closure import ROOT
+
+REAL = ROOT / "tests/golden/records"
+SAMPLES = REAL / "samples_gen_2026-11-22T05-25-09.325403.jsonl"
+RESULTS = "results_2026-11-22T05-25-09.325403.json"
+PLAIN = Grouping()
+
+
+def read_one(path: Path, grouping: Grouping = PLAIN):
+    side = read_side(path, grouping)
+    assert not side.problems, side.problems
+    return next(iter(side.outcomes.values()))
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lm_eval_samples_are_one_case_a_document_and_one_score_a_filter():
+    found = read_one(SAMPLES)
+    assert (found.name, found.format, [r.case_id for r in found.records]) == ("gen", "lm_eval", ["0", "1", "2", "3"])
+    assert found.scores == ["exact_match,flexible-extract", "exact_match,strict-match"]  # bleu is none of a case
+    assert [r.scores["exact_match,flexible-extract"] for r in found.records] == [0, 1, 0, 1]
+    assert found.better["exact_match,strict-match"] == "higher"
+    assert found.records[0].prompt == "Q: what is 0+0?\nA:" and found.records[0].output == "lol"
+
+
+def test_an_lm_eval_answer_that_is_a_number_is_shown_and_a_likelihood_is_none(tmp_path):
+    rows = load_lines(SAMPLES)
+    path = write_lines(tmp_path / SAMPLES.name, [row | {"resps": [["42"]]} for row in rows])
+    assert read_one(path).records[0].output == "42"
+    assert read_one(REAL / "samples_ppl_2026-11-22T05-31-11.604208.jsonl").records[0].output == ""
+
+
+def test_lm_eval_choice_is_shown_as_the_likeliest_one():
+    found = read_one(REAL / "samples_choices_2026-11-22T05-23-24.098361.jsonl")
+    assert found.scores == ["acc"]
+    assert found.records[0].output == "By van it takes 24 days to Oslo, and 13 with heat."
+
+
+def test_lm_eval_perplexity_is_a_ratio_over_words():
+    found = read_one(REAL / "samples_ppl_2026-11-22T05-31-11.604208.jsonl")
+    perplexity = found.definitions["word_perplexity"]
+    assert (perplexity.estimator, perplexity.harm, perplexity.better) == ("ratio", "relative", "lower")
+    assert found.records[0].scores[perplexity.score] == pytest.approx(0.2604923103919594)
+    assert found.records[0].scores[perplexity.weight] == 3
+
+
+@pytest.mark.parametrize(("edit", "said"), [
+    (lambda rows: [*rows, rows[-1]], "document 3 is there twice under the filter 'flexible-extract'"),
+    (lambda rows: [{k: v for k, v in row.items() if k != "doc_hash"} for row in rows], "lm-eval 0.4.3 or newer"),
+    (lambda rows: [rows[0] | {"doc_id": "0"}], "a number as doc_id"),
+    (lambda rows: [], "expected"),
+])  # fmt: skip
+def test_unfit_lm_eval_samples_are_refused_by_name(tmp_path, edit, said):
+    path = write_lines(tmp_path / SAMPLES.name, edit(load_lines(SAMPLES)))
+    assert said in read_side(path, PLAIN).problems[0]
+
+
+def test_a_document_that_a_filter_lost_is_no_score_of_that_filter(tmp_path):
+    """Without it the candidate would be judged on the documents that it happened to keep."""
+    found = read_one(write_lines(tmp_path / SAMPLES.name, load_lines(SAMPLES)[:-1]))
+    assert found.problems.keys() == {"exact_match,flexible-extract"}
+
+
+def test_equal_documents_of_a_task_are_cases_of_one_cluster(tmp_path):
+    rows = load_lines(REAL / "samples_choices_2026-11-22T05-23-24.098361.jsonl")
+    for row in rows:
+        del row["doc"]["cluster"]
+    records = read_one(write_lines(tmp_path / "samples.jsonl", [*rows, rows[0] | {"doc_id": 9}])).records
+    assert len({r.input_digest for r in records}) == 4 and len({r.cluster for r in records}) == 3
+
+
+def test_zip_and_json_of_one_inspect_log_say_the_same():
+    packed, plain = read_one(REAL / "sums.eval"), read_one(REAL / "sums.json")
+    assert packed.name == "sums" and packed.scores == ["f1", "match"] and packed.task == plain.task
+    assert sorted(r.model_dump_json() for r in packed.records) == sorted(r.model_dump_json() for r in plain.records)
+    assert {r.scores["match"] for r in packed.records} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(("edit", "said"), [
+    (lambda log: log.update(status="error", error={"message": "no\nserver"}), "got status 'error' (no server)"),
+    (lambda log: log.update(invalidated=True), "marked as invalid"),
+    (lambda log: log["samples"].pop(), "expected 6 samples, as the log says, got 5"),
+    (lambda log: log["samples"][0].update(error={"message": "boom"}), "1 of 6 cases have no judgement"),
+    (lambda log: log["samples"].__setitem__(0, log["samples"][1]), "is there twice"),
+    (lambda log: log.pop("eval"), "expected"),
+])  # fmt: skip
+def test_unfit_inspect_logs_are_refused_by_name(tmp_path, edit, said):
+    log = json.loads((REAL / "sums.json").read_text())
+    edit(log)
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps(log))
+    assert said in read_side(path, PLAIN).problems[0]
+
+
+def test_a_log_cut_off_or_still_being_written_is_refused(tmp_path):
+    cut, under_way = tmp_path / "cut.eval", tmp_path / "way.eval"
+    cut.write_bytes((REAL / "sums.eval").read_bytes()[:-500])
+    with zipfile.ZipFile(under_way, "w") as archive:
+        archive.writestr("_journal/start.json", "{}")
+    assert "was it cut off?" in read_side(cut, PLAIN).problems[0]
+    assert "under way or was killed" in read_side(under_way, PLAIN).problems[0]
+
+
+def test_an_edited_byte_in_a_compressed_sample_is_found(tmp_path):
+    data = bytearray((REAL / "sums.eval").read_bytes())
+    with zipfile.ZipFile(REAL / "sums.eval") as archive:
+        info = archive.getinfo("samples/q0_epoch_1.json")
+    data[info.header_offset + 400] ^= 1
+    path = tmp_path / "edited.eval"
+    path.write_bytes(data)
+    with pytest.raises(EvidenceError, match=r"q0_epoch_1"):
+        inspect_ai.read(path, PLAIN)
+
+
+def test_epochs_are_cases_of_one_cluster(tmp_path):
+    log = json.loads((REAL / "sums.json").read_text())
+    log["samples"] += [sample | {"epoch": 2} for sample in log["samples"]]
+    log["results"]["total_samples"] = 12
+    (tmp_path / "log.json").write_text(json.dumps(log))
+    records = read_one(tmp_path / "log.json").records
+    assert len({r.input_digest for r in records}) == 12 and len({r.cluster for r in records}) == 6
+
+
+def test_message_ids_that_are_drawn_anew_make_no_other_question(tmp_path):
+    log = json.loads((REAL / "sums.json").read_text())
+    digests = []
+    for drawn in ("a", "b"):
+        log["samples"][0]["input"] = [{"id": drawn, "role": "user", "content": "2+2"}]
+        (tmp_path / "log.json").write_text(json.dumps(log))
+        digests.append(read_one(tmp_path / "log.json").records[0].input_digest)
+    assert digests[0] == digests[1]
+
+
+def test_fields_of_a_document_or_metadata_make_clusters_and_buckets():
+    found = read_one(REAL / "sums.eval", Grouping("level", ("level",)))
+    assert {r.cluster for r in found.records} == {"easy"} and found.records[0].buckets == ("level/easy",)
+    assert "expected a field 'topic'" in read_side(REAL / "sums.eval", Grouping("topic")).problems[0]
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("case_id;score\na;1\n", "separated by commas"),
+    ("case_id,score\na,1\nb\n", ":3: expected 2 cells"),
+    ("case_id,score\na,1\na,1\n", ":3: case 'a' is there twice, first in"),
+    ("case_id,score\n,1\n", "expected a `case_id`, found none"),
+    ("case_id,score\n", "expected at least one case"),
+    ('case_id,score\na,"1\n', "not CSV"),
+    ("case_id,reference,candidate\na,1,0\n", "give it alone"),
+])  # fmt: skip
+def test_malformed_tables_are_refused_with_their_line(tmp_path, text, said):
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    assert said in read_side(path, PLAIN).problems[0]
+
+
+def test_a_table_as_excel_writes_it(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_bytes('\ufeffcase_id,score,buckets\r\n"a, b",1,x;y\r\nc,0.5,\r\n'.encode())
+    found = read_one(path)
+    assert [r.case_id for r in found.records] == ["a, b", "c"] and found.records[0].buckets == ("x", "y")
+    assert [r.scores["score"] for r in found.records] == [1, 0.5]
+
+
+@pytest.mark.parametrize("cell", ["nan", "inf", "", "n/a", "1e999"])
+def test_what_is_no_finite_number_stands_in_the_way_of_its_own_score_alone(tmp_path, cell):
+    path = tmp_path / "table.csv"
+    path.write_text(f"case_id,good,bad,model\na,1,0,x\nb,0,{cell},y\n")
+    found = read_one(path)
+    assert "expected a finite number as 'bad'" in found.problems["bad"] and ":3:" in found.problems["bad"]
+    assert found.problems.keys() == {"bad"} and "model" not in found.scores
+
+
+def test_nan_and_half_a_character_in_json_do_not_crash(tmp_path):
+    path = tmp_path / "table.jsonl"
+    path.write_text('{"case_id": "a", "score": NaN, "output": "\\ud800"}\n{"case_id": "b", "score": 1}\n')
+    found = read_one(path)
+    assert "score" in found.problems and found.records[0].output == "?"
+    path.write_text("[" * 100_000)
+    assert "expected JSON" in read_side(path, PLAIN).problems[0]
+
+
+def test_tables_of_other_file_names_are_one_eval(tmp_path):
+    for name in ("before", "after"):
+        (tmp_path / f"{name}.csv").write_text("case_id,score\na,1\n")
+    sides = match_names(*(read_side(tmp_path / f"{name}.csv", PLAIN) for name in ("before", "after")))
+    assert [list(side.outcomes) for side in sides] == [["outcomes"]] * 2
+
+
+def test_two_runs_of_one_task_in_a_folder_are_refused(tmp_path):
+    """Which of them was meant nobody can tell; the older one may be the better."""
+    for date in ("2026-11-22T05-25-09.325403", "2026-11-23T05-25-09.325403"):
+        shutil.copy(SAMPLES, tmp_path / f"samples_gen_{date}.jsonl")
+    assert "a second file of gen" in read_side(tmp_path, PLAIN).problems[0]
+
+
+def test_a_paired_table_needs_both_sides(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("case_id,reference\na,1\n")
+    assert "found no 'candidate'" in read_paired_table(path, PLAIN)[0].problems[0]
+
+
+def test_every_reader_is_registered_under_its_own_name():
+    assert set(READERS) == {path.stem for path in (ROOT / "pipeline/outcomes").glob("*.py")
+                            if "FORMAT = " in path.read_text()}  # fmt: skip
+    assert lm_eval.FORMAT in READERS

@@ -1,0 +1,75 @@
+"""The plan: what it promises of a suite holds when the gate judges one, and impossible tolerances are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.errors import SettingsError
+from pipeline.gate.compare import compare_release
+from pipeline.gate.plan import SuiteSize, check_plan, plan_gate, read_last, render_plan
+from pipeline.gate.statistics import tango_bounds
+from pipeline.record_files import write_record
+from pipeline.suite_sizes import count_sizes
+from tests.synthetic_records import Behaviour, make_params, write_tree
+
+TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.03}, "choices/accuracy": {"overall": 0.03}}
+SUITES = {"workflows": {None: SuiteSize(1_000, 1_000.0)}}
+
+
+def plan(suites=SUITES, last=None, **gate):
+    return plan_gate(make_params(["a"], ["a"], **({"tolerances": TOLERANCES} | gate)), suites, last)
+
+
+def test_sizes_are_cases_and_effective_clusters() -> None:
+    sizes = count_sizes(["a", "a", "a", "b"], [["x"], ["x"], [], ["x"]])
+    assert sizes == {None: SuiteSize(4, 16 / 10), "x": SuiteSize(3, 9 / 5)}
+
+
+def test_without_a_run_flips_are_assumed_and_unknown_suites_say_so() -> None:
+    workflows, choices = plan()
+    # 50 flips, of which 31 are losses one time in five
+    assert workflows.provable == pytest.approx(tango_bounds(50 / 2 + 0.8416 * 50**0.5 / 2, 25 - 0.8416 * 50**0.5 / 2,
+                                                            1_000, confidence=0.95)[1], abs=1e-4)
+    assert (workflows.source, choices.n, choices.source) == ("assumed", None, "needs a run")
+
+
+def test_the_cases_that_it_asks_for_prove_the_tolerance() -> None:
+    row = plan()[0]
+    assert row.needed is not None and row.needed < 1_000
+    enough = plan({"workflows": {None: SuiteSize(row.needed, float(row.needed))}})[0]
+    fewer = plan({"workflows": {None: SuiteSize(row.needed - 5, row.needed - 5.0)}})[0]
+    assert enough.provable <= 0.03 < fewer.provable
+
+
+def test_flips_clusters_and_minutes_come_from_the_last_judgement(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tree(tmp_path / "build", {"a": Behaviour({"workflows": 0.05})})
+    judgement = compare_release(make_params(["a"], ["a"]), tmp_path / "build").judgement
+    write_record(tmp_path / "reports/verdict.json", judgement)
+    row, choices = plan({}, read_last("text", tmp_path))
+    seen = next(c for c in judgement.verdicts[0].comparisons if c.metric == row.metric and c.bucket is None)
+    assert (row.n, row.flips) == (400, (seen.b + seen.c) / 400)
+    assert choices.n == 400 and row.minutes == pytest.approx(judgement.verdicts[0].seconds["workflows"] / 60)
+    (tmp_path / "reports/verdict.json").write_text("{}")
+    assert read_last("text", tmp_path) is None
+
+
+@pytest.mark.parametrize(("size", "said"), [
+    (SuiteSize(60, 60.0), "gate.tolerances.workflows/task_completion_rate.overall: 3 points: 60 cases in 60 effective "
+     "clusters can't prove it whatever the candidate: without a single flip the loss may be 4.31 points; "),
+    (SuiteSize(600, 20.0), "its 600 cases weigh as much as 20 clusters of equal size"),
+])  # fmt: skip
+def test_an_impossible_tolerance_is_said_before_any_run(size: SuiteSize, said: str) -> None:
+    params = make_params(["a"], ["a"], tolerances=TOLERANCES, on_inconclusive="block")
+    rows = plan_gate(params, {"workflows": {None: size}}, None)
+    with pytest.raises(SettingsError) as caught:
+        check_plan(params, rows)
+    assert said in str(caught.value)
+    assert "impossible: " in render_plan(rows)
+
+
+@pytest.mark.parametrize("change", [{"on_inconclusive": "warn"}, {"on_inconclusive": "block", "tolerances": {
+    "workflows/task_completion_rate": {"overall": 0.03, "tier": "supporting"}}}])
+def test_what_need_not_be_proven_is_a_warning(change) -> None:
+    params = make_params(["a"], ["a"], **({"tolerances": TOLERANCES} | change))
+    assert len(check_plan(params, plan_gate(params, {"workflows": {None: SuiteSize(60, 60.0)}}, None))) == 1
