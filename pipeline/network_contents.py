@@ -89,8 +89,9 @@ def rank_losses(pairs: Mapping[str, PairedCases], folders: tuple[Path, Path]) ->
 def find_stitch(folders: tuple[Path, Path], reference: Scored, candidate: Scored, section: str) -> ShownStitch | None:
     """Return a stitch of the case with the largest seam; None where a candidate does not run in tiles."""
     tiling = _read_tiling(folders[1])
-    cases = [(-record.scores.get("seam_levels", 0.0), eval_name, case_id) for eval_name, found in candidate.items()
-             for case_id, (record, _) in found.items() if case_id in reference.get(eval_name, {})]  # fmt: skip
+    cases = [(-record.scores.get("worst_seam_levels", 0.0), eval_name, case_id)
+             for eval_name, found in candidate.items() for case_id, (record, _) in found.items()
+             if case_id in reference.get(eval_name, {})]  # fmt: skip
     if tiling is None or not cases:
         return None
     _, eval_name, case_id = min(cases)

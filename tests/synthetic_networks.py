@@ -146,7 +146,8 @@ def write_upscaler(root: Path, track: NetworkTrack, ways: dict[str, Way], *, num
             records.append(CaseRecord(
                 case_id=case_id.format(i=i), input_digest=digest_text(str(i)), cluster=str(i), prompt=str(pictures[i]),
                 output=digest, fingerprint=candidate.fingerprint, scores={
-                    "finite": 1.0, "psnr_db": 37 + 0.01 * (i % 5) - 0.1 * seam, "ssim": 0.9, "seam_levels": seam}))
+                    "finite": 1.0, "psnr_db": 37 + 0.01 * (i % 5) - 0.1 * seam, "ssim": 0.9, "seam_levels": seam,
+                    "worst_seam_levels": seam}))
         _write_evaluation(folder, candidate, track, way, records)
     return root / "build"
 

@@ -123,8 +123,8 @@ def _find_strip(measured: Measured, reference: Evidence | None) -> tuple[str, St
 
 
 def _order_by_seam(measured: Measured) -> Iterator[tuple[str, int]]:
-    places = [(-record.scores.get("seam_levels", 0.0), eval_name, i) for eval_name, pairs in measured.pairs.items()
-              for i, record in enumerate(pairs.candidate)]  # fmt: skip
+    places = [(-record.scores.get("worst_seam_levels", 0.0), eval_name, i)
+              for eval_name, pairs in measured.pairs.items() for i, record in enumerate(pairs.candidate)]
     yield from ((eval_name, i) for _, eval_name, i in sorted(places))
 
 

@@ -37,7 +37,8 @@ def describe_network(evidence: Evidence) -> list[str]:
     if notes and notes.layout and notes.layout.other_formats:
         said.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
     if (tiling := candidate.serving.tiling) is not None:
-        said += [_describe_tiles(name, records, tiling) for name, records in evidence.records.items()]
+        for name, records in evidence.records.items():
+            said += [_describe_tiles(name, records, tiling), *_tell_worst_stitch(name, records)]
     table = [_fold("Layers: algorithm, number format, error and headroom", tabulate_policy(candidate, layers))]
     return said + (table if candidate.coverage else [])
 
@@ -120,6 +121,17 @@ def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tilin
     said = (f"{eval_name}: {sum(count > 1 for count in counts)} of {len(records)} pictures are larger than a tile and "
             f"are cut, into up to {max(counts, default=1)} tiles")  # fmt: skip
     return said + (f"; {unknown} can't be read" if unknown else "") + "."
+
+
+def _tell_worst_stitch(eval_name: str, records: Sequence[CaseRecord]) -> list[str]:
+    """Say how large the largest step at a single stitch is, which the mean over all of them hides."""
+    levels = [(record.scores["worst_seam_levels"], record.case_id) for record in records
+              if "worst_seam_levels" in record.scores]  # fmt: skip
+    if not levels:
+        return []
+    worst, case_id = max(levels, key=lambda pair: pair[0])
+    return [f"{eval_name}: the worst single stitch of all steps by {worst:.1f} levels, of "
+            f"`{escape_markdown(case_id)}`."]  # fmt: skip
 
 
 def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]:

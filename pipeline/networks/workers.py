@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,13 @@ class _Loaded:
     network: Network
     facts: dict[str, Any]
 
+    @cached_property
+    def reference(self) -> Network:
+        """The reference, which has no steps; loaded when it is first asked for."""
+        serving = self.order.candidate.serving
+        plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads)
+        return self.load(plain, self.order.source)
+
     def load(self, serving: NetworkServing, folder: str | None = None) -> Network:
         """Set the candidate's weights, or those of another folder, up in another way."""
         return load_network(self.order.root / (folder or self.order.candidate.checkpoint.path), self.adapter, serving)
@@ -107,15 +114,28 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
         came = f"{type(results).__name__!r}" + ("" if num is None else f" of {num}")
         raise EngineError(f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
                           f"{len(cases)} pictures; correct the adapter")  # fmt: skip
-    mark = fingerprint(loaded.facts)
+    mark, wholes = fingerprint(loaded.facts), _enlarge_whole(loaded, pixels)
     judged = []
-    for case, result, given, is_finite in zip(cases, results, pixels, finite, strict=True):
-        output, scores, picture = _judge(loaded, case, result, given, is_finite)
+    for case, result, whole, given, is_finite in zip(cases, results, wholes, pixels, finite, strict=True):
+        output, scores, picture = _judge(loaded, case, result, given, is_finite, whole)
         record = CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
                             prompt=f"{loaded.order.settings.evalset}/{case.image}", output=output, scores=scores,
                             fingerprint=mark)  # fmt: skip
         judged.append((record, picture))
     return judged
+
+
+def _enlarge_whole(loaded: _Loaded, pixels: NDArray[np.uint8]) -> Sequence[Any]:
+    """Return what the reference makes of pictures that the candidate runs in tiles; None for each of others.
+
+    It is run again here as the evaluation of one candidate must not depend on that of another.
+    """
+    network = loaded.reference if loaded.order.candidate.serving.tiling else None
+    if network is None:
+        return [None] * len(pixels)
+    outputs = network.run(network.prepare(torch.from_numpy(pixels)))
+    pictures = _finish(network, outputs, find_finite(loaded.adapter, outputs, len(pixels)))
+    return [None if picture is _UNTAKEN else picture for picture in pictures]
 
 
 def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
@@ -143,7 +163,7 @@ def _read(loaded: _Loaded, case: PictureCase) -> NDArray[np.uint8]:
 
 
 def _judge(
-    loaded: _Loaded, case: PictureCase, result: Any, given: NDArray[np.uint8], is_finite: bool
+    loaded: _Loaded, case: PictureCase, result: Any, given: NDArray[np.uint8], is_finite: bool, whole: Any
 ) -> tuple[str, dict[str, float], bytes | None]:
     order = loaded.order
     if isinstance(case, DetectionCase):
@@ -154,7 +174,8 @@ def _judge(
         return output, scores, None
     target = read_picture(order.root / order.settings.evalset / case.target, case.target_sha256)
     result = torch.zeros(target.shape, dtype=torch.uint8) if result is _UNTAKEN else result
-    scores = judge_picture(case.id, result, target, given, is_finite=is_finite, tiling=order.candidate.serving.tiling)
+    scores = judge_picture(case.id, result, target, given, is_finite=is_finite, tiling=order.candidate.serving.tiling,
+                           whole=whole)  # fmt: skip
     pixels = result.numpy()
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=3)
@@ -224,7 +245,7 @@ def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, 
     inner = serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None})
     if inner == plain and order.candidate.checkpoint.path == order.source:
         return {}
-    eager, exact = loaded.load(inner), loaded.load(plain, order.source)
+    eager, exact = loaded.load(inner), loaded.reference
     pixels = [torch.from_numpy(_read(loaded, case))[None] for case in cases]
     runs = [(partial(exact.run, exact.prepare(p)), partial(eager.run, eager.prepare(p))) for p in pixels]
     dtypes = {name: getattr(torch, c.dtype) for name, c in serving.conv_policy.items()}

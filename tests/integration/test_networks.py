@@ -739,6 +739,17 @@ def test_tiles_cost_work_and_leave_a_seam_that_is_found(project: Path, here: Non
     assert weighed[0] > 3 * 256 * 384 * 4 / 2**20 and weighed[1] < weighed[0] * 1.2
 
 
+def test_sound_tiles_have_no_seam_wherever_they_lie(project: Path, here: None) -> None:
+    """A step that the reference makes at the same place, there without tiles, counted as the tiles' own."""
+    edit(project, UPSCALER_FILE, " - 0.4 * x.mean((2, 3), keepdim=True)", "")
+    shutil.rmtree(project / "evalsets/views")
+    write_views(project / "evalsets/views", num=2, size=(128, 192))
+    tiling = {"kind": "tiling", "tile": 64, "overlap": 0.125, "window": "hann"}
+    _, tiled = run(project, make_upscaler({"tiled": [tiling]}))
+    assert all(abs(record.scores["seam_levels"]) < 0.02 for record in tiled)
+    assert all(record.scores["worst_seam_levels"] < 0.5 for record in tiled)
+
+
 def test_a_candidate_of_another_architecture_is_judged_without_layers(project: Path, here: None) -> None:
     """Layers without a counterpart once ended the evaluation after its last picture."""
     edit(project, DETECTOR_FILE, "self.scale = nn.Conv2d(1, 1, 1)",

@@ -231,6 +231,7 @@ def test_a_tiled_candidate_says_how_many_pictures_are_cut(tmp_path: Path) -> Non
     report = render_report(compared)
     assert "views: 39 of 40 pictures are larger than a tile and are cut, into up to 4 tiles; 1 can't be read." in report
     assert costs_of(compared, "tiled")["work"] == "1.31" and "](seams.png)" in report
+    assert "views: the worst single stitch of all steps by 0.0 levels" in report
     assert "Steps: tiling (tile 16, overlap 0, window none)." in report
 
 
@@ -414,6 +415,7 @@ def test_pictures_are_ordered_by_what_is_lost(judged: ReleaseComparison) -> None
 def test_the_worst_picture_of_an_upscaler_follows_its_own_scores(tmp_path: Path) -> None:
     """Catches scores of image pipelines being looked for: all would be equal, and the first the worst."""
     compared = judge_upscaler(tmp_path, {"tiled": Way([TILED], seam=4.0)})
+    assert "views: the worst single stitch of all steps by 8.0 levels, of `view-7`." in render_report(compared)
     assert list_worst_images(compared.measured["tiled"].pairs, {"views": "upscaling"})[0] == ("views", 7)
 
 

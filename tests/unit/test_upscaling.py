@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,13 +129,48 @@ def test_equal_pictures_have_a_finite_score() -> None:
     """An infinite ratio would be refused where it is written."""
     picture = PICTURE.repeat(4, 4, 1)
     scores = judge_picture("c", picture, picture.numpy(), SMALL.repeat(4, 0).repeat(4, 1), is_finite=True, tiling=None)
-    assert scores == {"finite": 1.0, "psnr_db": MAX_PSNR_DB, "ssim": pytest.approx(1), "seam_levels": 0.0}
+    assert scores == {"finite": 1.0, "psnr_db": MAX_PSNR_DB, "ssim": pytest.approx(1), "seam_levels": 0.0,
+                      "worst_seam_levels": 0.0}  # fmt: skip
 
 
 def test_a_picture_that_was_not_finite_is_the_worst_there_is() -> None:
     """What clamping made of NaN may look fine."""
     scores = judge_picture("c", PICTURE, PICTURE.numpy(), SMALL, is_finite=False, tiling=None)
-    assert scores == {"finite": 0.0, "psnr_db": 0.0, "ssim": 0.0, "seam_levels": 255.0}
+    assert scores == {"finite": 0.0, "psnr_db": 0.0, "ssim": 0.0, "seam_levels": 255.0, "worst_seam_levels": 255.0}
+
+
+def to_pixels(picture: torch.Tensor) -> torch.Tensor:
+    return (255 * picture[0].clamp(0, 1)).round().to(torch.uint8).permute(1, 2, 0)
+
+
+def judge_seams(picture: torch.Tensor, whole: torch.Tensor | None, target: torch.Tensor) -> dict[str, float]:
+    given = np.zeros((*GIVEN, 3), dtype=np.uint8)
+    return judge_picture("c", to_pixels(picture), to_pixels(target).numpy(), given, is_finite=True, tiling=TILING,
+                         whole=None if whole is None else to_pixels(whole))  # fmt: skip
+
+
+def test_what_the_network_does_at_a_stitch_without_tiles_is_no_seam(target: torch.Tensor) -> None:
+    """Where a grid lies on a picture is chance: sound tiles had a bias of up to 1.6 levels, the same for all."""
+    assert judge_seams(blur(target), None, target)["worst_seam_levels"] > 0.1
+    scores = judge_seams(blur(target), blur(target), target)
+    assert (scores["seam_levels"], scores["worst_seam_levels"]) == (0.0, 0.0)
+    assert scores["psnr_db"] < MAX_PSNR_DB, "which is still against the original"
+
+
+def test_one_seam_among_many_is_told_in_its_own_size(target: torch.Tensor) -> None:
+    """The mean over 31 stitches makes a seam of eight levels a fraction of one, and lets it pass."""
+    rows, columns = list_stitches(GIVEN, TILING, FACTOR)
+    seam = torch.zeros_like(target)
+    seam[..., rows[0] : rows[1], columns[0] : columns[0] + 30] = 8 / 255
+    scores = judge_seams(target + seam, target, target)
+    assert scores["worst_seam_levels"] == pytest.approx(8, abs=0.3) and scores["seam_levels"] < 1.5
+
+
+@pytest.mark.parametrize("whole", [PICTURE[:-1], PICTURE.float()], ids=["smaller", "no-pixels"])
+def test_a_reference_of_another_shape_is_said(whole: Any) -> None:
+    given, tiling = SMALL, Tiling(tile=2, overlap=0, window="none")
+    with pytest.raises(EngineError, match="case 'c7': postprocess"):
+        judge_picture("c7", PICTURE, PICTURE.numpy(), given, is_finite=True, tiling=tiling, whole=whole)
 
 
 @pytest.mark.parametrize(("picture", "came"), [
