@@ -648,6 +648,43 @@ def test_overflow_on_some_pictures_is_counted_and_fails(project: Path, here: Non
     assert 0.4 < found["squares/ap"].candidate < 0.6
 
 
+def test_an_adapter_that_can_not_take_nan_costs_only_the_pictures_that_hold_it(project: Path, here: None) -> None:
+    """It was run on whole batches: one overflow ended the evaluation, or took three sound pictures with it."""
+    edit(project, DETECTOR_FILE, "    return [[{", "    [int(most) for most in outputs.amax((1, 2, 3)).tolist()]\n"
+         "    return [[{")  # fmt: skip
+    _, records = run(project, make_detector({"hot": [HALF]}))
+    assert [record.scores["finite"] == 0 for record in records] == ["bright" in record.buckets for record in records]
+    assert all(json.loads(record.output) == [] for record in records if "bright" in record.buckets)
+    assert all(record.scores["found"] == record.scores["objects"] for record in records if "dim" in record.buckets)
+
+
+def test_nan_that_an_adapter_feeds_in_is_the_worst_there_is(project: Path, here: None) -> None:
+    """Clamped to a picture it looks black, and may be as like the original as any."""
+    edit(project, UPSCALER_FILE, "float() / 255", "float() / 0 * 0")
+    whole, tiled = run(project, make_upscaler())
+    worst = {"finite": 0.0, "psnr_db": 0.0, "ssim": 0.0, "seam_levels": 255.0, "worst_seam_levels": 255.0}
+    assert all(record.scores == worst for record in [*whole, *tiled])
+
+
+def test_pictures_of_mixed_sizes_are_judged_as_if_alone(project: Path, here: None) -> None:
+    """Batches hold one size: records must come back in the order of the cases, each with its own picture's results."""
+    folder = project / "evalsets/squares"
+    for i in (1, 2, 6, 17, 30, 39):
+        path = folder / f"images/{i:02d}.png"
+        pixels = np.asarray(Image.open(path))
+        Image.fromarray(np.pad(pixels, ((0, 8 * (i % 2)), (0, 8), (0, 0)))).save(path)
+    seal(folder)
+    ids = [f"c{i:02d}" for i in range(NUM_PICTURES)]
+    running = {"num_workers": 1, "num_threads": 1}
+    (together,), (alone,) = (run(project, make_detector(running=running | {"batch_size": size}), "squares")
+                             for size in (4, 1))  # fmt: skip
+    assert [record.case_id for record in together] == [record.case_id for record in alone] == ids
+    assert [record.scores for record in together] == [record.scores for record in alone]
+    assert all(record.scores["found"] == record.scores["objects"] for record in together)
+    shapes = read_notes(project, make_detector(), "squares")["shapes"]
+    assert shapes == {"num_shapes": 3, "timed": [1, 32, 32], "num_timed": 34, "num_pictures": NUM_PICTURES}
+
+
 def test_nan_scores_beside_sound_ones_are_left_out(project: Path, here: None) -> None:
     """One NaN among a picture's results: the sound ones count, and the picture is not finite."""
     edit(project, DETECTOR_FILE, "    return [[{", '    return [[{"bbox": [1, 1, 5, float("nan")], "score": 0.5, '

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from safetensors.torch import load_file, save_file
 
+from pipeline.errors import EngineError
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
@@ -119,6 +121,33 @@ def test_memory_is_counted_without_computing_and_is_none_where_that_is_not_possi
     (tmp_path / "other").mkdir()
     load = make_load(tmp_path / "other", DETECTOR.replace(FORWARD, "return self.blur(x)[x > 3]"))
     assert measure_costs(load, plain, PIXELS, large, [PIXELS])["peak_mib"] is None
+
+
+def test_a_network_with_batch_norm_has_a_memory_number(tmp_path: Path) -> None:
+    """Its buffers are no parameters: left as they are beside tensors without content, nothing could be counted."""
+    load = make_load(tmp_path, DETECTOR.replace("self.scale =", "self.norm = nn.BatchNorm2d(1)\n        self.scale =")
+                     .replace(FORWARD, "return self.scale(self.norm(self.blur(x)))"))  # fmt: skip
+    weights = tmp_path / "squares/model.safetensors"
+    own = {f"norm.{name}": tensor for name, tensor in torch.nn.BatchNorm2d(1).state_dict().items()}
+    save_file(load_file(weights) | own, weights)
+    large = torch.zeros(1, 256, 256, 3, dtype=torch.uint8)
+    for dtype in ("float32", "bfloat16"):
+        costs = measure_costs(load, NetworkServing(dtype=dtype), PIXELS, large, [PIXELS])
+        size = 4 if dtype == "float32" else 2
+        assert costs["peak_mib"] == pytest.approx(3 * 256 * 256 * size / 2**20, rel=0.35), dtype
+
+
+@pytest.mark.parametrize("forward", [
+    pytest.param("return self.blur(x) + torch.rand_like(x)", id="noise"),
+    pytest.param("return nn.functional.dropout(self.blur(x))", id="dropout-that-knows-no-eval"),
+    pytest.param("heat = self.blur(x)\n        return heat[torch.rand_like(heat) > 0.5]", id="another-number-of-boxes"),
+])  # fmt: skip
+def test_a_network_that_draws_at_random_is_refused(tmp_path: Path, forward: str) -> None:
+    """One draw would be judged as if it were all."""
+    load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
+    with pytest.raises(EngineError, match=r"adapter.py: two runs of the same pictures differ by .* of the outputs' "
+                       "standard deviation, expected at most 0.0001; take what is random out of the module"):
+        measure_costs(load, NetworkServing(), PIXELS, PIXELS[:1], [PIXELS])
 
 
 def test_shapes_are_read_only_where_something_is_compiled(tmp_path: Path) -> None:
