@@ -282,11 +282,10 @@ def _measure_speed(measured: Measured, reference: Measured, name: str, params: P
 
 def _certify(measured: dict[str, Measured], params: Track) -> dict[str, Certificate]:
     """Certify the rule for the release, and for each other candidate alone; refuse one that does not keep alpha."""
-    certificates: dict[str, Certificate] = {}
-    released = [name for name in measured if name in params.release]
-    for family in [released] + [[name] for name in measured if name not in params.release]:
-        certificates |= certify({name: measured[name].measurements for name in family}, alpha=params.gate.alpha,
-                                blocks_inconclusive=params.gate.on_inconclusive == "block")
+    families = [[name for name in measured if name in params.release]]
+    families += [[name] for name in measured if name not in params.release]
+    certificates = certify({name: m.measurements for name, m in measured.items()}, families, alpha=params.gate.alpha,
+                           blocks_inconclusive=params.gate.on_inconclusive == "block")
     for name, certificate in certificates.items():
         if is_above(certificate.num_false_fails, params.gate.alpha):
             measured[name].refusals.append(describe_level(certificate, params.gate.alpha))

@@ -58,8 +58,8 @@ losses of several releases add up there.
 
 - ✅ **pass**: the loss is proven to be within the tolerance, `at most` ≤ tolerance.
 - ❌ **fail**: the loss seen is beyond the tolerance, and p ≤ {alpha:g}.
-- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release; a metric
-  of tier supporting blocks only where the loss is seen beyond its tolerance, an advisory one never.
+- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release; a
+  metric of tier supporting blocks only where the loss is seen beyond its tolerance, an advisory one never.
 - ⛔ **refused**: the evidence is not fit to be judged.
 {marks}"""
 _MARKS_OF_TEXT = "- · reported only. Divergence (KL, changed outputs) says where to look and never decides.\n"
