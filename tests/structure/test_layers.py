@@ -18,7 +18,7 @@ LAYERS = (
      "serving_records", "canary_records", "records", "settings", "text_params", "text_problems", "image_params",
      "network_params", "params", "built_candidates", "image_serving", "network_serving", "serving_config",
      "gate.metrics", "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params",
-     "detections", "average_precision", "tile_grid", "sweep.settings"),
+     "detections", "average_precision", "tile_grid", "harm_stop", "sweep.settings"),
     ("numerics", "environment", "timing", "memory_format", "worker_pool"),
     ("weight_files", "weight_folders", "network_files", "memory", "checkpoints", "drafts", "cases", "pictures",
      "evalsets"),
