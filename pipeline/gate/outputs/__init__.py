@@ -3,3 +3,6 @@
 Each module turns records into one text and decides nothing; what is written where is the stages' matter. Outputs of
 models, names and failures are other people's texts, and each form escapes them its own way.
 """
+
+EXPLANATION, JUNIT = "explanation.json", "junit.xml"  # beside the report: git keeps them
+PAGE = "report.html"  # in the track's build folder: it holds the pictures once more

@@ -9,14 +9,17 @@ Reference: https://docs.github.com/actions/reference/workflow-commands-for-githu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ruamel.yaml import YAML
 
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.markdown import render_table, show_flip
+from pipeline.gate.outputs import EXPLANATION
 from pipeline.gate.verdicts import (
     FAILED,
     NO_GAIN,
@@ -25,9 +28,11 @@ from pipeline.gate.verdicts import (
     Judgement,
     blocking_verdicts,
     is_blocking,
+    is_stopping,
     released_verdicts,
 )
 from pipeline.gate.wording import cut_text, escape_markdown, name_comparison, show_unprintable
+from pipeline.record_files import read_record
 from pipeline.verdict_records import Comparison, Verdict
 
 MAX_SUMMARY_BYTES = 200_000  # of a track: 1 MiB is a step's, and all tracks may be gated in one
@@ -37,7 +42,9 @@ _MAX_REASONS, _MAX_FLIPS = 12, 3  # of a candidate
 _MESSAGE = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 _PROPERTY = {**_MESSAGE, ":": "%3A", ",": "%2C"}
 
-Path = tuple[str, ...]  # of a key in params.yaml
+_SETTINGS = Path("params.yaml")
+
+Key = tuple[str, ...]  # a path in params.yaml
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,27 @@ class Annotation:
     """One remark at a key of params.yaml."""
 
     level: Literal["error", "warning"]
-    key: Path
+    key: Key
     title: str
     message: str
+
+
+def tell_github(judgement: Judgement, environ: Mapping[str, str]) -> str:
+    """Append to the summary of the step that runs this, and return the annotations for its stdout.
+
+    Args:
+        judgement: what was decided.
+        environ: the variables of the step.
+
+    Raises:
+        EvidenceError: the explanation beside the judgement is missing or damaged.
+    """
+    explanation = read_record(judgement.path.with_name(EXPLANATION), Explanation)
+    if path := environ.get("GITHUB_STEP_SUMMARY"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(render_summary(judgement, explanation))
+    settings = os.path.relpath(_SETTINGS, environ.get("GITHUB_WORKSPACE", "."))
+    return "\n".join(render_annotations(judgement, _SETTINGS.read_text(encoding="utf-8"), file=settings))
 
 
 def render_annotations(judgement: Judgement, settings: str, *, file: str = "params.yaml") -> list[str]:
@@ -58,7 +83,7 @@ def render_annotations(judgement: Judgement, settings: str, *, file: str = "para
         settings: the text of params.yaml.
         file: its path from the root of the repository.
     """
-    find_line = _index_lines(settings)
+    find_line = index_lines(settings)
     found = [a for verdict in released_verdicts(judgement) for a in _annotate(verdict, judgement)]
     shown: list[Annotation] = []
     for level in ("error", "warning"):
@@ -79,22 +104,22 @@ def escape_property(text: str) -> str:
 
 
 def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
-    if verdict.outcome == "pass":
-        return []
     section = () if judgement.policy.track == "text" else (judgement.policy.track,)
     level: Literal["error", "warning"] = "error" if is_blocking(verdict, judgement.policy) else "warning"
     candidate = (*section, "candidates", verdict.candidate)
     found = [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", reason)
              for reason in verdict.reasons if reason.startswith((REFUSED, *FAILED, UNPROVEN, NO_GAIN))]  # fmt: skip
     for outcome in ("fail", "inconclusive"):
-        found += [Annotation(level, (*section, *_locate(c)), f"{verdict.candidate}: {c.outcome}",
-                             f"{name_comparison(c)}: {c.sentence}")
+        found += [Annotation("error" if is_stopping(c, judgement.policy) else "warning", (*section, *_locate(c)),
+                             f"{verdict.candidate}: {c.outcome}", f"{name_comparison(c)}: {c.sentence}")
                   for c in verdict.comparisons if c.outcome == outcome]  # fmt: skip
     said = "; ".join(verdict.reasons) or "the verdict gives no reason"
-    return found or [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", said)]
+    if found or verdict.outcome == "pass":
+        return found
+    return [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", said)]
 
 
-def _locate(c: Comparison) -> Path:
+def _locate(c: Comparison) -> Key:
     return ("gate", "tolerances", c.metric, *(("buckets", c.bucket) if c.bucket else ("overall",)))
 
 
@@ -106,11 +131,11 @@ def _fold(rest: Sequence[Annotation]) -> list[Annotation]:
     return [Annotation(first.level, first.key, f"{len(rest)} more", "; ".join(titles))]
 
 
-def _index_lines(settings: str) -> Callable[[Path], int]:
-    """Return a function that tells the line of a key, counted from 1, or that of its nearest parent."""
+def index_lines(settings: str) -> Callable[[Key], int]:
+    """Return a function that tells the line of a key in a YAML text, counted from 1, or that of its nearest parent."""
     root = YAML(typ="rt").load(settings)
 
-    def find(path: Path) -> int:
+    def find(path: Key) -> int:
         node: Any = root
         line = 1
         for key in path:

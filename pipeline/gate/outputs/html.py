@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from pipeline.gate.certificate_section import describe_certificate
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.verdicts import Judgement, blocking_verdicts, is_blocking
 from pipeline.gate.wording import (
@@ -41,7 +42,7 @@ _JPEG_QUALITY = 85
 _MAX_REASON = 2_000  # characters
 _ORDER = ("fail", "refused", "inconclusive", "pass", "reported")
 _CAPTIONS = {
-    "worst.png": "The worst pictures: reference, candidate, and what differs", "completion.png": "Task completion",
+    "worst.png": "The worst pictures beside the reference", "completion.png": "Task completion",
     "buckets.png": "Average precision by size", "seams.png": "Stitches between tiles",
     "guidance.png": "What guidance does: saturation against similarity", "headroom.png": "Room left in the decoder",
     "layers.png": "How far layers are from float32, and the room they have left", "speed.png": "Speed",
@@ -106,6 +107,7 @@ def _describe(judgement: Judgement, candidate: str, explanation: Explanation) ->
         "blocks": verdict.is_release and is_blocking(verdict, judgement.policy),
         "counts": ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing compared",
         "reasons": [cut_text(reason, _MAX_REASON) for reason in verdict.reasons if reason not in told],
+        "certificate": describe_certificate(verdict, judgement.policy),
         "gated": [_row(c) for c in gated],
         "reported": [_row(c) for c in verdict.comparisons if c.tolerance is None],
         "explained": explanation.of(candidate),
