@@ -231,6 +231,7 @@ def test_a_message_can_not_forge_an_annotation(compared: ReleaseComparison) -> N
     judgement = replace_verdict(compared.judgement, "broken", reasons=(REFUSED + HOSTILE,))
     messages = [m for _, _, m in read_annotations(render_annotations(judgement, "gate: {}\n")) if "forged" in m]
     assert len(messages) == 1 and "%0A::error::forged" in messages[0] and "%250A" in messages[0]
+    assert not UNPRINTABLE.search(messages[0]), "they steer the terminal of whoever reads the log"
     lines = render_annotations(judgement, "gate: {}\n", file="a,b:c%\n.yaml")
     assert all("file=a%2Cb%3Ac%25\\n.yaml,line=" in line for line in lines)
 
@@ -303,6 +304,19 @@ def test_a_margin_is_shown_where_the_canary_saw_the_same_answers(compared: Relea
     own = judged.model_copy(update={"canary": judged.canary.model_copy(
         update={"baseline": "its own path without drafts"})})  # fmt: skip
     assert all(flip.margin is None for flip in explain_verdict(own, measured, "text").flips), "not the reference's"
+
+
+def test_answers_that_only_the_path_changed_are_shown_with_their_prompt(compared: ReleaseComparison) -> None:
+    """A candidate with the reference's weights may fail by its canary alone, without one flip in the evals."""
+    good = verdict_of(compared.judgement, "good")
+    assert good.canary is not None and not explain_verdict(good, compared.measured["good"], "text").flips
+    flip = CanaryFlip(case_id="calls/calls-0002", token=1, margin=0.01, reference="to bay", candidate="to dock")
+    canary = good.canary.model_copy(update={"is_same_weights": True, "baseline": "the path", "flips": (flip,)})
+    judged = good.model_copy(update={"canary": canary, "outcome": "fail"})
+    shown, = explain_verdict(judged, compared.measured["good"], "text").flips
+    assert (shown.kind, shown.against, shown.margin, shown.token) == ("path", "the path", 0.01, 1)
+    assert shown.reference is not None and shown.reference.marked == "bay"
+    assert shown.prompt.text.startswith("Move crate 2 through")
 
 
 @settings(max_examples=50, deadline=None)
