@@ -15,6 +15,7 @@ from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.explain import EXPLAINED
 from pipeline.gate.failure_section import explain_failure
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
 from pipeline.gate.images import describe_files, describe_rendering, embed_pictures
@@ -235,7 +236,7 @@ def _candidate_section(
     if reported:
         lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
                   _comparison_table(reported), "</details>"]
-    if verdict.outcome == "fail":
+    if verdict.outcome in EXPLAINED:
         lines += explain_failure(verdict, measured, policy.track)
     return "\n".join(lines) + "\n"
 
