@@ -22,7 +22,8 @@ T = TypeVar("T")
 C = TypeVar("C", float, NDArray[np.float64])
 Run = Callable[[], torch.Tensor]
 
-# of the output's standard deviation: float32 sums in another order stay far below; in 16 bits about 50 roundings
+# of the output's standard deviation: float32 sums in another order stay far below; in 16 bits about 50 roundings, which
+# cancellation in a deep network can exceed: `networks/rounding.py` measures there what rounding does
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}
 WARM_UPS = 2
 

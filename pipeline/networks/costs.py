@@ -2,7 +2,7 @@
 
 The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand;
 that of any other is the reference. Time is of one batch, in pairs whose order alternates, and is told only where both
-outputs are equal within the number format's rounding. An emulated policy has no speed of its own
+outputs are equal within the number format's rounding (`rounding.py`). An emulated policy has no speed of its own
 (`benchmarks/winograd_speed.py` measures real kernels), and a tiled run does more work, which is counted instead.
 """
 
@@ -23,9 +23,10 @@ from pipeline.errors import EngineError
 from pipeline.medians import bound_median
 from pipeline.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.networks.loading import Network, list_tensors
+from pipeline.networks.rounding import differ, limit_rounding
 from pipeline.serving_records import NetworkServing
 from pipeline.tile_grid import place_tiles
-from pipeline.timing import TOLERANCES, compare_outputs, measure_peak_bytes, read_seconds, time_in_turn
+from pipeline.timing import TOLERANCES, measure_peak_bytes, read_seconds, time_in_turn
 
 ROUNDS = 12  # pairs that are timed
 _LIMIT_REACHED = "Dynamo recompile limit exceeded"  # starts the reason that torch counts (_dynamo/convert_frame.py)
@@ -76,7 +77,7 @@ def _check_repeats(network: Network, pixels: torch.Tensor) -> None:
     """Refuse a network that gives other outputs for the same pictures: one draw would be judged as if it were all."""
     x = network.prepare(pixels)
     outputs = [[t.float().nan_to_num() for t in list_tensors(network.run(x))] for _ in range(2)]
-    difference, tolerance = _differ(*outputs), TOLERANCES[getattr(torch, network.serving.dtype)]
+    difference, tolerance = differ(*outputs).max(), TOLERANCES[getattr(torch, network.serving.dtype)]
     if difference > tolerance:
         raise EngineError(f"{network.adapter.path}: two runs of the same pictures differ by {difference:.2g} of the "
                           f"outputs' standard deviation, expected at most {tolerance:g}; take what is random out of "
@@ -96,10 +97,13 @@ def measure_speed(
         return None
     ours, theirs = network or load(serving), load(base)
     x, y = ours.prepare(pixels), theirs.prepare(pixels)
-    difference = _differ(ours.run(x), theirs.run(y))
-    tolerance = TOLERANCES[getattr(torch, serving.dtype)]
-    found = {"baseline": base.summary, "difference": _finite(difference), "tolerance": tolerance, "timed": None}
-    if not difference <= tolerance:
+    differences = differ(ours.run(x), theirs.run(y))
+    exact = load(serving.model_copy(update=_LAYOUT | {"dtype": "float32", "autocast": False}))
+    limits = limit_rounding(exact, pixels, getattr(torch, serving.dtype), len(differences))
+    worst = int(np.argmax(differences / limits))  # NaN is the largest
+    found = {"baseline": base.summary, "difference": _finite(differences[worst]),
+             "tolerance": _finite(limits[worst]), "timed": None}  # fmt: skip
+    if not (differences <= limits).all():
         return found
 
     def clock() -> Floats:
@@ -113,29 +117,6 @@ def measure_speed(
         "candidate_ms": bound_median((1e3 * pairs[:, 1, i] / len(pixels)).tolist()).model_dump(),
         "ratio": bound_median((pairs[:, 1, i] / pairs[:, 0, i]).tolist()).model_dump(),
     } for i, name in enumerate(names)}, "clock": names[0], "batch": len(pixels), "rounds": ROUNDS}  # fmt: skip
-
-
-def _differ(ours: Any, theirs: Any) -> float:
-    """Return the largest difference in any channel of any output tensor, in units of its standard deviation.
-
-    NaN where one is not finite; infinite where the two sides differ in their number or shapes, as of boxes that the
-    module itself selects.
-    """
-    a, b = ([tensor.float() for tensor in list_tensors(side)] for side in (ours, theirs))
-    if [x.shape for x in a] != [y.shape for y in b]:
-        return float("inf")
-    found = [_compare(x, y) for x, y in zip(a, b, strict=True)]
-    return float(np.max(found)) if found else float("nan")
-
-
-def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Compare channel by channel, as a score in [0, 1] may stand beside a coordinate in pixels."""
-    if torch.equal(ours, theirs):
-        return 0.0
-    if ours.ndim < 3:
-        return compare_outputs(ours, theirs)
-    pairs = zip(ours.transpose(0, 1), theirs.transpose(0, 1), strict=True)
-    return float(np.max([0.0 if torch.equal(x, y) else compare_outputs(x, y) for x, y in pairs]))
 
 
 def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:

@@ -43,11 +43,11 @@ from pipeline.worker_pool import run_tasks
 # What runs and judges: files that the stage runs, as an edit elsewhere makes DVC evaluate no candidate again.
 CODE = (
     "networks/adapters.py", "networks/conv_policy.py", "networks/costs.py", "networks/detecting.py",
-    "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/upscaling.py",
-    "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py", "numerics/seams.py",
-    "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py", "detection_params.py",
-    "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "record_files.py", "records.py",
-    "serving_records.py", "tile_grid.py", "timing.py", "worker_pool.py",
+    "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/rounding.py",
+    "networks/upscaling.py", "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py",
+    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py",
+    "detection_params.py", "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "record_files.py",
+    "records.py", "serving_records.py", "tile_grid.py", "timing.py", "worker_pool.py",
 )  # fmt: skip
 _NUM_COMPARED = 4  # pictures on which layers are compared
 

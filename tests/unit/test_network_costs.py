@@ -71,6 +71,20 @@ def test_equal_outputs_are_timed_and_others_are_not(tmp_path: Path) -> None:
     assert found is not None and found["timed"] is None and found["difference"] > 0.4
 
 
+SHIFT = "class Shift(nn.Module):\n    def forward(self, x):\n        return x + 30000\n\n\nclass Squares"
+
+
+@pytest.mark.parametrize(("wrong", "is_timed"), [("", True), (" + 2000 * (x.dtype == torch.bfloat16)", False)])
+def test_what_rounding_alone_does_to_a_network_is_no_other_output(tmp_path: Path, wrong: str, is_timed: bool) -> None:
+    """Values far from zero round by more than they vary: a fixed limit called that another computation."""
+    text = DETECTOR.replace("class Squares", SHIFT).replace("self.pool =", "self.shift = Shift()\n        self.pool =")
+    load = make_load(tmp_path, text.replace(FORWARD, f"return self.shift(self.blur(x){wrong})"))
+    found = measure_speed(load, NetworkServing(dtype="bfloat16"), PIXELS)
+    assert found is not None and found["difference"] > 0.4, "of a standard deviation"
+    assert (found["timed"] is not None) == is_timed == (found["difference"] <= found["tolerance"])
+    assert 2 < found["tolerance"] < 10, "twice half of bfloat16's step of 128 at 30,000"
+
+
 @pytest.mark.parametrize(("forward", "difference"), [
     pytest.param("return torch.zeros(len(x), 3)", 0.0, id="constant"),
     pytest.param("return [self.blur(x), torch.tensor(3.0)]", None, id="one-number"),
