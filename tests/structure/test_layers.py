@@ -31,8 +31,9 @@ LAYERS = (
 )
 PLANNING = ("suite_sizes", "gate_preflight")  # these ask the gate what it can prove
 # These judge and show records; the model is none of their business.
-RECORDS_ONLY = ("__main__", "gate", "outcomes", "tracking", "run_contents", "image_contents", "network_contents",
-                "run_pictures", "predictions", "sweep.judging", "sweep.table", "sweep.plot")  # fmt: skip
+RECORDS_ONLY = ("__main__", "gate", "outcomes", "release", "tracking", "model_registry", "run_contents",
+                "image_contents", "network_contents", "run_pictures", "predictions", "sweep.judging",
+                "sweep.table", "sweep.plot")  # fmt: skip
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
 LIGHT_MODULES = ("params", "preflight", "image_preflight", "network_preflight", "network_serving", "environment",
                  "memory", "tile_grid", *RECORDS_ONLY)  # fmt: skip
