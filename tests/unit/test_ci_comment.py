@@ -15,6 +15,7 @@ from tests.structure.import_closure import ROOT
 
 FAKE = """#!{python}
 import json, os, sys
+from pathlib import Path
 words = sys.argv[1:]
 body = next((Path(w.removeprefix("body=@")).read_text() for w in words if w.startswith("body=@")), None)
 with open(os.environ["CALLS"], "a") as file:
