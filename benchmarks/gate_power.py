@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from statsmodels.stats.proportion import proportions_ztest
 
 from pipeline.gate.decision import Measurement, judge_all
-from pipeline.gate.statistics import effective_clusters, proportion_bounds, sign_flip_p
+from pipeline.gate.statistics import effective_clusters, proportion_bounds, sign_flip_tail, sum_by_cluster, tail_at
 
 ALPHA, ACCURACY, NUM_METRICS = 0.05, 0.81, 20
 CASES, BUCKETS = (340, 1_319, 2_000), (60, 133, 298)
@@ -54,13 +54,15 @@ class World:
 
 def measure_cases(d: NDArray[np.float64], clusters: NDArray[np.int64], tolerance: float) -> Measurement:
     """Measure a rate as `pipeline.gate.measure` does, from the harm of each case in {-1, 0, 1}."""
-    bounds = proportion_bounds(d, clusters, confidence=1 - ALPHA)
+    bounds, sums = proportion_bounds(d, clusters, confidence=1 - ALPHA), sum_by_cluster(d, clusters)
+    tail = sign_flip_tail(sums)
     return Measurement(
         metric="w/task_completion_rate", bucket=None, reference=ACCURACY, candidate=ACCURACY - bounds.harm, unit="",
         n=len(d), num_clusters=int(clusters.max()) + 1,
         effective_clusters=effective_clusters(np.ones(len(d)), clusters), b=int((d > 0).sum()), c=int((d < 0).sum()),
-        harm=bounds.harm, low=bounds.low, high=bounds.high, p=sign_flip_p(d, clusters),
-        p_gain=sign_flip_p(-d, clusters), tolerance=tolerance, more_cases=None)
+        harm=bounds.harm, low=bounds.low, high=bounds.high, p=tail_at(tail, sums.sum()),
+        p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, more_cases=None, tier="critical", sums=sums,
+        weights=sum_by_cluster(np.ones(len(d)), clusters), tail=tail, deff=bounds.design_effect)
 
 
 @cache
@@ -210,7 +212,7 @@ def main(draws: int, clustered_draws: int, seed: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--draws", type=int, default=20_000)
+    parser.add_argument("--draws", type=int, default=100_000)
     parser.add_argument("--clustered-draws", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -5,9 +5,9 @@ own, and prints wall and CPU seconds and the peak memory of each. There are `cop
 and choices, of `cases` cases, and one of perplexity, with a document per ten cases. The default, 5 candidates with
 2,000 cases and one eval of a kind, takes seconds; 100 candidates, 2,000 cases and 3 copies are two million records.
 
-A candidate's records are the reference's with another fingerprint, and with some answers lost: that is what records look
-like, and it is quick to write. Not covered: pictures and detections, whose gate spends its time on what lies beside
-the records.
+A candidate's records are the reference's with another fingerprint, and with some answers lost: that is what records
+look like, and it is quick to write. Not covered: pictures and detections, whose gate spends its time on what lies
+beside the records.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digest_file
-from pipeline.records import EvalFile, Evaluation, read_record, write_record
-from tests.synthetic_records import Behaviour, make_candidate, make_params, write_candidate, write_tree
+from pipeline.record_files import read_record, write_record
+from pipeline.records import EvalFile, Evaluation
+from tests.synthetic_records import make_candidate, make_params, write_candidate, write_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEATED = ("workflows", "calls", "choices")  # evals of which there are copies
