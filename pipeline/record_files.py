@@ -75,16 +75,15 @@ def iterate_records(path: Path, kind: type[R]) -> Iterator[R]:
 
 
 def _read_at_once(data: bytes, kind: type[R]) -> list[R] | None:
-    """Read all lines in one call, in half of the time; None where anything is unusual, and lines tell what it is."""
-    text = data.removesuffix(b"\n")
-    num_lines = text.count(b"\n") + 1
-    if text.count(b"}\n{") != num_lines - 1:
+    """Read all lines in one call, which is faster; None where anything is unusual, and the lines tell what it is."""
+    joined = data.removesuffix(b"\n").replace(b"}\n{", b"},{")
+    if b"\n" in joined:
         return None
     try:
-        records = _list_reader(kind).validate_json(b"[" + text.replace(b"\n", b",") + b"]")
+        records = _list_reader(kind).validate_json(b"[" + joined + b"]")
     except ValidationError:
         return None
-    return records if len(records) == num_lines else None
+    return records if len(records) == data.count(b"\n") + (not data.endswith(b"\n")) else None
 
 
 @lru_cache

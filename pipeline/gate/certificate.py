@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrc, ndtri
 
 from pipeline.gate.decision import Measurement, harm_of
-from pipeline.gate.statistics import count_bounds, holm
+from pipeline.gate.statistics import count_bounds, holm_columns
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
 from pipeline.gate.wording import definition_of
 from pipeline.verdict_records import Certificate, DetectableLoss
@@ -72,23 +73,16 @@ def _count_fails(gated: Sequence[tuple[int, Measurement]], size: int, alpha: flo
         blocks = np.add.reduceat(sums, np.arange(0, len(sums), size))
         key = m.metric.partition("/")[0], len(blocks)
         if key not in signs:
-            signs[key] = _draw_signs(len(blocks), seed=len(signs))
+            signs[key] = _draw_signs(len(blocks), seed=len(signs)).astype(np.float64)
         totals = np.roll(signs[key] @ blocks, candidate * (NUM_SWAPS // 7))
         p[row] = m.tail(totals)
         beyond[row] = harm_of(m.metric, totals / m.weights.sum()) > (m.tolerance or 0.0)
-    return int((beyond & (_holm_columns(p) <= alpha)).any(axis=0).sum())
+    return int((beyond & (holm_columns(p) <= alpha)).any(axis=0).sum())
 
 
-def _draw_signs(num: int, *, seed: int) -> Floats:
-    return np.where(np.random.default_rng(seed).random((NUM_SWAPS, num)) < 0.5, -1.0, 1.0)
-
-
-def _holm_columns(p: Floats) -> Floats:
-    """Return Holm-adjusted p-values of each column; only columns with a small one are worth the work."""
-    adjusted = np.ones_like(p)
-    for column in np.flatnonzero(p.min(axis=0) * len(p) <= 1.0):
-        adjusted[:, column] = holm(p[:, column].tolist())
-    return adjusted
+@lru_cache(maxsize=64)  # every candidate's swaps are drawn alike
+def _draw_signs(num: int, *, seed: int) -> NDArray[np.int8]:
+    return np.where(np.random.default_rng(seed).random((NUM_SWAPS, num)) < 0.5, -1, 1).astype(np.int8)
 
 
 def _find_losses(m: Measurement, alpha: float, blocks_inconclusive: bool) -> DetectableLoss:

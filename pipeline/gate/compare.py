@@ -71,6 +71,7 @@ class Measured:
     benchmark: Benchmark | None = None
     speed: Speed | None = None
     gain: Gain | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def _load(build: Path, name: str, params: Track, policy: Policy, *, is_pinned: b
     try:
         candidate = read_track_candidate(build, name, params)
         measured.evidence = load_evidence(build, candidate, policy.evals, is_pinned=is_pinned)
+        measured.seconds = _share_seconds(measured.evidence)
         measured.refusals += measured.evidence.problems.values()
         measured.refusals += check_silence(measured.evidence)
         measured.refusals += check_speculation(measured.evidence)
@@ -325,7 +327,7 @@ def _conclude(
                    facts=evaluation.served_by if evaluation else {},
                    behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
                    canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
-                   seconds=_share_seconds(measured.evidence) if measured.evidence else {},
+                   seconds=measured.seconds,
                    speed=measured.speed, gain=measured.gain, certificate=certificate, is_release=name in params.release,
                    reasons=tuple(reasons),
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
