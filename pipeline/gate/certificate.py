@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.special import bdtrc, ndtri
 
 from pipeline.gate.decision import Measurement, harm_of
-from pipeline.gate.statistics import count_bounds, holm
+from pipeline.gate.statistics import count_bounds, holm_columns
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
 from pipeline.gate.wording import definition_of
 from pipeline.verdict_records import Certificate, DetectableLoss
@@ -80,7 +80,7 @@ def _count_fails(
         p = np.stack([m.tail(total) for (_, m, _), total in zip(members, totals, strict=True)])
         beyond = np.stack([harm_of(m.metric, total / m.weights.sum()) > (m.tolerance or 0.0)
                            for (_, m, _), total in zip(members, totals, strict=True)])  # fmt: skip
-        count = int((beyond & (_holm_columns(p) <= alpha)).any(axis=0).sum())
+        count = int((beyond & (holm_columns(p) <= alpha)).any(axis=0).sum())
         counts |= dict.fromkeys(family, count)
     return counts
 
@@ -110,14 +110,6 @@ def _draw_totals(sums: Floats, num: int, *, seed: int) -> Floats:
         signs = np.where(rng.random((min(step, NUM_SWAPS - start), num)) < 0.5, -1.0, 1.0)
         totals[start : start + step] = signs @ sums
     return totals
-
-
-def _holm_columns(p: Floats) -> Floats:
-    """Return Holm-adjusted p-values of each column; only columns with a small one are worth the work."""
-    adjusted = np.ones_like(p)
-    for column in np.flatnonzero(p.min(axis=0) * len(p) <= 1.0):
-        adjusted[:, column] = holm(p[:, column].tolist())
-    return adjusted
 
 
 def _find_losses(m: Measurement, alpha: float, blocks_inconclusive: bool) -> DetectableLoss:
