@@ -225,7 +225,8 @@ def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: R
     tracks = {"images": ["shots", "bf16"], "detector": ["people", "bf16"], "upscaler": ["upscaler", "tiled-hann"]}
     assert sorted(passed.ran_others) == sorted(
         [f"{stage}_{track}@{name}" for track, names in tracks.items() for name in names
-         for stage in ("optimize", "evaluate")] + [f"{stage}_{track}" for track in tracks for stage in [*JUDGING, "release"]])
+         for stage in ("optimize", "evaluate")]
+        + [f"{stage}_{track}" for track in tracks for stage in (*JUDGING, "release")])
     for track in tracks:
         assert (project.root / f"build/{track}/gate.ok").exists(), passed.output
         assert (project.root / f"reports/{track}/worst.png").exists()
