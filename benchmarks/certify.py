@@ -5,8 +5,8 @@
 Each row of `tests/kill_rows.py` that the pattern finds gets a copy of the project, in which one thing is wrong, and
 the real stages run on it: optimize where weights are made, evaluate with real servers and workers where they answer,
 compare and gate always. A defect is killed when the release does not go out, whichever stage stops it. Changes that
-are none have to pass. Prints Markdown: what was planted, the verdict, the first line that was said, and seconds; ends
-with 1 when a defect survives or an equivalent change is stopped.
+are none have to pass. Prints Markdown: what was planted, the verdict, the first line that was said, the largest loss
+that was measured, and seconds; ends with 1 when a defect survives or an equivalent change is stopped.
 
 Needs a project on which `make repro` has finished. Rows that are done lie in build/certify.json and are not run again,
 as long as the evaluations are the same. `--measured` adds what the gate alone sees of broken weights, which the check
@@ -36,7 +36,7 @@ from tests.kill_rows import MEASURED, ROWS
 from tests.kill_table import Kill, Observed, ProjectError, observe
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = ("planted", "how", "verdict", "said", "s")
+COLUMNS = ("planted", "how", "verdict", "said", "largest loss", "s")
 
 
 def main() -> int:
@@ -103,10 +103,11 @@ def run_table(rows: Sequence[Kill], kept: Results) -> list[tuple[Kill, Observed]
     if rows:
         print()
         print_row(*COLUMNS)
-        print_row("---", "---", "---", "---", "---:")
+        print_row("---", "---", "---", "---", "---", "---:")
     for row in rows:
         seen = kept.observe(row)
-        print_row(row.name, row.how, describe_verdict(seen), quote(seen.line) if seen.line else "", f"{seen.seconds:.0f}")
+        said = quote(seen.line) if seen.line else ""
+        print_row(row.name, row.how, describe_verdict(seen), said, seen.loss, f"{seen.seconds:.0f}")
         found.append((row, seen))
     return found
 

@@ -51,6 +51,7 @@ def render_with_nan(batch: Sequence[Any], category: str | None, *, names: frozen
 
     def decode_broken(loaded: Any, latents: Any) -> Any:
         raw, *rest = decode(loaded, latents)
+        raw = raw.clone()  # the decoder's own can't be written to
         raw[broken] = float("nan")
         return raw, *rest
 

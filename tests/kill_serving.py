@@ -76,11 +76,12 @@ def swap_answers() -> Fault:
 
 
 def launch(module: str) -> Callable[[Trial], None]:
-    """Return what builds and evaluates the candidate on servers that another module starts."""
+    """Return what evaluates the candidate, built where it is new, on servers that another module starts."""
 
     def plant(trial: Trial) -> None:
         trial.keep_evals("tool_calls")
-        trial.optimize()
+        if not (trial.build / "candidates" / trial.name).is_dir():
+            trial.optimize()
         with mock.patch.object(transformers, "launcher", importlib.import_module(module)):
             trial.evaluate()
 

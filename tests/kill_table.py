@@ -28,10 +28,13 @@ from ruamel.yaml import YAML
 
 from pipeline.checkpoints import describe_checkpoint
 from pipeline.digests import digest_file
+from pipeline.gate.verdicts import Judgement
+from pipeline.gate.wording import format_harm, format_tolerance, name_comparison
 from pipeline.params import Params, load_params
 from pipeline.record_files import read_record, write_cases, write_record
 from pipeline.records import BuiltCandidate, CaseRecord, Evaluation, read_cases
 from pipeline.settings import BUILDS, METRICS, REPORTS, TRACKS
+from pipeline.verdict_records import Verdict
 from stages.cli import run_stage
 
 _OTHER_CODE = "were asked or scored by different settings or code"  # then any change would look stopped
@@ -83,6 +86,7 @@ class Observed:
     stage: str  # that stopped it, "" where nothing did
     line: str  # that it said first
     seconds: float
+    loss: str  # the largest against its tolerance, as far as it was measured
 
     @property
     def passes(self) -> bool:
@@ -158,6 +162,7 @@ class Trial:
         """Leave evals of these kinds, and what the gate asks of them."""
         evals = {name: e for name, e in self.section["evals"].items() if e["kind"] in kinds}
         self.section["evals"] = evals
+        self.section["gate"].pop("loosened", None)
         for part in ("tolerances", "tripwires"):
             metrics = self.section["gate"].get(part, {})
             self.section["gate"][part] = {m: t for m, t in metrics.items() if m.partition("/")[0] in evals}
@@ -191,11 +196,9 @@ class Trial:
         """Judge the candidate."""
         self.run("compare", self.track)
 
-    @property
-    def verdict(self) -> dict[str, Any]:
-        """The first verdict of reports/verdict.json."""
-        verdicts: list[dict[str, Any]] = json.loads(self.verdict_path.read_text(encoding="utf-8"))["verdicts"]
-        return verdicts[0]
+    def read_verdict(self) -> Verdict:
+        """Read the verdict on the candidate, edited or not."""
+        return read_record(self.verdict_path, Judgement).verdicts[0]
 
     @property
     def verdict_path(self) -> Path:
@@ -259,14 +262,14 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
         ProjectError: the project was evaluated by other code.
     """
     start = time.monotonic()
-    verdict, stage, line = "error", "", ""
+    verdict, stage, line, loss = "error", "", "", ""
     try:
         trial = Trial(project, folder, track=kill.track, candidate=kill.candidate, settings=kill.settings)
         kill.plant(trial)
         if not trial.verdict_path.exists():
             trial.compare()
-        verdict = trial.verdict["outcome"]
-        line = next(iter(trial.verdict["reasons"]), "")
+        judged = trial.read_verdict()
+        verdict, line, loss = judged.outcome, next(iter(judged.reasons), ""), describe_loss(judged)
         trial.run("gate", trial.track)
     except StoppedError as stopped:
         stage = stopped.stage
@@ -277,4 +280,14 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
     if _OTHER_CODE in line:
         raise ProjectError(f"{project}: expected evaluations by the present code and settings, got others; run "
                            "`make repro` first")
-    return Observed(verdict, stage, line.replace(f"{folder}/", ""), round(time.monotonic() - start, 1))
+    return Observed(verdict, stage, line.replace(f"{folder}/", ""), round(time.monotonic() - start, 1), loss)
+
+
+def describe_loss(verdict: Verdict) -> str:
+    """Say which gated metric lost most of its tolerance, and how much; nothing where none was measured."""
+    gated = [c for c in verdict.comparisons if c.tolerance]
+    if not gated:
+        return ""
+    worst = max(gated, key=lambda c: c.harm / (c.tolerance or 1.0))
+    return (f"{name_comparison(worst)} {format_harm(worst.metric, worst.harm)}, tolerated "
+            f"{format_tolerance(worst.metric, worst.tolerance)}")  # fmt: skip

@@ -51,8 +51,8 @@ def check_reconstruction(folder: Path, *, source: Path, step: Int4Step, plan: La
         errors = _measure_errors(packed[layer], weight, step)
         where = f"{folder}: layer {layer!r}"
         if abs(mean := float(errors.mean())) > MAX_MEAN_STEPS:
-            raise QuantizationError(f"{where}: its weights are {mean:+.2f} steps from the source's on average, expected "
-                                    f"at most {MAX_MEAN_STEPS}; the zero-point is wrong, or was not the one used")
+            raise QuantizationError(f"{where}: its weights are {mean:+.2f} steps from the source's on average, "
+                                    f"expected at most {MAX_MEAN_STEPS}; the zero-point is wrong, or not the one used")
         if step.kind == "awq":
             _check_groups(errors, where, step, dtype=packed[layer]["weight_scale"].dtype)
 
