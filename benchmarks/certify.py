@@ -4,9 +4,9 @@
 
 Each row of `tests/kill_rows.py` that the pattern finds gets a copy of the project, in which one thing is wrong, and
 the real stages run on it: optimize where weights are made, evaluate with real servers and workers where they answer,
-compare and gate always. A defect is killed when the release does not go out, whichever stage stops it. Changes that
-are none have to pass. Prints Markdown: what was planted, the verdict, the first line that was said, the largest loss
-that was measured, and seconds; ends with 1 when a defect survives or an equivalent change is stopped.
+compare and gate always. A defect is killed when the release does not go out, whichever stage stops it, and for the
+reason that the row gives. Changes that are none have to pass. Prints Markdown: what was planted, the verdict, the first
+line that was said, the largest loss that was measured, and seconds; ends with 1 when a row came out otherwise.
 
 Needs a project on which `make repro` has finished. Rows that are done lie in build/certify.json and are not run again,
 as long as the evaluations are the same. `--measured` adds what the gate alone sees of broken weights, which the check
@@ -55,15 +55,16 @@ def main() -> int:
     except ProjectError as error:
         print(f"certify: {error}", file=sys.stderr)
         return 1
-    survivors = [row.name for row, seen in found[0] if seen.passes]
-    stopped = [row.name for row, seen in found[1] if not seen.passes]
-    print(f"\nkilled {len(found[0]) - len(survivors)} of {len(found[0])}" + _name(survivors, "SURVIVED"))
-    print(f"passed {len(found[1]) - len(stopped)} of {len(found[1])} equivalent changes" + _name(stopped, "STOPPED"))
-    return 1 if survivors or stopped else 0
+    wrong = [[row.name for row, seen in rows if not seen.is_right(row)] for rows in found[:2]]
+    print()
+    print_score("defects killed", len(found[0]), wrong[0])
+    print_score("equivalent changes passed", len(found[1]), wrong[1])
+    return 1 if any(wrong) else 0
 
 
-def _name(rows: Sequence[str], what: str) -> str:
-    return f"; {what}: {', '.join(rows)}" if rows else ""
+def print_score(what: str, num: int, wrong: Sequence[str]) -> None:
+    """Print how many rows came out as they must, and name the others."""
+    print(f"{what}: {num - len(wrong)} of {num}" + (f"; NOT {', '.join(wrong)}" if wrong else ""))
 
 
 class Results:

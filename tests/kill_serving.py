@@ -90,10 +90,8 @@ def launch(module: str) -> Callable[[Trial], None]:
 
 def serve_less_at_once(trial: Trial) -> None:
     """Evaluate both sides with a quarter of the requests in flight."""
-    trial.keep_evals("tool_calls")
     trial.params["serving"]["concurrency"] //= 4
-    trial.write()
-    trial.run("evaluate", trial.reference)
+    trial.keep_evals("tool_calls")
     trial.evaluate()
 
 

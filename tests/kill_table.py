@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import io
 import json
+import re
 import shutil
 import sys
 import time
@@ -66,6 +67,7 @@ class Kill:
         track: whose candidate.
         candidate: that passes without the change; None: the first of the track's release.
         must_pass: it is an equivalent change, no defect.
+        because: pattern of the line that it must be stopped with: a defect that is stopped by chance is not killed.
         settings: of a candidate that the project does not have, to be built by `plant`.
     """
 
@@ -75,6 +77,7 @@ class Kill:
     track: str = "text"
     candidate: str | None = None
     must_pass: bool = False
+    because: str = ""
     settings: dict[str, Any] | None = None
 
 
@@ -92,6 +95,10 @@ class Observed:
     def passes(self) -> bool:
         """The release went out."""
         return not self.stage
+
+    def is_right(self, kill: Kill) -> bool:
+        """Say whether an equivalent change passed, or a defect was stopped for what is wrong."""
+        return self.passes if kill.must_pass else not self.passes and re.search(kill.because, self.line) is not None
 
 
 class Trial:
@@ -159,7 +166,7 @@ class Trial:
         return next(name for name, settings in self.section["evals"].items() if settings["kind"] == kind)
 
     def keep_evals(self, *kinds: str) -> None:
-        """Leave evals of these kinds, and what the gate asks of them."""
+        """Leave evals of these kinds, and what the gate asks of them; the reference answers their canary."""
         evals = {name: e for name, e in self.section["evals"].items() if e["kind"] in kinds}
         self.section["evals"] = evals
         self.section["gate"].pop("loosened", None)
@@ -167,6 +174,7 @@ class Trial:
             metrics = self.section["gate"].get(part, {})
             self.section["gate"][part] = {m: t for m, t in metrics.items() if m.partition("/")[0] in evals}
         self.write()
+        self.run("evaluate", self.reference)  # the canary's prompts are taken from all evals that chat
 
     def run(self, stage: str, *argv: str) -> str:
         """Run a stage in the copy's folder; return what it printed.
