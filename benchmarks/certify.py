@@ -107,7 +107,7 @@ def run_table(rows: Sequence[Kill], kept: Results) -> list[tuple[Kill, Observed]
         print_row("---", "---", "---", "---", "---", "---:")
     for row in rows:
         seen = kept.observe(row)
-        said = quote(seen.line) if seen.line else ""
+        said = quote(seen.reasons[0]) if not seen.passes else ""
         print_row(row.name, row.how, describe_verdict(seen), said, seen.loss, f"{seen.seconds:.0f}")
         found.append((row, seen))
     return found

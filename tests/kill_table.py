@@ -67,7 +67,7 @@ class Kill:
         track: whose candidate.
         candidate: that passes without the change; None: the first of the track's release.
         must_pass: it is an equivalent change, no defect.
-        because: pattern of the line that it must be stopped with: a defect that is stopped by chance is not killed.
+        because: pattern of a reason that it must be stopped for: a defect that is stopped by chance is not killed.
         settings: of a candidate that the project does not have, to be built by `plant`.
     """
 
@@ -87,7 +87,7 @@ class Observed:
 
     verdict: str  # of the candidate; "error" where a stage ended before there was one
     stage: str  # that stopped it, "" where nothing did
-    line: str  # that it said first
+    reasons: tuple[str, ...]  # that it gave, one line each
     seconds: float
     loss: str  # the largest against its tolerance, as far as it was measured
 
@@ -98,7 +98,9 @@ class Observed:
 
     def is_right(self, kill: Kill) -> bool:
         """Say whether an equivalent change passed, or a defect was stopped for what is wrong."""
-        return self.passes if kill.must_pass else not self.passes and re.search(kill.because, self.line) is not None
+        if kill.must_pass:
+            return self.passes
+        return not self.passes and any(re.search(kill.because, reason) for reason in self.reasons)
 
 
 class Trial:
@@ -270,25 +272,26 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
         ProjectError: the project was evaluated by other code.
     """
     start = time.monotonic()
-    verdict, stage, line, loss = "error", "", "", ""
+    verdict, stage, loss, reasons = "error", "", "", ("",)
     try:
         trial = Trial(project, folder, track=kill.track, candidate=kill.candidate, settings=kill.settings)
         kill.plant(trial)
         if not trial.verdict_path.exists():
             trial.compare()
         judged = trial.read_verdict()
-        verdict, line, loss = judged.outcome, next(iter(judged.reasons), ""), describe_loss(judged)
+        verdict, reasons, loss = judged.outcome, judged.reasons, describe_loss(judged)
         trial.run("gate", trial.track)
     except StoppedError as stopped:
         stage = stopped.stage
-        if stage != "gate" or not stopped.line.startswith("exit code"):  # then the verdict's own reason says it
-            line, verdict = stopped.line, "refused" if stage == "gate" else "error"
+        if stage != "gate" or not stopped.line.startswith("exit code"):  # then the verdict's own reasons say it
+            reasons, verdict = (stopped.line,), "refused" if stage == "gate" else "error"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if _OTHER_CODE in line:
+    if any(_OTHER_CODE in reason for reason in reasons):
         raise ProjectError(f"{project}: expected evaluations by the present code and settings, got others; run "
                            "`make repro` first")
-    return Observed(verdict, stage, line.replace(f"{folder}/", ""), round(time.monotonic() - start, 1), loss)
+    said = tuple(reason.replace(f"{folder}/", "") for reason in reasons)
+    return Observed(verdict, stage, said, round(time.monotonic() - start, 1), loss)
 
 
 def describe_loss(verdict: Verdict) -> str:
