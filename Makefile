@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 REJECTED ?= gptq-short
 
-.PHONY: help setup plan repro repro-rejected ui test lint clean
+.PHONY: help setup plan repro repro-rejected ui test certify lint clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -37,6 +37,9 @@ ui: setup  ## open MLflow on the runs; PORT=5000
 
 test: setup  ## run the tests
 	python -m pytest
+
+certify: setup  ## plant defects in copies of a finished project, none of which may pass: the kill table
+	python -m benchmarks.certify
 
 lint: setup  ## ruff and mypy
 	python -m ruff check .

@@ -55,6 +55,11 @@ def describe(row: Row, found: Observed) -> str:
         return "nothing, exit 0"
     if not said:
         said = "gate: " + next(r for r in found.verdict.reasons if r.startswith("refused: "))
+    return quote(said)
+
+
+def quote(said: str) -> str:
+    """Return a line as code in a cell of a Markdown table, cut where it is long."""
     said = re.sub(r"127\.0\.0\.1:\d+", "HOST", said)
     said = said if len(said) <= MAX_SHOWN else said[: MAX_SHOWN - 3] + "..."
     return "`" + said.replace("`", "'").replace("|", "\\|") + "`"

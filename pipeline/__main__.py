@@ -81,11 +81,32 @@ def compare(options: argparse.Namespace) -> int:
     reference, candidate = _read_sides(options)
     rules = _read_rules(options, reference, candidate)
     with use_metrics(rules.definitions):
-        judgement = judge_outcomes(reference, candidate, rules).judgement
+        compared = judge_outcomes(reference, candidate, rules)
+        judgement = compared.judgement
         print(render_outcomes(judgement, reference, rules))
+        _write_forms(compared, options)
     if options.json:
         write_record(options.json, judgement)
     return tell_exit_code(judgement)
+
+
+def _write_forms(compared: Any, options: argparse.Namespace) -> None:
+    """Write the judgement in the forms that were asked for."""
+    from pipeline.files import write_text
+    from pipeline.gate.explain import explain_release
+    from pipeline.gate.outputs.github import render_summary
+    from pipeline.gate.outputs.html import render_html
+    from pipeline.gate.outputs.junit import render_junit
+
+    judgement = compared.judgement
+    if options.junit:
+        write_text(options.junit, render_junit(judgement))
+    if options.html or options.summary:
+        explanation = explain_release(compared)
+        if options.html:
+            write_text(options.html, render_html(judgement, explanation, {}))
+        if options.summary:
+            write_text(options.summary, render_summary(judgement, explanation))
 
 
 def _read_sides(options: argparse.Namespace) -> Any:
@@ -176,6 +197,9 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add("--cluster-by", metavar="FIELD", help="of the document, metadata or table: equal values are one cluster")
     add("--buckets-by", action="append", default=[], metavar="FIELD", help="likewise, buckets FIELD/value; repeatable")
     add("--json", type=Path, metavar="FILE", help="write the judgement")
+    add("--html", type=Path, metavar="FILE", help="write it as one page, with the cases that flipped side by side")
+    add("--junit", type=Path, metavar="FILE", help="write it as JUnit XML")
+    add("--summary", type=Path, metavar="FILE", help="write it as Markdown, for the summary of a CI step")
 
 
 def run() -> NoReturn:

@@ -21,7 +21,7 @@ TRACKS = ("text", *_SECTIONS)
 # by track
 BUILDS = {"text": Path("build")} | {name: Path("build", name) for name in _SECTIONS}  # what stages make
 REPORTS = {"text": Path("reports")} | {name: Path("reports", name) for name in _SECTIONS}  # what people read
-RELEASES = {"text": Path("release")} | {name: Path("release", name) for name in _SECTIONS}  # what went out
+RELEASES = {name: Path("release", name) for name in TRACKS}  # what went out
 METRICS = {name: Path("metrics", name) for name in TRACKS}  # what DVC compares
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 

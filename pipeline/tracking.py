@@ -13,11 +13,12 @@ two processes do it at once, so all writing happens under a file lock.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ PAGES_FILES = {"text": "mlartifacts/pages.txt"} | {track: f"mlartifacts/pages-{t
 LOCK_FILE = ".mlflow.lock"
 LOCK_TIMEOUT_S = 120
 _VIEWS = "mlflow.sharedViewState."  # starts the tags that hold an experiment's saved views
-_PIPELINE, _KEY, _GROUP = "pipeline", "quantgate.key", "quantgate.group"
+PIPELINE, _KEY, GROUP = "pipeline", "quantgate.key", "quantgate.group"
 
 
 @dataclass(frozen=True)
@@ -69,28 +70,31 @@ def log_runs(
     Raises:
         JournalError: the store can't be locked, opened or written.
     """
-    from filelock import FileLock, Timeout
-
     files = [file for file in attachments if file.is_file()]
-    try:
-        with FileLock(root / LOCK_FILE, timeout=LOCK_TIMEOUT_S):
-            return _log_locked(runs, root, EXPERIMENTS[track], files, dvc_experiment)
-    except Timeout:
-        raise JournalError(f"{root / LOCK_FILE}: another process has been writing to MLflow for {LOCK_TIMEOUT_S} s; "
-                           "wait for it or end it") from None  # fmt: skip
-
-
-def _log_locked(
-    runs: list[RunContents], root: Path, experiment: str, files: list[Path], dvc_experiment: str
-) -> list[LoggedRun]:
-    open_client, errors = _import_mlflow()
-    try:
-        client = open_client(tracking_uri=f"sqlite:///{(root / STORE_FILE).resolve()}")
-        experiment_id = _find_experiment(client, experiment, root)
+    with open_store(root) as client:
+        experiment_id = _find_experiment(client, EXPERIMENTS[track], root)
         # MLflow lists the newest first
         logged = [_log_once(client, experiment_id, run, files, dvc_experiment) for run in reversed(runs)]
         _save_view(client, experiment_id, runs)
         return logged[::-1]
+
+
+@contextlib.contextmanager
+def open_store(root: Path) -> Iterator[Any]:
+    """Yield MLflow's client on the project's store, which nobody else writes meanwhile.
+
+    Raises:
+        JournalError: the store can't be locked, opened or written.
+    """
+    from filelock import FileLock, Timeout
+
+    open_client, errors = _import_mlflow()
+    try:
+        with FileLock(root / LOCK_FILE, timeout=LOCK_TIMEOUT_S):
+            yield open_client(tracking_uri=f"sqlite:///{(root / STORE_FILE).resolve()}")
+    except Timeout:
+        raise JournalError(f"{root / LOCK_FILE}: another process has been writing to MLflow for {LOCK_TIMEOUT_S} s; "
+                           "wait for it or end it") from None  # fmt: skip
     except errors as error:
         reason = str(error).strip().splitlines()[0].partition(". ")[0]  # then comes advice on other databases
         # without --force DVC may take the stage's output from its cache and not run it
@@ -123,7 +127,7 @@ def _find_experiment(client: Any, name: str, root: Path) -> str:
 
 def _log_once(client: Any, experiment_id: str, run: RunContents, files: list[Path], dvc_experiment: str) -> LoggedRun:
     group = f"{dvc_experiment}/{run.candidate}"
-    earlier = _search(client, experiment_id, f"tags.`{_GROUP}` = '{group}'")
+    earlier = search_runs(client, experiment_id, f"tags.`{GROUP}` = '{group}'")
     same = next((r for r in earlier if r.data.tags.get(_KEY) == run.key and r.info.status == "FINISHED"), None)
     for other in earlier:
         if other is not same and other.info.lifecycle_stage == "active":
@@ -138,7 +142,7 @@ def _log_once(client: Any, experiment_id: str, run: RunContents, files: list[Pat
     name = f"{run.candidate} ({dvc_experiment})" if dvc_experiment else run.candidate
     pictures, problems = draw_pictures(run.images)
     note = "".join([run.note, *(f"\n- not shown: {escape_markdown(problem)}" for problem in problems)])
-    tags = {_PIPELINE: "quantgate", _KEY: run.key, _GROUP: group, "mlflow.note.content": note,
+    tags = {PIPELINE: "quantgate", _KEY: run.key, GROUP: group, "mlflow.note.content": note,
             "mlflow.runColor": run.color} | _place(run, dvc_experiment)  # fmt: skip
     run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
     _fill(client, run_id, run, files)
@@ -164,7 +168,8 @@ def _save_view(client: Any, experiment_id: str, runs: list[RunContents]) -> None
             client.set_experiment_tag(experiment_id, f"{_VIEWS}{VIEW}", view)
 
 
-def _search(client: Any, experiment_id: str, query: str) -> list[Any]:
+def search_runs(client: Any, experiment_id: str, query: str) -> list[Any]:
+    """Return the runs of an experiment that a query finds, those in the bin too."""
     from mlflow.entities import ViewType
 
     return list(client.search_runs([experiment_id], query, run_view_type=ViewType.ALL, max_results=1000))

@@ -1,7 +1,7 @@
 """Evaluate a candidate, and stop as soon as harm beyond a tolerance is proven: `python scripts/screen.py CANDIDATE`.
 
 For the text track, after the reference was evaluated. Cases of the evals that chat are asked in a random order and
-paired with the reference's as they finish (`pipeline/gate/harm_stop.py`). Ends with 20 when harm is proven: a pass is
+paired with the reference's as they finish (`pipeline/harm_stop.py`). Ends with 20 when harm is proven: a pass is
 not to be had, so the rest need not be asked. Otherwise with 0, and the finished evaluation is what `dvc repro` takes
 over: nothing is asked twice. Either way finished cases stay in the journal.
 """
@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import SettingsError  # noqa: E402
 from pipeline.evals.evaluate import evaluate_candidate  # noqa: E402
-from pipeline.gate.harm_stop import HarmFound, HarmWatch  # noqa: E402
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition  # noqa: E402
 from pipeline.gate.pairing import load_evidence  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
+from pipeline.harm_stop import HarmFound, HarmWatch  # noqa: E402
 from pipeline.params import Params, check_candidate, load_params  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
 from stages.cli import run_stage  # noqa: E402

@@ -5,7 +5,6 @@ Exits 0 on a regression too, so that DVC records it; stopping a release is the n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from pipeline.gate.guidance_plot import plot_guidance
 from pipeline.gate.image_plots import plot_headroom, plot_worst_images
 from pipeline.gate.network_pictures import plot_found, plot_seams
 from pipeline.gate.network_plots import plot_buckets, plot_layers
+from pipeline.gate.outputs.publish import write_metrics, write_outputs
 from pipeline.gate.plots import plot_completion, plot_harm, plot_speed
-from pipeline.gate.report import metrics_tree, render_report
+from pipeline.gate.report import render_report
 from pipeline.params import get_track, load_params
 from pipeline.record_files import write_record
 from pipeline.settings import BUILDS, METRICS, REPORTS, Track
@@ -35,9 +35,9 @@ PLOTS: dict[str, dict[str, Plot]] = {  # by track, beside harm.png
 
 
 def main(argv: list[str]) -> int:
-    """Write judgement, report, plots and one metrics file per candidate of the track named on the command line."""
+    """Write judgement, report, its other forms, plots and metrics of the track named on the command line."""
     track = get_track(load_params(), " ".join(argv) or "text", kind=Track)
-    reports, metrics = REPORTS[track.name], METRICS[track.name]
+    reports = REPORTS[track.name]
     compared = compare_release(track, BUILDS[track.name])
     judgement = compared.judgement
     write_record(reports / "verdict.json", judgement)
@@ -45,12 +45,8 @@ def main(argv: list[str]) -> int:
     plot_harm(judgement, reports / "harm.png")
     for picture, plot in PLOTS[track.name].items():
         plot(compared, reports / picture)
-    for candidate, measured in compared.measured.items():
-        tree = json.dumps(metrics_tree(measured.metrics, judgement.policy), indent=2) + "\n"
-        write_text(metrics / f"{candidate}.json", tree)
-    for stale in metrics.glob("*.json"):
-        if stale.stem not in compared.measured:
-            stale.unlink()
+    write_outputs(compared, reports, BUILDS[track.name])
+    write_metrics(compared, METRICS[track.name])
     for verdict in judgement.verdicts:
         print(f"{verdict.candidate}: {verdict.outcome}")
     return 0

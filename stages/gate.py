@@ -6,8 +6,10 @@ gone. Its only output is the marker of a pass, removed before anything is judged
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from pipeline.gate.outputs.github import tell_github
 from pipeline.gate.standing import read_judgement
 from pipeline.gate.verdicts import blocking_verdicts, render_gate, write_marker
 from pipeline.params import get_track, load_params
@@ -24,6 +26,8 @@ def main(argv: list[str]) -> int:
     marker.unlink(missing_ok=True)
     judgement, are_here = read_judgement(track, Path())
     print(render_gate(judgement, are_here=are_here))
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        print(tell_github(judgement, os.environ))
     if blocking_verdicts(judgement):
         return 1
     write_marker(marker, judgement, verdict_path=REPORTS[track.name] / "verdict.json")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from pipeline.files import write_text
+from pipeline.gate.outputs import PAGE
 from pipeline.gate.verdicts import Judgement
 from pipeline.params import get_track, load_params
 from pipeline.record_files import read_record
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> int:
     root = Path(os.environ.get("DVC_ROOT", "."))  # the real root, also for a queued experiment
     build, reports = BUILDS[name], REPORTS[name]
     runs = describe_runs(read_record(reports / "verdict.json", Judgement), build)
-    attachments = list_attachments(reports)
+    attachments = [*list_attachments(reports), build / PAGE]
     logged = log_runs(runs, root, track=name, attachments=attachments,
                       dvc_experiment=os.environ.get("DVC_EXP_NAME", ""))  # fmt: skip
     write_pages(logged, root, track=name)

@@ -97,7 +97,14 @@ def serve(folder: Path) -> Iterator[str]:
     checkpoint = describe_checkpoint(folder / "models/tiny", root=folder)
     serving = ServingConfig(**{key: value for key, value in SERVING.items() if key in ServingConfig.model_fields})
     candidate = Candidate(name=MODEL, checkpoint=checkpoint, serving=serving)
-    engine = start_engine(candidate, ServingSettings(**SERVING), evals={}, root=folder, logs=folder / "logs")
+    with serve_candidate(candidate, ServingSettings(**SERVING), root=folder) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serve_candidate(candidate: Candidate, settings: ServingSettings, *, root: Path) -> Iterator[str]:
+    """Serve a candidate of a project by one server; yield where."""
+    engine = start_engine(candidate, settings, evals={}, root=root, logs=root / "logs")
     with asyncio.Runner() as runner:
         running, _ = runner.run(engine.__aenter__())
         try:

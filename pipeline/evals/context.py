@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset
-from pipeline.gate.harm_stop import HarmWatch
+from pipeline.harm_stop import HarmWatch
 from pipeline.serving.client import Client
 from pipeline.text_params import EvalSettings
 

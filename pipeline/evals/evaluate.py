@@ -27,8 +27,8 @@ from pipeline.evals.journal import Journal
 from pipeline.evals.registry import EVALS
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
-from pipeline.gate.harm_stop import HarmWatch
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.harm_stop import HarmWatch
 from pipeline.params import Params
 from pipeline.record_files import read_record, write_cases, write_record
 from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases

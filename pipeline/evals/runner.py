@@ -16,7 +16,7 @@ from typing import TypeVar
 from pipeline.cases import Case, ToolCallCase, TrajectoryCase
 from pipeline.errors import EngineError, JournalError, RequestError, SettingsError
 from pipeline.evals.context import EvalContext
-from pipeline.gate.harm_stop import HarmFound
+from pipeline.harm_stop import HarmFound
 from pipeline.records import CaseRecord
 from pipeline.serving.failures import find_error
 

@@ -31,6 +31,7 @@ from pipeline.text_params import CanarySettings
 from pipeline.verdict_records import MIN_POWER, CanaryComparison, CanaryFlip
 
 DEPLOYED = "loaded"
+OWN_PATH = "its own path without drafts"  # the name of a baseline that is not the reference
 # margin below which rounding can turn a token, in nat: one step of the dtype for logits of 16 to 32, and for float32
 # what sums of its terms in another order come to
 RISK_NATS = {"float32": 1e-4, "bfloat16": 0.125, "float16": 0.016}
@@ -201,7 +202,7 @@ def _list_baselines(
     if holds_same_model(reference.candidate.checkpoint, candidate.candidate.checkpoint):
         found.append(_Baseline("the reference's path", ours, DEPLOYED, True))
     if own:
-        found.append(_Baseline("its own path without drafts", own, f"plain {DEPLOYED}", True))
+        found.append(_Baseline(OWN_PATH, own, f"plain {DEPLOYED}", True))
     return found or [_Baseline("the reference, whose weights are others", ours, DEPLOYED, False)]
 
 

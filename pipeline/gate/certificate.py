@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.special import bdtrc, ndtri
 
 from pipeline.gate.decision import Measurement, harm_of
-from pipeline.gate.statistics import count_bounds, holm
+from pipeline.gate.statistics import count_bounds, holm_columns
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
 from pipeline.gate.wording import definition_of
 from pipeline.verdict_records import Certificate, DetectableLoss
@@ -30,25 +30,28 @@ Floats = NDArray[np.float64]
 NUM_SWAPS = 1_000  # they know a rate of 5 % to 0.7 points
 BLOCK = 5  # neighbouring clusters of the evalset that are swapped together
 _CHANCE = 0.001  # of refusing a rule that keeps its level
+_MAX_SIGNS = 1_000_000  # in memory at once
 
 
 def certify(
-    measured: Mapping[str, Sequence[Measurement]], *, alpha: float, blocks_inconclusive: bool
-) -> dict[str, Certificate]:
-    """Certify the rule for candidates that are judged as one family.
+    measured: Mapping[str, Sequence[Measurement]], families: Sequence[Sequence[str]], *, alpha: float,
+    blocks_inconclusive: bool,
+) -> dict[str, Certificate]:  # fmt: skip
+    """Certify the rule for every candidate.
 
     Args:
         measured: per candidate its measurements.
-        alpha: of the family.
+        families: candidates that are judged together; each is in one.
+        alpha: of a family.
         blocks_inconclusive: whether a loss that is not proven to be within its tolerance stops the release.
     """
-    gated = [(i, m) for i, name in enumerate(measured) for m in measured[name] if m.is_decisive]
-    fails = {size: _count_fails(gated, size, alpha) for size in (1, BLOCK)}
+    gated = {name: [m for m in measurements if m.is_decisive] for name, measurements in measured.items()}
+    fails = {size: _count_fails(gated, families, size, alpha) for size in (1, BLOCK)}
     return {
         name: Certificate(
-            num_swaps=NUM_SWAPS, num_false_fails=fails[1], block=BLOCK, num_block_fails=fails[BLOCK],
-            losses=tuple(_find_losses(m, alpha, blocks_inconclusive) for m in measurements if m.is_decisive))
-        for name, measurements in measured.items()
+            num_swaps=NUM_SWAPS, num_false_fails=fails[1][name], block=BLOCK, num_block_fails=fails[BLOCK][name],
+            losses=tuple(_find_losses(m, alpha, blocks_inconclusive) for m in measurements))
+        for name, measurements in gated.items()
     }  # fmt: skip
 
 
@@ -57,38 +60,56 @@ def is_above(count: int, alpha: float) -> bool:
     return count > 0 and bool(bdtrc(count - 1, NUM_SWAPS, alpha) < _CHANCE)
 
 
-def _count_fails(gated: Sequence[tuple[int, Measurement]], size: int, alpha: float) -> int:
-    """Count the swaps in which any comparison fails; clusters are swapped in blocks of `size`.
+def _count_fails(
+    gated: Mapping[str, Sequence[Measurement]], families: Sequence[Sequence[str]], size: int, alpha: float
+) -> dict[str, int]:
+    """Count the swaps in which any comparison of a candidate's family fails; clusters are swapped in blocks of `size`.
 
-    Evals are swapped independently of each other, and so are candidates; the metrics of an eval together.
+    Evals are swapped independently of each other, and so are the candidates of a family; the metrics of an eval
+    together.
     """
-    if not gated:
-        return 0
-    p, beyond = np.empty((len(gated), NUM_SWAPS)), np.empty((len(gated), NUM_SWAPS), dtype=bool)
-    signs: dict[tuple[str, int], Floats] = {}
-    for row, (candidate, m) in enumerate(gated):
-        # swapped in blocks, what all clusters lose alike would look like a loss of some blocks
-        sums = m.sums - (m.weights * (m.sums.sum() / m.weights.sum()) if size > 1 else 0.0)
-        blocks = np.add.reduceat(sums, np.arange(0, len(sums), size))
-        key = m.metric.partition("/")[0], len(blocks)
-        if key not in signs:
-            signs[key] = _draw_signs(len(blocks), seed=len(signs))
-        totals = np.roll(signs[key] @ blocks, candidate * (NUM_SWAPS // 7))
-        p[row] = m.tail(totals)
-        beyond[row] = harm_of(m.metric, totals / m.weights.sum()) > (m.tolerance or 0.0)
-    return int((beyond & (_holm_columns(p) <= alpha)).any(axis=0).sum())
+    swapped = _swap(gated, size)
+    counts = dict.fromkeys(gated, 0)
+    for family in families:
+        members = [(i, m, total) for i, name in enumerate(family) for m, total in zip(
+            gated[name], swapped[name], strict=True)]  # fmt: skip
+        if not members:
+            continue
+        # a draw of one candidate beside another draw of the next
+        totals = [np.roll(total, i * (NUM_SWAPS // 7)) for i, _, total in members]
+        p = np.stack([m.tail(total) for (_, m, _), total in zip(members, totals, strict=True)])
+        beyond = np.stack([harm_of(m.metric, total / m.weights.sum()) > (m.tolerance or 0.0)
+                           for (_, m, _), total in zip(members, totals, strict=True)])  # fmt: skip
+        count = int((beyond & (holm_columns(p) <= alpha)).any(axis=0).sum())
+        counts |= dict.fromkeys(family, count)
+    return counts
 
 
-def _draw_signs(num: int, *, seed: int) -> Floats:
-    return np.where(np.random.default_rng(seed).random((NUM_SWAPS, num)) < 0.5, -1.0, 1.0)
+def _swap(gated: Mapping[str, Sequence[Measurement]], size: int) -> dict[str, list[Floats]]:
+    """Return the totals of each measurement's sums under random signs, [NUM_SWAPS] each."""
+    by_eval: dict[tuple[str, int], list[tuple[str, int, Floats]]] = {}
+    for name, measurements in gated.items():
+        for i, m in enumerate(measurements):
+            # swapped in blocks, what all clusters lose alike would look like a loss of some blocks
+            sums = m.sums - (m.weights * (m.sums.sum() / m.weights.sum()) if size > 1 else 0.0)
+            blocks = np.add.reduceat(sums, np.arange(0, len(sums), size))
+            by_eval.setdefault((m.metric.partition("/")[0], len(blocks)), []).append((name, i, blocks))
+    swapped = {name: [np.empty(0)] * len(measurements) for name, measurements in gated.items()}
+    for seed, ((_, num), members) in enumerate(by_eval.items()):
+        totals = _draw_totals(np.stack([blocks for _, _, blocks in members], axis=1), num, seed=seed)
+        for column, (name, i, _) in enumerate(members):
+            swapped[name][i] = totals[:, column]
+    return swapped
 
 
-def _holm_columns(p: Floats) -> Floats:
-    """Return Holm-adjusted p-values of each column; only columns with a small one are worth the work."""
-    adjusted = np.ones_like(p)
-    for column in np.flatnonzero(p.min(axis=0) * len(p) <= 1.0):
-        adjusted[:, column] = holm(p[:, column].tolist())
-    return adjusted
+def _draw_totals(sums: Floats, num: int, *, seed: int) -> Floats:
+    """Return [NUM_SWAPS, columns] from sums [num, columns], some draws at a time: a matrix of signs can be large."""
+    rng, totals = np.random.default_rng(seed), np.empty((NUM_SWAPS, sums.shape[1]))
+    step = max(1, _MAX_SIGNS // num)
+    for start in range(0, NUM_SWAPS, step):
+        signs = np.where(rng.random((min(step, NUM_SWAPS - start), num)) < 0.5, -1.0, 1.0)
+        totals[start : start + step] = signs @ sums
+    return totals
 
 
 def _find_losses(m: Measurement, alpha: float, blocks_inconclusive: bool) -> DetectableLoss:

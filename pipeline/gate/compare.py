@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pipeline.benchmark_records import Benchmark, describe_work
 from pipeline.errors import EvidenceError
 from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
+from pipeline.gate.case_table import CaseTable
 from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.decision import Measurement, combine, judge_all
@@ -70,6 +71,7 @@ class Measured:
     benchmark: Benchmark | None = None
     speed: Speed | None = None
     gain: Gain | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def compare_release(params: Track, build: Path) -> ReleaseComparison:
     """
     policy = describe_policy(params)
     kinds = policy.eval_kinds
-    reference = _load(build, params.reference, params, policy)
+    reference = _load(build, params.reference, params, policy, is_pinned=True)
     _describe(reference, kinds)
     _check_room(reference, is_reference=True)
     _check_drawn(reference)
@@ -112,10 +114,12 @@ def compare_release(params: Track, build: Path) -> ReleaseComparison:
     return ReleaseComparison(judgement, {params.reference: reference, **measured})
 
 
-def _load(build: Path, name: str, params: Track, policy: Policy) -> Measured:
+def _load(build: Path, name: str, params: Track, policy: Policy, *, is_pinned: bool = False) -> Measured:
     measured = Measured()
     try:
-        measured.evidence = load_evidence(build, read_track_candidate(build, name, params), policy.evals)
+        candidate = read_track_candidate(build, name, params)
+        measured.evidence = load_evidence(build, candidate, policy.evals, is_pinned=is_pinned)
+        measured.seconds = _share_seconds(measured.evidence)
         measured.refusals += measured.evidence.problems.values()
         measured.refusals += check_silence(measured.evidence)
         measured.refusals += check_speculation(measured.evidence)
@@ -163,7 +167,7 @@ def _check_drawn(reference: Measured) -> None:
 
 def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     """Return the cluster of each record as a number, 0-based without holes."""
-    return np.unique([record.cluster for record in records], return_inverse=True)[1].astype(np.int64)
+    return CaseTable.of(records).clusters
 
 
 def _measure_candidate(measured: Measured, reference: Measured, params: Track, kinds: dict[str, str]) -> Measured:
@@ -282,11 +286,10 @@ def _measure_speed(measured: Measured, reference: Measured, name: str, params: P
 
 def _certify(measured: dict[str, Measured], params: Track) -> dict[str, Certificate]:
     """Certify the rule for the release, and for each other candidate alone; refuse one that does not keep alpha."""
-    certificates: dict[str, Certificate] = {}
-    released = [name for name in measured if name in params.release]
-    for family in [released] + [[name] for name in measured if name not in params.release]:
-        certificates |= certify({name: measured[name].measurements for name in family}, alpha=params.gate.alpha,
-                                blocks_inconclusive=params.gate.on_inconclusive == "block")
+    families = [[name for name in measured if name in params.release]]
+    families += [[name] for name in measured if name not in params.release]
+    certificates = certify({name: m.measurements for name, m in measured.items()}, families, alpha=params.gate.alpha,
+                           blocks_inconclusive=params.gate.on_inconclusive == "block")
     for name, certificate in certificates.items():
         if is_above(certificate.num_false_fails, params.gate.alpha):
             measured[name].refusals.append(describe_level(certificate, params.gate.alpha))
@@ -323,7 +326,7 @@ def _conclude(
                    facts=evaluation.served_by if evaluation else {},
                    behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
                    canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
-                   seconds=_share_seconds(measured.evidence) if measured.evidence else {},
+                   seconds=measured.seconds,
                    speed=measured.speed, gain=measured.gain, certificate=certificate, is_release=name in params.release,
                    reasons=tuple(reasons),
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))

@@ -7,7 +7,7 @@ the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,6 @@ from pipeline.records import CaseRecord
 from pipeline.verdict_records import Comparison
 
 _SOUND = ("sound", "finite")  # scores of an image that is one at all
-_SHOWN_BEFORE, _SHOWN_AFTER = 160, 240  # characters of an output shown round the first difference
 
 
 @dataclass(frozen=True)
@@ -54,38 +53,57 @@ class WorstCase:
     weight: float
 
 
-def worst_flips(comparisons: Sequence[Comparison], pairs: Mapping[str, PairedCases], *, limit: int) -> list[Flip]:
-    """Return up to `limit` flips behind a candidate's failing comparisons, losses first.
+def list_deciding(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Return the comparisons that a verdict other than pass rests on: those that fail, else those left open."""
+    for outcome in ("fail", "inconclusive"):
+        if found := [c for c in comparisons if c.outcome == outcome and c.tier != "advisory"]:
+            return found
+    return []
 
-    Failing metrics take turns; within one, a case in more of the failing buckets comes earlier.
+
+def worst_flips(
+    comparisons: Sequence[Comparison], pairs: Mapping[str, PairedCases], *, limit: int,
+    preferred: Collection[str] = (),
+) -> list[Flip]:
+    """Return up to `limit` flips behind some comparisons, losses first.
+
+    Metrics take turns; within one, a case in more of the buckets that are compared comes earlier.
+
+    Args:
+        comparisons: those that decided.
+        pairs: by eval.
+        limit: of all.
+        preferred: "<eval>/<case>" of those that come before their equals.
     """
-    failing: dict[str, list[str]] = {}
+    asked: dict[str, list[str]] = {}
     for comparison in comparisons:
-        if comparison.outcome == "fail" and comparison.b is not None:
-            failing.setdefault(comparison.metric, []).extend([comparison.bucket] if comparison.bucket else [])
-    queues = [_flips_of(metric, buckets, pairs[metric.partition("/")[0]]) for metric, buckets in failing.items()]
-    picked: list[Flip] = []
-    seen: set[tuple[str, str]] = set()
-    for round_number in range(limit):
+        if comparison.b is not None:
+            asked.setdefault(comparison.metric, []).extend([comparison.bucket] if comparison.bucket else [])
+    queues = [_flips_of(metric, buckets, pairs[metric.partition("/")[0]], preferred)
+              for metric, buckets in asked.items()]  # fmt: skip
+    picked: dict[tuple[str, str], Flip] = {}
+    for round_number in range(max(map(len, queues), default=0)):
         for queue in queues:
             if round_number < len(queue) and len(picked) < limit:
-                flip = queue[round_number]
-                if (flip.eval_name, flip.case_id) not in seen:
-                    seen.add((flip.eval_name, flip.case_id))
-                    picked.append(flip)
-    return picked
+                eval_name, is_loss, ours, theirs = queue[round_number]
+                if (eval_name, ours.case_id) not in picked:  # where outputs are long, to show one takes its time
+                    picked[eval_name, ours.case_id] = _show(eval_name, is_loss, ours, theirs)
+    return list(picked.values())
 
 
-def _flips_of(metric: str, buckets: list[str], pairs: PairedCases) -> list[Flip]:
+def _flips_of(
+    metric: str, buckets: list[str], pairs: PairedCases, preferred: Collection[str]
+) -> list[tuple[str, bool, CaseRecord, CaseRecord]]:
     eval_name = metric.partition("/")[0]
     definition = definition_of(metric)
     key = definition.score
-    found: list[tuple[tuple[bool, int, str], Flip]] = []
+    found = []
     for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
         if ours.scores[key] != theirs.scores[key]:
             is_loss = (ours.scores[key] - theirs.scores[key]) * definition.sign > 0
             hits = sum(bucket in buckets for bucket in ours.buckets)
-            found.append(((not is_loss, -hits, ours.case_id), _show(eval_name, is_loss, ours, theirs)))
+            order = (not is_loss, -hits, f"{eval_name}/{ours.case_id}" not in preferred, ours.case_id)
+            found.append((order, (eval_name, is_loss, ours, theirs)))
     return [flip for _, flip in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -114,13 +132,6 @@ def worst_cases(comparison: Comparison, pairs: PairedCases, *, limit: int) -> li
             harm = definition.sign * (before - after)
             rows.append((-harm, ours.case_id, WorstCase(ours.case_id, before, after, amount)))
     return [case for _, _, case in sorted(rows, key=lambda row: row[:2])[:limit]]
-
-
-def excerpt(text: str, character: int | None) -> str:
-    """Cut a text to the neighbourhood of a character; None shows the start."""
-    start = max(0, (character or 0) - _SHOWN_BEFORE)
-    end = start + _SHOWN_BEFORE + _SHOWN_AFTER
-    return ("… " if start else "") + text[start:end] + (" …" if end < len(text) else "")
 
 
 def list_worst_images(pairs: Mapping[str, PairedCases], kinds: Mapping[str, str]) -> list[tuple[str, int]]:

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from pipeline.gate.flips import Flip
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.wording import escape_markdown
 
@@ -146,14 +145,3 @@ def embed_pictures(evidence: Mapping[str, Evidence | None], reference: str) -> l
         parts += ["![Saturated pixels against CLIP similarity of what guides otherwise](guidance.png)\n",
                   f"{explained}\n"]  # fmt: skip
     return parts
-
-
-def tabulate_flips(flips: Sequence[Flip], *, asked: str = "prompt") -> list[list[str]]:
-    """Return a table of the images that became unsound or sound; no rows where none did.
-
-    Args:
-        flips: of images.
-        asked: what the records' prompts are.
-    """
-    rows = [[flip.kind, escape_markdown(flip.case_id), escape_markdown(flip.prompt)] for flip in flips]
-    return [["", "image", asked], ["---"] * 3, *rows] if rows else []

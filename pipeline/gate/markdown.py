@@ -1,10 +1,11 @@
-"""Markdown that the parts of the report share: a table, and a text as it is."""
+"""Markdown that the report and the summary in CI share: a table, a text as it is, a case whose judgement changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.gate.wording import show_unprintable
+from pipeline.gate.explanation_records import ExplainedFlip
+from pipeline.gate.wording import describe_place, escape_markdown, show_unprintable
 
 
 def render_table(rows: Sequence[Sequence[str]]) -> str:
@@ -19,3 +20,15 @@ def render_block(text: str) -> list[str]:
     while fence in text:
         fence += "`"
     return [f"{fence}text", text, fence]
+
+
+def show_flip(flip: ExplainedFlip) -> list[str]:
+    """Return the lines of a case that can be unfolded: what was asked, and what both sides answered."""
+    buckets = f" [{', '.join(flip.buckets)}]" if flip.buckets else ""
+    case = escape_markdown(f"{flip.eval_name} / {flip.case_id}{buckets}: {describe_place(flip)}")
+    lines = [f"<details><summary><b>{flip.kind}</b> {case}</summary>", "", "Prompt:", "",
+             *render_block(flip.prompt.text), ""]  # fmt: skip
+    for side, passage in ((flip.against, flip.reference), ("candidate", flip.candidate)):
+        if passage is not None:
+            lines += [f"{side[0].upper()}{side[1:]}:", "", *render_block(passage.text), ""]
+    return [*lines, "</details>", ""]

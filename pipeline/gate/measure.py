@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.detections import MatchTable
 from pipeline.errors import EvidenceError
+from pipeline.gate.case_table import CaseTable
 from pipeline.gate.decision import Measurement
 from pipeline.gate.detection import describe_precision, list_areas, measure_precision
 from pipeline.gate.metrics import MetricDefinition
@@ -95,7 +96,7 @@ def collect_scores(
 
 def list_buckets(records: Sequence[CaseRecord]) -> list[str]:
     """Return the buckets that the cases carry, in natural order."""
-    return sorted({bucket for record in records for bucket in record.buckets}, key=natural_key)
+    return sorted(CaseTable.of(records).buckets, key=natural_key)
 
 
 def list_pair_buckets(pairs: PairedCases, definition: MetricDefinition) -> list[str]:

@@ -8,7 +8,7 @@ aligned lists. No statistics here; a regression is not a problem of evidence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pipeline.detections import MatchTable, load_matches
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.fingerprints import Difference, find_difference, fingerprint
+from pipeline.gate.case_table import CaseTable
 from pipeline.record_files import read_record
 from pipeline.records import (
     Candidate,
@@ -51,7 +52,7 @@ class Evidence:
     fingerprint: str
     folder: Path
     evaluation: Evaluation
-    records: dict[str, list[CaseRecord]]
+    records: dict[str, CaseTable]
     problems: dict[str, str]
     tables: dict[str, MatchTable]
 
@@ -68,20 +69,23 @@ class PairedCases:
         tables: matched detections of both, in the order of the cases; None where there are none.
     """
 
-    reference: list[CaseRecord]
-    candidate: list[CaseRecord]
+    reference: Sequence[CaseRecord]
+    candidate: Sequence[CaseRecord]
     candidate_order: NDArray[np.int64]
     clusters: NDArray[np.int64]
     tables: tuple[MatchTable, MatchTable] | None = None
 
 
-def load_evidence(build: Path, candidate: AnyCandidate, evals: Mapping[str, dict[str, Any]]) -> Evidence:
+def load_evidence(
+    build: Path, candidate: AnyCandidate, evals: Mapping[str, dict[str, Any]], *, is_pinned: bool = False
+) -> Evidence:
     """Load and check the records of one candidate.
 
     Args:
         build: the folder that holds `evaluations/`.
         candidate: what would ship.
         evals: the evals that params.yaml asks for, with the settings of each.
+        is_pinned: keep the records in memory.
 
     Raises:
         EvidenceError: nothing about this candidate can be judged.
@@ -92,12 +96,12 @@ def load_evidence(build: Path, candidate: AnyCandidate, evals: Mapping[str, dict
     _check_identity(candidate, evaluation, folder / "evaluation.json")
     for file, sha256 in evaluation.config.items():
         _check_sealed(folder / "config" / file, sha256, "configuration")
-    records: dict[str, list[CaseRecord]] = {}
+    records: dict[str, CaseTable] = {}
     problems: dict[str, str] = {}
     tables: dict[str, MatchTable] = {}
     for eval_name, settings in evals.items():
         try:
-            found = _load_eval(folder, evaluation, eval_name, settings)
+            found = _load_eval(folder, evaluation, eval_name, settings, is_pinned)
             if settings["kind"] == "detection":
                 tables[eval_name] = _load_table(folder, evaluation.evals[eval_name], found)
             records[eval_name] = found
@@ -133,7 +137,9 @@ def check_same_hardware(reference: Evaluation, candidate: Evaluation, *, track: 
                             f"`dvc repro -f -s {stage}@{reference.candidate}` to evaluate both on one machine")
 
 
-def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, settings: dict[str, Any]) -> list[CaseRecord]:
+def _load_eval(
+    folder: Path, evaluation: Evaluation, eval_name: str, settings: dict[str, Any], is_pinned: bool
+) -> CaseTable:
     if eval_name not in evaluation.evals:
         raise EvidenceError(f"not evaluated; {folder / 'evaluation.json'} holds {sorted(evaluation.evals)}")
     file = evaluation.evals[eval_name]
@@ -143,25 +149,24 @@ def _load_eval(folder: Path, evaluation: Evaluation, eval_name: str, settings: d
         if asked != found:
             raise EvidenceError(f"{path}: evals.{eval_name}.{key}: expected {asked!r}, as params.yaml asks, evaluated "
                                 f"with {found!r}; run `dvc repro`")
-    _check_sealed(path, file.sha256, "records")
+    records = CaseTable(lambda: _read_sealed(path, file.sha256), is_pinned=is_pinned)
     arrays = path.with_suffix(".npz")
     if file.arrays_sha256 is not None:
         _check_sealed(arrays, file.arrays_sha256, "arrays")
     if file.notes_sha256 is not None:
         _check_sealed(path.with_suffix(".json"), file.notes_sha256, "notes")
-    records = read_cases(path)
     _check_records(path, records, file, evaluation.fingerprint)
     return records
 
 
-def _load_table(folder: Path, file: EvalFile, records: Sequence[CaseRecord]) -> MatchTable:
+def _load_table(folder: Path, file: EvalFile, records: CaseTable) -> MatchTable:
     """Load the matched detections beside records, and check that they are of these records in this order."""
     path = (folder / file.records).with_suffix(".npz")
     if file.arrays_sha256 is None:
         raise EvidenceError(f"{path}: expected matched detections and their sha256 in the index, found none; "
                             "run `dvc repro`")
     table = load_matches(path, num_images=len(records))
-    counts = read_scores(records, "objects", where=str(path))
+    counts = records.scores("objects", where=str(path))
     totals = table.num_objects[:, :, list(table.areas).index("all")].sum(axis=1)
     for i in np.flatnonzero(counts != totals)[:1].tolist():
         raise EvidenceError(f"{path}: expected {counts[i]:g} objects of case {records[i].case_id!r}, as its record "
@@ -172,6 +177,11 @@ def _load_table(folder: Path, file: EvalFile, records: Sequence[CaseRecord]) -> 
     return table
 
 
+def _read_sealed(path: Path, sha256: str) -> list[CaseRecord]:
+    _check_sealed(path, sha256, "records")
+    return read_cases(path)
+
+
 def _check_sealed(path: Path, sha256: str, what: str) -> None:
     if not path.is_file():
         raise EvidenceError(f"{path}: expected {what}, found no file; run `dvc repro`")
@@ -180,17 +190,13 @@ def _check_sealed(path: Path, sha256: str, what: str) -> None:
                             f"the {what} were edited or cut after they were written")
 
 
-def _check_records(path: Path, records: list[CaseRecord], file: EvalFile, fingerprint: str) -> None:
+def _check_records(path: Path, records: CaseTable, file: EvalFile, fingerprint: str) -> None:
     if len(records) != file.num_cases:
         raise EvidenceError(f"{path}: expected {file.num_cases} cases, got {len(records)}")
     if not records:
         raise EvidenceError(f"{path}: expected at least one case, got none")
-    first_with: dict[str, str] = {}
-    for record in records:
-        if record.input_digest in first_with:
-            raise EvidenceError(f"{path}: case {record.case_id!r} asks the same as case "
-                                f"{first_with[record.input_digest]!r}; every case may count once")
-        first_with[record.input_digest] = record.case_id
+    if len(set(records.digests)) != len(records):
+        _name_duplicate(path, records)
     strangers = [r for r in records if r.fingerprint != fingerprint]
     if strangers:
         raise EvidenceError(f"{path}: {len(strangers)} of {len(records)} cases were answered by another endpoint, "
@@ -198,6 +204,15 @@ def _check_records(path: Path, records: list[CaseRecord], file: EvalFile, finger
                             f"got {strangers[0].fingerprint[:12]!r}")
     if problem := describe_failures(records):
         raise EvidenceError(f"{path}: {problem}")
+
+
+def _name_duplicate(path: Path, records: Iterable[CaseRecord]) -> None:
+    first_with: dict[str, str] = {}
+    for record in records:
+        if record.input_digest in first_with:
+            raise EvidenceError(f"{path}: case {record.case_id!r} asks the same as case "
+                                f"{first_with[record.input_digest]!r}; every case may count once")
+        first_with[record.input_digest] = record.case_id
 
 
 def pair_cases(reference: Evidence, candidate: Evidence, eval_name: str) -> PairedCases:
@@ -229,19 +244,21 @@ def align(reference: Sequence[CaseRecord], candidate: Sequence[CaseRecord], *, w
     Raises:
         EvidenceError: a case without partner, or two sides that disagree on cluster or buckets.
     """
-    position = {record.input_digest: i for i, record in enumerate(candidate)}
-    if len(position) != len(candidate) or len({r.input_digest for r in reference}) != len(reference):
+    ours, theirs = CaseTable.of(reference), CaseTable.of(candidate)
+    if any(len(set(side.digests)) != len(side) for side in (ours, theirs)):
         raise EvidenceError(f"{where}: a case is there twice; every case may count once")
-    _check_unmatched(reference, candidate, where)
-    order = np.array([position[record.input_digest] for record in reference], dtype=np.int64)
-    partners = [candidate[i] for i in order]
-    for a, b in zip(reference, partners, strict=True):
-        if a.cluster != b.cluster or a.buckets != b.buckets:
-            raise EvidenceError(f"{where}: case {a.case_id!r} is in cluster {a.cluster!r} and buckets {a.buckets!r} on "
-                                f"the reference's side, in {b.cluster!r} and {b.buckets!r} on the candidate's")
-    numbers: dict[str, int] = {}
-    clusters = np.array([numbers.setdefault(r.cluster, len(numbers)) for r in reference], dtype=np.int64)
-    return PairedCases(list(reference), partners, order, clusters)
+    order = np.arange(len(ours))
+    if ours.digests != theirs.digests:
+        _check_unmatched(ours, theirs, where)
+        position = {digest: i for i, digest in enumerate(theirs.digests)}
+        order = np.array([position[digest] for digest in ours.digests], dtype=np.int64)
+    partners = theirs.at(order)
+    if ours.groups != partners.groups:
+        a, b = next((a, b) for a, b in zip(ours, partners, strict=True)
+                    if (a.cluster, a.buckets) != (b.cluster, b.buckets))
+        raise EvidenceError(f"{where}: case {a.case_id!r} is in cluster {a.cluster!r} and buckets {a.buckets!r} on "
+                            f"the reference's side, in {b.cluster!r} and {b.buckets!r} on the candidate's")
+    return PairedCases(ours, partners, order, ours.clusters)
 
 
 def _check_unmatched(reference: Sequence[CaseRecord], candidate: Sequence[CaseRecord], where: str) -> None:
@@ -254,7 +271,7 @@ def _check_unmatched(reference: Sequence[CaseRecord], candidate: Sequence[CaseRe
 
 def select_bucket(records: Sequence[CaseRecord], bucket: str | None) -> NDArray[np.int64]:
     """Return the positions of a bucket's cases; None selects all."""
-    return np.array([i for i, r in enumerate(records) if bucket is None or bucket in r.buckets], dtype=np.int64)
+    return CaseTable.of(records).locate(bucket)
 
 
 def read_scores(records: Sequence[CaseRecord], key: str, *, where: str) -> NDArray[np.float64]:
@@ -263,8 +280,4 @@ def read_scores(records: Sequence[CaseRecord], key: str, *, where: str) -> NDArr
     Raises:
         EvidenceError: a record lacks it.
     """
-    for record in records:
-        if key not in record.scores:
-            raise EvidenceError(f"{where}: case {record.case_id!r} has no score {key!r}, "
-                                f"it has {sorted(record.scores)}")
-    return np.array([record.scores[key] for record in records], dtype=np.float64)
+    return CaseTable.of(records).scores(key, where=where)

@@ -18,12 +18,13 @@ from matplotlib.lines import Line2D
 from pipeline.files import replace_whole
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import format_tolerance, natural_key
-from pipeline.verdict_records import Comparison, Metric
+from pipeline.verdict_records import Comparison, Metric, Verdict
 
 _OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "fail": ("#D55E00", "X", 9)}
 _SIDES = ("#4D4D4D", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#F0E442")
 _MAX_SHOWN = 6.0  # tolerances; a harm beyond is drawn at the edge with an arrow
 _PANELS_A_ROW = 3
+_MAX_CANDIDATES = 12  # of a picture that people can still read
 _DPI = 130
 
 Row = tuple[str, str | None, float | None]  # metric, bucket, tolerance
@@ -32,7 +33,7 @@ Row = tuple[str, str | None, float | None]  # metric, bucket, tolerance
 def plot_harm(judgement: Judgement, path: Path) -> None:
     """Draw each gated comparison's harm and bounds in units of its tolerance, one panel a candidate."""
     panels = [(v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES})
-              for v in judgement.verdicts if v.candidate != judgement.policy.reference]
+              for v in _choose_shown(judgement)]
     rows = list(dict.fromkeys(row for _, found in panels for row in found))
     num_columns = min(max(len(panels), 1), _PANELS_A_ROW)
     num_lines = max(1, -(-len(panels) // num_columns))
@@ -48,9 +49,21 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
     axes[0].set_xlim(*_reach([c for _, found in panels for c in found.values()]))
     figure.supxlabel("harm in units of the tolerance, right is worse (dashed line: the tolerance; "
-                     f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds)", fontsize=9)
+                     f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds){_tell_shown(judgement)}", fontsize=9)
     _add_outcome_legend(figure)
     save_figure(figure, path)
+
+
+def _choose_shown(judgement: Judgement) -> list[Verdict]:
+    """Return the candidates that a picture shows: all, or the first of many, those of the release before others."""
+    if len(judgement.verdicts) <= _MAX_CANDIDATES:
+        return list(judgement.verdicts)
+    return sorted(judgement.verdicts, key=lambda verdict: not verdict.is_release)[:_MAX_CANDIDATES]
+
+
+def _tell_shown(judgement: Judgement) -> str:
+    num = len(judgement.verdicts)
+    return f"; {_MAX_CANDIDATES} of {num} candidates, all are in report.md" if num > _MAX_CANDIDATES else ""
 
 
 def _reach(comparisons: Sequence[Comparison]) -> tuple[float, float]:
@@ -104,7 +117,7 @@ def plot_completion(judgement: Judgement, path: Path) -> None:
     evals = [name for name, kind in judgement.policy.eval_kinds.items() if kind == "trajectories"]
     names = {f"{name}/task_completion_rate": f"{name}\n" if len(evals) > 1 else "" for name in evals}
     sides = {judgement.policy.reference: judgement.reference_metrics}
-    sides |= {v.candidate: v.metrics for v in judgement.verdicts}
+    sides |= {v.candidate: v.metrics for v in _choose_shown(judgement)}
     series = {side: {names[m.name] + (m.bucket or "all"): m for m in metrics if m.name in names}
               for side, metrics in sides.items()}
     buckets = sorted({bucket for found in series.values() for bucket in found},
@@ -118,7 +131,8 @@ def plot_completion(judgement: Judgement, path: Path) -> None:
     counts = [next((f[b].n for f in series.values() if b in f), 0) for b in buckets]
     axis.set_xticks([i + 0.4 - width / 2 for i in range(len(buckets))],
                     [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)], fontsize=8, parse_math=False)
-    style_bars(axis, len(series), "task completion, %", "Task completion by bucket, with 95 % intervals")
+    title = f"Task completion by bucket, with 95 % intervals{_tell_shown(judgement)}"
+    style_bars(axis, len(series), "task completion, %", title)
     save_figure(figure, path)
 
 

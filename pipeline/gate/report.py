@@ -15,6 +15,7 @@ from pipeline.benchmark_records import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.explain import EXPLAINED
 from pipeline.gate.failure_section import explain_failure
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
 from pipeline.gate.images import describe_files, describe_rendering, embed_pictures
@@ -58,8 +59,8 @@ losses of several releases add up there.
 
 - ✅ **pass**: the loss is proven to be within the tolerance, `at most` ≤ tolerance.
 - ❌ **fail**: the loss seen is beyond the tolerance, and p ≤ {alpha:g}.
-- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release; a metric
-  of tier supporting blocks only where the loss is seen beyond its tolerance, an advisory one never.
+- ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release; a
+  metric of tier supporting blocks only where the loss is seen beyond its tolerance, an advisory one never.
 - ⛔ **refused**: the evidence is not fit to be judged.
 {marks}"""
 _MARKS_OF_TEXT = "- · reported only. Divergence (KL, changed outputs) says where to look and never decides.\n"
@@ -235,7 +236,7 @@ def _candidate_section(
     if reported:
         lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
                   _comparison_table(reported), "</details>"]
-    if verdict.outcome == "fail":
+    if verdict.outcome in EXPLAINED:
         lines += explain_failure(verdict, measured, policy.track)
     return "\n".join(lines) + "\n"
 

@@ -262,15 +262,20 @@ def _sample_totals(sizes: Floats, seed: int) -> Floats:
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Return Holm-adjusted p-values in the order given.
+    """Return Holm-adjusted p-values in the order given."""
+    return holm_columns(np.asarray(p_values, dtype=np.float64)[:, None])[:, 0].tolist()
+
+
+def holm_columns(p: Floats) -> Floats:
+    """Return Holm-adjusted p-values of many families, one a column.
 
     Reference: S. Holm, Scandinavian Journal of Statistics 6:65-70 (1979).
     """
-    p = np.asarray(p_values, dtype=np.float64)
-    order = np.argsort(p, kind="stable")
+    order = np.argsort(p, axis=0, kind="stable")
+    steps = np.take_along_axis(p, order, axis=0) * np.arange(len(p), 0, -1)[:, None]
     adjusted = np.empty_like(p)
-    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)), 1.0)
-    return adjusted.tolist()
+    np.put_along_axis(adjusted, order, np.minimum(np.maximum.accumulate(steps, axis=0), 1.0), axis=0)
+    return adjusted
 
 
 def proportion_interval(scores: Floats, clusters: Ints, *, confidence: float = 0.95) -> tuple[float, float]:
@@ -304,8 +309,10 @@ def cases_to_prove(b: float, c: float, n: float, tolerance: float, *, confidence
     Returns:
         The number of additional cases, or None when more than 1,000 times as many would be needed.
     """
+    z = float(ndtri(confidence))
+
     def is_proven(factor: float) -> bool:
-        return tango_bounds(b * factor, c * factor, n * factor, confidence=confidence)[1] <= tolerance
+        return _tango_upper(b * factor, c * factor, n * factor, z) <= tolerance
 
     low, high = 1.0, 1_000.0
     if not is_proven(high):

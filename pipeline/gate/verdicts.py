@@ -194,8 +194,15 @@ def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     is_strict = policy.on_inconclusive == "block"
     return (_gains_nothing(verdict, policy)
             or (is_strict and any(reason.startswith(UNPROVEN) for reason in verdict.reasons))
-            or any((is_strict and c.tier == "critical") or c.harm > (c.tolerance or 0.0)
-                   for c in verdict.comparisons if c.outcome == "inconclusive" and c.tier != "advisory"))
+            or any(is_stopping(c, policy) for c in verdict.comparisons))
+
+
+def is_stopping(c: Comparison, policy: Policy) -> bool:
+    """Say whether one comparison by itself keeps a released candidate from going out."""
+    if c.tier == "advisory" or c.outcome in ("pass", "reported"):
+        return False
+    is_strict = policy.on_inconclusive == "block" and c.tier == "critical"
+    return c.outcome != "inconclusive" or is_strict or c.harm > (c.tolerance or 0.0)
 
 
 def blocking_verdicts(judgement: Judgement) -> list[Verdict]:
@@ -213,7 +220,7 @@ def check_outcomes(judgement: Judgement) -> None:
         gated = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
         wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, judgement.policy)]
         if verdict.outcome == "pass":
-            wrong += [name_metric(*key) for key in _list_gated(judgement.policy) if key not in gated]
+            wrong += [name_metric(*key) for key in list_gated(judgement.policy) if key not in gated]
         is_unfit = (bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
                     or _changes_answers(verdict, judgement.policy) or _drafts_too_few(verdict, judgement.policy)
                     or _is_too_slow(verdict, judgement.policy) or _gains_nothing(verdict, judgement.policy))
@@ -255,7 +262,8 @@ def _gains_nothing(verdict: Verdict, policy: Policy) -> bool:
     return not verdict.gain.is_sure or any(reason.startswith(NO_GAIN) for reason in verdict.reasons)
 
 
-def _list_gated(policy: Policy) -> list[tuple[str, str | None]]:
+def list_gated(policy: Policy) -> list[tuple[str, str | None]]:
+    """Return metric and bucket of every comparison that has a tolerance."""
     return [(metric, bucket) for metric, tolerance in policy.tolerances.items()
             for bucket in ([None] if tolerance.overall is not None else []) + list(tolerance.buckets)]
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from pipeline.gate.explanation_records import ExplainedFlip
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.verdict_records import Comparison
 
@@ -120,6 +121,21 @@ def name_metric(metric: str, bucket: str | None) -> str:
 def name_comparison(comparison: Comparison) -> str:
     """Name what a comparison compares."""
     return name_metric(comparison.metric, comparison.bucket)
+
+
+def cut_text(text: str, length: int) -> str:
+    """Cut a text to a length, with a word on how much more there is."""
+    return text if len(text) <= length else f"{text[:length]} … ({len(text) - length:,} more characters)"
+
+
+def describe_place(flip: ExplainedFlip) -> str:
+    """Say where two outputs first differ, and how far the token there was ahead of the next one, where known."""
+    if flip.character is None:
+        return "the outputs are equal" if flip.token is None else f"the texts are equal, token {flip.token} is not"
+    said = f"first difference in line {(flip.line or 0) + 1}, character {flip.character}"
+    if flip.margin is None:
+        return said
+    return f"{said} (token {flip.token}, which was ahead by {flip.margin:.2g} nat)"
 
 
 def show_unprintable(text: str, *, keep: str = "") -> str:

@@ -99,6 +99,7 @@ def awq_recipe(step: AwqStep, plan: LayerPlan, log: StepLog) -> list[Any]:
         def _compute_best_scale(self, mapping: Any, *args: Any) -> Any:
             scales = super()._compute_best_scale(mapping, *args)
             log.record_loss(mapping.balance_names, self._error_metrics[-1]["best_error"])
+            log.record_scales(mapping.balance_names, scales, smoothed=mapping.smooth_name)
             return scales
 
     return [ReportingAwq(duo_scaling=True, n_grid=step.num_grid_points), QuantizationModifier(**_scheme(step, plan))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pipeline.records import Fallback
 
@@ -19,6 +20,8 @@ class StepLog:
         self.losses: dict[str, float] = {}
         self.fallbacks: list[Fallback] = []
         self._num_reported = 0
+        self._columns: dict[str, list[Any]] = {}  # factors of a layer's input channels
+        self._rows: dict[str, list[Any]] = {}  # divisors of the last of a layer's output channels
 
     def record_loss(self, layers: Sequence[str], loss: float) -> None:
         """Note the calibration loss that these layers share, and print it."""
@@ -31,3 +34,18 @@ class StepLog:
         """Note that the library did something else than was asked, and print it."""
         self.fallbacks.append(Fallback(layer=layer, reason=reason))
         print(f"{self.kind} {layer} fallback: {reason}", flush=True)
+
+    def record_scales(self, layers: Sequence[str], scales: Any, *, smoothed: str) -> None:
+        """Note the factors by which the input channels of layers grew and the outputs of the one before shrank."""
+        for layer in layers:
+            self._columns.setdefault(layer, []).append(scales.float())
+        self._rows.setdefault(smoothed, []).append(scales.float())
+
+    def scale_as_moved(self, layer: str, weight: Any) -> Any:
+        """Return a layer's weight, (out, in), as it was before it was rounded."""
+        moved = weight.clone()
+        for scales in self._columns.get(layer, []):
+            moved *= scales.view(1, -1)
+        for scales in self._rows.get(layer, []):
+            moved[-len(scales) :] /= scales.view(-1, 1)
+        return moved

@@ -27,6 +27,7 @@ from pipeline.optimize.calibration import describe_samples, select_samples
 from pipeline.optimize.coverage import check_coverage
 from pipeline.optimize.layers import Int4Step, LayerPlan, check_rank, check_source, plan_layers
 from pipeline.optimize.progress import StepLog
+from pipeline.optimize.reconstruction import check_reconstruction
 from pipeline.records import Fallback, LayerCoverage
 from pipeline.speculation_records import SpeculativeConfig
 from pipeline.weight_files import check_finite, iterate_weights
@@ -77,6 +78,7 @@ def quantize(
     del model
     copy_text_files(source, destination)
     coverage = check_coverage(destination, source=source, step=step, plan=plan, log=log)
+    check_reconstruction(destination, source=source, step=step, plan=plan, log=log)
     for layer in plan.asked:
         if layer not in log.losses:
             log.record_fallback(layer, f"rounded to nearest: no {step.kind} rule of the library fits this layer")

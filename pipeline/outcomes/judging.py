@@ -142,7 +142,7 @@ def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
 def _certify(measured: Measured, name: str, rules: Rules) -> Certificate | None:
     if not measured.measurements:
         return None
-    certificate = certify({name: measured.measurements}, alpha=rules.alpha,
+    certificate = certify({name: measured.measurements}, [[name]], alpha=rules.alpha,
                           blocks_inconclusive=rules.on_inconclusive == "block")[name]
     if is_above(certificate.num_false_fails, rules.alpha):
         measured.refusals.append(describe_level(certificate, rules.alpha))

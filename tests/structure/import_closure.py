@@ -3,9 +3,10 @@
     python tests/structure/import_closure.py             every stage
     python tests/structure/import_closure.py evaluate    one stage, ready to paste under `deps:`
 
-Follows imports anywhere in a file, functions included, and dotted names of project modules in
-strings (a server is started as `python -m pipeline...`). A package's __init__.py counts: Python
-runs it on the way. Only files under pipeline/ and stages/ are listed.
+Follows imports anywhere in a file, functions included, dotted names of project modules in strings
+(a server is started as `python -m pipeline...`), and templates that a file names beside itself. A
+package's __init__.py counts: Python runs it on the way. Only files under pipeline/ and stages/ are
+listed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def find_module(name: str, root: Path = ROOT) -> Path | None:
 
 @cache
 def direct_imports(path: Path, root: Path = ROOT) -> frozenset[Path]:
-    """List the project files that a file imports or names in a string."""
+    """List the project files that a file imports or names in a string; a template has none."""
+    if path.suffix != ".py":
+        return frozenset()
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -48,6 +51,7 @@ def direct_imports(path: Path, root: Path = ROOT) -> frozenset[Path]:
                     for i in range(1, len(parts) + 1) if find_module(name, root)
                     or find_module(name.rpartition(".")[0], root)}  # fmt: skip
     found = {find_module(name, root) for name in with_parents}
+    found |= {path.with_name(name) for name in names if name.endswith(".jinja") and path.with_name(name).is_file()}
     return frozenset(p for p in found if p is not None and p != path)
 
 

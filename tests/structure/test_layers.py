@@ -18,7 +18,7 @@ LAYERS = (
      "serving_records", "canary_records", "records", "settings", "text_params", "text_problems", "image_params",
      "network_params", "params", "built_candidates", "image_serving", "network_serving", "serving_config",
      "gate.metrics", "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params",
-     "detections", "average_precision", "tile_grid", "sweep.settings"),
+     "detections", "average_precision", "tile_grid", "harm_stop", "sweep.settings"),
     ("numerics", "environment", "timing", "memory_format", "worker_pool"),
     ("weight_files", "weight_folders", "network_files", "memory", "checkpoints", "drafts", "cases", "pictures",
      "evalsets"),
@@ -31,8 +31,9 @@ LAYERS = (
 )
 PLANNING = ("suite_sizes", "gate_preflight")  # these ask the gate what it can prove
 # These judge and show records; the model is none of their business.
-RECORDS_ONLY = ("__main__", "gate", "outcomes", "tracking", "run_contents", "image_contents", "network_contents",
-                "run_pictures", "predictions", "sweep.judging", "sweep.table", "sweep.plot")  # fmt: skip
+RECORDS_ONLY = ("__main__", "gate", "outcomes", "release", "tracking", "model_registry", "run_contents",
+                "image_contents", "network_contents", "run_pictures", "predictions", "sweep.judging",
+                "sweep.table", "sweep.plot")  # fmt: skip
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
 LIGHT_MODULES = ("params", "preflight", "image_preflight", "network_preflight", "network_serving", "environment",
                  "memory", "tile_grid", *RECORDS_ONLY)  # fmt: skip

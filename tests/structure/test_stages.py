@@ -72,6 +72,13 @@ def test_code_dependencies_are_the_import_closure(stage: str) -> None:
                               f"`python tests/structure/import_closure.py {file}` prints them")  # fmt: skip
 
 
+@pytest.mark.parametrize("stage", DVC_STAGES)
+def test_nothing_is_listed_twice(stage: str) -> None:
+    for section in ("deps", "outs", "metrics"):
+        names = _names(DVC_STAGES[stage].get(section, []))
+        assert len(names) == len(set(names)), f"{section} of {stage} in dvc.yaml"
+
+
 def test_evaluate_watches_what_can_change_an_answer_and_nothing_else_of_serving() -> None:
     """Too few: answers of another setting are judged. Too many: a longer timeout costs every evaluation."""
     names = [name for name in _names(DVC_STAGES["evaluate"]["params"]) if name.startswith("serving")]

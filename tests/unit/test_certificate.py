@@ -27,7 +27,7 @@ def measure(reference: list, candidate: list, *, size: int = 1, tolerance: float
 
 
 def certify_one(measurement: Measurement, *, blocks: bool = True):
-    return certify({"a": [measurement]}, alpha=0.05, blocks_inconclusive=blocks)["a"]
+    return certify({"a": [measurement]}, [["a"]], alpha=0.05, blocks_inconclusive=blocks)["a"]
 
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["block", "warn"])
@@ -73,7 +73,8 @@ def test_equal_models_fail_among_swaps_no_more_often_than_alpha() -> None:
     reference, candidate = make_flips(40, 40, 400, right=300)
     pairs = align(reference, candidate, where="w")
     tight = measure_metric(pairs, COMPLETION, None, eval_name="w", tolerance=0.001, alpha=0.05)
-    count = certify({"a": [tight] * 3, "b": [tight]}, alpha=0.05, blocks_inconclusive=True)["a"].num_false_fails
+    found = certify({"a": [tight] * 3, "b": [tight]}, [["a", "b"]], alpha=0.05, blocks_inconclusive=True)
+    count = found["a"].num_false_fails
     assert 0 < count < 0.07 * NUM_SWAPS
     assert not is_above(count, 0.05)
 

@@ -290,3 +290,16 @@ def test_the_launcher_of_a_clone_runs_its_own_pipeline_from_anywhere(tmp_path):
     write_text(tmp_path / "here/pipeline/__main__.py", "raise SystemExit('another')")
     child = subprocess.run([folder / "quantgate", "gte"], cwd=tmp_path / "here", capture_output=True, text=True)
     assert child.returncode == 1 and child.stderr.startswith("quantgate: argument")
+
+
+def test_the_judgement_is_written_in_every_form_that_was_asked_for(tmp_path, capsys):
+    ours = write_outcomes(tmp_path / "a.csv", [1.0] * 200, output=["yes"] * 200)
+    theirs = write_outcomes(tmp_path / "b.csv", [1.0] * 150 + [0.0] * 50, output=["yes"] * 150 + ["<b>no</b>"] * 50)
+    forms = {name: tmp_path / name for name in ("html", "junit", "summary", "json")}
+    asked = [word for name, path in forms.items() for word in (f"--{name}", path)]
+    code, _ = run("compare", ours, theirs, *asked, capsys=capsys)
+    assert code == 20
+    page = forms["html"].read_text()
+    assert "&lt;b&gt;no&lt;/b&gt;" in page.replace("<mark>", "").replace("</mark>", "") and "<b>no</b>" not in page
+    assert "<failure" in forms["junit"].read_text()
+    assert "fail" in forms["summary"].read_text()

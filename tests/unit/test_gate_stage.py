@@ -17,6 +17,7 @@ from pipeline.errors import EvidenceError
 from pipeline.files import write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.gate.compare import compare_release
+from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.verdicts import VERDICT_PATH, Judgement
 from pipeline.record_files import read_record, write_record
 from pipeline.records import BuiltCandidate
@@ -284,3 +285,23 @@ def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
     assert tree["workflows"]["task_completion_rate by bucket"]["constraint_retention"] > 0.5
     assert "null" not in (tmp_path / "metrics/text/good.json").read_text()
     assert read_record(VERDICT_PATH, Judgement).verdicts[1].outcome == "fail"
+
+
+def test_github_is_told_where_its_runner_says_so(project, capsys, monkeypatch, tmp_path):
+    """Elsewhere a line that starts with "::" would be noise."""
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    project("good", "bad")
+    run_gate()
+    assert "::error" not in capsys.readouterr().out
+    summary = tmp_path / "summary.md"
+    for name, value in (("GITHUB_ACTIONS", "true"), ("GITHUB_STEP_SUMMARY", str(summary)),
+                        ("GITHUB_WORKSPACE", str(tmp_path.parent))):
+        monkeypatch.setenv(name, value)
+    write_text(Path("params.yaml"), "gate: {tolerances: {workflows/task_completion_rate: {overall: 0.02}}}\n")
+    write_record(VERDICT_PATH.with_name("explanation.json"), Explanation(candidates=()))
+    summary.write_text("from another step\n")
+    assert run_gate()[0] == 1
+    said = capsys.readouterr().out
+    assert f"::error file={tmp_path.name}/params.yaml,line=1,title=bad%3A fail::workflows/task_completion_rate" in said
+    written = summary.read_text()
+    assert written.startswith("from another step\n## Gate\n") and "**Blocked** by `bad`" in written

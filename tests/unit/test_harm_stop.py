@@ -12,8 +12,8 @@ import pytest
 from pipeline.cases import DocumentCase
 from pipeline.evals.journal import Journal
 from pipeline.evals.runner import run_cases
-from pipeline.gate.harm_stop import HarmFound, HarmWatch
 from pipeline.gate.metrics import METRICS_BY_NAME
+from pipeline.harm_stop import HarmFound, HarmWatch
 from pipeline.records import CaseRecord
 from tests.synthetic_records import make_cases
 from tests.unit.test_runner import make_context

@@ -24,7 +24,7 @@ def policy(**gate):
 @pytest.fixture
 def released(tmp_path):
     """A folder whose last release was judged by `policy()`."""
-    write_text(tmp_path / "release/manifest.json", json.dumps({"policy": policy().model_dump(mode="json")}))
+    write_text(tmp_path / "release/text/manifest.json", json.dumps({"policy": policy().model_dump(mode="json")}))
     return tmp_path
 
 
@@ -57,6 +57,6 @@ def test_stricter_and_new_settings_need_none(released, change) -> None:
 
 def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_named(tmp_path) -> None:
     check_loosening(policy(alpha=0.2), tmp_path)
-    write_text(tmp_path / "release/manifest.json", "{")
-    with pytest.raises(EvidenceError, match=r"release/manifest.json: expected the manifest of a release"):
+    write_text(tmp_path / "release/text/manifest.json", "{")
+    with pytest.raises(EvidenceError, match=r"release/text/manifest.json: expected the manifest of a release"):
         check_loosening(policy(), tmp_path)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.gate.metrics import MetricDefinition
-from pipeline.gate.wording import format_tolerance
 from pipeline.records import CaseRecord
 
 _NUM_BETS = 24  # sizes of bets, of which the mean is kept: nobody knows the best one before
@@ -114,7 +113,7 @@ class HarmWatch:
             if log_capital >= self._level:
                 total = len(self._reference)
                 raise HarmFound(
-                    f"{bet.metric}: a loss of more than {format_tolerance(bet.metric, bet.tolerance)} is proven after "
+                    f"{bet.metric}: a loss of more than {100 * bet.tolerance:g} points is proven after "
                     f"{self.num_seen:,} of {total:,} cases (e-value {np.exp(log_capital):.0f}, "
                     f"{np.exp(self._level):.0f} is enough); {total - self.num_seen:,} cases, "
                     f"{100 * (total - self.num_seen) / total:.0f} %, need not be asked")

@@ -1,0 +1,168 @@
+"""Case records as a table: columns that are computed once, and a file that is read again when memory was needed.
+
+A release may compare a hundred candidates on two million cases, far more than fits into memory as records. So a table
+knows how to load its records: what was let go is read, and its seal checked, again when someone looks at it, for
+example to show a failure. How many records stay is bounded for all tables together. A table behaves like the list of
+its records.
+
+Not covered: whether the records are fit to be judged (`pairing.py`), and arrays beside them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import ClassVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import EvidenceError
+from pipeline.records import CaseRecord
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_MAX_RECORDS = 40_000  # in memory beside the pinned ones: about 120 MB
+
+
+class _Content:
+    """Records in memory, and what was computed from them."""
+
+    def __init__(self, records: list[CaseRecord]) -> None:
+        self.records = records
+        self.scores: dict[str, Floats] = {}
+
+    @cached_property
+    def digests(self) -> list[str]:
+        return [record.input_digest for record in self.records]
+
+    @cached_property
+    def groups(self) -> list[tuple[str, tuple[str, ...]]]:
+        return [(record.cluster, record.buckets) for record in self.records]
+
+    @cached_property
+    def clusters(self) -> Ints:
+        return _number(tuple(record.cluster for record in self.records))
+
+    @cached_property
+    def positions(self) -> dict[str, Ints]:
+        found: dict[str, list[int]] = {}
+        for i, record in enumerate(self.records):
+            for bucket in record.buckets:
+                found.setdefault(bucket, []).append(i)
+        return {bucket: np.array(places, dtype=np.int64) for bucket, places in found.items()}
+
+
+class CaseTable(Sequence[CaseRecord]):
+    """The records of one eval; see the module for what it adds to a list of them."""
+
+    _loaded: ClassVar[OrderedDict[int, tuple[CaseTable, _Content]]] = OrderedDict()  # the latest last
+
+    def __init__(self, load: Callable[[], list[CaseRecord]], *, is_pinned: bool = False) -> None:
+        """Load the records.
+
+        Args:
+            load: returns the records, the same ones each time.
+            is_pinned: keep them in memory.
+
+        Raises:
+            EvidenceError: what `load` finds wrong.
+        """
+        self._load = load
+        self._pinned: _Content | None = None
+        content = _Content(load())
+        self._len = len(content.records)
+        if is_pinned:
+            self._pinned = content
+        else:
+            self._keep(content)
+
+    @classmethod
+    def of(cls, records: Sequence[CaseRecord]) -> CaseTable:
+        """Return records as a table: those of a table as they are, a list's in memory."""
+        return records if isinstance(records, CaseTable) else cls(lambda: list(records), is_pinned=True)
+
+    def _keep(self, content: _Content) -> None:
+        loaded = CaseTable._loaded
+        loaded[id(self)] = self, content
+        while len(loaded) > 1 and sum(len(table) for table, _ in loaded.values()) > _MAX_RECORDS:
+            loaded.popitem(last=False)
+
+    @property
+    def _content(self) -> _Content:
+        if self._pinned is not None:
+            return self._pinned
+        found = CaseTable._loaded.get(id(self))
+        if found is None:
+            self._keep(content := _Content(self._load()))
+            return content
+        CaseTable._loaded.move_to_end(id(self))
+        return found[1]
+
+    def __len__(self) -> int:
+        return self._len
+
+    @overload
+    def __getitem__(self, index: int) -> CaseRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[CaseRecord]: ...
+    def __getitem__(self, index: int | slice) -> CaseRecord | list[CaseRecord]:
+        return self._content.records[index]
+
+    def __iter__(self) -> Iterator[CaseRecord]:
+        return iter(self._content.records)
+
+    def at(self, order: Ints) -> CaseTable:
+        """Return the table with its records in another order."""
+        if np.array_equal(order, np.arange(len(self))):
+            return self
+        return CaseTable(lambda: [self[i] for i in order.tolist()], is_pinned=self._pinned is not None)
+
+    @property
+    def digests(self) -> list[str]:
+        """What each case asks."""
+        return self._content.digests
+
+    @property
+    def groups(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The cluster and the buckets of each case."""
+        return self._content.groups
+
+    @property
+    def clusters(self) -> Ints:
+        """The cluster of each case as a number, 0-based, in the order of their first cases."""
+        return self._content.clusters
+
+    @property
+    def buckets(self) -> list[str]:
+        """The buckets that cases carry, in the order of their first cases."""
+        return list(self._content.positions)
+
+    def locate(self, bucket: str | None) -> Ints:
+        """Return the positions of a bucket's cases; None selects all."""
+        if bucket is None:
+            return np.arange(len(self))
+        return self._content.positions.get(bucket, np.empty(0, dtype=np.int64))
+
+    def scores(self, key: str, *, where: str) -> Floats:
+        """Return one score of every case.
+
+        Raises:
+            EvidenceError: a case lacks it.
+        """
+        content = self._content
+        if key not in content.scores:
+            for record in content.records:
+                if key not in record.scores:
+                    raise EvidenceError(f"{where}: case {record.case_id!r} has no score {key!r}, "
+                                        f"it has {sorted(record.scores)}")
+            content.scores[key] = np.array([record.scores[key] for record in content.records], dtype=np.float64)
+        return content.scores[key]
+
+
+@lru_cache(maxsize=64)  # candidates have the same clusters
+def _number(names: tuple[str, ...]) -> Ints:
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)

@@ -1,0 +1,77 @@
+"""What explains a verdict other than pass: the cases behind it, cut to what a person reads.
+
+`compare` writes an Explanation a track beside its verdict; the page, the summary in CI and the report show it. A text
+here is as the model wrote it, but for its length: whoever shows it escapes it. Free of numpy, as the gate reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipeline.record_files import Record
+
+
+class Passage(Record):
+    """A text cut to the neighbourhood of the first difference; nothing is marked where there is none."""
+
+    before: str
+    marked: str  # from the first difference to where the line agrees again; "" where the text lacks what the other has
+    after: str
+    num_before: int  # characters that were cut off in front
+    num_after: int
+
+    @property
+    def text(self) -> str:
+        """The passage as one text, with an ellipsis where something was cut off."""
+        whole = self.before + self.marked + self.after
+        return ("… " if self.num_before else "") + whole + (" …" if self.num_after else "")
+
+
+class ExplainedFlip(Record):
+    """One case whose judgement changed, or one answer of the canary that the path changed.
+
+    `line`, `character` and `token` are 0-based places of the first difference; None where outputs are equal or where
+    the place is not known.
+    """
+
+    kind: Literal["loss", "gain", "path"]  # loss: reference right, candidate wrong
+    eval_name: str
+    case_id: str
+    buckets: tuple[str, ...]
+    prompt: Passage
+    against: str = "reference"  # whose output the candidate's is set beside
+    reference: Passage | None  # None: outputs are pictures
+    candidate: Passage | None
+    line: int | None = None
+    character: int | None = None
+    token: int | None = None
+    margin: float | None = None  # nat, by which the reference's token was ahead of the second most likely one there
+    why_no_margin: str = ""
+
+
+class LostCases(Record):
+    """The cases that lost most of one comparison that counts no flips, as a table."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class CandidateExplanation(Record):
+    """What is shown of one candidate: flips, losses first, then cases by what they lost."""
+
+    candidate: str
+    folder: str  # with all cases
+    flips: tuple[ExplainedFlip, ...]
+    lost: tuple[LostCases, ...]
+
+
+class Explanation(Record):
+    """What is shown of a track (`reports/explanation.json`): candidates that failed or were left open."""
+
+    schema_version: Literal[1] = 1
+    candidates: tuple[CandidateExplanation, ...]
+
+    def of(self, candidate: str) -> CandidateExplanation | None:
+        """Return what is shown of a candidate."""
+        return next((found for found in self.candidates if found.candidate == candidate), None)

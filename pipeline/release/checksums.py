@@ -1,0 +1,53 @@
+"""SHA256SUMS of a folder: which file was changed, removed or added since it was written.
+
+The file is that of coreutils, so `sha256sum -c SHA256SUMS` checks it where there is no Python. It finds accidents and
+careless edits: whoever changes a file can write it anew, and only a signature finds that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.digests import digest_file
+from pipeline.files import write_text
+from pipeline.gate.wording import show_unprintable
+
+SUMS = "SHA256SUMS"
+
+
+def write_sums(folder: Path) -> None:
+    """Write the digest of every file of a folder, but for the sums themselves, into it."""
+    write_text(folder / SUMS, _render(_digest(folder)))
+
+
+def find_changes(folder: Path) -> list[str]:
+    """Return what is not as it was when the sums were written, one line each, in the order of names."""
+    try:
+        text = (folder / SUMS).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return [f"{folder / SUMS}: expected the digests of all files, found no text file of that name"]
+    found = _digest(folder)
+    if text == _render(found):
+        return []
+    listed = {name: digest for digest, _, name in (line.partition("  ") for line in text.split("\n"))}
+    problems = [_describe(folder / name, listed.get(name), found.get(name)) for name in sorted(listed | found)
+                if name and listed.get(name) != found.get(name)]  # fmt: skip
+    return problems or [f"{folder / SUMS}: expected a line `DIGEST  NAME` for each file, sorted, found other text"]
+
+
+def _digest(folder: Path) -> dict[str, str]:
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: digest_file(path) for name, path in files.items() if name != SUMS}
+
+
+def _render(digests: dict[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+
+
+def _describe(path: Path, listed: str | None, found: str | None) -> str:
+    name = show_unprintable(str(path))
+    if found is None:
+        return f"{name}: listed in {SUMS}, found no file"
+    if listed is None:
+        return f"{name}: not listed in {SUMS}; it was added"
+    return f"{name}: expected sha256 {show_unprintable(listed[:12])}, got {found[:12]}; it was changed"

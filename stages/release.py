@@ -1,0 +1,50 @@
+"""Stage release: write the bundle of a release that passed, check it, and register what went out in MLflow.
+
+Runs behind the gate, whose marker it depends on. A path to a private key in QUANTGATE_SIGNING_KEY signs the bundle.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeline.digests import digest_file
+from pipeline.errors import EvidenceError
+from pipeline.gate.loosening import MANIFEST
+from pipeline.gate.verdicts import Judgement
+from pipeline.model_registry import ReleasedVersion, register_versions
+from pipeline.params import get_track, load_params
+from pipeline.record_files import read_record
+from pipeline.release.bundle import check_marker, write_bundle
+from pipeline.release.manifest import PARAMS
+from pipeline.release.verification import verify_bundle
+from pipeline.settings import BUILDS, RELEASES, REPORTS, Track
+from stages.cli import run_stage
+
+KEY = "QUANTGATE_SIGNING_KEY"
+
+
+def main(argv: list[str]) -> int:
+    """Write and register the release of the track named on the command line."""
+    track = get_track(load_params(), " ".join(argv) or "text", kind=Track)
+    build, bundle, verdict = BUILDS[track.name], RELEASES[track.name], REPORTS[track.name] / "verdict.json"
+    judgement = read_record(verdict, Judgement)
+    check_marker(build / "gate.ok", judgement, verdict)
+    key = os.environ.get(KEY)
+    manifest = write_bundle(track, judgement, build=build, params=Path(PARAMS), verdict=verdict, bundle=bundle,
+                            libraries=BUILDS["text"] / "env/libraries.json",
+                            private_key=Path(key) if key else None)  # fmt: skip
+    if problems := verify_bundle(bundle).problems:
+        raise EvidenceError(f"the bundle that was just written does not verify: {problems[0]}")
+    print(f"{bundle}: {'signed' if key else f'not signed, as {KEY} names no private key'}")
+    if not os.environ.get("DVC_EXP_NAME"):  # what an experiment tries out is not released
+        shared = {"verdict_sha256": manifest.verdict_sha256, "manifest_sha256": digest_file(bundle / MANIFEST)}
+        versions = [ReleasedVersion(side.candidate, Path(side.weights_path), shared | {
+            "gate": side.outcome, "fingerprint": side.fingerprint}) for side in manifest.release]
+        for registered in register_versions(versions, Path(os.environ.get("DVC_ROOT", ".")), track=track.name):
+            print(f"MLflow: {registered}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_stage("release", main, is_short=True)

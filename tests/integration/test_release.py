@@ -1,0 +1,186 @@
+"""From records to a release, and what a clone without any of them says: DVC, stages and `.ci/gate` in a small project.
+
+The project has synthetic records, the real stages from `compare` to `release`, and a stage `env` that runs every time.
+What stands in for the evaluation is a stage that only checks that records are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.gate.loosening import MANIFEST
+from pipeline.model_registry import RELEASED
+from pipeline.record_files import read_record
+from pipeline.release.manifest import Manifest
+from tests.release_project import NAME, write_keys, write_project
+from tests.structure.import_closure import ROOT
+from tests.structure.test_stages import DVC_STAGES
+from tests.synthetic_records import Behaviour, write_tree
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+EVALUATED = ["build/candidates", "build/evaluations"]
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder under git and DVC."""
+
+    root: Path
+    site: Path
+
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in it, with the library of this repository."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GIT_", "MLFLOW_", "QUANTGATE_"))}
+        kept |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "DVC_NO_ANALYTICS": "1",
+                 "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")])),
+                 "DVC_SITE_CACHE_DIR": str(self.site), "MLFLOW_DISABLE_TELEMETRY": "true"}  # fmt: skip
+        return subprocess.run(command, cwd=self.root, env=kept | environment, text=True, check=False,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+    def git(self, *words: str) -> None:
+        done = self.run("git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words)
+        assert done.returncode == 0, done.stdout
+
+    def repro(self, **environment: str) -> tuple[int, list[str], str]:
+        """Run `dvc repro`; return its exit code, the stages that ran, and what was said."""
+        done = self.run("python", "-m", "dvc", "repro", **environment)
+        return done.returncode, re.findall(r"^Running stage '(.+)':$", done.stdout, re.MULTILINE), done.stdout
+
+    def clone(self, target: Path) -> Project:
+        """Clone what is committed, without what DVC keeps."""
+        self.git("clone", "-q", str(self.root), str(target))
+        return Project(target, self.site)
+
+    def gate(self) -> tuple[int, str, str]:
+        """Run what CI runs; return the exit code, what was said, and the text of the comment."""
+        done = self.run(".ci/gate", "gate.md")
+        return done.returncode, done.stdout, (self.root / "gate.md").read_text()
+
+
+def take_stage(name: str) -> dict[str, Any]:
+    """Return a stage of the repository, without its dependencies on code, which lies elsewhere here."""
+    stage = DVC_STAGES[name]
+    code = ("pipeline", "stages", "build/benchmarks", "build/tracked.txt")
+    return {key: [entry for entry in value if not str(entry).startswith(code)] if key == "deps" else value
+            for key, value in stage.items()}
+
+
+def write_stages(root: Path) -> None:
+    stages = {
+        "env": {"cmd": "mkdir -p build/env && echo '{\"torch\": \"2.13.0\"}' > build/env/libraries.json",
+                "outs": ["build/env/libraries.json"], "always_changed": True},
+        "evaluate": {"cmd": "test -d build/evaluations && test -d build/candidates", "deps": ["cases.txt"],
+                     "outs": [{place: {"persist": True}} for place in EVALUATED]},
+        "compare": take_stage("compare") | {"deps": EVALUATED}, "gate": take_stage("gate"),
+        "release": take_stage("release"),
+    }  # fmt: skip
+    (root / "dvc.yaml").write_text(json.dumps({"stages": stages}))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project in which nothing has run."""
+    folder = tmp_path_factory.mktemp("release")
+    root = folder / "project"
+    write_project(root)
+    shutil.rmtree(root / "reports")
+    (root / "build/gate.ok").unlink()
+    (root / "cases.txt").write_text("1")
+    (root / ".gitignore").write_text("/build/\n/mlflow.db*\n/.mlflow.lock\n/mlartifacts/\n/gate.md\n")
+    shutil.copytree(ROOT / ".ci", root / ".ci")
+    write_stages(root)
+    project = Project(root, folder / "site")
+    project.git("init", "-q")
+    assert project.run("python", "-m", "dvc", "init", "-q").returncode == 0
+    return project
+
+
+@pytest.fixture(scope="module")
+def released(project: Project) -> tuple[int, list[str], str]:
+    """The first run, signed and committed."""
+    private, _ = write_keys(project.site.parent, "owner")
+    done = project.repro(QUANTGATE_SIGNING_KEY=str(private))
+    project.git("add", "-A")
+    project.git("commit", "-qm", "release")
+    return done
+
+
+@pytest.fixture(scope="module")
+def clone(project: Project, released: Any, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A clone of the release: no records, no weights."""
+    return project.clone(tmp_path_factory.mktemp("clone") / "project")
+
+
+def test_a_pass_ends_in_a_signed_bundle_and_a_registered_version(project: Project, released: Any) -> None:
+    code, ran, said = released
+    assert code == 0 and ran == ["env", "evaluate", "compare", "gate", "release"], said
+    assert "release/text: signed" in said and f"'quantgate {NAME}' version 1 is {RELEASED!r}, new" in said
+    manifest = read_record(project.root / "release/text" / MANIFEST, Manifest)
+    assert [(side.candidate, side.outcome) for side in manifest.release] == [(NAME, "pass")]
+    listed = project.run("git", "ls-files", "release", "build").stdout
+    assert "release/text/SHA256SUMS" in listed and "build/" not in listed
+
+
+def test_a_clone_verifies_the_bundle_without_the_weights(project: Project, clone: Project) -> None:
+    assert not (clone.root / "build").exists()
+    public = str(project.site.parent / "owner.pub")
+    done = clone.run("python", "-m", "scripts.verify", "release/text", "--public-key", public)
+    assert done.returncode == 0 and "release/text: verified" in done.stdout, done.stdout
+    (clone.root / "release/text/params.yaml").write_text("{}")
+    done = clone.run("python", "-m", "scripts.verify", "release/text", "--public-key", public)
+    clone.git("checkout", "-q", ".")
+    assert done.returncode == 1 and "DIFFERS" in done.stdout and "params.yaml" in done.stdout
+
+
+def test_ci_passes_a_clone_of_a_release_that_passed(clone: Project) -> None:
+    code, said, comment = clone.gate()
+    assert code == 0, said
+    assert "quantgate: pass" in comment and "BLOCKED" not in said
+    assert [line for line in said.splitlines() if line.startswith("pass")] == [
+        "pass     results belong to this code and these settings", "pass     text: gate", "pass     text: release"]
+
+
+def test_ci_misses_no_committed_file_that_was_deleted(clone: Project) -> None:
+    """DVC lets reports and bundles be missing; what is not there proves nothing."""
+    (clone.root / "reports/verdict.json").unlink()
+    code, said, _ = clone.gate()
+    clone.git("checkout", "-q", ".")
+    assert code == 1 and "BLOCKED  text: gate" in said and "found no file" in said
+
+
+def test_ci_evaluates_nothing_and_names_what_would_have_to_run(clone: Project) -> None:
+    """A pull request that changes a case and commits no new results has proved nothing."""
+    (clone.root / "cases.txt").write_text("2")
+    shutil.rmtree(clone.root / "release")
+    code, said, comment = clone.gate()
+    clone.git("checkout", "-q", ".")
+    assert code == 1 and "out of date: evaluate\n" in said and "out of date: evaluate" in comment
+    assert "pass     text: gate" in said and "BLOCKED  text: release" in said, "a bundle that is gone proves nothing"
+
+
+def test_a_fail_releases_nothing_and_ci_fails_on_its_clone(
+    project: Project, released: Any, tmp_path: Path
+) -> None:
+    before = (project.root / "release/text/SHA256SUMS").read_bytes()
+    shutil.rmtree(project.root / "build/evaluations")
+    write_tree(project.root / "build", {NAME: Behaviour({"workflows": 0.5})}, num_cases=80)
+    (project.root / "cases.txt").write_text("3")
+    code, ran, said = project.repro()
+    assert code != 0 and ran[-1] == "gate" and "FAIL" in said, said
+    assert (project.root / "release/text/SHA256SUMS").read_bytes() == before
+    project.git("add", "-A")
+    project.git("commit", "-qm", "regressed")
+    code, said, comment = project.clone(tmp_path / "clone").gate()
+    assert code == 1 and "BLOCKED  text: gate" in said and "FAIL" in said, said
+    assert "blocked by text: gate" in comment and "workflows/task_completion_rate" in comment

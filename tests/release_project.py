@@ -1,0 +1,66 @@
+"""A small project whose release passes, as the stages before `release` leave it: for tests of the bundle.
+
+It has no weights but a text file, no model and no DVC. Every test gets a copy of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from pipeline.files import write_text
+from pipeline.gate.compare import compare_release
+from pipeline.gate.verdicts import Judgement, write_marker
+from pipeline.params import Params, load_params
+from pipeline.record_files import write_record
+from pipeline.release.bundle import write_bundle
+from tests.synthetic_records import Behaviour, make_params, write_tree
+
+NAME = "good"
+# few cases prove little: wide enough that a candidate which loses one case in a hundred passes
+TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.15}, "calls/tool_call_exact_match": {"overall": 0.15},
+              "choices/accuracy": {"overall": 0.15}, "prose/perplexity_per_token": {"overall": 0.02}}  # fmt: skip
+VERDICT = Path("reports/verdict.json")
+
+
+def write_project(root: Path, *, num_cases: int = 80, loss: float = 0.01) -> Params:
+    """Write settings, records and the verdict on one candidate; the marker of the gate where it passes."""
+    params = make_params([NAME], [NAME], tolerances=TOLERANCES, on_inconclusive="block")
+    # JSON is YAML, and settings that are absent are the defaults
+    write_text(root / "params.yaml", json.dumps(params.model_dump(mode="json", exclude_none=True)))
+    write_text(root / "build/env/libraries.json", '{"torch": "2.13.0"}')
+    write_tree(root / "build", {NAME: Behaviour({"workflows": loss})}, num_cases=num_cases)
+    return judge_project(root)
+
+
+def judge_project(root: Path) -> Params:
+    """Judge what lies in a project, as the stages `compare` and `gate` do."""
+    params = load_params(root / "params.yaml")
+    judgement = compare_release(params, root / "build").judgement
+    write_record(root / VERDICT, judgement)
+    if judgement.outcome == "pass":
+        write_marker(root / "build/gate.ok", judgement, verdict_path=root / VERDICT)
+    return params
+
+
+def bundle_project(root: Path, *, private_key: Path | None = None) -> Path:
+    """Write the bundle of a project and return its folder."""
+    judgement = Judgement.model_validate_json((root / VERDICT).read_bytes())
+    write_bundle(load_params(root / "params.yaml"), judgement, build=root / "build", params=root / "params.yaml",
+                 verdict=root / VERDICT, bundle=root / "release/text", libraries=root / "build/env/libraries.json",
+                 private_key=private_key)  # fmt: skip
+    return root / "release/text"
+
+
+def write_keys(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make an elliptic-curve key pair and return the files of its private and public half."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    private.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
+                                          serialization.NoEncryption()))  # fmt: skip
+    public.write_bytes(key.public_key().public_bytes(serialization.Encoding.PEM,
+                                                     serialization.PublicFormat.SubjectPublicKeyInfo))  # fmt: skip
+    return private, public

@@ -1,0 +1,300 @@
+"""The release bundle: what it holds, that it can be judged again, and that nobody changes it unseen."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.digests import digest_file, digest_json, digest_text
+from pipeline.errors import EvidenceError, SettingsError
+from pipeline.gate.compare import compare_release
+from pipeline.gate.loosening import MANIFEST
+from pipeline.gate.verdicts import Judgement
+from pipeline.record_files import read_record, write_record
+from pipeline.records import OUTGROWN, CaseRecord, Evaluation, read_cases
+from pipeline.release.bundle import check_marker, write_bundle
+from pipeline.release.checksums import SUMS, write_sums
+from pipeline.release.kept_records import keep_records, restore_records
+from pipeline.release.manifest import Manifest, read_git
+from pipeline.release.signature import SIGNATURE
+from pipeline.release.verification import find_differences, verify_bundle
+from tests.release_project import NAME, VERDICT, bundle_project, judge_project, write_keys, write_project
+from tests.synthetic_detections import Change
+from tests.synthetic_networks import Way, make_network_track, write_detector
+from tests.synthetic_records import WEIGHTS, make_params, rewrite_records
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project whose release passes, and the keys of its owner; not to be changed."""
+    root = tmp_path_factory.mktemp("release")
+    write_project(root)
+    private, _ = write_keys(root, "owner")
+    bundle_project(root, private_key=private)
+    return root
+
+
+@pytest.fixture
+def bundle(project, tmp_path):
+    """A copy of its bundle, to be tampered with."""
+    return Path(shutil.copytree(project / "release/text", tmp_path / "bundle"))
+
+
+def edit_json(path, edit):
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def edit_packed(path, edit):
+    """Change the records of a packed file."""
+    records = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
+    edit(records)
+    path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in records).encode(), mtime=0))
+
+
+def test_a_bundle_verifies_with_its_owners_key_and_the_weights(project, bundle):
+    weights = project / "build/candidates" / NAME / "checkpoint"
+    found = verify_bundle(bundle, public_key=project / "owner.pub", weights={NAME: weights})
+    assert found.problems == []
+    said = "\n".join(found.notes)
+    assert "signed by the owner" in said and f"{NAME} pass" in said and "the weights of good, as released" in said
+
+
+def test_a_bundle_holds_no_text_of_a_case(bundle, project):
+    kept = b"".join(gzip.decompress(p.read_bytes()) for p in bundle.rglob("*.jsonl.gz") if p.name != "canary.jsonl.gz")
+    records = read_cases(project / f"build/evaluations/{NAME}/workflows.jsonl")
+    assert records[0].case_id.encode() in kept
+    assert b"Move crate" not in kept and b"dock" not in kept and b"bay" not in kept
+
+
+def test_the_manifest_names_what_went_out(project):
+    manifest = read_record(project / "release/text" / MANIFEST, Manifest)
+    (side,) = manifest.release
+    index = read_record(project / f"build/evaluations/{NAME}/evaluation.json", Evaluation)
+    assert (side.candidate, side.outcome, side.fingerprint) == (NAME, "pass", index.fingerprint)
+    assert side.weights_digest == digest_json({WEIGHTS: digest_text(NAME)})
+    assert manifest.verdict_sha256 == digest_file(project / VERDICT)
+    assert side.records["workflows.jsonl"] == digest_file(project / f"build/evaluations/{NAME}/workflows.jsonl")
+    assert {"torch", "scipy", "python"} <= manifest.libraries.keys()
+
+
+def test_other_weights_are_named(project, bundle, tmp_path):
+    other = tmp_path / "weights"
+    other.mkdir()
+    (other / WEIGHTS).write_text("other weights")
+    (problem,) = verify_bundle(bundle, weights={NAME: other}).problems
+    assert str(other) in problem and "expected the weights of good" in problem
+    (problem,) = verify_bundle(bundle, weights={"bad": other}).problems
+    assert "a released candidate (good), got 'bad'" in problem
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_file_changes_goes_or_comes_unseen(project, tmp_path_factory, data):
+    """Without any key: a flipped byte, a file that is gone, one that is new, wherever it is."""
+    bundle = Path(shutil.copytree(project / "release/text", tmp_path_factory.mktemp("tampered") / "bundle"))
+    path = data.draw(st.sampled_from(sorted(p for p in bundle.rglob("*") if p.is_file())))
+    match data.draw(st.sampled_from(["flip", "cut", "delete", "add"])):
+        case "flip":
+            content = bytearray(path.read_bytes())
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+            path.write_bytes(content)
+        case "cut":
+            path.write_bytes(path.read_bytes()[: data.draw(st.integers(0, path.stat().st_size - 1))])
+        case "delete":
+            path.unlink()
+        case "add":
+            folder = path.parent / data.draw(st.sampled_from(["", "__pycache__", ".git"]))
+            folder.mkdir(exist_ok=True)
+            (folder / "new.json").write_text("{}")
+    found = verify_bundle(bundle)
+    assert found.problems and not [problem for problem in found.problems if "\n" in problem]
+
+
+def lose_ten(records):
+    for record in records[:10]:
+        record["scores"]["completed"] = 0.0
+
+
+@pytest.mark.parametrize(("tamper", "named"), [
+    (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lose_ten),
+     "verdicts.good.comparisons.workflows/task_completion_rate.candidate: says"),
+    (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lambda r: r.__setitem__(1, r[0])),
+     "asks the same as case"),
+    (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lambda r: r.pop()), "expected 80 cases"),
+    (lambda b: edit_json(b / "verdict.json", lambda v: v["verdicts"][0]["comparisons"][0].update(candidate=0.999)),
+     "comparisons.workflows/task_completion_rate.candidate: says 0.999, the scores give"),
+    (lambda b: edit_json(b / "params.yaml", lambda p: p["gate"].update(alpha=0.1)), "alpha 0.05, params.yaml says 0.1"),
+    (lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(weights_digest="f" * 64)),
+     "release.0.weights_digest: says 'ffff"),
+    (lambda b: (b / "benchmarks").mkdir(), None),
+])  # fmt: skip
+def test_what_agrees_with_its_sums_must_agree_with_the_rest(bundle, tamper, named):
+    """Whoever edits a file can write the sums anew, and the verdict no longer follows from the scores."""
+    (bundle / SIGNATURE).unlink()
+    tamper(bundle)
+    write_sums(bundle)
+    found = verify_bundle(bundle)
+    if named is None:
+        assert found.problems == []  # an empty folder is no content
+    else:
+        assert named in "\n".join(found.problems)
+
+
+def make_worse_and_judge(root, private_key):
+    """Write a bundle that is consistent in itself and about other records."""
+    rewrite_records(root / "build", NAME, "choices", lambda records: [
+        r.model_copy(update={"scores": {"accuracy": 1.0}}) for r in records])
+    judge_project(root)
+    return bundle_project(root, private_key=private_key)
+
+
+def test_only_the_signature_finds_a_bundle_that_is_consistent_in_itself(project, tmp_path):
+    shutil.copytree(project / "build", tmp_path / "build")
+    shutil.copy(project / "params.yaml", tmp_path)
+    rewrite_records(tmp_path / "build", "reference", "choices", lambda records: [
+        r.model_copy(update={"scores": {"accuracy": 1.0}}) for r in records])
+    forger, _ = write_keys(tmp_path, "forger")
+    forged = make_worse_and_judge(tmp_path, forger)
+    assert verify_bundle(forged).problems == []
+    (problem,) = verify_bundle(forged, public_key=project / "owner.pub").problems
+    assert "not the signature of this bundle by this key" in problem
+    shutil.copy(project / "release/text" / SIGNATURE, forged)
+    write_sums(forged)
+    (problem,) = verify_bundle(forged, public_key=project / "owner.pub").problems
+    assert "not the signature of this bundle by this key" in problem
+
+
+def test_a_removed_signature_is_found_where_a_key_is_given(project, bundle):
+    (bundle / SIGNATURE).unlink()
+    write_sums(bundle)
+    assert verify_bundle(bundle).notes[0] == "not signed"
+    (problem,) = verify_bundle(bundle, public_key=project / "owner.pub").problems
+    assert "expected a signature, as a public key is given, found none" in problem
+
+
+def test_a_key_that_is_none_is_one_line_and_loses_no_bundle(project, tmp_path):
+    shutil.copytree(project / "build", tmp_path / "build")
+    shutil.copytree(project / "reports", tmp_path / "reports")
+    shutil.copy(project / "params.yaml", tmp_path)
+    bundle = bundle_project(tmp_path)
+    before = (bundle / SUMS).read_text()
+    for key in (tmp_path / "none.pem", tmp_path / "params.yaml", project / "owner.pub"):
+        with pytest.raises(SettingsError, match="expected an unencrypted PEM private key") as caught:
+            bundle_project(tmp_path, private_key=key)
+        assert "\n" not in str(caught.value)
+    assert (bundle / SUMS).read_text() == before and [p.name for p in bundle.parent.iterdir()] == ["text"]
+    with pytest.raises(SettingsError, match="expected a PEM public key"):
+        verify_bundle(bundle, public_key=tmp_path / "none.pem")
+
+
+@pytest.mark.parametrize(("spoil", "named"), [
+    (lambda root: (root / "build/gate.ok").unlink(), "expected the gate's marker of a pass, found none"),
+    (lambda root: (root / "build/gate.ok").write_text("[]"), "found other content"),
+    (lambda root: edit_json(root / VERDICT, lambda v: v.update(interval_confidence=0.9)), "passed another verdict"),
+])
+def test_nothing_is_released_that_the_gate_did_not_pass(project, tmp_path, spoil, named):
+    root = Path(shutil.copytree(project, tmp_path / "project"))
+    spoil(root)
+    judgement = read_record(root / VERDICT, Judgement)
+    with pytest.raises(EvidenceError, match=named):
+        check_marker(root / "build/gate.ok", judgement, root / VERDICT)
+
+
+def test_a_marker_forged_for_a_blocking_verdict_is_refused(tmp_path):
+    write_project(tmp_path, loss=0.5)
+    judgement = read_record(tmp_path / VERDICT, Judgement)
+    (tmp_path / "build/gate.ok").write_text(json.dumps({"verdict_sha256": digest_file(tmp_path / VERDICT)}))
+    with pytest.raises(EvidenceError, match="good is fail, which blocks"):
+        check_marker(tmp_path / "build/gate.ok", judgement, tmp_path / VERDICT)
+
+
+def test_stripped_outputs_keep_what_the_gate_looks_at(project, tmp_path):
+    """Empty or not, equal or not, how many turns, and conversations that had no room left."""
+    outputs = ["", "  ", "a\nb", "a\nb", f"a\n{OUTGROWN}"]
+    shutil.copytree(project / "build", tmp_path / "build")
+
+    def say(records: list[CaseRecord]) -> list[CaseRecord]:
+        return [r.model_copy(update={"output": out}) for r, out in zip(records, outputs, strict=False)]
+
+    rewrite_records(tmp_path / "build", NAME, "workflows", say)
+    keep_records(tmp_path / "build", [NAME], tmp_path / "kept")
+    restore_records(tmp_path / "kept", tmp_path / "again")
+    kept = [r.output for r in read_cases(tmp_path / f"again/evaluations/{NAME}/workflows.jsonl")]
+    assert kept[:2] == ["", "  "] and kept[2] == kept[3] != "a\nb" and len(kept[2].split("\n")) == 2
+    assert kept[4].endswith(OUTGROWN) and kept[4].split("\n")[0] == kept[2].split("\n")[0]
+
+
+def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path):
+    """Its verdict rests on arrays beside the records; without them nothing could be computed."""
+    ways = {"close": Way([{"kind": "precision", "dtype": "bfloat16"}], Change())}
+    wide = {"scenes/ap": {"overall": 0.3}, "scenes/ap_small": {"overall": 0.3}, "scenes/ap_large": {"overall": 0.3},
+            "scenes/finite_output_rate": {"overall": 0.3}}  # fmt: skip
+    track = make_network_track("detector", ways, wide)
+    build = write_detector(tmp_path, track, ways, num_images=32)
+    text, section = (s.model_dump(mode="json", exclude_none=True) for s in (make_params([NAME], [NAME]), track))
+    (tmp_path / "params.yaml").write_text(json.dumps(text | {"detector": section}))
+    judgement = compare_release(track, build).judgement
+    assert judgement.outcome == "pass", judgement.verdicts[0].reasons
+    write_record(tmp_path / VERDICT, judgement)
+    (tmp_path / "libraries.json").write_text("{}")
+    bundle = tmp_path / "release/detector"
+    write_bundle(track, judgement, build=build, params=tmp_path / "params.yaml", verdict=tmp_path / VERDICT,
+                 bundle=bundle, libraries=tmp_path / "libraries.json", private_key=None)
+    assert verify_bundle(bundle).problems == []
+
+
+def test_rounding_is_no_difference_and_everything_else_is():
+    assert find_differences({"a": [1.0, 0.3]}, {"a": [1.0, 0.1 + 0.2]}) == []
+    assert find_differences({"a": [1.0, 0.3]}, {"a": [1.0, 0.3001]}) == [("a.1", 0.3, 0.3001)]
+    assert find_differences({"a": {"b": 1}}, {"a": {}}) == [("a.b", 1, "nothing")]
+    assert find_differences({"a": True}, {"a": None}) == [("a", True, None)]
+    assert find_differences([1, 2], [1]) == [("", [1, 2], [1])]
+
+
+def test_a_card_reads_as_a_model_index(project):
+    """In huggingface_hub's own reading: a result for each gated metric and bucket, with the verdict's numbers."""
+    from huggingface_hub import ModelCard
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
+    card = ModelCard.load(project / "release/text/cards/good.md", ignore_metadata_errors=False)
+    verdict = read_record(project / VERDICT, Judgement).verdicts[0]
+    gated = {c.metric: c for c in verdict.comparisons if c.tolerance is not None}
+    assert card.data.model_name == NAME and len(card.data.eval_results) == len(gated) == 4
+    for result in card.data.eval_results:
+        expected = gated[f"{result.dataset_name}/{result.metric_type}"]
+        assert result.metric_value == expected.candidate and result.metric_args["harm_high"] == expected.high
+        assert result.metric_args["outcome"] == "pass" and result.task_type == "text-generation"
+    assert eval_results_to_model_index(NAME, card.data.eval_results) == card.data.to_dict()["model-index"]
+    assert "python -m scripts.verify release/text" in card.text
+
+
+def test_git_says_where_the_code_stands(tmp_path, monkeypatch):
+    import subprocess
+
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_git(tmp_path) is None
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True,
+                       capture_output=True)
+
+    git("init")
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "one")
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports/verdict.json").write_text("{}")
+    state = read_git(tmp_path)
+    assert state is not None and state.is_clean and len(state.commit) == 40
+    (tmp_path / "code.py").write_text("2")
+    state = read_git(tmp_path)
+    assert state is not None and not state.is_clean and state.changed == ("code.py",)
