@@ -13,7 +13,7 @@ from pipeline.images import workers as renderers
 from pipeline.networks import workers as runners
 from pipeline.tile_grid import list_stitches
 from pipeline.worker_pool import get_loaded
-from tests.kill_table import Trial
+from tests.kill_trial import Trial
 
 NAN_EVERY = 50  # images
 SEAM_LEVELS = 4  # of 255

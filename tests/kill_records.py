@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.records import CaseRecord
-from tests.kill_table import Trial
+from tests.kill_trial import Trial
 from tests.kill_weights import change_weight, edit_tensors
 
 Records = list[CaseRecord]

@@ -11,7 +11,8 @@ from pathlib import Path
 from unittest import mock
 
 from tests import kill_pictures, kill_records, kill_serving, kill_weights
-from tests.kill_table import Kill, Trial
+from tests.kill_table import Kill
+from tests.kill_trial import Trial
 
 Plant = Callable[[Trial], None]
 DRAFTED = {"checkpoint": "models/agent", "steps": [

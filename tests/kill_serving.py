@@ -19,7 +19,7 @@ from pipeline.serving_config import read_candidate
 from tests.fault_project import serve_candidate
 from tests.fault_rows import silence
 from tests.faulty_proxy import CHAT, Exchange, Fault, FaultyProxy, after, at, edit, every
-from tests.kill_table import Trial
+from tests.kill_trial import Trial
 
 NUM_SOUND = 64  # chats that are let through before answers are swapped: the probes among them
 EMPTY_EVERY = 20

@@ -14,7 +14,8 @@ import pytest
 
 from tests.fault_table import Table
 from tests.kill_rows import RECORDED, ROWS
-from tests.kill_table import Kill, ProjectError, Trial, observe
+from tests.kill_table import Kill, ProjectError, observe
+from tests.kill_trial import Trial
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,200 @@
+"""A copy of a finished project, in which one thing is changed and the real stages run.
+
+The copy is cut down to the reference and one candidate of one track. Stages run in its folder as a user runs them, with
+real checkpoints, servers and records. Speed is judged only where it is asked for: other weights than the timed ones
+would be refused for that alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ruamel.yaml import YAML
+
+from pipeline.checkpoints import describe_checkpoint
+from pipeline.digests import digest_file
+from pipeline.gate.verdicts import Judgement
+from pipeline.params import Params, load_params
+from pipeline.record_files import read_record, write_cases, write_record
+from pipeline.records import BuiltCandidate, CaseRecord, Evaluation, read_cases
+from pipeline.settings import BUILDS, METRICS, REPORTS, TRACKS
+from pipeline.verdict_records import Verdict
+from stages.cli import run_stage
+
+STAGES = {"text": ("optimize", "evaluate"), "images": ("optimize_images", "evaluate_images"),
+          "detector": ("optimize_network", "evaluate_network"),
+          "upscaler": ("optimize_network", "evaluate_network")}  # fmt: skip
+
+
+class StoppedError(Exception):
+    """A stage ended with an error: the release does not go on."""
+
+    def __init__(self, stage: str, line: str) -> None:
+        super().__init__(line)
+        self.stage, self.line = stage, line
+
+
+class Trial:
+    """A copy of a finished project with the reference and one candidate of one track."""
+
+    def __init__(
+        self, project: Path, root: Path, *, track: str = "text", candidate: str | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Copy what the stages read.
+
+        Args:
+            project: a project whose stages have all run.
+            root: folder of the copy; must not exist.
+            track: of TRACKS.
+            candidate: None: the first of the track's release.
+            settings: of a new candidate.
+        """
+        self.project, self.root, self.track, self.build = project, root, track, root / BUILDS[track]
+        self.params: dict[str, Any] = YAML(typ="safe").load((project / "params.yaml").read_text(encoding="utf-8"))
+        for other in TRACKS:
+            if other != track:
+                self.params.pop(other, None)
+        self.name: str = candidate or self.section["release"][0]
+        self.reference: str = self.section["reference"]
+        known = self.section["candidates"] | ({self.name: settings} if settings else {})
+        self.section["candidates"] = {name: known[name] for name in (self.reference, self.name)}
+        self.section["release"] = [self.name]
+        if track == "text":
+            self.params["benchmark"]["candidates"] = []
+        for part in ("models", "evalsets", "build/env"):
+            if (project / part).is_dir():
+                shutil.copytree(project / part, root / part)
+        for name in (self.reference,) if settings else (self.reference, self.name):
+            for part in ("candidates", "evaluations"):
+                shutil.copytree(project / BUILDS[track] / part / name, self.build / part / name)
+        self.write()
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The track's part of params.yaml, to be edited; `write` writes it."""
+        return self.params if self.track == "text" else self.params[self.track]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The candidate's own part of it."""
+        settings: dict[str, Any] = self.section["candidates"][self.name]
+        return settings
+
+    @property
+    def evaluation(self) -> Path:
+        """Folder of the candidate's records."""
+        return self.build / "evaluations" / self.name
+
+    def write(self) -> None:
+        """Write params.yaml; JSON is YAML."""
+        (self.root / "params.yaml").write_text(json.dumps(self.params, indent=1), encoding="utf-8")
+
+    def load(self) -> Params:
+        """Return the settings as the stages read them."""
+        return load_params(self.root / "params.yaml")
+
+    def find_eval(self, kind: str) -> str:
+        """Return the name of the first eval of a kind."""
+        return next(name for name, settings in self.section["evals"].items() if settings["kind"] == kind)
+
+    def keep_evals(self, *kinds: str) -> None:
+        """Leave evals of these kinds, and what the gate asks of them; the reference answers their canary."""
+        evals = {name: e for name, e in self.section["evals"].items() if e["kind"] in kinds}
+        self.section["evals"] = evals
+        self.section["gate"].pop("loosened", None)
+        for part in ("tolerances", "tripwires"):
+            metrics = self.section["gate"].get(part, {})
+            self.section["gate"][part] = {m: t for m, t in metrics.items() if m.partition("/")[0] in evals}
+        self.write()
+        self.run("evaluate", self.reference)  # the canary's prompts are taken from all evals that chat
+
+    def run(self, stage: str, *argv: str) -> str:
+        """Run a stage in the copy's folder; return what it printed.
+
+        Raises:
+            StoppedError: it did not end well.
+        """
+        code, printed, said = run_in(self.root, stage, *argv)
+        if code:
+            lines = [line for line in said.splitlines() if line.startswith("quantgate ")]
+            raise StoppedError(stage, lines[-1].partition(": ")[2] if lines else f"exit code {code}")
+        return printed
+
+    def optimize(self) -> None:
+        """Build the candidate."""
+        self._run_own(0)
+
+    def evaluate(self) -> None:
+        """Evaluate the candidate."""
+        self._run_own(1)
+
+    def _run_own(self, number: int) -> None:
+        network = (self.track,) if self.track in ("detector", "upscaler") else ()
+        self.run(STAGES[self.track][number], *network, self.name)
+
+    def compare(self) -> None:
+        """Judge the candidate."""
+        self.run("compare", self.track)
+
+    def read_verdict(self) -> Verdict:
+        """Read the verdict on the candidate, edited or not."""
+        return read_record(self.verdict_path, Judgement).verdicts[0]
+
+    @property
+    def verdict_path(self) -> Path:
+        """What compare writes and the gate reads."""
+        return self.root / REPORTS[self.track] / "verdict.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Folder of the numbers that git keeps."""
+        return self.root / METRICS[self.track]
+
+    def change_weights(self, change: Callable[[Path], None]) -> None:
+        """Change the folder of the candidate's weights, and its record alike: as if the step had made it so."""
+        path = self.build / "candidates" / self.name / "candidate.json"
+        built = read_record(path, BuiltCandidate)
+        folder = self.root / built.checkpoint.path
+        if not folder.is_relative_to(self.build):  # a shipped checkpoint, which the reference has too
+            folder = shutil.copytree(folder, self.root / "models/changed")
+            self.settings["checkpoint"] = "models/changed"
+            self.write()
+        change(folder)
+        made = describe_checkpoint(folder, root=self.root, parent_digest=built.checkpoint.parent_digest)
+        write_record(path, built.model_copy(update={"checkpoint": made}))
+
+    def change_records(self, eval_name: str, change: Callable[[list[CaseRecord]], list[CaseRecord]]) -> None:
+        """Change the records of one eval and seal them again: as if the evaluation had written them so."""
+        path = self.evaluation / f"{eval_name}.jsonl"
+        records = change(read_cases(path))
+        write_cases(path, records)
+        index = read_record(self.evaluation / "evaluation.json", Evaluation)
+        sealed = index.evals[eval_name].model_copy(update={"sha256": digest_file(path), "num_cases": len(records)})
+        write_record(self.evaluation / "evaluation.json",
+                     index.model_copy(update={"evals": index.evals | {eval_name: sealed}}))  # fmt: skip
+
+
+def run_in(folder: Path, stage: str, *argv: str) -> tuple[int, str, str]:
+    """Run `python -m stages.STAGE ARGV` in a project; return its exit code, what it printed, and that on stderr."""
+    printed, said = io.StringIO(), io.StringIO()
+    main = importlib.import_module(f"stages.{stage}").main
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(folder))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(said))
+        stack.enter_context(mock.patch.object(sys, "argv", ["", *argv]))
+        try:
+            run_stage(stage, main)
+        except SystemExit as ended:
+            return int(ended.code or 0), printed.getvalue(), said.getvalue()
+    raise AssertionError("unreachable")
