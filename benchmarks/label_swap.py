@@ -1,4 +1,4 @@
-"""How often the gate fails what is equal: `python -m benchmarks.label_swap [--runs N] [--tracks ...]`.
+"""How often the gate fails what is equal: `python -m benchmarks.label_swap [--runs N] [--candidates NAME ...]`.
 
 Takes the records of a finished project, swaps reference and candidate within each cluster by a coin, so that neither
 side is better, and judges the swapped pairs as the gate would: every gated metric and bucket is measured anew from the
@@ -23,6 +23,7 @@ from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.detections import join_tables
 from pipeline.gate import detection
+from pipeline.gate.case_table import CaseTable
 from pipeline.gate.compare import Measured, compare_release
 from pipeline.gate.decision import Measurement, judge_all
 from pipeline.gate.measure import measure_metric
@@ -46,8 +47,8 @@ def swap_labels(pairs: PairedCases, rng: np.random.Generator) -> PairedCases:
         n = len(is_swapped)
         joined, own = join_tables(pairs.tables), np.arange(n)
         tables = joined.at(own + n * is_swapped), joined.at(own + n * ~is_swapped)
-    return replace(pairs, reference=[b if swap else a for a, b, swap in both],
-                   candidate=[a if swap else b for a, b, swap in both], tables=tables)
+    return replace(pairs, reference=CaseTable.of([b if swap else a for a, b, swap in both]),
+                   candidate=CaseTable.of([a if swap else b for a, b, swap in both]), tables=tables)
 
 
 def measure_swapped(measured: Measured, gated: Sequence[Comparison], alpha: float, seed: int) -> list[Measurement]:
@@ -81,13 +82,15 @@ def list_families(track: Track) -> list[Family]:
             if family]  # fmt: skip
 
 
-def main(runs: int, tracks: Sequence[str]) -> None:
-    """Print a row for each family of each track."""
+def main(runs: int, tracks: Sequence[str], candidates: Sequence[str]) -> None:
+    """Print a row for each family of each track, or for those that one of the candidates belongs to."""
     print("| track | candidates | gated comparisons | cases that flip | false fails | 95 % interval | CPU s |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     params = load_params()
     for track in (get_track(params, name, kind=Track) for name in tracks):
         for family in list_families(track):
+            if candidates and not family.keys() & set(candidates):
+                continue
             started = time.process_time()
             with patch.object(detection, "draw_weights", partial(draw_weights, num_resamples=NUM_RESAMPLES)):
                 fails = count_fails(family, track.release, runs=runs, alpha=track.gate.alpha)
@@ -102,5 +105,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=1_000)
     parser.add_argument("--tracks", nargs="+", choices=TRACKS, default=list(TRACKS))
+    parser.add_argument("--candidates", nargs="*", default=[], help="families to measure, by a name in each")
     arguments = parser.parse_args()
-    main(arguments.runs, arguments.tracks)
+    main(arguments.runs, arguments.tracks, arguments.candidates)

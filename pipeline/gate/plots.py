@@ -33,7 +33,7 @@ Row = tuple[str, str | None, float | None]  # metric, bucket, tolerance
 def plot_harm(judgement: Judgement, path: Path) -> None:
     """Draw each gated comparison's harm and bounds in units of its tolerance, one panel a candidate."""
     panels = [(v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES})
-              for v in _choose_shown(judgement)]
+              for v in choose_shown(judgement)]
     rows = list(dict.fromkeys(row for _, found in panels for row in found))
     num_columns = min(max(len(panels), 1), _PANELS_A_ROW)
     num_lines = max(1, -(-len(panels) // num_columns))
@@ -54,7 +54,7 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _choose_shown(judgement: Judgement) -> list[Verdict]:
+def choose_shown(judgement: Judgement) -> list[Verdict]:
     """Return the candidates that a picture shows: all, or the first of many, those of the release before others."""
     if len(judgement.verdicts) <= _MAX_CANDIDATES:
         return list(judgement.verdicts)
@@ -117,7 +117,7 @@ def plot_completion(judgement: Judgement, path: Path) -> None:
     evals = [name for name, kind in judgement.policy.eval_kinds.items() if kind == "trajectories"]
     names = {f"{name}/task_completion_rate": f"{name}\n" if len(evals) > 1 else "" for name in evals}
     sides = {judgement.policy.reference: judgement.reference_metrics}
-    sides |= {v.candidate: v.metrics for v in _choose_shown(judgement)}
+    sides |= {v.candidate: v.metrics for v in choose_shown(judgement)}
     series = {side: {names[m.name] + (m.bucket or "all"): m for m in metrics if m.name in names}
               for side, metrics in sides.items()}
     buckets = sorted({bucket for found in series.values() for bucket in found},

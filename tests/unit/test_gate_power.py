@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from statsmodels.stats.proportion import proportions_ztest
 
-from benchmarks.gate_power import World, draw_clustered, draw_counts, is_z_significant, measure_counts, simulate
+from benchmarks.gate_power import (
+    World,
+    draw_clustered,
+    draw_counts,
+    is_z_significant,
+    measure_counts,
+    simulate,
+    sum_share,
+)
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
@@ -51,3 +59,12 @@ def test_what_the_field_does_is_counted_on_the_same_draws():
 def test_the_z_test_is_one_sided_and_knows_the_direction():
     assert is_z_significant(276, 257, 340) and not is_z_significant(257, 276, 340)
     assert proportions_ztest([276, 257], [340, 340])[1] > 0.05  # on two sides it would not be
+
+
+@pytest.mark.parametrize(("n", "outcome", "drop"), [(60, "pass", 0.03), (133, "fail", 0.0)])
+def test_sums_over_all_outcomes_agree_with_draws(n, outcome, drop):
+    world, draws = World(n, 0.10, drop), 20_000
+    expected = sum_share(world, outcome, 0.03)
+    drawn = simulate(world, draws, np.random.default_rng(0))[f"{outcome} 0.03"] / draws
+    assert 0.02 < expected < 0.08 and drawn == pytest.approx(expected, abs=4 * (expected / draws) ** 0.5)
+    assert sum(sum_share(world, said, 0.03) for said in ("pass", "fail", "inconclusive")) == pytest.approx(1, abs=1e-6)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pipeline.gate.compare import ReleaseComparison, compare_release
-from pipeline.gate.plots import plot_completion, plot_harm
+from pipeline.gate.plots import choose_shown, plot_completion, plot_harm
 from pipeline.gate.report import render_report
 from pipeline.gate.verdicts import render_gate
 from pipeline.records import CaseRecord
@@ -114,3 +115,19 @@ def test_outputs_are_shown_without_what_steers_a_terminal(tmp_path: Path, charac
         r.model_copy(update={"prompt": f"first\n\tsecond{character}"}) for r in records]))  # fmt: skip
     assert character not in report
     assert f"\nfirst\n\tsecond{character.encode('unicode_escape').decode()}\n```" in report
+
+
+def test_a_picture_of_many_candidates_shows_the_released_ones_and_says_that_it_shows_few(tmp_path: Path) -> None:
+    """A hundred panels take a minute to draw, and nobody can read them."""
+    names = [f"c-{i:02d}" for i in range(14)]
+    write_tree(tmp_path / "build", {name: Behaviour() for name in names}, num_cases=40)
+    compared = compare_release(make_params(names, names[-1:]), tmp_path / "build")
+    heights = {}
+    for num in (12, 14):
+        some = compared.judgement.model_copy(update={"verdicts": compared.judgement.verdicts[-num:]})
+        plot_harm(some, tmp_path / f"{num}.png")
+        with Image.open(tmp_path / f"{num}.png") as picture:
+            heights[num] = picture.size
+    assert heights[12] == heights[14]
+    assert [v.candidate for v in choose_shown(compared.judgement)] == ["c-13", *names[:11]]
+    assert all(f"`{name}`" in render_report(compared) for name in names)
