@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline.digests import digest_file
+from pipeline.gate.case_table import CaseTable
 from pipeline.gate.compare import compare_release
 from pipeline.gate.flips import list_worst_images
 from pipeline.gate.image_plots import plot_worst_images
@@ -252,6 +253,7 @@ def test_the_worst_image_is_unsound_or_lost_most_and_not_just_beyond_a_limit(tmp
     write_image_tree(tmp_path, make_image_track(looks, "bad"), looks)
     pairs = compare_release(make_image_track(looks, "bad"), tmp_path).measured["bad"].pairs
     assert list_worst_images(pairs, {"shots": "images"})[0] == ("shots", 9)
-    pairs["shots"].candidate[4] = pairs["shots"].candidate[4].model_copy(
-        update={"scores": pairs["shots"].candidate[4].scores | {"sound": 0.0}})  # fmt: skip
+    records = list(pairs["shots"].candidate)
+    records[4] = records[4].model_copy(update={"scores": records[4].scores | {"sound": 0.0}})
+    pairs["shots"] = replace(pairs["shots"], candidate=CaseTable.of(records))
     assert list_worst_images(pairs, {"shots": "images"})[:2] == [("shots", 4), ("shots", 9)]

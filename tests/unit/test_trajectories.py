@@ -73,7 +73,7 @@ def run(folder: Path, client: ListedClient, context_length: int = 1024, **settin
     with Journal(folder / "w.jsonl", fingerprint="f", key="s") as journal:
         context: Any = SimpleNamespace(
             name="w", settings=options, evalset=Evalset(card=CARD, cases=(CASE,), digest="d"), client=client,
-            journal=journal, concurrency=1, max_tokens=64, context_length=context_length, fingerprint="f",
+            journal=journal, concurrency=1, max_tokens=64, context_length=context_length, fingerprint="f", watch=None,
         )  # fmt: skip
         (record,) = asyncio.run(evaluate(context))
     return record
