@@ -58,7 +58,7 @@ class Comparison(Record):
 
 
 class DetectableLoss(Record):
-    """The loss of one gated comparison that stops the release with a probability of 50 % and of 80 %."""
+    """The true loss of one gated comparison that stops the release with a probability of 50 % and of 80 %."""
 
     metric: str
     bucket: str | None
@@ -73,6 +73,7 @@ class Certificate(Record):
     num_false_fails: int  # swaps in which any comparison of its family fails
     block: int  # neighbouring clusters that were swapped together in a second round
     num_block_fails: int
+    dependent: tuple[str, ...] = ()  # metrics in which neighbouring clusters move together
     losses: tuple[DetectableLoss, ...]
 
 

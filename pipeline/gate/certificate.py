@@ -2,9 +2,10 @@
 
 A certificate is computed with each verdict from the same records, without a model. Labels are swapped: if reference
 and candidate were exchangeable, every cluster's harm would be as likely with the opposite sign, so whatever the rule
-fails among such swaps it fails falsely. Swapped in blocks of neighbouring clusters, the same count shows whether
-clusters are as independent as the rule takes them for. And losses are planted: into what swapping leaves of the flips,
-cases that both sides had right are turned into losses until the release is stopped.
+fails among such swaps it fails falsely. Within clusters that can't be more than alpha unless the rule or its code is
+broken, as its test assumes just that; in blocks of neighbouring clusters it can, where clusters are less independent
+than the rule takes them for, and a metric whose neighbours move together is named. And losses are planted: into what
+swapping leaves of the flips, cases are lost by chance until the release is stopped.
 
 Not covered: losses that no case of the suite shows; a loss planted evenly over the cases, as here, is spread wider than
 one that sits in a few clusters, which bounds widen for.
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrc, ndtri
 
 from pipeline.gate.decision import Measurement, harm_of
-from pipeline.gate.statistics import count_bounds, holm_columns
+from pipeline.gate.statistics import count_bounds, holm_columns, mix_effects
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
-from pipeline.gate.wording import definition_of
+from pipeline.gate.wording import definition_of, name_metric
 from pipeline.verdict_records import Certificate, DetectableLoss
 
 Floats = NDArray[np.float64]
@@ -50,6 +52,7 @@ def certify(
     return {
         name: Certificate(
             num_swaps=NUM_SWAPS, num_false_fails=fails[1][name], block=BLOCK, num_block_fails=fails[BLOCK][name],
+            dependent=tuple(name_metric(m.metric, m.bucket) for m in measurements if _moves_in_blocks(m)),
             losses=tuple(_find_losses(m, alpha, blocks_inconclusive) for m in measurements))
         for name, measurements in gated.items()
     }  # fmt: skip
@@ -95,7 +98,9 @@ def _swap(gated: Mapping[str, Sequence[Measurement]], size: int) -> dict[str, li
             blocks = np.add.reduceat(sums, np.arange(0, len(sums), size))
             by_eval.setdefault((m.metric.partition("/")[0], len(blocks)), []).append((name, i, blocks))
     swapped = {name: [np.empty(0)] * len(measurements) for name, measurements in gated.items()}
-    for seed, ((_, num), members) in enumerate(by_eval.items()):
+    for (eval_name, num), members in by_eval.items():
+        # of the eval and no other: who else is judged must change no draw
+        seed = crc32(f"{eval_name}/{num}/{size}".encode())
         totals = _draw_totals(np.stack([blocks for _, _, blocks in members], axis=1), num, seed=seed)
         for column, (name, i, _) in enumerate(members):
             swapped[name][i] = totals[:, column]
@@ -112,28 +117,54 @@ def _draw_totals(sums: Floats, num: int, *, seed: int) -> Floats:
     return totals
 
 
+def _moves_in_blocks(m: Measurement) -> bool:
+    """Say whether neighbouring clusters move together more than another order of the same clusters would show.
+
+    Reference: the sum of squared block sums against its distribution under permutations; most orders are told apart by
+    its mean and variance alone.
+    """
+    used = m.weights > 0
+    centred = (m.sums - m.weights * (m.sums.sum() / m.weights.sum()))[used]
+    num, squares = len(centred), float(centred @ centred)
+    if num < 2 * BLOCK or squares == 0:
+        return False
+    seen = _sum_blocks(centred)
+    if (seen / squares - 1) * num < 3 * math.sqrt(2 * (BLOCK - 1) * num):  # three standard deviations
+        return False
+    rng = np.random.default_rng(0)
+    return sum(_sum_blocks(rng.permutation(centred)) >= seen for _ in range(NUM_SWAPS)) < _CHANCE * NUM_SWAPS
+
+
+def _sum_blocks(sums: Floats) -> float:
+    blocks = np.add.reduceat(sums, np.arange(0, len(sums), BLOCK))
+    return float(blocks @ blocks)
+
+
 def _find_losses(m: Measurement, alpha: float, blocks_inconclusive: bool) -> DetectableLoss:
     find = _find_lost_cases if m.b is not None else _find_shift
-    half, most = (find(m, probability, alpha, blocks_inconclusive) for probability in (0.5, 0.8))
+    must_prove = blocks_inconclusive and m.tier == "critical"
+    half, most = (find(m, probability, alpha, must_prove) for probability in (0.5, 0.8))
     return DetectableLoss(metric=m.metric, bucket=m.bucket, k50=half, k80=most)
 
 
-def _find_lost_cases(m: Measurement, probability: float, alpha: float, blocks_inconclusive: bool) -> float:
-    """Return the smallest share of cases that, lost, stops the release with a probability.
+def _find_lost_cases(m: Measurement, probability: float, alpha: float, must_prove: bool) -> float:
+    """Return the smallest true loss that stops the release with a probability: each case is lost by chance.
 
-    Swapping leaves a difference of flips that is nearly normal. The verdict is monotone in it, so the release is
-    stopped with this probability when it is stopped at that quantile.
+    What swapping leaves of the flips and the number of lost cases are nearly normal. The verdict is monotone in their
+    sum, so the release is stopped with this probability when it is stopped at that quantile.
     """
     assert m.b is not None and m.c is not None
-    tolerance, flips, spread = m.tolerance or 0.0, m.b + m.c, math.sqrt(float(m.sums @ m.sums))
-    difference = max(-float(flips), -float(ndtri(probability)) * spread)
-    gains = (flips - difference) / 2
+    tolerance, flips, swapped = m.tolerance or 0.0, m.b + m.c, float(m.sums @ m.sums)
 
     def is_stopped(lost: int) -> bool:
-        losses = flips - gains + lost
-        if losses - gains > tolerance * m.n or not blocks_inconclusive:
-            return losses - gains > tolerance * m.n
-        bounds = count_bounds(losses, gains, m.n, m.deff, m.effective_clusters, confidence=1 - alpha)
+        spread = math.sqrt(swapped + lost * (1 - lost / m.n))
+        difference = lost - float(ndtri(probability)) * spread
+        gains = max((flips + lost - difference) / 2, 0.0)
+        losses = gains + difference
+        if difference > tolerance * m.n or not must_prove:
+            return difference > tolerance * m.n
+        deff = _plant_effect(m, swapped, flips, lost)
+        bounds = count_bounds(max(losses, 0.0), gains, m.n, deff, m.effective_clusters, confidence=1 - alpha)
         return not is_proven(bounds.high, tolerance, m.effective_clusters)
 
     low, high = -1, m.n
@@ -143,15 +174,24 @@ def _find_lost_cases(m: Measurement, probability: float, alpha: float, blocks_in
     return high / m.n
 
 
-def _find_shift(m: Measurement, probability: float, alpha: float, blocks_inconclusive: bool) -> float:
+def _plant_effect(m: Measurement, swapped: float, flips: int, lost: int) -> float:
+    """Return the design effect after `lost` cases, in no cluster more than in others, were planted among the flips."""
+    sizes = m.weights[m.weights > 0]
+    if len(sizes) in (1, m.n):
+        return m.deff
+    clustered = swapped * len(sizes) / (len(sizes) - 1)
+    return mix_effects(clustered, flips * m.n / (m.n - 1), sizes, more=lost * (1 - lost / m.n))
+
+
+def _find_shift(m: Measurement, probability: float, alpha: float, must_prove: bool) -> float:
     """Return the same for a metric whose bound moves with its estimate: each case loses alike."""
     assert m.tolerance is not None
-    if blocks_inconclusive and m.effective_clusters < MIN_CLUSTERS:
+    if must_prove and m.effective_clusters < MIN_CLUSTERS:
         return 0.0
     is_relative = definition_of(m.metric).harm == "relative"
     limit, high, harm = (math.log1p(x) if is_relative else x for x in (m.tolerance, m.high, m.harm))
     spread = math.sqrt(float(m.sums @ m.sums)) / float(m.weights.sum())
-    room = limit - (high - harm if blocks_inconclusive else 0.0)
+    room = limit - (high - harm if must_prove else 0.0)
     loss = max(0.0, room + float(ndtri(probability)) * spread)
     return math.expm1(loss) if is_relative else loss
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeline.gate.certificate import is_above
 from pipeline.gate.markdown import render_table
 from pipeline.gate.verdicts import Judgement, Policy
 from pipeline.gate.wording import escape_markdown, format_harm, format_tolerance, is_rate, name_comparison, name_metric
@@ -22,20 +21,24 @@ def describe_certificate(verdict: Verdict, policy: Policy) -> str:
     if certificate is None or not certificate.losses:
         return ""
     order = list(policy.tolerances)
+    false_fails = _tell_false_fails(certificate, policy.alpha)
+    if verdict.outcome in ("fail", "refused"):
+        return false_fails  # its own losses are no noise to plant others into
     headline = min(certificate.losses, key=lambda loss: (order.index(loss.metric), loss.bucket or ""))
     widest = max(certificate.losses, key=lambda loss: (is_rate(loss.metric), loss.k80))
     said = [f"On this suite this gate {_tell_loss(headline)}"]
     if widest is not headline:
         said.append(f"; of all rates it is blindest in {_name(widest)}: {_tell_sizes(widest)}")
-    return "".join(said) + ". " + _tell_false_fails(certificate, policy.alpha)
+    return "".join(said) + ". " + false_fails
 
 
 def _tell_false_fails(c: Certificate, alpha: float) -> str:
     within, blocks = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_false_fails, c.num_block_fails))
     said = (f"Of {c.num_swaps:,} swaps of the labels within clusters, which make both sides equal, it fails {within} "
             f"(alpha {100 * alpha:g} %), of swaps in blocks of {c.block} neighbouring clusters {blocks}")
-    if is_above(c.num_block_fails, alpha):
-        said += ": neighbours lose together, so clusters are less independent than the bounds take them for"
+    if c.dependent:
+        said += (f". Neighbouring clusters move together in {', '.join(c.dependent)}: they are less independent than "
+                 "the bounds take them for; put what belongs together into one cluster")
     return said + "."
 
 
@@ -69,7 +72,7 @@ def tabulate_losses(verdict: Verdict) -> str:
 def _tell_loss(loss: DetectableLoss) -> str:
     if loss.k80 == 0:
         return f"stops whatever moves {_name(loss)} or does not: its cases prove too little"
-    return (f"misses a loss of {format_harm(loss.metric, loss.k50)} in {_name(loss)} one time in two at most, "
+    return (f"misses a true loss of {format_harm(loss.metric, loss.k50)} in {_name(loss)} one time in two at most, "
             f"and one of {format_harm(loss.metric, loss.k80)} one time in five")
 
 

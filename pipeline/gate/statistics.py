@@ -113,11 +113,25 @@ def design_effect(d: Floats, clusters: Ints) -> float:
         return 1.0
     if num_clusters == 1:
         return float(n)
-    residuals, size = d - d.mean(), n / effective_clusters(np.ones(n), clusters)
+    residuals = d - d.mean()
     sums = np.bincount(clusters, weights=residuals)
-    clustered = float(sums @ sums) * num_clusters / (num_clusters - 1) + _PRIOR_CLUSTERS * size**2
-    independent = float(residuals @ residuals) * n / (n - 1) + _PRIOR_CLUSTERS * size
-    return min(max(1.0, clustered / independent), float(n))
+    clustered = float(sums @ sums) * num_clusters / (num_clusters - 1)
+    return mix_effects(clustered, float(residuals @ residuals) * n / (n - 1), sum_by_cluster(np.ones(n), clusters))
+
+
+def mix_effects(clustered: float, independent: float, sizes: Floats, *, more: float = 0.0) -> float:
+    """Return the design effect of two variances with the prior half cluster.
+
+    Args:
+        clustered: of the total, by cluster.
+        independent: of the total, by case.
+        sizes: cases of each cluster.
+        more: variance of cases that flip one by one, to be added to both.
+    """
+    n = float(sizes.sum())
+    size = float(sizes @ sizes) / n
+    ratio = (clustered + more + _PRIOR_CLUSTERS * size**2) / (independent + more + _PRIOR_CLUSTERS * size)
+    return min(max(1.0, ratio), n)
 
 
 def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds:

@@ -189,7 +189,8 @@ def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     proven to be; a loss seen beyond the tolerance blocks, proven or not, and so does a step for speed alone that gains
     nothing.
     """
-    if verdict.outcome != "inconclusive":
+    is_unfit = bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
+    if verdict.outcome != "inconclusive" or is_unfit:
         return verdict.outcome != "pass"
     is_strict = policy.on_inconclusive == "block"
     return (_gains_nothing(verdict, policy)
@@ -211,26 +212,38 @@ def blocking_verdicts(judgement: Judgement) -> list[Verdict]:
 
 
 def check_outcomes(judgement: Judgement) -> None:
-    """Check that each released outcome follows from the comparisons that stand beside it.
+    """Check that each released outcome is the one that follows from what stands beside it.
 
     Raises:
-        EvidenceError: a pass that its own numbers contradict: the file was edited.
+        EvidenceError: an outcome that its own numbers, reasons or the policy contradict: the file was edited.
     """
+    policy = judgement.policy
     for verdict in released_verdicts(judgement):
         gated = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
-        wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, judgement.policy)]
-        if verdict.outcome == "pass":
-            wrong += [name_metric(*key) for key in list_gated(judgement.policy) if key not in gated]
-        is_unfit = (bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
-                    or _changes_answers(verdict, judgement.policy) or _drafts_too_few(verdict, judgement.policy)
-                    or _is_too_slow(verdict, judgement.policy) or _gains_nothing(verdict, judgement.policy))
-        decisive = [c for c in gated.values() if c.tier != "advisory"]
-        is_pass = bool(decisive) and all(c.outcome == "pass" for c in decisive) and not is_unfit
-        if is_pass != (verdict.outcome == "pass"):
+        wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, policy)]
+        if not list_refusals(verdict):
+            wrong += [name_metric(*key) for key in list_gated(policy) if key not in gated]
+        if verdict.outcome != _expect_outcome(verdict, policy):
             wrong.append("the verdict")
         if wrong:
             raise EvidenceError(f"{judgement.path}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
                                 f"policy beside it; {_tell_edited(judgement)}")
+
+
+def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
+    """Return the outcome that follows from a verdict's comparisons, reasons and other evidence."""
+    outcomes = {c.outcome for c in verdict.comparisons if c.tolerance is not None and c.tier != "advisory"}
+    has_failed = any(reason.startswith(FAILED) for reason in verdict.reasons)
+    if has_failed or "fail" in outcomes:
+        return "fail"
+    if list_refusals(verdict) or not outcomes:
+        return "refused"
+    # numbers of which no reason speaks
+    if _changes_answers(verdict, policy) or _drafts_too_few(verdict, policy) or _is_too_slow(verdict, policy):
+        return "fail"
+    if "inconclusive" in outcomes or (verdict.canary is not None and verdict.canary.is_blind):
+        return "inconclusive"
+    return "no gain" if _gains_nothing(verdict, policy) else "pass"
 
 
 def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
@@ -239,7 +252,7 @@ def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
     if canary is None:  # it must be there where evals chat
         return bool({"tool_calls", "trajectories"} & set(policy.eval_kinds.values()))
     is_exact = verdict.candidate in policy.exact
-    return canary.is_beyond_floor or canary.is_blind or (is_exact and canary.is_changed)
+    return canary.is_beyond_floor or (is_exact and canary.is_changed)
 
 
 def _drafts_too_few(verdict: Verdict, policy: Policy) -> bool:
@@ -278,10 +291,11 @@ def _contradicts(c: Comparison, policy: Policy) -> bool:
         return True
     if not c.low <= c.harm <= c.high or (c.b is not None and abs(c.harm - (c.b - (c.c or 0)) / c.n) > 1e-9):
         return True
-    if c.outcome == "pass":
-        return not is_proven(c.high, tolerance, c.effective_clusters)
-    # proven and yet no pass: only a gain larger than the tolerance
-    return is_proven(c.high, tolerance, c.effective_clusters) and c.harm >= -tolerance
+    if is_proven(c.high, tolerance, c.effective_clusters):
+        # proven and yet no pass: only a gain larger than the tolerance
+        return c.outcome != "pass" and not (c.outcome == "inconclusive" and c.harm < -tolerance)
+    is_fail = c.harm > tolerance and c.p_holm is not None and c.p_holm <= policy.alpha
+    return c.outcome != ("fail" if is_fail else "inconclusive")
 
 
 def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
@@ -381,7 +395,7 @@ def render_verdicts(judgement: Judgement) -> str:
     lines += [_row(verdict, width) for verdict in verdicts]
     for verdict in verdicts:
         if verdict.outcome != "pass":
-            lines += _why(verdict, is_blocking(verdict, judgement.policy))
+            lines += _why(verdict, judgement.policy)
     lines += _describe_limits(judgement, verdicts)
     return "\n".join(map(show_unprintable, lines))
 
@@ -403,8 +417,9 @@ def _row(verdict: Verdict, width: int) -> str:
             f"{outcomes.count('fail'):>4}  {outcomes.count('inconclusive'):>12}  {num_refused:>7}")
 
 
-def _why(verdict: Verdict, blocks: bool) -> list[str]:
-    effect = "blocks the release" if blocks else "does not block: gate.on_inconclusive is warn"
+def _why(verdict: Verdict, policy: Policy) -> list[str]:
+    reason = "gate.on_inconclusive is warn" if policy.on_inconclusive == "warn" else "what is open is not critical"
+    effect = "blocks the release" if is_blocking(verdict, policy) else f"does not block: {reason}"
     lines = ["", f"{verdict.candidate}: {verdict.outcome}, {effect}"]
     lines += [f"  {reason}" for reason in verdict.reasons if reason.startswith(HEADLINES)]
     for label, starts in (("refused", REFUSED), ("fail", FAILED), ("inconclusive", UNPROVEN), ("no gain", NO_GAIN),

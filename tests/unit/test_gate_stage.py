@@ -305,3 +305,35 @@ def test_github_is_told_where_its_runner_says_so(project, capsys, monkeypatch, t
     assert f"::error file={tmp_path.name}/params.yaml,line=1,title=bad%3A fail::workflows/task_completion_rate" in said
     written = summary.read_text()
     assert written.startswith("from another step\n## Gate\n") and "**Blocked** by `bad`" in written
+
+
+def _drop_comparisons(verdict):
+    verdict["comparisons"] = []
+
+
+def _drop_what_failed(verdict):
+    verdict["comparisons"] = [c for c in verdict["comparisons"] if c["outcome"] != "fail"]
+
+
+def _report_what_failed(verdict):
+    for comparison in verdict["comparisons"]:
+        comparison["outcome"] = "reported" if comparison["outcome"] == "fail" else comparison["outcome"]
+
+
+def _refuse(verdict):
+    verdict["reasons"] = ["refused: stale", "fail: path: x"]
+
+
+@pytest.mark.parametrize("edit", [
+    lambda verdict: None, _drop_comparisons, _drop_what_failed, _report_what_failed, _refuse])
+def test_gate_refuses_a_fail_that_was_edited_into_inconclusive(project, edit):
+    """With `warn`, and with supporting metrics, what is inconclusive may ship: it must be what the numbers say."""
+    project("bad")
+    judgement = json.loads(VERDICT_PATH.read_text())
+    (bad,) = [verdict for verdict in judgement["verdicts"] if verdict["candidate"] == "bad"]
+    bad["outcome"] = "inconclusive"
+    edit(bad)
+    VERDICT_PATH.write_text(json.dumps(judgement))
+    with pytest.raises(EvidenceError, match="contradicts the numbers or the policy beside it"):
+        run_gate()
+    assert not (Path("build") / stages.gate.MARKER).exists()
