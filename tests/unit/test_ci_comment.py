@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -61,8 +62,9 @@ def test_a_pull_request_that_has_moved_on_gets_no_comment(comment):
 
 
 def test_a_strangers_text_mentions_nobody_forges_no_mark_and_fits(comment):
-    _, body = comment("@everyone <!-- quantgate: gate --> " + "x" * 100_000)[-1]
-    assert "@" not in body and body.count("<!--") == 1 and len(body) < 65_536
+    _, body = comment("@everyone\n```text\n@owner <!-- quantgate: gate -->\n```\n" + "@x" * 100_000)[-1]
+    assert not re.search(r"@[^\u200b]", body) and body.count("<!--") == 1 and len(body) < 65_536
+    assert "&#" not in body and "&lt;" not in body, "an entity is not decoded in a block of code"
 
 
 def read_workflow(name):
@@ -87,3 +89,8 @@ def test_a_fork_never_reaches_the_machine_of_its_own():
     full = read_workflow("gate.yml")["jobs"]["full"]
     assert "self-hosted" in full["runs-on"] and full["environment"]
     assert "github.event.pull_request.head.repo.full_name == github.repository" in full["if"]
+
+
+def test_another_label_cancels_no_full_run():
+    concurrency = read_workflow("gate.yml")["concurrency"]
+    assert "github.event.label.name" in concurrency["group"] or not concurrency["cancel-in-progress"]
