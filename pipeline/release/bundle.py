@@ -22,14 +22,14 @@ from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.files import replace_folder, write_text
 from pipeline.gate.loosening import MANIFEST
-from pipeline.gate.verdicts import Judgement, blocking_verdicts, check_outcomes, check_policy, released_verdicts
+from pipeline.gate.verdicts import Judgement, blocking_verdicts, check_outcomes, check_policy
 from pipeline.record_files import write_record
 from pipeline.release.checksums import write_sums
 from pipeline.release.kept_records import keep_records
 from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_content, read_git, read_versions
-from pipeline.release.model_card import render_card
+from pipeline.release.model_card import CARDS, render_cards
 from pipeline.release.signature import sign
-from pipeline.settings import RELEASES, Track
+from pipeline.settings import Track
 
 
 def check_marker(marker: Path, judgement: Judgement, verdict_path: Path) -> None:
@@ -88,9 +88,8 @@ def write_bundle(
         manifest = Manifest(**describe_content(new, judgement, track), libraries=read_versions(libraries),
                             git=read_git(params.parent))
         write_record(new / MANIFEST, manifest)
-        for found in released_verdicts(judgement):
-            card = render_card(judgement, found, bundle=RELEASES[track.name].as_posix())
-            write_text(new / "cards" / f"{found.candidate}.md", card)
+        for name, card in render_cards(judgement).items():
+            write_text(new / CARDS / name, card)
         if private_key is not None:
             sign(new, private_key)
         write_sums(new)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import Judgement, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
     escape_markdown,
@@ -19,6 +19,7 @@ from pipeline.gate.wording import (
     is_rate,
     name_comparison,
 )
+from pipeline.settings import RELEASES
 from pipeline.verdict_records import Comparison, Verdict
 
 # by kind of eval: the hub's name of the task
@@ -26,14 +27,17 @@ _TASKS = {"images": "text-to-image", "detection": "object-detection", "upscaling
 _TEXT_TASK = "text-generation"
 
 
-def render_card(judgement: Judgement, verdict: Verdict, *, bundle: str) -> str:
-    """Return the card of one released candidate.
+CARDS = "cards"  # folder of a bundle
 
-    Args:
-        judgement: of the release.
-        verdict: on the candidate.
-        bundle: path of the bundle, as a reader would type it.
-    """
+
+def render_cards(judgement: Judgement) -> dict[str, str]:
+    """Return the card of each released candidate by its file's name; nothing but the judgement is in them."""
+    bundle = RELEASES[judgement.policy.track].as_posix()  # as a reader would type it
+    return {f"{verdict.candidate}.md": _render_card(judgement, verdict, bundle)
+            for verdict in released_verdicts(judgement)}
+
+
+def _render_card(judgement: Judgement, verdict: Verdict, bundle: str) -> str:
     from huggingface_hub import ModelCardData
 
     gated = [c for c in verdict.comparisons if c.tolerance is not None]
@@ -54,7 +58,8 @@ def _describe_result(comparison: Comparison, judgement: Judgement) -> Any:
     eval_name, _, metric = c.metric.rpartition("/")
     settings = judgement.policy.evals[eval_name]
     arguments = {"n": c.n, "reference": c.reference, "harm": c.harm, "harm_low": c.low, "harm_high": c.high,
-                 "confidence": round(1 - judgement.policy.alpha, 6), "tolerance": c.tolerance, "outcome": c.outcome}
+                 "confidence_one_sided": round(1 - judgement.policy.alpha, 6), "tolerance": c.tolerance,
+                 "outcome": c.outcome}
     return EvalResult(
         task_type=_TASKS.get(settings["kind"], _TEXT_TASK), dataset_type=settings.get("evalset") or settings["task"],
         dataset_name=eval_name, dataset_config=c.bucket, metric_type=metric,

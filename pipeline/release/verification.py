@@ -1,7 +1,8 @@
 """Check a bundle without the weights: is it whole, is it signed, and does its verdict still follow from its scores?
 
 The verdict is computed again by the gate's own code from the kept scores under the kept settings, and every number
-that decides is compared. Numbers may differ by rounding, as another version of a library sums in another order. What
+that decides is compared. Numbers may differ by rounding, as another version of a library sums in another order. The
+manifest and the model cards must be what the verdict gives. What
 decides nothing is not compared: tripwires and notes, which need the texts.
 
 Without a public key this finds accidents and careless edits. Whoever edits scores, verdict, manifest and sums alike is
@@ -28,6 +29,7 @@ from pipeline.record_files import read_record
 from pipeline.release.checksums import find_changes
 from pipeline.release.kept_records import restore_records
 from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_content
+from pipeline.release.model_card import CARDS, render_cards
 from pipeline.release.signature import SIGNATURE, find_forgery
 from pipeline.settings import Track
 
@@ -66,6 +68,7 @@ def verify_bundle(
         check_policy(judgement, track)
         check_outcomes(judgement)
         done.problems += _check_manifest(bundle, manifest, describe_content(bundle, judgement, track))
+        done.problems += _check_cards(bundle, judgement)
         done.problems += _judge_again(bundle, judgement, track)
         names = ", ".join(f"{side.candidate} {side.outcome}" for side in manifest.release)
         done.notes.append(f"{manifest.track}: {names}; judged again from the scores of {len(manifest.evalsets)} evals")
@@ -95,6 +98,15 @@ def _check_manifest(bundle: Path, manifest: Manifest, content: dict[str, Any]) -
     found = Manifest(**content, libraries={}, git=None).model_dump(mode="json", include=set(said))
     return [f"{bundle / MANIFEST}: {where}: says {_show(was)}, the bundle has {_show(now)}"
             for where, was, now in find_differences(said, found)]  # fmt: skip
+
+
+def _check_cards(bundle: Path, judgement: Judgement) -> list[str]:
+    """Return each card that is not what the verdict gives; line ends and bytes that are no text count."""
+    folder, said = bundle / CARDS, {name: card.encode() for name, card in render_cards(judgement).items()}
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return [f"{folder / name}: expected the card that {VERDICT} gives, found "
+            + ("none" if name not in found else "another" if name in said else "one of what was not released")
+            for name in sorted(said | found) if said.get(name) != found.get(name)]
 
 
 def _judge_again(bundle: Path, judgement: Judgement, track: Track) -> list[str]:

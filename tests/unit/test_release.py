@@ -52,6 +52,12 @@ def edit_json(path, edit):
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
+def edit_text(path, was, now):
+    text = path.read_text()
+    assert was in text
+    path.write_text(text.replace(was, now))
+
+
 def edit_packed(path, edit):
     """Change the records of a packed file."""
     records = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
@@ -134,6 +140,11 @@ def lose_ten(records):
     (lambda b: edit_json(b / "params.yaml", lambda p: p["gate"].update(alpha=0.1)), "alpha 0.05, params.yaml says 0.1"),
     (lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(weights_digest="f" * 64)),
      "release.0.weights_digest: says 'ffff"),
+    (lambda b: edit_json(b / MANIFEST, lambda m: m["policy"].update(alpha=0.01)), "policy.alpha: says 0.01"),
+    (lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(outcome="fail")), "outcome: says 'fail'"),
+    (lambda b: edit_text(b / "cards/good.md", "**pass**", "**pass** with honours"), "good.md: expected the card that"),
+    (lambda b: (b / "cards/good.md").unlink(), "good.md: expected the card that verdict.json gives, found none"),
+    (lambda b: (b / "cards/best.md").write_text("best"), "best.md: expected the card that verdict.json gives, found"),
     (lambda b: (b / "benchmarks").mkdir(), None),
 ])  # fmt: skip
 def test_what_agrees_with_its_sums_must_agree_with_the_rest(bundle, tamper, named):
@@ -271,6 +282,7 @@ def test_a_card_reads_as_a_model_index(project):
     for result in card.data.eval_results:
         expected = gated[f"{result.dataset_name}/{result.metric_type}"]
         assert result.metric_value == expected.candidate and result.metric_args["harm_high"] == expected.high
+        assert result.metric_args["confidence_one_sided"] == 0.95
         assert result.metric_args["outcome"] == "pass" and result.task_type == "text-generation"
     assert eval_results_to_model_index(NAME, card.data.eval_results) == card.data.to_dict()["model-index"]
     assert "python -m scripts.verify release/text" in card.text
