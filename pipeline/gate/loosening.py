@@ -2,7 +2,11 @@
 
 A threshold that is relaxed whenever it fails protects nothing. The last release keeps its policy in its manifest; each
 setting that would let more through than that one did must stand in `gate.loosened` with its old value and why, and the
-report prints it. Nothing is compared before a first release. Stricter settings need nothing.
+report prints it. Another reference, or another setting of an eval that is gated, asks another question: nobody can say
+that it is as strict, so it needs a reason too. Nothing is compared before a first release. Stricter settings need nothing.
+
+A pull request writes its own manifest, so CI compares with that of the branch it goes to as well. Not seen: other cases
+in the same evalset folder, and the engine and steps of a candidate, which is what is judged.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
@@ -28,26 +33,43 @@ def check_loosening(policy: Policy, root: Path) -> None:
         EvidenceError: the last release's manifest can't be read.
     """
     path = root / RELEASES[policy.track] / MANIFEST
-    if not path.is_file():
-        return
+    if path.is_file():
+        compare_with_release(policy, path.read_bytes(), path)
+
+
+def compare_with_release(policy: Policy, manifest: bytes, source: Path | str) -> None:
+    """Check that every setting looser than in the manifest of a release has its reason.
+
+    Args:
+        policy: what is asked now.
+        manifest: of the release.
+        source: where it is from, for messages.
+
+    Raises:
+        SettingsError: one has none, or its reason speaks of another value.
+        EvidenceError: it is no manifest.
+    """
     try:
-        last = Policy.model_validate(json.loads(path.read_bytes())["policy"])
-    except (KeyError, ValueError) as error:
-        raise EvidenceError(f"{path}: expected the manifest of a release, with its policy, found none "
+        last = Policy.model_validate(json.loads(manifest)["policy"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise EvidenceError(f"{source}: expected the manifest of a release, with its policy, found none "
                             f"({type(error).__name__}); take the file from git again") from None
     for key, was, now in list_loosened(last, policy):
         reason = policy.loosened.get(key)
         if reason is None:
             raise SettingsError(f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
-                                f"at the last release ({path}) and is {_tell(now)}; add {{was: {was}, why: ...}}, or "
-                                "set it back")
+                                f"at the last release ({source}) and is {_tell(now)}; add "
+                                f"{{was: {json.dumps(was)}, why: ...}}, or set it back")
         if reason.was != was:
-            raise SettingsError(f"{_name(policy)}gate.loosened.{key}.was: expected {_tell(was)}, as {path} says, got "
+            raise SettingsError(f"{_name(policy)}gate.loosened.{key}.was: expected {_tell(was)}, as {source} says, got "
                                 f"{_tell(reason.was)}; correct it")
 
 
 def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
-    """Yield each setting that lets more through: its key in params.yaml, what it was and what it is."""
+    """Yield each setting that lets or may let more through: its key in params.yaml, what it was and what it is."""
+    if now.reference != last.reference:
+        yield "reference", last.reference, now.reference
+    yield from _compare_evals(last, now)
     if now.alpha > last.alpha:
         yield "alpha", last.alpha, now.alpha
     if (last.on_inconclusive, now.on_inconclusive) == ("block", "warn"):
@@ -56,12 +78,32 @@ def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value
         yield from _compare_tolerances(f"tolerances.{metric}", tolerance, now.tolerances.get(metric))
     if last.max_slowdown is not None and (now.max_slowdown is None or now.max_slowdown > last.max_slowdown):
         yield "benchmark.max_slowdown", last.max_slowdown, now.max_slowdown
+    noticed, rate = last.canary.get("target_rate"), now.canary.get("target_rate")
+    if noticed is not None and (rate is None or rate > noticed):
+        yield "canary.target_rate", noticed, rate
     for name in now.release:
         least, lower = last.min_acceptance.get(name), now.min_acceptance.get(name)
         if least is not None and (lower is None or lower < least):
             yield f"candidates.{name}.min_acceptance", least, lower
         if name in last.exact and name not in now.exact:
             yield f"candidates.{name}.exact", "true", "false"
+
+
+def _compare_evals(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
+    """Compare the settings of the evals that were gated; one that is gone has lost its tolerances, which is seen."""
+    for name in dict.fromkeys(metric.rpartition("/")[0] for metric in last.tolerances):
+        was, settings = last.evals.get(name, {}), now.evals.get(name, {})
+        # a key that only one side has came or went with the code or with `kind`
+        for key in [key for key in was if key in settings]:
+            if settings[key] != was[key]:
+                yield f"evals.{name}.{key}", _as_value(was[key]), _as_value(settings[key])
+
+
+def _as_value(setting: Any) -> Value:
+    """Return a setting as `was` takes it: a number, or text."""
+    if isinstance(setting, (int, float)) and not isinstance(setting, bool):
+        return float(setting)
+    return setting if isinstance(setting, str) else "not set" if setting is None else json.dumps(setting)
 
 
 def _compare_tolerances(

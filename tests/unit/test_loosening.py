@@ -21,6 +21,12 @@ def policy(**gate):
     return describe_policy(make_params(["a"], ["a"], **({"tolerances": TOLERANCES, "on_inconclusive": "block"} | gate)))
 
 
+def change_evals(name, **changed):
+    """Return the policy's evals with one of them changed."""
+    evals = policy().evals
+    return {"evals": evals | {name: evals[name] | changed}}
+
+
 @pytest.fixture
 def released(tmp_path):
     """A folder whose last release was judged by `policy()`."""
@@ -46,6 +52,29 @@ def test_a_looser_setting_needs_its_reason(released, change, key, was) -> None:
     check_loosening(policy(**change, loosened={key: {"was": was, "why": WHY}}), released)
     with pytest.raises(SettingsError, match="was: expected"):
         check_loosening(policy(**change, loosened={key: {"was": 0.001, "why": WHY}}), released)
+
+
+@pytest.mark.parametrize(("change", "key", "was"), [
+    ({"reference": "worse"}, "reference", "reference"),
+    (change_evals("workflows", evalset="evalsets/easy"), "evals.workflows.evalset", "evalsets/workflows"),
+    (change_evals("workflows", max_turns=99), "evals.workflows.max_turns", 16.0),
+    (change_evals("calls", kind="harness"), "evals.calls.kind", "tool_calls"),
+    (change_evals("calls", send_tools=True), "evals.calls.send_tools", "false"),
+    ({"canary": policy().canary | {"target_rate": 0.45}}, "canary.target_rate", policy().canary["target_rate"]),
+])
+def test_another_question_needs_its_reason(released, change, key, was) -> None:
+    """An easier evalset or a worse reference lets more through, and no tolerance moves."""
+    asked = policy().model_copy(update=change)
+    with pytest.raises(SettingsError) as caught:
+        check_loosening(asked, released)
+    assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
+    assert f"{{was: {json.dumps(was)}, why: ...}}" in str(caught.value)
+    reason = policy(loosened={key: {"was": was, "why": WHY}}).loosened
+    check_loosening(asked.model_copy(update={"loosened": reason}), released)
+
+
+def test_an_eval_that_gates_nothing_may_change(released) -> None:
+    check_loosening(policy().model_copy(update=change_evals("choices", task="other")), released)
 
 
 @pytest.mark.parametrize("change", [
