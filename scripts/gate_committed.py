@@ -5,7 +5,10 @@
 A release may go out when
 1. DVC finds nothing out of date by dvc.lock: the committed results are of this code, these settings and this data;
 2. the gate of every track of params.yaml passes on the committed verdict;
-3. every track's release bundle is there, verifies, and is about that verdict.
+3. every track's release bundle is there, verifies, and is about that verdict; it is signed by the key in `release.pub`,
+   where that file is committed;
+4. in a pull request (GITHUB_BASE_REF names the branch it goes to): no setting is looser than at that branch's last
+   release without its reason in `gate.loosened`, and no release of that branch was deleted.
 DVC alone would not do: where data is missing it stops ahead of a gate that has to run, and it skips a stage whose
 committed report was deleted. Ends with 1 when anything is wrong.
 """
@@ -13,9 +16,12 @@ committed report was deleted. Ends with 1 when anything is wrong.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +31,18 @@ sys.path.insert(0, str(ROOT))
 from pipeline.digests import digest_file  # noqa: E402
 from pipeline.errors import QuantgateError  # noqa: E402
 from pipeline.files import write_text  # noqa: E402
-from pipeline.gate.loosening import MANIFEST  # noqa: E402
+from pipeline.gate.loosening import MANIFEST, compare_with_release  # noqa: E402
+from pipeline.gate.verdicts import describe_policy  # noqa: E402
 from pipeline.gate.wording import escape_markdown, show_unprintable  # noqa: E402
-from pipeline.params import load_params  # noqa: E402
+from pipeline.params import Params, get_track, load_params  # noqa: E402
 from pipeline.record_files import read_record  # noqa: E402
 from pipeline.release.manifest import Manifest  # noqa: E402
 from pipeline.release.verification import verify_bundle  # noqa: E402
-from pipeline.settings import RELEASES, REPORTS, TRACKS  # noqa: E402
+from pipeline.settings import RELEASES, REPORTS, TRACKS, Track  # noqa: E402
 
 DVC = (sys.executable, "-m", "dvc", "repro", "--allow-missing")
+KEY = Path("release.pub")
+LOCK = Path("dvc.lock")
 _STALE = re.compile(r"(?:Running stage|failed to reproduce) '([^']+)'")
 _RUNS_HERE = re.compile(r"env|gate(?:_[a-z]+)?")  # stages that may be out of date in a clone
 
@@ -53,13 +62,27 @@ def run(*command: str) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
+@contextmanager
+def _keep_lock() -> Iterator[None]:
+    """Leave dvc.lock as it was found: reading this machine's libraries writes them there."""
+    found = LOCK.read_bytes() if LOCK.is_file() else None
+    try:
+        yield
+    finally:
+        if found is not None:
+            LOCK.write_bytes(found)
+        else:
+            LOCK.unlink(missing_ok=True)
+
+
 def check_results() -> Check:
     """Ask DVC which stages would have to run, after reading this machine's libraries, which could make them all."""
     name = "results belong to this code and these settings"
-    code, said = run(*DVC, "--single-item", "env")
-    if code:
-        return Check(name, False, said)
-    code, said = run(*DVC, "--dry", "--keep-going")
+    with _keep_lock():
+        code, said = run(*DVC, "--single-item", "env")
+        if code:
+            return Check(name, False, said)
+        code, said = run(*DVC, "--dry", "--keep-going")
     found = dict.fromkeys(_STALE.findall(said))
     if code and not found:
         return Check(name, False, said)
@@ -76,10 +99,10 @@ def check_gate(track: str) -> Check:
 
 
 def check_release(track: str) -> Check:
-    """Check the bundle of a track, and that it is about the committed verdict."""
+    """Check the bundle of a track, that it is about the committed verdict, and its signature where a key is kept."""
     bundle, name = RELEASES[track], f"{track}: release"
     try:
-        found = verify_bundle(bundle)
+        found = verify_bundle(bundle, public_key=KEY if KEY.is_file() else None)
         problems = found.problems[:]
         if not problems and read_record(bundle / MANIFEST, Manifest).verdict_sha256 != digest_file(
                 REPORTS[track] / "verdict.json"):
@@ -89,6 +112,34 @@ def check_release(track: str) -> Check:
     return Check(name, not problems, "\n".join(problems or found.notes))
 
 
+def check_base(params: Params, base: str) -> Check:
+    """Compare what is asked with the last releases on the branch a pull request goes to, which it can't rewrite."""
+    name = f"nothing is looser than on {base} without a reason"
+    code, _ = run("git", "rev-parse", "--verify", "--quiet", f"origin/{base}^{{commit}}")
+    if code:
+        return Check(name, False, f"origin/{base}: expected the branch that this goes to, found none; fetch it")
+    problems = [problem for track in TRACKS if (problem := _find_loosening(params, track, f"origin/{base}"))]
+    return Check(name, not problems, "\n".join(problems) or "nothing is")
+
+
+def _find_loosening(params: Params, track: str, base: str) -> str | None:
+    path = RELEASES[track] / MANIFEST
+    code, listed = run("git", "ls-tree", "--name-only", base, "--", path.as_posix())
+    if not code and not listed:
+        return None  # nothing was released there
+    code, manifest = run("git", "show", f"{base}:{path.as_posix()}")
+    if code:
+        return f"{base}:{path}: expected the manifest of the last release, git can't read it: {manifest}"
+    if not path.is_file():
+        return f"{path}: {base} has it, and here it was deleted; run `git checkout {base} -- {path.parent}`"
+    try:
+        policy = describe_policy(get_track(params, track, kind=Track))
+        compare_with_release(policy, manifest.encode(), f"{base}:{path}")
+    except QuantgateError as error:
+        return str(error)
+    return None
+
+
 def check_all() -> list[Check]:
     """Check everything; a release only where its gate passes, as there is none for another."""
     try:
@@ -96,6 +147,8 @@ def check_all() -> list[Check]:
     except QuantgateError as error:
         return [Check("settings", False, str(error))]
     checks = [check_results()]
+    if base := os.environ.get("GITHUB_BASE_REF"):
+        checks.append(check_base(params, base))
     for track in TRACKS:
         if track == "text" or getattr(params, track) is not None:
             checks.append(check_gate(track))

@@ -3,7 +3,7 @@
 A threshold that is relaxed whenever it fails protects nothing. The last release keeps its policy in its manifest; each
 setting that would let more through than that one did must stand in `gate.loosened` with its old value and why, and the
 report prints it. Another reference, or another setting of an eval that is gated, asks another question: nobody can say
-that it is as strict, so it needs a reason too. Nothing is compared before a first release. Stricter settings need nothing.
+that it is as strict, so it needs a reason too. Nothing is compared before a first release. Stricter settings need none.
 
 A pull request writes its own manifest, so CI compares with that of the branch it goes to as well. Not seen: other cases
 in the same evalset folder, and the engine and steps of a candidate, which is what is judged.
