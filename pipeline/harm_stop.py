@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pipeline.errors import EvidenceError
 from pipeline.gate.metrics import MetricDefinition
 from pipeline.records import CaseRecord
 
@@ -95,6 +96,7 @@ class HarmWatch:
 
         Raises:
             HarmFound: harm beyond a tolerance is proven.
+            EvidenceError: the reference was not asked this case.
         """
         self._found.setdefault(record.cluster, []).append(record)
         while self._next < len(self._order):
@@ -105,6 +107,9 @@ class HarmWatch:
             self._play(self._found.pop(cluster))
 
     def _play(self, records: Sequence[CaseRecord]) -> None:
+        if edited := [r.case_id for r in records if r.input_digest not in self._reference]:
+            raise EvidenceError(f"case {edited[0]!r} asks something else than when the reference was evaluated; "
+                                "evaluate the reference anew")
         pairs = [(self._reference[r.input_digest], r) for r in records if r.failure is None]
         self.num_seen += len(pairs)
         for bet in self._bets:

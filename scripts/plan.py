@@ -8,6 +8,7 @@ cases that the tolerance asked for would need, and the minutes that the eval tak
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -23,11 +24,14 @@ from stages.cli import run_stage  # noqa: E402
 
 def main(argv: list[str]) -> int:
     """Print the plan of each track named, or of all."""
+    parser = argparse.ArgumentParser(prog="plan", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tracks", nargs="*", metavar="TRACK", help=f"of {', '.join(TRACKS)}; else all in params.yaml")
+    named = parser.parse_args(argv).tracks
     params = load_params()
-    names = argv or [name for name in TRACKS if name == "text" or getattr(params, name) is not None]
+    names = named or [name for name in TRACKS if name == "text" or getattr(params, name) is not None]
+    tracks = {name: get_track(params, name, kind=Track) for name in names}  # a wrong name is told before any plan
     impossible = []
-    for name in names:
-        track = get_track(params, name, kind=Track)
+    for name, track in tracks.items():
         rows = plan_gate(track, read_sizes(track, Path()), read_last(name, Path()))
         impossible += list_impossible(rows)
         print(f"{name}: {', '.join(track.release)} against {track.reference}\n{render_plan(rows)}\n")

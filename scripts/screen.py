@@ -16,14 +16,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.errors import SettingsError  # noqa: E402
+from pipeline.errors import EvidenceError, SettingsError  # noqa: E402
 from pipeline.evals.evaluate import evaluate_candidate  # noqa: E402
+from pipeline.evalsets import load_evalset  # noqa: E402
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition  # noqa: E402
-from pipeline.gate.pairing import load_evidence  # noqa: E402
+from pipeline.gate.pairing import Evidence, load_evidence  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
 from pipeline.harm_stop import HarmFound, HarmWatch  # noqa: E402
 from pipeline.params import Params, check_candidate, load_params  # noqa: E402
+from pipeline.serving.failures import find_error  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
+from pipeline.text_params import ChatEval  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 BUILD = Path("build")
@@ -42,6 +45,10 @@ def main(argv: list[str]) -> int:
     except HarmFound as found:
         print(f"{candidate.name}: stopped after {time.monotonic() - start:.0f} s: {found}")
         return HARM
+    except ExceptionGroup as group:
+        if (unfit := find_error(group, EvidenceError)) is None:
+            raise
+        raise unfit from None
     print(f"{candidate.name}: no harm beyond a tolerance was proven; `dvc repro` judges it with all cases")
     return 0
 
@@ -50,14 +57,23 @@ def make_watches(params: Params) -> dict[str, HarmWatch]:
     """Return a watch for each eval that chats, against the reference's records.
 
     Raises:
-        EvidenceError: the reference was not evaluated, or its records are not fit.
+        EvidenceError: the reference was not evaluated, its records are not fit, or an evalset was edited since.
     """
     reference = read_candidate(BUILD, params.reference, params)
     evidence = load_evidence(BUILD, reference, describe_policy(params).evals)
     watched = {name: list(_list_watched(params, name)) for name in params.chat_evals if name in evidence.records}
+    for name in watched:
+        _check_same_cases(name, params.chat_evals[name], evidence)
     num_metrics = sum(map(len, watched.values()))
     return {name: HarmWatch(evidence.records[name], metrics, alpha=params.gate.alpha, num_metrics=num_metrics)
             for name, metrics in watched.items() if metrics}
+
+
+def _check_same_cases(name: str, settings: ChatEval, evidence: Evidence) -> None:
+    asked, own = evidence.evaluation.evals[name].evalset_digest, load_evalset(Path(settings.evalset)).digest
+    if asked != own:
+        raise EvidenceError(f"{name}: expected {settings.evalset} as the reference was asked it ({asked[:12]}), found "
+                            f"another one ({own[:12]}); evaluate the reference anew with `dvc repro`")
 
 
 def _list_watched(params: Params, eval_name: str) -> list[tuple[str, MetricDefinition, float]]:

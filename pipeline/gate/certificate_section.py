@@ -51,8 +51,8 @@ def describe_floor(judgement: Judgement) -> str:
     gated = [c for c in again.comparisons if c.tolerance is not None and c.bucket is None]
     moved = [c for c in gated if c.harm != 0 or c.b or c.c]
     if not moved:
-        return (f"The reference against itself (`{again.candidate}`): nothing moves in {len(gated)} gated metrics, so "
-                "whatever a candidate moves is its own.")
+        return (f"The reference against itself (`{again.candidate}`): nothing moved in one repeat, in any of "
+                f"{len(gated)} gated metrics.")
     return (f"The reference against itself (`{again.candidate}`), which is the floor: "
             + "; ".join(f"{name_comparison(c)} {_tell_moved(c)}" for c in moved) + ".")
 

@@ -13,6 +13,13 @@ def render_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
+def render_name(name: str) -> str:
+    """Return a name in code style; one that would break out of its code span, or of a table's row, is escaped."""
+    if name.isprintable() and not {"`", "|"} & set(name):
+        return f"`{name}`"
+    return f"<code>{escape_markdown(name)}</code>"
+
+
 def render_block(text: str) -> list[str]:
     """Return the lines of a block that shows a text as it is, whatever fences it holds."""
     text = show_unprintable(text, keep="\n\t")

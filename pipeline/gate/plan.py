@@ -122,7 +122,8 @@ def _plan_row(
         return PlanRow(metric, bucket, tolerance, size.n, None, source, None, None, None, minutes, problem)
     if definition.estimator != "proportion":
         provable = None if seen is None else (seen.high - seen.harm) * (1 + _normal(POWER) / _normal(1 - alpha))
-        needed = None if provable is None else math.ceil(size.n * max(1.0, (provable / tolerance) ** 2))
+        least_share = MIN_CLUSTERS / size.effective_clusters
+        needed = None if provable is None else math.ceil(size.n * max(least_share, (provable / tolerance) ** 2))
         return PlanRow(metric, bucket, tolerance, size.n, None, source if seen else "needs a run", None, provable,
                        needed, minutes, "")  # fmt: skip
     has_flips = seen is not None and seen.b is not None and seen.c is not None

@@ -8,6 +8,8 @@ Not covered: whether two sides belong together; `judging.py` asks that.
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +19,7 @@ from typing import Any, Literal
 
 from pipeline.digests import digest_json, digest_text
 from pipeline.errors import EvidenceError
-from pipeline.files import line_of, read_lines
+from pipeline.files import line_of
 from pipeline.gate.metrics import MetricDefinition
 from pipeline.records import CaseRecord, describe_failures
 
@@ -209,17 +211,29 @@ def read_first_keys(path: Path) -> set[str]:
     return set(first) if isinstance(first, dict) else set()
 
 
+def read_text(path: Path) -> str:
+    """Read a file in UTF-8, with a byte-order mark or without.
+
+    Raises:
+        EvidenceError: it is in another encoding.
+    """
+    data = path.read_bytes()
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:2]:
+        raise EvidenceError(f"{path}: expected UTF-8, got what looks like UTF-16; save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise EvidenceError(f"{path}:{line_of(error)}: not UTF-8 ({error.reason})") from None
+
+
 def iterate_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line of a JSONL file that is not empty, with its place.
 
     Raises:
         EvidenceError: no file, not UTF-8, or a line that is no JSON object.
     """
-    try:
-        lines = read_lines(path)
-    except UnicodeDecodeError as error:
-        raise EvidenceError(f"{path}:{line_of(error)}: not UTF-8 ({error.reason})") from None
-    for number, line in enumerate(lines, start=1):
+    # of all that `str.splitlines` cuts at, a JSON string may hold U+2028
+    for number, line in enumerate(io.StringIO(read_text(path), newline=None), start=1):
         if line.strip():
             where = f"{path}:{number}"
             value = parse_json(line, where)

@@ -132,11 +132,12 @@ def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, ru
 
 def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
     """Note that nothing at all differs: one model asked twice looks like that."""
-    has_outputs = any(record.output for record in pairs.reference)
-    is_same = all(a.output == b.output and a.scores == b.scores
-                  for a, b in zip(pairs.reference, pairs.candidate, strict=True))
-    return [f"{eval_name}: every output is the reference's, character by character; was it another model that "
-            "answered?"] if has_outputs and is_same else []
+    if any(a.output != b.output or a.scores != b.scores
+           for a, b in zip(pairs.reference, pairs.candidate, strict=True)):
+        return []
+    what = ("every output is the reference's, character by character" if any(r.output for r in pairs.reference) else
+            "every score of every case is the reference's, and there are no outputs to tell two models apart")
+    return [f"{eval_name}: {what}; was it another model that answered?"]
 
 
 def _certify(measured: Measured, name: str, rules: Rules) -> Certificate | None:

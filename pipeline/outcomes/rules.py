@@ -2,8 +2,10 @@
 
 A metric is one of quantgate's own where the records hold its scores (`task_completion_rate` averages `completed`,
 `perplexity_per_token` divides `nll_nats` by `num_tokens`), else a score of the records under its own name: a rate where
-every case has 0 or 1, else a mean, or a total divided by the column `weight`. Which direction is better must be known:
-from the records, from quantgate's own metrics, or said; 1 is better than 0 where nothing else is said.
+every case has 0 or 1, else a mean, or a total divided by the column `weight`. A table's column that bears the name of
+one of quantgate's scores may mean anything: it is its own metric, and quantgate's is computed only where it is named.
+Which direction is better must be known: from the records, from quantgate's own metrics, or said; 1 is better than 0
+where nothing else is said.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.gate.verdicts import GatedTolerance
 from pipeline.outcomes.cases import Direction, Outcomes
 from pipeline.outcomes.registry import Side
+from pipeline.outcomes.table import FORMAT
 from pipeline.record_files import first_problem
 from pipeline.settings import GateSettings, Tier, describe_yaml_error
 
@@ -110,11 +113,16 @@ def load_rules(path: Path, better: Mapping[str, Direction], reference: Side, can
 
 def list_metrics(outcomes: Outcomes) -> list[str]:
     """Name the metrics that an eval can be judged by: quantgate's own, then the scores that none of them uses."""
-    scores = set(outcomes.scores)
-    own = [m for m in METRICS_BY_NAME.values() if _has_own(m, scores) and m.name not in scores]
+    own = [] if outcomes.format == FORMAT else _list_own(outcomes)
     weights = {outcomes.weight, *(d.weight for d in outcomes.definitions.values())}
     used = {key for m in own for key in (m.score, m.weight)} | weights
     return [m.name for m in own] + [name for name in outcomes.scores if name not in used]
+
+
+def _list_own(outcomes: Outcomes) -> list[MetricDefinition]:
+    """Return those of quantgate's metrics whose scores the records hold, but for names that are scores themselves."""
+    scores = set(outcomes.scores)
+    return [m for m in METRICS_BY_NAME.values() if _has_own(m, scores) and m.name not in scores]
 
 
 def _has_own(metric: MetricDefinition, scores: set[str]) -> bool:
@@ -143,9 +151,11 @@ def _choose_metrics(asked: Asked, reference: Side) -> list[str]:
             if sum(full.startswith(f"{name}/") for full in available) != 1:
                 raise SettingsError(f"{name}: name the metrics to judge with --metric; the reference has {names}")
         return list(available)
+    nameable = available | {f"{name}/{own.name}": own.name for name, outcomes in reference.outcomes.items()
+                            for own in _list_own(outcomes)}  # fmt: skip
     chosen: list[str] = []
     for metric in asked.metrics:
-        found = [full for full, short in available.items() if metric in (full, short)]
+        found = [full for full, short in nameable.items() if metric in (full, short)]
         if not found:
             raise SettingsError(f"--metric {metric}: no such metric; the reference has {names}")
         chosen += [full for full in found if full not in chosen]
@@ -169,7 +179,8 @@ def _define(
 def _define_metric(
     name: str, ours: Outcomes, theirs: Outcomes, better: Direction | None
 ) -> MetricDefinition | None:
-    scores, own = set(ours.scores), METRICS_BY_NAME.get(name)
+    scores = set(ours.scores)
+    own = None if ours.format == FORMAT and name in scores else METRICS_BY_NAME.get(name)
     known = ours.definitions.get(name) or (own if own and _has_own(own, scores) else None)
     if known is not None:
         return replace(known, better=better) if better else known

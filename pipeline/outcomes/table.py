@@ -3,10 +3,11 @@
     case_id    names the case; the same on both sides
     prompt     optional: what was asked; the same on both sides
     output     optional: what was answered
-    cluster    optional: cases of one cluster share a document or a template; without it each case is its own
+    cluster    optional: cases of one cluster share a document or a template; without it cases of one prompt are a
+               cluster, and without a prompt each case is its own
     buckets    optional: separated by ";" in CSV, a list in JSONL
     weight     optional: the units (tokens, objects) that every score is divided by; a score is then a total
-    ...        every other column that holds numbers is a score
+    ...        every other column that holds numbers, or true and false, is a score
 
 With the columns `reference` and `candidate`, each a score of one metric, one file holds both sides; their outputs are
 then `reference_output` and `candidate_output`.
@@ -22,13 +23,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.digests import digest_text
 from pipeline.errors import EvidenceError
-from pipeline.files import line_of
-from pipeline.outcomes.cases import Case, Grouping, Outcomes, build_outcomes, iterate_objects
+from pipeline.outcomes.cases import Case, Grouping, Outcomes, build_outcomes, iterate_objects, read_text
 
 FORMAT = "table"
 SCORE = "score"  # the name of the one metric of a paired table
 SIDES = ("reference", "candidate")
+_TRUTH = {"true": 1.0, "false": 0.0}  # in CSV, where pandas writes True and a spreadsheet TRUE
 _RESERVED = ("case_id", "prompt", "output", "cluster", "buckets", *(f"{side}_output" for side in SIDES))
 
 
@@ -74,13 +76,13 @@ def _take_side(row: dict[str, Any], side: str) -> dict[str, Any]:
 
 
 def _build(path: Path, rows: list[tuple[str, dict[str, Any]]], grouping: Grouping) -> Outcomes:
-    cases = [_read_case(row, where) for where, row in rows]
+    cases = [_read_case(row, where, grouping) for where, row in rows]
     has_weight = any("weight" in case.scores for case in cases)
     return build_outcomes(path.stem, path, cases, format=FORMAT, grouping=grouping, task={},
                           weight="weight" if has_weight else None)
 
 
-def _read_case(row: dict[str, Any], where: str) -> Case:
+def _read_case(row: dict[str, Any], where: str, grouping: Grouping) -> Case:
     case_id = row.get("case_id")
     if case_id in (None, ""):
         raise EvidenceError(f"{where}: expected a `case_id`, found none; it has {list(row)}")
@@ -90,10 +92,14 @@ def _read_case(row: dict[str, Any], where: str) -> Case:
     if not isinstance(buckets, (list, tuple)):
         raise EvidenceError(f"{where}: case {case_id!r}: expected buckets as a list, got {buckets!r}")
     nested = row.get("scores")
-    scores = {key: value for key, value in row.items() if key not in _RESERVED and key != "scores"}
+    no_scores = {*_RESERVED, "scores", grouping.cluster, *grouping.buckets}
+    scores = {key: _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
+              for key, value in row.items() if key not in no_scores}  # fmt: skip
+    # one question under many ids is no more evidence than under one
+    cluster = row.get("cluster") or (digest_text(str(row["prompt"])) if row.get("prompt") else case_id)
     asked = {"case_id": str(case_id)} | ({"prompt": row["prompt"]} if row.get("prompt") else {})
     return Case(str(case_id), where, asked, scores | (nested if isinstance(nested, dict) else {}),
-                cluster=str(row.get("cluster") or case_id), buckets=tuple(map(str, buckets)),
+                cluster=str(cluster), buckets=tuple(map(str, buckets)),
                 prompt=str(row.get("prompt") or ""), output=str(row.get("output") or ""), fields=row)
 
 
@@ -102,9 +108,7 @@ def _iterate_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from iterate_objects(path)
         return
     try:
-        yield from _iterate_cells(path, path.read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise EvidenceError(f"{path}:{line_of(error)}: not UTF-8 ({error.reason})") from None
+        yield from _iterate_cells(path, read_text(path))
     except csv.Error as error:
         raise EvidenceError(f"{path}: not CSV: {error}; was the file cut off?") from None
 

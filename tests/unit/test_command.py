@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from ruamel.yaml import YAML
@@ -169,6 +170,48 @@ def test_settings_of_the_transport_are_no_other_work(tmp_path, capsys):
     write_text(tmp_path / "log.json", json.dumps(log))
     code, text = run("compare", REAL / "sums.eval", tmp_path / "log.json", "--metric", "match", capsys=capsys)
     assert code == 10 and "every output is the reference's" in text
+
+
+@pytest.mark.parametrize(("lost", "is_noted"), [(0, True), (1, False)])
+def test_equal_scores_without_outputs_are_noted(tmp_path, capsys, lost, is_noted):
+    reference = write_outcomes(tmp_path / "a.csv", [1.0] * 300)
+    candidate = write_outcomes(tmp_path / "b.csv", [0.0] * lost + [1.0] * (300 - lost))
+    code, text = run("compare", reference, candidate, capsys=capsys)
+    assert code == 0 and ("was it another model" in text) is is_noted
+
+
+def test_a_column_that_bears_the_name_of_an_own_score_is_its_own_metric(tmp_path, capsys):
+    """`clipped` is of quantgate's images, where less is better; what it is in a table only its author knows."""
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200 + [0.0] * lost, name="clipped")
+             for name, lost in (("a", 100), ("b", 100))]
+    assert "outcomes/clipped: table, 300 cases; higher is better" in run("compare", *sides, capsys=capsys)[1]
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [0.5] * 200, name="psnr_db") for name in "ab"]
+    code, text = run("compare", *sides, "--tolerance", "0.1", capsys=capsys)
+    assert code == 1 and "--better psnr_db=higher" in text
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200, name="completed") for name in "ab"]
+    assert "task_completion_rate: table" in run("compare", *sides, "--metric", "task_completion_rate",
+                                                capsys=capsys)[1]  # as it was asked for
+
+
+def test_one_question_under_many_ids_proves_no_more(tmp_path, capsys):
+    scores, prompts = [1.0] * 1200, [f"question {i % 60}" for i in range(1200)]
+    sides = [write_outcomes(tmp_path / f"{name}.csv", scores, prompt=prompts) for name in "ab"]
+    code, text = run("compare", *sides, capsys=capsys)
+    assert code == 10 and "in 60 clusters" in text
+
+
+def test_a_hostile_file_name_breaks_neither_xml_nor_markdown(tmp_path, capsys):
+    ours = write_outcomes(tmp_path / "a.csv", [1.0] * 200)
+    theirs = write_outcomes(tmp_path / "b`c|d\x1b\n# e.csv", [1.0] * 150 + [0.0] * 50)
+    junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
+    code, _ = run("compare", ours, theirs, "--junit", junit, "--summary", summary, capsys=capsys)
+    assert code == 20
+    suite = next(ElementTree.parse(junit).iter("testsuite"))
+    assert suite.get("name", "").endswith("b`c|d\\x1b\\n# e.csv")
+    text = summary.read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({row.count("|") for row in rows}) == 1 and "# e.csv" not in text.splitlines()
+    assert text.count("`") % 2 == 0 and "\x1b" not in text
 
 
 @pytest.mark.parametrize(("ours", "theirs", "said"), [

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.cases import DocumentCase
+from pipeline.errors import EvidenceError
 from pipeline.evals.journal import Journal
 from pipeline.evals.runner import run_cases
 from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.harm_stop import HarmFound, HarmWatch
 from pipeline.records import CaseRecord
-from tests.synthetic_records import make_cases
+from scripts import screen
+from tests.synthetic_records import Behaviour, make_cases, make_params, write_tree
 from tests.unit.test_runner import make_context
 
 METRIC = ("w/task_completion_rate", METRICS_BY_NAME["task_completion_rate"], 0.03)
@@ -98,3 +101,22 @@ def test_a_running_eval_ends_and_keeps_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(HarmFound):
         run()
     assert len(asked) == num_asked, "what the journal holds proves it again"
+
+
+def test_a_case_that_the_reference_was_not_asked_is_named() -> None:
+    reference = make_cases([1] * 3)
+    watching = watch(reference)
+    with pytest.raises(EvidenceError, match=f"case {reference[1].case_id!r} asks something else"):
+        for record in reference:
+            is_edited = record is reference[1]
+            watching.add(record.model_copy(update={"input_digest": "edited"}) if is_edited else record)
+
+
+def test_an_evalset_that_was_edited_since_the_reference_ran_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tree(tmp_path / "build", {"a": Behaviour()})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(screen, "load_evalset", lambda folder: SimpleNamespace(digest="another"))
+    with pytest.raises(EvidenceError, match=r"as the reference was asked it .* found another one \(another\)"):
+        screen.make_watches(make_params(["a"], ["a"]))

@@ -228,3 +228,38 @@ def test_every_reader_is_registered_under_its_own_name():
     assert set(READERS) == {path.stem for path in (ROOT / "pipeline/outcomes").glob("*.py")
                             if "FORMAT = " in path.read_text()}  # fmt: skip
     assert lm_eval.FORMAT in READERS
+
+
+def test_one_prompt_under_many_ids_is_one_cluster(tmp_path):
+    rows = [{"case_id": str(i), "prompt": f"question {i % 3}", "score": 1} for i in range(12)]
+    found = read_one(write_lines(tmp_path / "plain.jsonl", rows))
+    assert len({r.cluster for r in found.records}) == 3
+    told = read_one(write_lines(tmp_path / "told.jsonl", [row | {"cluster": row["case_id"]} for row in rows]))
+    assert len({r.cluster for r in told.records}) == 12
+
+
+@pytest.mark.parametrize(("yes", "no"), [("True", "False"), ("true", "false"), ("TRUE", "FALSE")])
+def test_true_and_false_in_a_table_are_scores_and_stay_text_elsewhere(tmp_path, yes, no):
+    path = tmp_path / "table.csv"
+    path.write_text(f"case_id,score,output\na,{yes},{no}\nb,{no},{yes}\n")
+    found = read_one(path)
+    assert not found.problems and [r.scores for r in found.records] == [{"score": 1}, {"score": 0}]
+    assert [r.output for r in found.records] == [no, yes]
+
+
+def test_columns_that_group_are_no_scores(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("case_id,document,level,score\na,1,1,1\nb,1,2,0\n")
+    found = read_one(path, Grouping("document", ("level",)))
+    assert found.scores == ["score"] and found.records[1].buckets == ("level/2",)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_byte_order_mark_is_skipped_and_utf_16_is_named(tmp_path, suffix):
+    text = {"csv": "case_id,score\r\na,1\r\n", "jsonl": '{"case_id": "a", "score": 1}\r\n'}[suffix]
+    path = tmp_path / f"table.{suffix}"
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert read_one(path).records[0].scores == {"score": 1}
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        path.write_bytes(text.encode(encoding))
+        assert "looks like UTF-16" in read_side(path, PLAIN).problems[0]

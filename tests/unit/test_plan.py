@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from pipeline.errors import SettingsError
@@ -10,6 +13,7 @@ from pipeline.gate.plan import SuiteSize, check_plan, plan_gate, read_last, rend
 from pipeline.gate.statistics import tango_bounds
 from pipeline.record_files import write_record
 from pipeline.suite_sizes import count_sizes
+from tests.structure.import_closure import ROOT
 from tests.synthetic_records import Behaviour, make_params, write_tree
 
 TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.03}, "choices/accuracy": {"overall": 0.03}}
@@ -73,3 +77,20 @@ def test_an_impossible_tolerance_is_said_before_any_run(size: SuiteSize, said: s
 def test_what_need_not_be_proven_is_a_warning(change) -> None:
     params = make_params(["a"], ["a"], **({"tolerances": TOLERANCES} | change))
     assert len(check_plan(params, plan_gate(params, {"workflows": {None: SuiteSize(60, 60.0)}}, None))) == 1
+
+
+def test_a_mean_that_proves_more_than_it_must_needs_fewer_cases(tmp_path) -> None:
+    write_tree(tmp_path / "build", {"a": Behaviour(nll_shift=0.01)})
+    tolerances = {"prose/perplexity_per_token": {"overall": 0.5}}
+    params = make_params(["a"], ["a"], tolerances=tolerances)
+    (row,) = plan_gate(params, {}, compare_release(params, tmp_path / "build").judgement)
+    assert row.provable is not None and row.needed is not None and row.n is not None and row.provable < 0.25
+    assert row.needed < row.n
+
+
+@pytest.mark.parametrize(("argv", "code", "said"), [
+    (["--help"], 0, "TRACK"), (["text", "texts"], 1, "expected text or"),
+])  # fmt: skip
+def test_its_command_tells_what_it_takes_before_any_plan(argv: list[str], code: int, said: str) -> None:
+    child = subprocess.run([sys.executable, "scripts/plan.py", *argv], cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == code and said in child.stdout + child.stderr and "cases for it" not in child.stdout

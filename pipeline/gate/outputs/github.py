@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 
 from pipeline.gate.explanation_records import Explanation
-from pipeline.gate.markdown import render_table, show_flip
+from pipeline.gate.markdown import render_name, render_table, show_flip
 from pipeline.gate.outputs import EXPLANATION
 from pipeline.gate.verdicts import (
     FAILED,
@@ -151,7 +151,7 @@ def index_lines(settings: str) -> Callable[[Key], int]:
 def render_summary(judgement: Judgement, explanation: Explanation) -> str:
     """Write the Markdown of a step's summary: verdicts, reasons, the first flips; short, and cut to what fits."""
     policy = judgement.policy
-    blocking = ", ".join(f"`{v.candidate}` ({v.outcome})" for v in blocking_verdicts(judgement))
+    blocking = ", ".join(f"{render_name(v.candidate)} ({v.outcome})" for v in blocking_verdicts(judgement))
     title = "Gate" if policy.track == "text" else f"Gate: {policy.track}"
     parts = [f"## {title}\n\n" + (f"**Blocked** by {blocking}.\n" if blocking else "**Nothing blocks the release.**\n"),
              _tabulate(judgement)]  # fmt: skip
@@ -163,13 +163,13 @@ def _tabulate(judgement: Judgement) -> str:
     rows = [["candidate", "release", "verdict", "gated", "fail", "inconclusive"], ["---"] * 3 + ["---:"] * 3]
     for verdict in judgement.verdicts:
         outcomes = [c.outcome for c in verdict.comparisons if c.tolerance is not None]
-        rows.append([f"`{verdict.candidate}`", "yes" if verdict.is_release else "", verdict.outcome,
+        rows.append([render_name(verdict.candidate), "yes" if verdict.is_release else "", verdict.outcome,
                      str(len(outcomes)), str(outcomes.count("fail")), str(outcomes.count("inconclusive"))])  # fmt: skip
     return render_table(rows)
 
 
 def _explain(verdict: Verdict, explanation: Explanation) -> str:
-    lines = [f"### `{verdict.candidate}`: {verdict.outcome}", ""]
+    lines = [f"### {render_name(verdict.candidate)}: {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(cut_text(reason, _MAX_MESSAGE))}" for reason in verdict.reasons[:_MAX_REASONS]]
     if len(verdict.reasons) > _MAX_REASONS:
         lines.append(f"- and {len(verdict.reasons) - _MAX_REASONS} more")

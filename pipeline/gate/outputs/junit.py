@@ -24,7 +24,7 @@ def render_junit(judgement: Judgement) -> str:
     """Write the file; a comparison that could not be made is an error."""
     root = ElementTree.Element("testsuites", name=f"quantgate {judgement.policy.track}")
     for verdict in judgement.verdicts:
-        suite = ElementTree.SubElement(root, "testsuite", name=verdict.candidate)
+        suite = ElementTree.SubElement(root, "testsuite", name=show_unprintable(verdict.candidate))
         _fill(suite, verdict, judgement)
         _count(suite)
     _count(root)
@@ -34,7 +34,7 @@ def render_junit(judgement: Judgement) -> str:
 
 def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) -> None:
     policy = judgement.policy
-    classname = f"quantgate.{policy.track}.{verdict.candidate}"
+    classname = show_unprintable(f"quantgate.{policy.track}.{verdict.candidate}")
     found = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
     tests: list[tuple[str, str, tuple[str, ...], bool]] = [
         ("verdict", verdict.outcome, verdict.reasons, is_blocking(verdict, policy))]
