@@ -1,4 +1,4 @@
-"""How often the gate passes, fails and abstains, by simulation: `python -m benchmarks.gate_power [--draws N]`.
+"""How often the gate passes, fails and abstains, by simulation: `python -m benchmarks.gate_power [--tables ...]`.
 
 Paired cases are drawn with a chosen share of flips and a chosen true drop, measured with the gate's own statistics and
 judged by `judge_all`, the rule with everything in it: Tango's bound, the sign-flip test, Holm, and the clusters that a
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,7 @@ def measure_cases(d: NDArray[np.float64], clusters: NDArray[np.int64], tolerance
         weights=sum_by_cluster(np.ones(len(d)), clusters), tail=tail, deff=bounds.design_effect)
 
 
-@cache
+@lru_cache(maxsize=4_096)  # each keeps its cases
 def measure_counts(b: int, c: int, n: int, tolerance: float) -> Measurement:
     """Measure b losses and c gains in n cases without clusters, where nothing else counts."""
     return measure_cases(np.repeat([1.0, -1.0, 0.0], [b, c, n - b - c]), np.arange(n), tolerance)
@@ -212,24 +212,24 @@ def print_releases(draws: int, rng: np.random.Generator) -> None:
         print_row(f"{n:,}", f"{flips:.0%}", percent(equal[2], draws), percent(equal[0], draws), lost)
 
 
-def main(draws: int, clustered_draws: int, seed: int) -> None:
-    """Print all tables and their Monte-Carlo errors."""
-    rng = np.random.default_rng(seed)
+def main(tables: Sequence[str], draws: int, clustered_draws: int, seed: int) -> None:
+    """Print the tables and their Monte-Carlo errors; each has random numbers of its own."""
     errors = [f"{100 * (share * (1 - share) / num) ** 0.5:.2f} points at {share:.0%}"
               for num in (draws, clustered_draws) for share in (0.05, 0.5)]
     print(f"{draws:,} draws a cell (standard error {errors[0]}, {errors[1]}), {clustered_draws:,} with clusters and "
-          f"for releases ({errors[2]}, {errors[3]}).\n")
-    print_power(draws, rng)
-    print()
-    print_errors(clustered_draws, rng)
-    print()
-    print_releases(clustered_draws, rng)
+          f"for releases ({errors[2]}, {errors[3]}).")
+    for name in tables:
+        print()
+        TABLES[name](draws if name == "power" else clustered_draws, np.random.default_rng(seed))
 
+
+TABLES = {"power": print_power, "errors": print_errors, "releases": print_releases}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--draws", type=int, default=100_000)
     parser.add_argument("--clustered-draws", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    main(arguments.draws, arguments.clustered_draws, arguments.seed)
+    main(arguments.tables, arguments.draws, arguments.clustered_draws, arguments.seed)

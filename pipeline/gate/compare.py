@@ -23,6 +23,7 @@ from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.gate.explanation_records import CandidateExplanation
 from pipeline.gate.headlines import explain_flat_average, explain_flat_perplexity
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
@@ -72,6 +73,7 @@ class Measured:
     speed: Speed | None = None
     gain: Gain | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
+    explained: tuple[Verdict, CandidateExplanation] | None = None  # the cases behind a verdict, when looked for
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,19 @@ def explain_release(compared: ReleaseComparison) -> Explanation:
 
 
 def explain_verdict(verdict: Verdict, measured: Measured, track: str) -> CandidateExplanation:
-    """Return the cases behind a verdict.
+    """Return the cases behind a verdict; once found they are kept, as the records may have to be read again for them.
 
     Args:
         verdict: on the candidate.
         measured: of the candidate.
         track: outputs of all but "text" are pictures.
     """
+    if measured.explained is None or measured.explained[0] is not verdict:
+        measured.explained = verdict, _find_cases(verdict, measured, track)
+    return measured.explained[1]
+
+
+def _find_cases(verdict: Verdict, measured: Measured, track: str) -> CandidateExplanation:
     deciding = list_deciding(verdict.comparisons)
     parted = _list_parted(verdict)
     flips = [_explain_flip(flip, track, parted)

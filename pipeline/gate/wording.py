@@ -140,6 +140,8 @@ def describe_place(flip: ExplainedFlip) -> str:
 
 def show_unprintable(text: str, *, keep: str = "") -> str:
     r"""Write characters that do not print (control, bidi, line ends) as their escape, ESC as "\x1b"."""
+    if text.isprintable():
+        return text
     return "".join(ch if ch.isprintable() or ch in keep or unicodedata.category(ch) == "Zs"
                    else ch.encode("unicode_escape").decode() for ch in text)
 

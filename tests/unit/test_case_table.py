@@ -55,9 +55,6 @@ def test_records_that_were_changed_after_they_were_judged_are_not_shown(
     build = tmp_path / "build"
     write_tree(build, {"bad": Behaviour({"workflows": 0.3}), "good": Behaviour()}, num_cases=200)
     compared = compare_release(make_params(["bad", "good"], ["good"]), build)
-    whole = render_report(compared)
-    assert "<summary><b>loss</b> workflows" in whole
-    assert len(list(compared.measured["good"].evidence.records["calls"])) == 200  # the others make room
     path = build / "evaluations/bad/workflows.jsonl"
     write_cases(path, reversed(read_cases(path)))
     with pytest.raises(EvidenceError, match=r"bad/workflows\.jsonl: expected sha256 .* were edited or cut"):
