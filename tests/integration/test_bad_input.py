@@ -46,7 +46,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                  *(f"models/product-shots{part}" for part in ("", "-clip", "-hot-vae")), "models/people",
                  "models/people-hard", "models/upscaler"):  # fmt: skip
         (tmp_path / name).symlink_to(ROOT / name)
-    write_documents(tmp_path / "evalsets/prose", {"prose": [f"A text about crate {i}." for i in range(12)]})
+    write_documents(tmp_path / "evalsets/prose", {"prose": [f"A text about crate {i}." for i in range(40)]})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     monkeypatch.setattr(client_module, "BASE_BACKOFF_S", 0.001)
@@ -94,7 +94,7 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "same-candidate-twice": (
         lambda: edit("params.yaml", r"\n  gptq-short:", "\n  reference: {}\n  gptq-short:"),
-        'not valid YAML: line 21: found duplicate key "reference"',
+        'not valid YAML: line 26: found duplicate key "reference"',
     ),
     "unknown-key": (
         lambda: edit("params.yaml", r"\n  dtype:", "\n  dtpye:"),
@@ -245,7 +245,7 @@ BAD_ENDPOINTS: dict[str, tuple[Answer, str]] = {
         instead("/tokenize", 200, {"ids": [1]}),
         "/tokenize: expected token ids for each text .*, got '{\"ids\":",
     ),
-    "too-few-tokens": (instead("/tokenize", 200, {"tokens": [[1]]}), "/tokenize: expected .* for each text .12 sent."),
+    "too-few-tokens": (instead("/tokenize", 200, {"tokens": [[1]]}), "/tokenize: expected .* for each text .40 sent."),
     "refuses-everything": (instead("/v1/models", 400, {"error": "no"}), "/v1/models: HTTP 400: no"),
     "refuses-every-case": (refuse_after_the_probe, "e: 8 cases in a row failed, last: .*HTTP 400: not today"),
 }

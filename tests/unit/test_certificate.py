@@ -152,4 +152,5 @@ def test_the_report_says_what_the_gate_misses_and_the_floor(tmp_path) -> None:
     assert "was not measured" in describe_floor(judgement)
     same = judgement.verdicts[1].model_copy(update={"fingerprint": judgement.reference_fingerprint})
     judgement = judgement.model_copy(update={"verdicts": (judgement.verdicts[0], same)})
-    assert "The reference against itself (`again`): nothing moved in one repeat, in any of " in describe_floor(judgement)
+    said = "The reference against itself (`again`): nothing moved in one repeat, in any of "
+    assert said in describe_floor(judgement)
