@@ -140,9 +140,9 @@ def print_row(*cells: object) -> None:
 def percent(count: float, draws: int) -> str:
     """Write a share in percent; one decimal where it is small or near 100, and never 0 or 100 for what is not."""
     share = 100 * count / draws
-    if 0.001 < share < 0.05 or 99.95 <= share < 100:
+    if 0.0005 < share < 0.05 or 99.95 <= share < 100:
         return "< 0.1" if share < 50 else "> 99.9"
-    return f"{share:.1f}" if 0.001 < share < 10 or 99 < share < 100 else f"{share:.0f}"
+    return f"{share:.1f}" if 0.0005 < share < 10 or 99 < share < 100 else f"{share:.0f}"
 
 
 def print_power(draws: int, rng: np.random.Generator) -> None:
