@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from pipeline.evalsets import load_evalset
+from pipeline.medians import GAIN_BELOW
 from pipeline.network_params import NetworkTrack
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.costs import measure_costs, measure_speed
@@ -25,7 +26,6 @@ from pipeline.networks.loading import load_network
 from pipeline.params import get_track, load_params
 from pipeline.pictures import read_picture
 from pipeline.serving_records import NetworkServing
-from pipeline.verdict_records import GAIN_BELOW
 
 
 def main() -> int:

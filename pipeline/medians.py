@@ -11,10 +11,19 @@ import statistics
 from collections.abc import Sequence
 
 from pipeline.errors import EvidenceError
-from pipeline.verdict_records import MedianInterval
+from pipeline.record_files import Record
 
 CONFIDENCE = 0.95
 MIN_ROUNDS = 6  # the fewest whose span is such an interval
+GAIN_BELOW = 0.95  # a ratio of times whose interval lies below is a gain: less is not worth a change
+
+
+class MedianInterval(Record):
+    """The median of one number over the rounds, with a distribution-free interval."""
+
+    median: float
+    low: float
+    high: float
 
 
 def bound_median(values: Sequence[float]) -> MedianInterval:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pipeline.medians import GAIN_BELOW, MedianInterval
 from pipeline.record_files import Record
 from pipeline.speculation_records import SpeculationCounts
 
-GAIN_BELOW = 0.95  # a ratio of times whose interval lies below is a gain: less is not worth a change
 Outcome = Literal["pass", "fail", "inconclusive", "refused", "no gain"]  # of a candidate
 MIN_POWER = 0.8  # of a canary, to notice the rate that it is there for
 
@@ -124,14 +124,6 @@ class CanaryComparison(Record):
     def is_blind(self) -> bool:
         """The path is judged, and the canary would most likely not notice the target rate."""
         return self.is_same_weights and self.power < MIN_POWER
-
-
-class MedianInterval(Record):
-    """The median of one number over the rounds, with a distribution-free interval."""
-
-    median: float
-    low: float
-    high: float
 
 
 class PairedMedians(Record):

@@ -13,8 +13,9 @@ from pipeline.gate.network_notes import (
     read_network_notes,
 )
 from pipeline.gate.pairing import Evidence
+from pipeline.medians import GAIN_BELOW, MedianInterval
 from pipeline.network_params import SPEED_STEPS
-from pipeline.verdict_records import GAIN_BELOW, Gain, MedianInterval
+from pipeline.verdict_records import Gain
 
 
 def measure_gain(evidence: Evidence) -> Gain | None:

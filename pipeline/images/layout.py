@@ -17,10 +17,9 @@ from typing import Any, Literal
 import torch
 
 from pipeline.images.rendering import Prompt, make_latents, unscale_latents
-from pipeline.medians import bound_median
+from pipeline.medians import GAIN_BELOW, MedianInterval, bound_median
 from pipeline.serving_records import PipelineServing
 from pipeline.timing import TOLERANCES, Run, compare_outputs, read_seconds, time_in_turn
-from pipeline.verdict_records import GAIN_BELOW, MedianInterval
 
 Part = Literal["unet", "vae"]
 Decision = Literal["keep", "leave off"]

@@ -26,10 +26,10 @@ from pipeline.image_serving import read_image_candidate, sample_plainly
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import evaluate_images
 from pipeline.images.layout import LayoutMeasurement
+from pipeline.medians import MedianInterval
 from pipeline.record_files import write_cases
 from pipeline.records import read_cases
 from pipeline.serving.engines.keeper import list_descendants
-from pipeline.verdict_records import MedianInterval
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 8
