@@ -13,6 +13,7 @@ from pipeline.gate_preflight import check_gates
 from pipeline.memory import check_needs, estimate_needs, read_available_mib
 from pipeline.params import load_params
 from pipeline.preflight import check_project
+from pipeline.stage_code import digest_stages
 from stages.cli import run_stage
 
 OUTPUT = Path("build/env")
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
         print(f"quantgate env: warning: {line}", file=sys.stderr)
     _tidy_benchmarks(Path("build/benchmarks"), params.benchmark.candidates)
     write_if_changed(OUTPUT / "libraries.json", read_libraries())
+    write_if_changed(OUTPUT / "code.json", digest_stages(Path()))
     write_if_changed(OUTPUT / "machine.json", machine.model_dump())
     write_if_changed(OUTPUT / "drafts.json", digest_drafts(params, Path()))
     engines = {name: settings.engine.model_dump(mode="json") for name, settings in params.candidates.items()}

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from pipeline.errors import EngineError
-from pipeline.medians import bound_median
+from pipeline.medians import MIN_ROUNDS, bound_median
 from pipeline.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.networks.loading import Network, list_tensors
 from pipeline.networks.rounding import differ, limit_rounding
@@ -28,7 +28,7 @@ from pipeline.serving_records import NetworkServing
 from pipeline.tile_grid import place_tiles
 from pipeline.timing import TOLERANCES, measure_peak_bytes, read_seconds, time_in_turn
 
-ROUNDS = 12  # pairs that are timed
+ROUNDS = 12  # pairs that are timed where their ratio decides; else MIN_ROUNDS
 _LIMIT_REACHED = "Dynamo recompile limit exceeded"  # starts the reason that torch counts (_dynamo/convert_frame.py)
 _LAYOUT = {"channels_last": False, "compile_mode": None, "compile_dynamic": None}
 
@@ -109,14 +109,15 @@ def measure_speed(
     def clock() -> Floats:
         return np.array([read_seconds(ours.device), time.perf_counter()])
 
+    rounds = ROUNDS if base == serving.model_copy(update=_LAYOUT) else MIN_ROUNDS
     # [round, theirs or ours, clock]
-    pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=ROUNDS, clock=clock))
+    pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock))
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
     return found | {"timed": {name: {
         "baseline_ms": bound_median((1e3 * pairs[:, 0, i] / len(pixels)).tolist()).model_dump(),
         "candidate_ms": bound_median((1e3 * pairs[:, 1, i] / len(pixels)).tolist()).model_dump(),
         "ratio": bound_median((pairs[:, 1, i] / pairs[:, 0, i]).tolist()).model_dump(),
-    } for i, name in enumerate(names)}, "clock": names[0], "batch": len(pixels), "rounds": ROUNDS}  # fmt: skip
+    } for i, name in enumerate(names)}, "clock": names[0], "batch": len(pixels), "rounds": rounds}  # fmt: skip
 
 
 def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:

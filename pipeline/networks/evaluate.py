@@ -49,7 +49,7 @@ CODE = (
     "detection_params.py", "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "record_files.py",
     "records.py", "serving_records.py", "tile_grid.py", "timing.py", "worker_pool.py",
 )  # fmt: skip
-_NUM_COMPARED = 4  # pictures on which layers are compared
+_NUM_COMPARED = 4  # pictures of the most common size, on which layers are compared
 
 
 def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: Path, build: Path) -> Evaluation:
@@ -105,7 +105,7 @@ def _run_eval(
             (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
     if isinstance(settings, DetectionEval):
         save_tables(path.with_suffix(".npz"), evalset.cases, records, settings)
-    compared = spread(evalset.cases, _NUM_COMPARED)
+    compared = spread(max(_group(evalset.cases, pictures).values(), key=len), _NUM_COMPARED)
     notes = pool.submit(describe_run, compared, _pick_shapes(batches, pictures)).result()
     write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
     finite = sum(r.scores["finite"] for r in records)
@@ -122,11 +122,21 @@ def _run_batches(
 
 
 def _batch(cases: Sequence[PictureCase], folder: Path, size: int) -> list[list[PictureCase]]:
-    """Cut cases into batches whose pictures have one size, in the order of each size's first."""
+    """Cut cases into batches whose pictures have one size, the largest first.
+
+    Too large for the memory, they fail at once; and no worker ends alone with them while the others have nothing left.
+    """
+    groups = _group(cases, folder)
+    largest_first = sorted(groups, key=lambda shape: -shape[0] * shape[1])
+    return [groups[shape][i : i + size] for shape in largest_first for i in range(0, len(groups[shape]), size)]
+
+
+def _group(cases: Sequence[PictureCase], folder: Path) -> dict[tuple[int, int], list[PictureCase]]:
+    """Return cases by the rows and columns of their pictures."""
     groups: dict[tuple[int, int], list[PictureCase]] = {}
     for case in cases:
         groups.setdefault(measure_picture(folder / case.image), []).append(case)
-    return [some[i : i + size] for some in groups.values() for i in range(0, len(some), size)]
+    return groups
 
 
 def _pick_shapes(batches: Sequence[list[PictureCase]], folder: Path) -> list[ShapeBatch]:

@@ -51,7 +51,7 @@ from pipeline.record_files import write_record
 from pipeline.records import CaseRecord, NetworkCandidate, read_cases
 from pipeline.serving.engines.keeper import list_descendants
 from pipeline.settings import BUILDS
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.tiny_networks import (
     NUM_PICTURES,
     describe_detector,

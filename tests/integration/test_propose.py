@@ -11,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from models.imbalance_people import BRANCH
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 SECTION = """\
 reference: plain

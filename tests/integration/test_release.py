@@ -22,8 +22,8 @@ from pipeline.gate.loosening import MANIFEST
 from pipeline.model_registry import RELEASED
 from pipeline.record_files import read_record
 from pipeline.release.manifest import Manifest
+from tests.paths import ROOT
 from tests.release_project import NAME, write_keys, write_project
-from tests.structure.import_closure import ROOT
 from tests.structure.test_stages import DVC_STAGES
 from tests.synthetic_records import Behaviour, write_tree
 

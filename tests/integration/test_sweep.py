@@ -12,7 +12,7 @@ from pipeline.image_params import ImageTrack
 from pipeline.records import read_cases
 from pipeline.sweep.rendering import render_settings, take_prompts
 from pipeline.sweep.settings import list_settings, make_sweep_track
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.unit.test_sweep import make_track
 
 THRESHOLDED = "scale-9-rescale-0-percentile-99-5-max-2"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.import_closure import ROOT, direct_imports
+from pipeline.stage_code import find_named
+from tests.paths import ROOT
 
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
@@ -19,7 +20,7 @@ LAYERS = (
      "network_params", "params", "built_candidates", "image_serving", "network_serving", "serving_config",
      "gate.metrics", "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params",
      "detections", "average_precision", "tile_grid", "harm_stop", "sweep.settings"),
-    ("numerics", "environment", "timing", "memory_format", "worker_pool"),
+    ("numerics", "environment", "timing", "memory_format", "worker_pool", "stage_code"),
     ("weight_files", "weight_folders", "network_files", "memory", "checkpoints", "drafts", "cases", "pictures",
      "evalsets"),
     ("optimize", "serving"),
@@ -57,7 +58,7 @@ def find_layer(name: str) -> int | None:
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_imports_point_one_way(path: Path) -> None:
     name = module_name(path)
-    imported = [module_name(p) for p in direct_imports(path) if p.is_relative_to(ROOT / "pipeline")]
+    imported = [module_name(p) for p in find_named(path, ROOT) if p.is_relative_to(ROOT / "pipeline")]
     packages = {name.rpartition(".")[0]} | {other for other in imported if other in ("gate", "__init__")}
     layer = find_layer(name)
     for other in set(imported) - packages:
@@ -72,7 +73,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    graph = {module_name(p): {module_name(q) for q in direct_imports(p) if q.name != "__init__.py"
+    graph = {module_name(p): {module_name(q) for q in find_named(p, ROOT) if q.name != "__init__.py"
                               and q.is_relative_to(ROOT / "pipeline")} for p in MODULES}  # fmt: skip
     try:
         TopologicalSorter(graph).prepare()
@@ -83,7 +84,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_the_library_knows_nothing_of_stages_and_argv(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert not any(p.is_relative_to(ROOT / "stages") for p in direct_imports(path))
+    assert not any(p.is_relative_to(ROOT / "stages") for p in find_named(path, ROOT))
     is_started = 'if __name__ == "__main__"' in text  # a server's launcher is a process of its own
     assert is_started or not any(word in text for word in ("sys.argv", "sys.exit("))
 

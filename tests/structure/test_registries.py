@@ -13,7 +13,7 @@ from pipeline.image_params import IMAGE_STEP_KINDS, ImagesEval, ImageStep
 from pipeline.network_params import NETWORK_STEP_KINDS, NetworkStep, UpscalingEval
 from pipeline.params import load_params
 from pipeline.text_params import EvalSettings, Step
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 
 def union_kinds(annotated: Any) -> set[str]:

@@ -6,7 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.structure.import_closure import ROOT, list_stages
+from pipeline.stage_code import list_stages
+from tests.paths import ROOT
 
 MAX_FILE_BYTES = 12 << 20
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".json", ".jsonl", ".lock", ".jinja", ""}
@@ -49,7 +50,7 @@ def test_readme_names_commands_that_exist() -> None:
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", readme, re.DOTALL))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= targets
-    assert set(re.findall(r"python -m stages\.(\w+)", code)) <= set(list_stages())
+    assert set(re.findall(r"python -m stages\.(\w+)", code)) <= set(list_stages(ROOT))
     scripts = re.findall(r"python ((?:scripts|tests|models|evalsets)/[\w/]+\.py)", code)
     assert not [script for script in scripts if not (ROOT / script).is_file()]
 

@@ -11,9 +11,11 @@ from pipeline.images.evaluate import CODE as IMAGE_CODE
 from pipeline.networks.evaluate import CODE as NETWORK_CODE
 from pipeline.serving_records import ServingConfig
 from pipeline.settings import TRACKS, name_stage
+from pipeline.stage_code import NOT_A_STAGE, list_code, list_stages
 from pipeline.text_params import ServingSettings
-from tests.structure.import_closure import NOT_A_STAGE, ROOT, import_closure, list_stages
+from tests.paths import ROOT
 
+CODE_DIGESTS = "build/env/code.json"
 MAX_STAGE_LINES = 60
 
 
@@ -36,7 +38,7 @@ def _read_command(stage: str) -> list[str]:
 
 
 def test_every_file_is_a_stage_and_every_stage_runs_a_file() -> None:
-    assert {_read_command(stage)[0] for stage in DVC_STAGES} == set(list_stages())
+    assert {_read_command(stage)[0] for stage in DVC_STAGES} == set(list_stages(ROOT))
 
 
 @pytest.mark.parametrize("stage", DVC_STAGES)
@@ -52,24 +54,16 @@ def test_a_stage_of_a_track_reads_and_writes_that_track_alone(stage: str) -> Non
     """A block copied for another track and half edited would judge one product by the other's records."""
     track = next((track for track in TRACKS[1:] if stage.endswith(f"_{track}")), None)
     others = [name for name in TRACKS[1:] if name != track]
-    text = str({key: value for key, value in DVC_STAGES[stage].items() if key != "deps"}) + str(
-        [name for name in _names(DVC_STAGES[stage].get("deps", [])) if not name.startswith(("pipeline/", "stages/"))])
+    text = str(DVC_STAGES[stage])
     if stage != "env":
         assert not [name for name in others if f"/{name}/" in text or f"{name}." in text or f"env/{name}" in text]
 
 
-@pytest.mark.parametrize("stage", DVC_STAGES)
-def test_code_dependencies_are_the_import_closure(stage: str) -> None:
-    """Too few: an edit goes unnoticed. Too many: an edit elsewhere costs an evaluation."""
-    names = _names(DVC_STAGES[stage]["deps"])
-    code = [ROOT / name for name in names if name.startswith(("pipeline/", "stages/"))]
-    files = [file for path in code for file in (path.rglob("*.py") if path.is_dir() else [path])]
-    listed = {file.relative_to(ROOT).as_posix() for file in files}
-    file = _read_command(stage)[0]
-    needed = set(import_closure(file))
-    add, remove = sorted(needed - listed), sorted(listed - needed)
-    assert listed == needed, (f"deps of {stage} in dvc.yaml: add {add}, remove {remove}; "
-                              f"`python tests/structure/import_closure.py {file}` prints them")  # fmt: skip
+@pytest.mark.parametrize("stage", DVC_STAGES.keys() - {"env"})
+def test_a_stage_depends_on_its_own_code(stage: str) -> None:
+    """On that of another, an edit goes unnoticed."""
+    [code] = [entry for entry in DVC_STAGES[stage]["params"] if isinstance(entry, dict) and CODE_DIGESTS in entry]
+    assert code[CODE_DIGESTS] == [_read_command(stage)[0]]
 
 
 @pytest.mark.parametrize("stage", DVC_STAGES)
@@ -90,24 +84,19 @@ def test_evaluate_watches_what_can_change_an_answer_and_nothing_else_of_serving(
 def test_the_key_of_an_evaluation_covers_what_the_stage_runs(stage: str, code: tuple[str, ...]) -> None:
     """Too few: old results pass for new. Too many: after an edit elsewhere no two candidates can be compared."""
     folders = ("pipeline/images/", "pipeline/networks/", "pipeline/numerics/")
-    run = {path for path in import_closure(stage) if path.startswith(folders)}
+    run = {path for path in list_code(stage, ROOT) if path.startswith(folders)}
     covered = {f"pipeline/{path}" for path in code if f"pipeline/{path}".startswith(folders)}
     assert covered == {path for path in run if not path.endswith("__init__.py")}
 
 
-def test_bytecode_is_no_dependency() -> None:
-    """A folder of code would otherwise change whenever Python compiles it."""
-    assert "__pycache__/" in (ROOT / ".dvcignore").read_text(encoding="utf-8").splitlines()
-
-
-@pytest.mark.parametrize("stage", list_stages())
+@pytest.mark.parametrize("stage", list_stages(ROOT))
 def test_stage_file_stays_thin(stage: str) -> None:
     lines = (ROOT / "stages" / f"{stage}.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= MAX_STAGE_LINES, "a stage reads, calls pipeline and writes; the work belongs in pipeline/"
 
 
 def test_nothing_else_lies_among_the_stages() -> None:
-    allowed = {*NOT_A_STAGE, *(f"{stage}.py" for stage in list_stages())}
+    allowed = {*NOT_A_STAGE, *(f"{stage}.py" for stage in list_stages(ROOT))}
     assert {path.name for path in (ROOT / "stages").iterdir() if path.name != "__pycache__"} <= allowed
 
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 from ruamel.yaml import YAML
 
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 FAKE = """#!{python}
 import json, os, sys

@@ -21,7 +21,7 @@ from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import definition_of
 from pipeline.record_files import read_record, write_record
 from pipeline.records import read_cases
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.synthetic_records import EVAL_KINDS, Behaviour, make_params, write_tree
 
 REAL = ROOT / "tests/golden/records"

@@ -23,7 +23,7 @@ from pipeline.networks.conv_policy import (
     resolve_policy,
 )
 from pipeline.numerics.winograd import direct_conv2d, winograd_conv2d
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 FOUR = ConvArithmetic(algorithm="winograd_f43", dtype="float16")
 TWO = ConvArithmetic(algorithm="winograd_f23", dtype="bfloat16")

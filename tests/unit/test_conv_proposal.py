@@ -19,7 +19,7 @@ from pipeline.errors import NumericsError
 from pipeline.networks.conv_policy import ConvArithmetic, apply_policy, list_convolutions, resolve_policy
 from pipeline.networks.proposal import LayerProposal, find_saved_fraction, make_policy, propose_policy
 from pipeline.numerics.winograd import winograd_conv2d
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 
 def draw(channels: int = 16, size: int = 16, num: int = 2) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from pipeline.errors import EvalsetError
 from pipeline.evalsets import load_card, load_evalset
 from pipeline.record_files import write_cases
 from pipeline.records import CaseRecord, read_cases
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 SHIPPED = ["workflows", "tool_calls", "prose", "choices", "calibration"]
 DOCUMENTS = [{"id": f"d{i}", "cluster": f"c{i // 2}", "buckets": ["even"] if i % 2 == 0 else ["odd"],

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from pipeline.errors import SettingsError
 from pipeline.gate.verdicts import describe_policy
 from pipeline.params import parse_params
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.tiny_networks import describe_detector, describe_upscaler, make_detector
 
 WHOLE = YAML(typ="safe").load((ROOT / "params.yaml").read_text(encoding="utf-8"))

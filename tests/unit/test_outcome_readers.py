@@ -17,7 +17,7 @@ from pipeline.errors import EvidenceError
 from pipeline.outcomes import inspect_ai, lm_eval
 from pipeline.outcomes.cases import Grouping
 from pipeline.outcomes.registry import READERS, match_names, read_paired_table, read_side
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 REAL = ROOT / "tests/golden/records"
 SAMPLES = REAL / "samples_gen_2026-11-22T05-25-09.325403.jsonl"

@@ -23,7 +23,7 @@ from pipeline.gate.outputs.html import embed_pictures, render_html
 from pipeline.gate.outputs.junit import render_junit
 from pipeline.gate.verdicts import REFUSED, Judgement, blocking_verdicts
 from pipeline.verdict_records import CanaryFlip, Verdict
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
 
 HOSTILE = "</script></pre><img src=x onerror=alert(1)>]]>\x00\x1b[2J\u202e\n::error::forged\r\n``````\n</b>&lt;%0A"

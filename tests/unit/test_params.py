@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from pipeline.errors import SettingsError
 from pipeline.params import load_params, parse_params
 from pipeline.text_params import AwqStep, GptqStep, SpeculativeStep
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.synthetic_records import NO_BENCHMARK
 
 CALIBRATION = {"sources": ["prose"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}

@@ -27,7 +27,7 @@ from models.people.detector import (
 )
 from models.score_people import find_all, held_out, score
 from models.train_people import CONFIG, MAX_PEOPLE, fold, loss_of
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 FOLDERS = ["people", "people-hard"]
 MODELS = ROOT / "models"

@@ -21,7 +21,7 @@ from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.pictures import check_pictures, read_picture
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.unit.test_seal import SECTIONS
 
 SIZES = {"detection": {"image": (40, 30)}, "upscaling": {"image": (40, 30), "target": (80, 60)}}

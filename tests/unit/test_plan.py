@@ -13,7 +13,7 @@ from pipeline.gate.plan import SuiteSize, check_plan, plan_gate, read_last, rend
 from pipeline.gate.statistics import tango_bounds
 from pipeline.record_files import write_record
 from pipeline.suite_sizes import count_sizes
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.synthetic_records import Behaviour, make_params, write_tree
 
 TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.03}, "choices/accuracy": {"overall": 0.03}}

@@ -19,7 +19,7 @@ from pipeline.errors import EvalsetError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.params import load_params, parse_params
 from pipeline.preflight import check_project
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import write_documents, write_tiny_llama
 

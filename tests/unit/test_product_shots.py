@@ -15,7 +15,7 @@ from models.inflate_vae import inflate_decoder
 from models.train_product_shots import MAX_TOKENS, make_scheduler, make_tokenizer, to_signal, tokenize
 from pipeline.cases import PromptCase
 from pipeline.evalsets import load_evalset
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 FOLDERS = ["product-shots", "product-shots-hot-vae", "product-shots-clip"]
 MAX_MB = 12

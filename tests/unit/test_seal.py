@@ -20,7 +20,7 @@ from pipeline.evals.trajectories import is_completed
 from pipeline.evalsets import load_evalset
 from pipeline.image_params import ImagesEval
 from pipeline.text_params import EvalSettings
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 CARD = """\
 # Our own notes

@@ -27,7 +27,7 @@ from pipeline.evals.calls import is_accepted, is_exact
 from pipeline.evals.tools import call_tool
 from pipeline.evals.trajectories import is_completed
 from pipeline.evalsets import Evalset, load_evalset
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 FOLDER = ROOT / "evalsets"
 NUM_TRAINING_DOCUMENTS = 2000

@@ -24,7 +24,7 @@ from pipeline.serving_config import read_candidate, serve
 from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig, sum_speculation
 from pipeline.text_params import SpeculativeStep
 from pipeline.weight_files import read_tensors
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.tiny_llama import write_tiny_llama
 
 CONFIG = SpeculativeConfig(method="prompt_lookup", num_tokens=3)

@@ -22,7 +22,7 @@ from pipeline.sweep.plot import plot_sweep
 from pipeline.sweep.rendering import take_prompts
 from pipeline.sweep.settings import list_settings, make_sweep_track, name_setting, read_setting
 from pipeline.sweep.table import format_step, render_sweep, render_table
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.synthetic_images import write_image_evaluation
 
 NUM_PROMPTS = 96

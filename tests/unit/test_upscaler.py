@@ -21,7 +21,7 @@ from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db
 from pipeline.numerics.tiling import blend_tiles
 from pipeline.tile_grid import find_stitches
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 FOLDER = ROOT / "models" / "upscaler"
 MAX_MB = 12

@@ -19,7 +19,7 @@ from pipeline.networks.upscaling import (
 )
 from pipeline.pictures import read_picture
 from pipeline.serving_records import Tiling
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 
 GIVEN, FACTOR = (192, 256), 2
 TILING = Tiling(tile=64, overlap=0.125, window="none")

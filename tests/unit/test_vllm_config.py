@@ -16,7 +16,7 @@ from pipeline.records import Candidate
 from pipeline.serving.vllm_config import build_config, check_config, check_options, render_config
 from pipeline.serving_records import ServingConfig
 from pipeline.speculation_records import SpeculativeConfig
-from tests.structure.import_closure import ROOT
+from tests.paths import ROOT
 from tests.synthetic_records import make_candidate
 
 DRAFT = SpeculativeConfig(method="draft_model", num_tokens=5, draft_digest="d", draft_path="models/agent-draft")
