@@ -12,9 +12,8 @@ Layouts are compared as called, with Python and every launch in it, and replayed
 time. A compile mode is compared with eager in NCHW, both as called. It is compiled with empty caches, and the seconds
 of the first call are those. Counted are graphs, breaks between them, graphs that were compiled again
 later, and graphs for which the compiler left CUDA graphs off. Nothing is timed whose output isn't that of eager NCHW in
-the same number format, but for rounding (`TOLERANCES` of `pipeline/timing.py`, where float32 convolutions on a
-GPU get float16's: torch runs them in TF32, which has its mantissa). Weights are random, shapes static, one GPU. Not
-covered: training, batches that vary, several streams.
+the same number format, but for rounding (`find_tolerance` of `pipeline/timing.py`). Weights are random, shapes static,
+one GPU. Not covered: training, batches that vary, several streams.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch._inductor.utils import fresh_cache
 
 from benchmarks.gpu_timing import Run, bound_milliseconds, capture, ratio, synchronize, write_times
 from benchmarks.mode_networks import Bench
-from pipeline.timing import TOLERANCES, compare_outputs
+from pipeline.timing import compare_outputs, find_tolerance
 
 milliseconds = partial(bound_milliseconds, digits=3)
 
@@ -108,7 +107,7 @@ def show_layouts(key: str, *, blocks: int, tiny: bool) -> dict[str, list[float]]
     runs |= {f"{layout} replayed": capture(run, bench.device) for layout, run in runs.items()}
     differences = [compare_outputs(run(), expected) for run in runs.values()]
     head, off = f"| {bench.network.title} | {batch} | {dtype} |", max(differences)
-    if not all(difference <= find_tolerance(bench) for difference in differences):
+    if not all(difference <= find_tolerance(bench.dtype, torch.device(bench.device)) for difference in differences):
         print(f"{head} not timed: outputs differ | | | | {off:.1e} |", flush=True)
         return {}
     times = time_blocks(bench, runs, blocks, tiny=tiny)
@@ -130,7 +129,7 @@ def show_mode(key: str, *, blocks: int, tiny: bool) -> dict[str, list[float]]:
         runs[mode] = compiled.run
         off = compare_outputs(runs[mode](), expected)
         head = f"| {bench.network.title} | {batch} | {dtype} | {layout} | `{mode}` |"
-        if not off <= find_tolerance(bench):
+        if not off <= find_tolerance(bench.dtype, torch.device(bench.device)):
             print(f"{head} not timed: outputs differ | | | {' | ' * 5}{off:.1e} |", flush=True)
             return {}
         times = time_blocks(bench, runs, blocks, tiny=tiny)
@@ -174,12 +173,6 @@ def time_passes(bench: Bench, run: Callable[[], Any], passes: int) -> list[float
         synchronize(bench.device)
         seconds.append(time.perf_counter() - start)
     return seconds
-
-
-def find_tolerance(bench: Bench) -> float:
-    """Return by how much two outputs may differ, in units of the standard deviation."""
-    is_tf32 = bench.device == "cuda" and bench.dtype == torch.float32
-    return TOLERANCES[torch.float16 if is_tf32 else bench.dtype]
 
 
 def describe_machine() -> str:

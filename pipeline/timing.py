@@ -28,6 +28,16 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}
 WARM_UPS = 2
 
 
+def is_tensor_float(dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether convolutions take float32 for TF32, which has float16's mantissa: on a GPU, unless told not to."""
+    return dtype == torch.float32 and device.type == "cuda" and torch.backends.cudnn.allow_tf32
+
+
+def find_tolerance(dtype: torch.dtype, device: torch.device) -> float:
+    """Return how far rounding may take two runs apart, in units of the output's standard deviation."""
+    return TOLERANCES[torch.float16 if is_tensor_float(dtype, device) else dtype]
+
+
 def read_seconds(device: torch.device) -> float:
     """Return a clock's time: differences are what a call on this device took."""
     if device.type == "cpu":

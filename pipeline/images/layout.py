@@ -19,7 +19,7 @@ import torch
 from pipeline.images.rendering import Prompt, make_latents, unscale_latents
 from pipeline.medians import GAIN_BELOW, MedianInterval, bound_median
 from pipeline.serving_records import PipelineServing
-from pipeline.timing import TOLERANCES, Run, compare_outputs, read_seconds, time_in_turn
+from pipeline.timing import Run, compare_outputs, find_tolerance, read_seconds, time_in_turn
 
 Part = Literal["unet", "vae"]
 Decision = Literal["keep", "leave off"]
@@ -79,7 +79,8 @@ def measure_layout(
         first, last = bind_layouts(pipe, part, prompts, serving, wrap=wrap)
         difference = compare_outputs(last(), first())
         model = getattr(pipe, part)
-        return measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=TOLERANCES[model.dtype],
+        tolerance = find_tolerance(model.dtype, model.device)
+        return measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=tolerance,
                             clock=functools.partial(read_seconds, model.device))  # fmt: skip
     finally:
         torch.set_num_threads(threads)

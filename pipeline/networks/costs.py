@@ -26,7 +26,7 @@ from pipeline.networks.loading import Network, list_tensors
 from pipeline.networks.rounding import differ, limit_rounding
 from pipeline.serving_records import NetworkServing
 from pipeline.tile_grid import place_tiles
-from pipeline.timing import TOLERANCES, measure_peak_bytes, read_seconds, time_in_turn
+from pipeline.timing import find_tolerance, measure_peak_bytes, read_seconds, time_in_turn
 
 ROUNDS = 12  # pairs that are timed where their ratio decides; else MIN_ROUNDS
 _LIMIT_REACHED = "Dynamo recompile limit exceeded"  # starts the reason that torch counts (_dynamo/convert_frame.py)
@@ -77,8 +77,8 @@ def _check_repeats(network: Network, pixels: torch.Tensor) -> None:
     """Refuse a network that gives other outputs for the same pictures: one draw would be judged as if it were all."""
     x = network.prepare(pixels)
     outputs = [[t.float().nan_to_num() for t in list_tensors(network.run(x))] for _ in range(2)]
-    difference, tolerance = differ(*outputs).max(), TOLERANCES[getattr(torch, network.serving.dtype)]
-    if difference > tolerance:
+    tolerance = find_tolerance(getattr(torch, network.serving.dtype), network.device)
+    if (difference := differ(*outputs).max()) > tolerance:
         raise EngineError(f"{network.adapter.path}: two runs of the same pictures differ by {difference:.2g} of the "
                           f"outputs' standard deviation, expected at most {tolerance:g}; take what is random out of "
                           "the module")  # fmt: skip

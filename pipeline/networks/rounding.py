@@ -10,7 +10,8 @@ So the limit is measured. The float32 network is run again with its weights, its
 returns rounded to the number format, which is what storing them in it does (Higham and Pranesh 2019, "Simulating low
 precision floating-point arithmetic", SIAM J. Sci. Comput. 41(5), doi:10.1137/19M1251308). Two runs in the format, which
 round at other places, lie about as far from float32 as that one each, hence at most twice as far from each other, and
-less from float32. The fixed limit of `pipeline/timing.py` holds where it is larger, and in float32.
+less from float32. The fixed limit of `pipeline/timing.py` holds where it is larger, and in float32. On a GPU
+convolutions take float32 for TF32: there its limit is measured by rounding to that.
 
 What is covered by twice that rounding is not seen as a difference. Not rounded: what a module computes inside without
 other modules.
@@ -19,6 +20,8 @@ other modules.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +30,7 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
 from pipeline.networks.loading import Network, list_tensors
-from pipeline.timing import TOLERANCES, compare_outputs
+from pipeline.timing import compare_outputs, find_tolerance, is_tensor_float
 
 Floats = NDArray[np.float64]
 
@@ -62,26 +65,39 @@ def limit_rounding(exact: Network, pixels: torch.Tensor, dtype: torch.dtype, num
         dtype: the format.
         num: how many differences there are.
     """
-    fixed = np.full(num, TOLERANCES[dtype])
-    if dtype == torch.float32:
+    fixed = np.full(num, find_tolerance(dtype, exact.device))
+    is_short = is_tensor_float(dtype, exact.device)
+    if dtype == torch.float32 and not is_short:
         return fixed
+    cut = _cut_mantissa if is_short else partial(_store, dtype=dtype)
     x = exact.prepare(pixels)
     expected = exact.run(x)
-    _store_as(exact.module, dtype)
-    found = _NUM_RUNS * differ(exact.run(_round(x, dtype)), expected)
+    _round_all(exact.module, cut)
+    found = _NUM_RUNS * differ(exact.run(_round(x, cut)), expected)
     if len(found) != num:  # it selected other boxes
         return fixed
     return np.where(np.isfinite(found), np.maximum(found, fixed), fixed)
 
 
-def _store_as(module: torch.nn.Module, dtype: torch.dtype) -> None:
+def _round_all(module: torch.nn.Module, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Round all weights and, from now on, what each module returns; the numbers stay float32."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
-        tensor.data = _round(tensor.data, dtype)
+        tensor.data = _round(tensor.data, cut)
     for part in module.modules():
-        part.register_forward_hook(lambda _module, _given, output: tree_map(lambda leaf: _round(leaf, dtype), output))
+        part.register_forward_hook(lambda _module, _given, output: tree_map(lambda leaf: _round(leaf, cut), output))
 
 
-def _round(leaf: Any, dtype: torch.dtype) -> Any:
-    is_fraction = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    return leaf.to(dtype).to(leaf.dtype) if is_fraction else leaf
+def _round(leaf: Any, cut: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return cut(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def _store(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype).to(tensor.dtype)
+
+
+def _cut_mantissa(tensor: torch.Tensor) -> torch.Tensor:
+    """Round float32 to TF32: the nearest number of 10 bits behind the point, of two the larger."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    bits = tensor.contiguous().view(torch.int32)
+    return torch.where(tensor.isfinite(), ((bits + (1 << 12)) & -(1 << 13)).view(torch.float32), tensor)

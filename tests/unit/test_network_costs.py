@@ -13,14 +13,17 @@ import torch._dynamo
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import EngineError
+from pipeline.networks import rounding
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
 from pipeline.serving_records import ConvArithmetic, NetworkServing, Tiling
+from pipeline.timing import TOLERANCES, find_tolerance
 from tests.tiny_networks import DETECTOR, write_detector
 
 TILED = {"tiling": Tiling(tile=64, overlap=0.125, window="hann")}
 POLICY = {"conv_policy": {"blur": ConvArithmetic(algorithm="direct", dtype="float16")}}
+CPU = torch.device("cpu")
 FORWARD = "return self.pool(self.scale(self.blur(x)))"
 PIXELS = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -183,3 +186,32 @@ def test_what_is_timed_is_what_ran_all_shapes(tmp_path: Path) -> None:
     costs = measure_costs(count, serving, PIXELS, PIXELS[:1], [PIXELS])
     assert costs["speed"]["timed"] and loaded.count("default") == 1
     assert costs["compile"]["num_over_limit"] == 0 and costs["compile"]["shape_over_limit"] is None
+
+
+def test_float32_convolutions_of_a_gpu_are_judged_as_what_they_are(tmp_path: Path, monkeypatch: Any) -> None:
+    """In TF32 a memory format moves outputs by a hundredth of their deviation; by float32's limit none ever gained."""
+    gpu = torch.device("cuda")
+    assert find_tolerance(torch.float32, gpu) == TOLERANCES[torch.float16] > find_tolerance(torch.float32, CPU)
+    assert find_tolerance(torch.bfloat16, gpu) == TOLERANCES[torch.bfloat16]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert find_tolerance(torch.float32, gpu) == TOLERANCES[torch.float32]
+
+
+def test_the_limit_of_tf32_is_that_of_its_mantissa(tmp_path: Path, monkeypatch: Any) -> None:
+    load, limits = make_load(tmp_path), {}
+    monkeypatch.setattr(rounding, "is_tensor_float", lambda dtype, device: dtype == torch.float32)
+    monkeypatch.setattr(rounding, "find_tolerance", lambda dtype, device: 0.0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        network = load(NetworkServing(batch_size=2, num_threads=1))
+        limits[dtype] = rounding.limit_rounding(network, PIXELS, dtype, 1).max()
+    assert limits[torch.float32] == pytest.approx(limits[torch.float16], rel=1) and limits[torch.float32] > 0
+    assert limits[torch.bfloat16] > 3 * limits[torch.float32]
+
+
+@pytest.mark.parametrize(("number", "cut"), [
+    (1.0, 1.0), (1 + 2**-10, 1 + 2**-10), (1 + 2**-11, 1 + 2**-10), (1 + 2**-12, 1.0), (-1 - 2**-11, -1 - 2**-10),
+    (92265.0, 92288.0), (math.inf, math.inf), (-math.inf, -math.inf), (math.nan, math.nan),
+])  # fmt: skip
+def test_tf32_keeps_ten_bits_and_float32s_range(number: float, cut: float) -> None:
+    got = rounding._cut_mantissa(torch.tensor([number], dtype=torch.float32)).item()
+    assert got == cut or (math.isnan(got) and math.isnan(cut))
