@@ -25,7 +25,8 @@ from typing import Any, Literal, NoReturn, get_args
 
 from pipeline.errors import EvidenceError, QuantgateError, SettingsError
 from pipeline.gate.standing import read_judgement
-from pipeline.gate.verdicts import Judgement, blocking_verdicts, render_gate
+from pipeline.gate.terminal import render_gate
+from pipeline.gate.verdicts import Judgement, blocking_verdicts
 from pipeline.params import get_track, load_params
 from pipeline.settings import TRACKS, Tier, Track
 

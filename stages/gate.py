@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pipeline.gate.outputs.github import tell_github
 from pipeline.gate.standing import read_judgement
-from pipeline.gate.verdicts import blocking_verdicts, render_gate, write_marker
+from pipeline.gate.terminal import render_gate
+from pipeline.gate.verdicts import blocking_verdicts, write_marker
 from pipeline.params import get_track, load_params
 from pipeline.settings import BUILDS, REPORTS, Track
 from stages.cli import run_stage

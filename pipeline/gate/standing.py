@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.gate.checks import check_candidates, check_outcomes, check_policy
 from pipeline.gate.loosening import check_loosening
-from pipeline.gate.verdicts import Judgement, check_candidates, check_outcomes, check_policy
+from pipeline.gate.verdicts import Judgement
 from pipeline.record_files import read_record
 from pipeline.settings import REPORTS, Track
 

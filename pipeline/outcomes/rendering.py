@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeline.gate.certificate_section import describe_certificate
-from pipeline.gate.verdicts import Judgement, describe, render_verdicts
+from pipeline.gate.terminal import describe, render_verdicts
+from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import show_unprintable
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules

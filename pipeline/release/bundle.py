@@ -21,8 +21,9 @@ from pathlib import Path
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.files import replace_folder, write_text
+from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.loosening import MANIFEST
-from pipeline.gate.verdicts import Judgement, blocking_verdicts, check_outcomes, check_policy
+from pipeline.gate.verdicts import Judgement, blocking_verdicts
 from pipeline.record_files import write_record
 from pipeline.release.checksums import write_sums
 from pipeline.release.kept_records import keep_records

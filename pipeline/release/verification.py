@@ -20,9 +20,10 @@ from typing import Any
 
 from pipeline.digests import digest_files, digest_json, name_changed_file
 from pipeline.errors import QuantgateError
+from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import MANIFEST
-from pipeline.gate.verdicts import Judgement, check_outcomes, check_policy, released_verdicts
+from pipeline.gate.verdicts import Judgement, released_verdicts
 from pipeline.gate.wording import definition_of
 from pipeline.params import Params, get_track, load_params
 from pipeline.record_files import read_record

@@ -19,7 +19,7 @@ from pipeline.digests import digest_file
 from pipeline.errors import JournalError, QuantgateError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.report import render_report
-from pipeline.gate.verdicts import render_gate
+from pipeline.gate.terminal import render_gate
 from pipeline.image_params import ImageTrack
 from pipeline.image_preflight import check_images
 from pipeline.image_serving import read_image_candidate, sample_plainly

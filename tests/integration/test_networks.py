@@ -36,9 +36,11 @@ from pipeline.errors import (
     SettingsError,
 )
 from pipeline.evalsets import load_evalset
+from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.report import render_report
-from pipeline.gate.verdicts import Judgement, check_outcomes, render_gate
+from pipeline.gate.terminal import render_gate
+from pipeline.gate.verdicts import Judgement
 from pipeline.network_params import NetworkTrack
 from pipeline.network_preflight import check_network
 from pipeline.network_serving import read_network_candidate

@@ -9,8 +9,10 @@ import pytest
 
 from pipeline.canary_records import CanaryAnswer
 from pipeline.files import write_text
+from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import compare_release
-from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN, check_outcomes, render_gate
+from pipeline.gate.terminal import render_gate
+from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN
 from pipeline.record_files import read_record, write_record
 from pipeline.records import Evaluation
 from pipeline.run_contents import describe_runs

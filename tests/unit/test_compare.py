@@ -20,7 +20,8 @@ from pipeline.gate.pairing import align
 from pipeline.gate.plots import plot_completion, plot_harm
 from pipeline.gate.report import render_report
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail, sum_by_cluster
-from pipeline.gate.verdicts import describe_policy, is_blocking, render_gate
+from pipeline.gate.terminal import render_gate
+from pipeline.gate.verdicts import describe_policy, is_blocking
 from pipeline.record_files import read_record, write_record
 from pipeline.records import OUTGROWN, BuiltCandidate, Evaluation
 from pipeline.serving_records import ServingConfig

@@ -26,7 +26,8 @@ from pipeline.gate.network_section import describe_fallbacks
 from pipeline.gate.pictures import LARGEST_SHOWN, crop_most_different
 from pipeline.gate.report import render_report
 from pipeline.gate.seams import cut_strip
-from pipeline.gate.verdicts import is_blocking, render_gate
+from pipeline.gate.terminal import render_gate
+from pipeline.gate.verdicts import is_blocking
 from pipeline.record_files import read_record, write_record
 from pipeline.records import CaseRecord, Evaluation, Fallback
 from pipeline.serving_records import Tiling

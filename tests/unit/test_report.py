@@ -11,7 +11,7 @@ from PIL import Image
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.plots import choose_shown, plot_completion, plot_harm
 from pipeline.gate.report import render_report
-from pipeline.gate.verdicts import render_gate
+from pipeline.gate.terminal import render_gate
 from pipeline.records import CaseRecord
 from tests.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
 

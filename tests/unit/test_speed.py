@@ -12,12 +12,14 @@ import pytest
 import stages.gate
 from pipeline.benchmark_records import Batch, Benchmark, Cell, Machine, Probe, Side, describe_work, read_machine
 from pipeline.errors import EvidenceError
+from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.plots import plot_speed
 from pipeline.gate.report import render_report
 from pipeline.gate.speed import describe_speed, judge_speed
 from pipeline.gate.speed_section import describe_measurement
-from pipeline.gate.verdicts import VERDICT_PATH, check_outcomes, check_policy, describe_policy, render_gate
+from pipeline.gate.terminal import render_gate
+from pipeline.gate.verdicts import VERDICT_PATH, describe_policy
 from pipeline.params import Params
 from pipeline.recall import NUM_PROBES
 from pipeline.record_files import write_record

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from pipeline.gate.verdicts import Judgement, describe, is_blocking, is_stopping, list_gated
+from pipeline.gate.terminal import describe
+from pipeline.gate.verdicts import Judgement, is_blocking, is_stopping, list_gated
 from pipeline.gate.wording import cut_text, name_metric, show_unprintable
 from pipeline.verdict_records import Verdict
 

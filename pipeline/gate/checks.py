@@ -1,0 +1,198 @@
+"""Does a judgement still hold: of these settings, of these weights, and of the numbers that stand in it?
+
+The stage `gate` asks before it lets a release out, and `verify` of a bundle. Not covered: whether the numbers are those
+of the records, which `verify` computes anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.digests import digest_file, digest_files, digest_json, name_changed_file
+from pipeline.errors import EvidenceError
+from pipeline.fingerprints import find_difference, fingerprint
+from pipeline.gate.speed import list_slow_cells
+from pipeline.gate.verdicts import (
+    FAILED,
+    Judgement,
+    Policy,
+    describe_policy,
+    gains_nothing,
+    is_proven,
+    list_gated,
+    list_refusals,
+    released_verdicts,
+)
+from pipeline.gate.wording import (
+    name_comparison,
+    name_metric,
+)
+from pipeline.network_params import NetworkTrack
+from pipeline.serving_config import read_track_candidate
+from pipeline.settings import BUILDS, Track, name_stage
+from pipeline.verdict_records import Comparison, Verdict
+
+
+def check_policy(judgement: Judgement, params: Track) -> None:
+    """Check that the judgement rests on the present params.yaml.
+
+    Raises:
+        EvidenceError: with the first setting that differs.
+    """
+    judged, asked = judgement.policy.model_dump(mode="json"), describe_policy(params).model_dump(mode="json")
+    if difference := _find_difference(judged, asked):
+        raise EvidenceError(f"{judgement.path}: judged with {difference}; run `dvc repro` to judge again")
+
+
+def _find_difference(judged: dict[str, Any], asked: dict[str, Any], parents: str = "") -> str | None:
+    """Say which key is the first with unequal values, as a dotted path, and both values."""
+    for key in judged | asked:
+        was, says = (repr(side[key]) if key in side else "nothing" for side in (judged, asked))
+        if isinstance(judged.get(key), dict) and isinstance(asked.get(key), dict):
+            if deeper := _find_difference(judged[key], asked[key], f"{parents}{key}."):
+                return deeper
+        elif was != says:
+            return f"{parents}{key} {was}, params.yaml says {says}"
+    return None
+
+
+def check_outcomes(judgement: Judgement) -> None:
+    """Check that each released outcome is the one that follows from what stands beside it.
+
+    Raises:
+        EvidenceError: an outcome that its own numbers, reasons or the policy contradict: the file was edited.
+    """
+    policy = judgement.policy
+    for verdict in released_verdicts(judgement):
+        gated = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
+        wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, policy)]
+        if not list_refusals(verdict):
+            wrong += [name_metric(*key) for key in list_gated(policy) if key not in gated]
+        if verdict.outcome != _expect_outcome(verdict, policy):
+            wrong.append("the verdict")
+        if wrong:
+            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
+                                f"policy beside it; {_tell_edited(judgement)}")
+
+
+def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
+    """Return the outcome that follows from a verdict's comparisons, reasons and other evidence."""
+    outcomes = {c.outcome for c in verdict.comparisons if c.tolerance is not None and c.tier != "advisory"}
+    has_failed = any(reason.startswith(FAILED) for reason in verdict.reasons)
+    if has_failed or "fail" in outcomes:
+        return "fail"
+    if list_refusals(verdict) or not outcomes:
+        return "refused"
+    # numbers of which no reason speaks
+    if _changes_answers(verdict, policy) or _drafts_too_few(verdict, policy) or _is_too_slow(verdict, policy):
+        return "fail"
+    if "inconclusive" in outcomes or (verdict.canary is not None and verdict.canary.is_blind):
+        return "inconclusive"
+    return "no gain" if gains_nothing(verdict, policy) else "pass"
+
+
+def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether the path changes more answers than explained, or any where it must be exact, or nobody knows."""
+    canary = verdict.canary
+    if canary is None:  # it must be there where evals chat
+        return bool({"tool_calls", "trajectories"} & set(policy.eval_kinds.values()))
+    is_exact = verdict.candidate in policy.exact
+    return canary.is_beyond_floor or (is_exact and canary.is_changed)
+
+
+def _drafts_too_few(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether fewer drafts were accepted than must be, or nobody knows."""
+    least = policy.min_acceptance.get(verdict.candidate)
+    return least is not None and (verdict.speculation is None or verdict.speculation.acceptance_rate < least)
+
+
+def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether speeds are missing that were asked for, or are below what is tolerated."""
+    if verdict.speed is None:
+        return verdict.candidate in policy.benchmarked
+    return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
+
+
+def _contradicts(c: Comparison, policy: Policy) -> bool:
+    """Say whether a gated comparison does not follow from its own numbers and the policy."""
+    allowed = policy.tolerances.get(c.metric)
+    tolerance = c.tolerance or 0.0
+    if allowed is None or c.tolerance != (allowed.buckets.get(c.bucket) if c.bucket else allowed.overall):
+        return True
+    if c.tier != allowed.tier:
+        return True
+    if not c.low <= c.harm <= c.high or (c.b is not None and abs(c.harm - (c.b - (c.c or 0)) / c.n) > 1e-9):
+        return True
+    if is_proven(c.high, tolerance, c.effective_clusters):
+        # proven and yet no pass: only a gain larger than the tolerance
+        return c.outcome != "pass" and not (c.outcome == "inconclusive" and c.harm < -tolerance)
+    is_fail = c.harm > tolerance and c.p_holm is not None and c.p_holm <= policy.alpha
+    return c.outcome != ("fail" if is_fail else "inconclusive")
+
+
+def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
+    """Check that what was judged is what would ship, where the candidates are present.
+
+    The weights are read and hashed again: a record that says the right thing about another file proves nothing. An
+    attached endpoint has its own fingerprint, which no file here can tell.
+
+    Returns:
+        False in a clone without the candidates: there is nothing to compare with.
+
+    Raises:
+        EvidenceError: a candidate was rebuilt, its serving or its weights changed, or it is gone since it was judged.
+    """
+    build = root / BUILDS[judgement.policy.track]
+    if not (build / "candidates").is_dir():
+        return False
+    for verdict in released_verdicts(judgement):
+        path = build / "candidates" / verdict.candidate / "candidate.json"
+        if verdict.outcome == "refused":
+            continue
+        if not path.is_file():
+            raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
+                                "none: making it again has failed; run `dvc repro`")
+        candidate = read_track_candidate(build, verdict.candidate, params)
+        if fingerprint(verdict.facts) != verdict.fingerprint:
+            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
+                                f"it, found another; {_tell_edited(judgement)}")
+        if missing := candidate.facts.keys() - verdict.facts.keys():
+            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected facts about {min(missing)}, found "
+                                f"none; {_tell_edited(judgement)}")
+        if difference := find_difference(verdict.facts, candidate.facts):
+            raise EvidenceError(f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
+                                f"{difference.found!r}; run `dvc repro` so that it is evaluated again")
+        if candidate.serving.engine == "openai":
+            continue
+        own = path.with_name("checkpoint").relative_to(root).as_posix()
+        expected = own if (root / own).is_dir() else params.candidates[candidate.name].checkpoint
+        if Path(candidate.checkpoint.path) != Path(expected):
+            raise EvidenceError(f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
+                                "`dvc repro` so that it is built again")
+        _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
+        if isinstance(params, NetworkTrack):
+            _check_adapter(root / params.adapter, candidate.libraries.get("adapter", "none"))
+        speculative = candidate.serving.speculative
+        if speculative and speculative.draft_path and speculative.draft_digest:
+            _check_files(root / speculative.draft_path, speculative.draft_digest, {})
+    return True
+
+
+def _check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
+    found = digest_files(folder)
+    if digest_json(found) != digest:
+        raise EvidenceError(f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
+                            f"({digest_json(found)[:12]}: {name_changed_file(files, found)}); run `dvc repro` so that "
+                            "it is built and evaluated again")
+
+
+def _check_adapter(path: Path, digest: str) -> None:
+    found = digest_file(path) if path.is_file() else "no file"
+    if found != digest:
+        raise EvidenceError(f"{path}: expected the adapter that was judged ({digest[:12]}), found another "
+                            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again")
+
+
+def _tell_edited(judgement: Judgement) -> str:
+    return f"the file was edited: run `dvc repro -f -s {name_stage('compare', judgement.policy.track)}`"
