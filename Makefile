@@ -35,8 +35,8 @@ ui: setup  ## open MLflow on the runs; PORT=5000
 	@sed 's|#|http://127.0.0.1:$(PORT)/#|' mlartifacts/pages*.txt
 	python -m mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
 
-test: setup  ## run the tests
-	python -m pytest
+test: setup  ## run the tests: two files at a time, the longest folder first
+	python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 certify: setup  ## plant defects in copies of a finished project, none of which may pass: the kill table
 	python -m benchmarks.certify
