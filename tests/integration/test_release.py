@@ -70,17 +70,17 @@ class Project:
 
 
 def take_stage(name: str) -> dict[str, Any]:
-    """Return a stage of the repository, without its dependencies on code, which lies elsewhere here."""
+    """Return a stage of the repository, without what no stage makes here."""
     stage = DVC_STAGES[name]
-    code = ("pipeline", "stages", "build/benchmarks", "build/tracked.txt")
-    return {key: [entry for entry in value if not str(entry).startswith(code)] if key == "deps" else value
-            for key, value in stage.items()}
+    return {key: [entry for entry in value if entry not in ("build/benchmarks", "build/tracked.txt")]
+            if key == "deps" else value for key, value in stage.items()}
 
 
 def write_stages(root: Path) -> None:
     stages = {
-        "env": {"cmd": "mkdir -p build/env && echo '{\"torch\": \"2.13.0\"}' > build/env/libraries.json",
-                "outs": ["build/env/libraries.json"], "always_changed": True},
+        "env": {"cmd": "mkdir -p build/env && cp code.json build/env && "
+                       "echo '{\"torch\": \"2.13.0\"}' > build/env/libraries.json",
+                "outs": ["build/env/libraries.json", "build/env/code.json"], "always_changed": True},
         "evaluate": {"cmd": "test -d build/evaluations && test -d build/candidates", "deps": ["cases.txt"],
                      "outs": [{place: {"persist": True}} for place in EVALUATED]},
         "compare": take_stage("compare") | {"deps": EVALUATED}, "gate": take_stage("gate"),
@@ -98,6 +98,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     shutil.rmtree(root / "reports")
     (root / "build/gate.ok").unlink()
     (root / "cases.txt").write_text("1")
+    (root / "code.json").write_text(json.dumps({"compare": "1", "gate": "1", "release": "1"}))
     (root / ".gitignore").write_text("/build/\n/mlflow.db*\n/.mlflow.lock\n/mlartifacts/\n/gate.md\n")
     shutil.copytree(ROOT / ".ci", root / ".ci")
     write_stages(root)
@@ -172,6 +173,14 @@ def test_ci_evaluates_nothing_and_names_what_would_have_to_run(clone: Project) -
     clone.git("checkout", "-q", ".")
     assert code == 1 and "out of date: evaluate\n" in said and "out of date: evaluate" in comment
     assert "pass     text: gate" in said and "BLOCKED  text: release" in said, "a bundle that is gone proves nothing"
+
+
+def test_ci_names_the_stages_whose_code_was_changed(clone: Project) -> None:
+    """Results of other code than the pull request's are none of it."""
+    (clone.root / "code.json").write_text(json.dumps({"compare": "2", "gate": "1", "release": "1"}))
+    code, said, _ = clone.gate()
+    clone.git("checkout", "-q", ".")
+    assert code == 1 and "out of date: compare\n" in said, said
 
 
 def test_a_fail_releases_nothing_and_ci_fails_on_its_clone(
