@@ -8,7 +8,7 @@ A release may go out when
 3. every track's release bundle is there, verifies, and is about that verdict; it is signed by the key in `release.pub`,
    where that file is committed;
 4. in a pull request (GITHUB_BASE_REF names the branch it goes to): no setting is looser than at that branch's last
-   release without its reason in `gate.loosened`, and no release of that branch was deleted.
+   release without its reason in `gate.loosened`, no release of that branch was deleted, and `release.pub` is its own.
 DVC alone would not do: where data is missing it stops ahead of a gate that has to run, and it skips a stage whose
 committed report was deleted. Ends with 1 when anything is wrong.
 """
@@ -119,6 +119,10 @@ def check_base(params: Params, base: str) -> Check:
     if code:
         return Check(name, False, f"origin/{base}: expected the branch that this goes to, found none; fetch it")
     problems = [problem for track in TRACKS if (problem := _find_loosening(params, track, f"origin/{base}"))]
+    code, key = run("git", "show", f"origin/{base}:{KEY}")
+    if not code and (not KEY.is_file() or KEY.read_text(encoding="utf-8").strip() != key):
+        problems.append(f"{KEY}: expected the key that {base} has, found "
+                        f"{'another' if KEY.is_file() else 'none'}; change it on {base} itself")
     return Check(name, not problems, "\n".join(problems) or "nothing is")
 
 
@@ -134,7 +138,8 @@ def _find_loosening(params: Params, track: str, base: str) -> str | None:
         return f"{path}: {base} has it, and here it was deleted; run `git checkout {base} -- {path.parent}`"
     try:
         policy = describe_policy(get_track(params, track, kind=Track))
-        compare_with_release(policy, manifest.encode(), f"{base}:{path}")
+        own = read_record(path, Manifest)
+        compare_with_release(policy, manifest.encode(), f"{base}:{path}", weights=own.reference.weights_digest)
     except QuantgateError as error:
         return str(error)
     return None

@@ -2,8 +2,9 @@
 
 A threshold that is relaxed whenever it fails protects nothing. The last release keeps its policy in its manifest; each
 setting that would let more through than that one did must stand in `gate.loosened` with its old value and why, and the
-report prints it. Another reference, or another setting of an eval that is gated, asks another question: nobody can say
-that it is as strict, so it needs a reason too. Nothing is compared before a first release. Stricter settings need none.
+report prints it. Another reference, by name or by weights, or another setting of an eval that is gated, asks another
+question: nobody can say that it is as strict, so it needs a reason too. Nothing is compared before a first release.
+Stricter settings need none.
 
 A pull request writes its own manifest, so CI compares with that of the branch it goes to as well. Not seen: other cases
 in the same evalset folder, and the engine and steps of a candidate, which is what is judged.
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.digests import digest_checkpoint
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
 from pipeline.settings import RELEASES
@@ -25,8 +27,13 @@ _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
 Value = float | str | None
 
 
-def check_loosening(policy: Policy, root: Path) -> None:
+def check_loosening(policy: Policy, root: Path, *, checkpoint: str) -> None:
     """Check that every setting looser than at the last release has its reason.
+
+    Args:
+        policy: what is asked now.
+        root: of the project.
+        checkpoint: folder of the reference's weights; in a clone without it they are not compared.
 
     Raises:
         SettingsError: one has none, or its reason speaks of another value.
@@ -34,27 +41,32 @@ def check_loosening(policy: Policy, root: Path) -> None:
     """
     path = root / RELEASES[policy.track] / MANIFEST
     if path.is_file():
-        compare_with_release(policy, path.read_bytes(), path)
+        weights = digest_checkpoint(root / checkpoint) if (root / checkpoint).is_dir() else None
+        compare_with_release(policy, path.read_bytes(), path, weights=weights)
 
 
-def compare_with_release(policy: Policy, manifest: bytes, source: Path | str) -> None:
+def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *, weights: str | None) -> None:
     """Check that every setting looser than in the manifest of a release has its reason.
 
     Args:
         policy: what is asked now.
         manifest: of the release.
         source: where it is from, for messages.
+        weights: digest of the reference's now; None: not known.
 
     Raises:
         SettingsError: one has none, or its reason speaks of another value.
         EvidenceError: it is no manifest.
     """
     try:
-        last = Policy.model_validate(json.loads(manifest)["policy"])
+        content = json.loads(manifest)
+        last = Policy.model_validate(content["policy"])
+        pinned = content.get("reference", {}).get("weights_digest")
     except (KeyError, TypeError, ValueError) as error:
         raise EvidenceError(f"{source}: expected the manifest of a release, with its policy, found none "
                             f"({type(error).__name__}); take the file from git again") from None
-    for key, was, now in list_loosened(last, policy):
+    changed = [("reference.weights", pinned[:12], weights[:12])] if pinned and weights not in (None, pinned) else []
+    for key, was, now in [*changed, *list_loosened(last, policy)]:
         reason = policy.loosened.get(key)
         if reason is None:
             raise SettingsError(f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
@@ -81,12 +93,24 @@ def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value
     noticed, rate = last.canary.get("target_rate"), now.canary.get("target_rate")
     if noticed is not None and (rate is None or rate > noticed):
         yield "canary.target_rate", noticed, rate
-    for name in now.release:
-        least, lower = last.min_acceptance.get(name), now.min_acceptance.get(name)
-        if least is not None and (lower is None or lower < least):
-            yield f"candidates.{name}.min_acceptance", least, lower
-        if name in last.exact and name not in now.exact:
-            yield f"candidates.{name}.exact", "true", "false"
+    if last.max_slowdown is not None:
+        for name in (set(last.benchmarked) - set(now.benchmarked)) & set(now.release):
+            yield f"benchmark.candidates.{name}", "timed", None
+    yield from _compare_candidates(last, now)
+
+
+def _compare_candidates(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
+    """Compare what was asked of single candidates; one of another name in the place of one that is gone inherits it."""
+    new = set(now.release) - set(last.release)
+    for name in last.release:
+        heirs = {name} & set(now.release) or new
+        least = last.min_acceptance.get(name)
+        for heir in sorted(heirs):
+            lower = now.min_acceptance.get(heir)
+            if least is not None and (lower is None or lower < least):
+                yield f"candidates.{heir}.min_acceptance", least, lower
+            if name in last.exact and heir not in now.exact:
+                yield f"candidates.{heir}.exact", "true", "false"
 
 
 def _compare_evals(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:

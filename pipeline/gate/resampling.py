@@ -51,12 +51,12 @@ def draw_weights(clusters: Ints, *, num_resamples: int = NUM_RESAMPLES, seed: in
 def bootstrap_bounds(draws: Floats, count: float, *, lost: float, gained: float, confidence: float) -> Bounds:
     """Return a number's one-sided bounds from its standard error and skewness over resamples.
 
-    Half a cluster is added that moves the number as far as a cluster can: up by `lost` / `count` for the upper bound
-    of a harm. Without any change these are about Tango's bounds without a flip, and a few lost clusters have nearly
-    the exact bounds of as many events; many outweigh it. The bounds are Student's with `count` - 1
-    degrees of freedom, moved outwards on the side of a long tail. A resample without the number (none of its images
-    has an object of the bucket) is NaN and left out: with the 30 effective clusters that a pass needs that is one in
-    10^13, with two one in eight.
+    Half a cluster is added that loses all that a cluster can: up by `lost` / `count` for the upper bound of a harm. It
+    stands for objects that are missed; confident false alarms on one image may move a ranking farther. Without any
+    change these are about Tango's bounds without a flip, and a few lost clusters have nearly the exact bounds of as
+    many events; many outweigh it. The bounds are Student's with `count` - 1 degrees of freedom, moved outwards on the
+    side of a long tail. A resample without the number (none of its images has an object of the bucket) is NaN and left
+    out: with the 30 effective clusters that a pass needs that is one in 10^13, with two one in eight.
 
     Args:
         draws: [1 + num_resamples], the number itself first.

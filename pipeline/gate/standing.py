@@ -26,6 +26,6 @@ def read_judgement(track: Track, root: Path) -> tuple[Judgement, bool]:
     """
     judgement = read_record(root / REPORTS[track.name] / "verdict.json", Judgement)
     check_policy(judgement, track)
-    check_loosening(judgement.policy, root)
+    check_loosening(judgement.policy, root, checkpoint=track.candidates[track.reference].checkpoint)
     check_outcomes(judgement)
     return judgement, check_candidates(judgement, track, root)

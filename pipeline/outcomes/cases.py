@@ -133,10 +133,11 @@ def digest_asked(asked: Mapping[str, Any]) -> dict[str, str]:
 def _check_once(cases: Iterable[Case]) -> None:
     first: dict[str, str] = {}
     for case in cases:
-        if case.case_id in first:
-            raise EvidenceError(f"{case.where}: case {case.case_id!r} is there twice, first in {first[case.case_id]}; "
-                                "every case may count once")
-        first[case.case_id] = case.where
+        name = case.case_id.strip()  # a space more makes no other case
+        if name in first:
+            raise EvidenceError(f"{case.where}: case {name!r} is there twice, first in {first[name]}; every case may "
+                                "count once")
+        first[name] = case.where
 
 
 def _find_numeric(cases: Iterable[Case]) -> set[str]:
@@ -146,7 +147,7 @@ def _find_numeric(cases: Iterable[Case]) -> set[str]:
 
 def read_number(value: Any) -> float | None:
     """Return a value as a number, which may be infinite or NaN; None where it is none."""
-    if isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, int, float, str)) and "_" not in str(value):  # Python alone reads 1_0 as 10
         try:
             return float(value)
         except (ValueError, OverflowError):

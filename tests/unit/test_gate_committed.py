@@ -87,6 +87,28 @@ def test_before_a_first_release_nothing_is_compared(git, tmp_path):
     assert check_base().is_right
 
 
+def test_a_pull_request_can_not_change_the_key_that_releases_are_checked_with(released, git):
+    (released / "release.pub").write_text("key of the owner\n")
+    git("add", "release.pub")
+    git("commit", "-qm", "key")
+    git("update-ref", "refs/remotes/origin/main", "HEAD")
+    assert check_base().is_right, check_base().said
+    (released / "release.pub").write_text("another\n")
+    assert "release.pub: expected the key that main has, found another" in check_base().said
+    (released / "release.pub").unlink()
+    found = check_base()
+    assert not found.is_right and "found none" in found.said
+
+
+def test_a_worse_reference_under_the_old_name_needs_a_reason(released):
+    path = released / "release/text/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["reference"]["weights_digest"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    found = check_base()
+    assert not found.is_right and "expected 'reference.weights' with a reason" in found.said
+
+
 def test_where_a_key_is_kept_the_release_must_be_signed_by_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path)

@@ -6,15 +6,17 @@ import json
 
 import pytest
 
+from pipeline.digests import digest_checkpoint
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.files import write_text
-from pipeline.gate.loosening import check_loosening
+from pipeline.gate.loosening import check_loosening, list_loosened
 from pipeline.gate.verdicts import describe_policy
 from tests.synthetic_records import make_params
 
 TASK, CALLS = "workflows/task_completion_rate", "calls/tool_call_exact_match"
 TOLERANCES = {TASK: {"overall": 0.02, "buckets": {"hard": 0.05}}, CALLS: {"overall": 0.02}}
 WHY = "the product asks for less since June"
+MODEL = "models/agent"
 
 
 def policy(**gate):
@@ -47,11 +49,11 @@ def released(tmp_path):
 ])  # fmt: skip
 def test_a_looser_setting_needs_its_reason(released, change, key, was) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_loosening(policy(**change), released)
+        check_loosening(policy(**change), released, checkpoint=MODEL)
     assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
-    check_loosening(policy(**change, loosened={key: {"was": was, "why": WHY}}), released)
+    check_loosening(policy(**change, loosened={key: {"was": was, "why": WHY}}), released, checkpoint=MODEL)
     with pytest.raises(SettingsError, match="was: expected"):
-        check_loosening(policy(**change, loosened={key: {"was": 0.001, "why": WHY}}), released)
+        check_loosening(policy(**change, loosened={key: {"was": 0.001, "why": WHY}}), released, checkpoint=MODEL)
 
 
 @pytest.mark.parametrize(("change", "key", "was"), [
@@ -66,26 +68,53 @@ def test_another_question_needs_its_reason(released, change, key, was) -> None:
     """An easier evalset or a worse reference lets more through, and no tolerance moves."""
     asked = policy().model_copy(update=change)
     with pytest.raises(SettingsError) as caught:
-        check_loosening(asked, released)
+        check_loosening(asked, released, checkpoint=MODEL)
     assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
     assert f"{{was: {json.dumps(was)}, why: ...}}" in str(caught.value)
     reason = policy(loosened={key: {"was": was, "why": WHY}}).loosened
-    check_loosening(asked.model_copy(update={"loosened": reason}), released)
+    check_loosening(asked.model_copy(update={"loosened": reason}), released, checkpoint=MODEL)
 
 
 def test_an_eval_that_gates_nothing_may_change(released) -> None:
-    check_loosening(policy().model_copy(update=change_evals("choices", task="other")), released)
+    check_loosening(policy().model_copy(update=change_evals("choices", task="other")), released, checkpoint=MODEL)
 
 
 @pytest.mark.parametrize("change", [
     {}, {"alpha": 0.01}, {"tolerances": TOLERANCES | {CALLS: {"overall": 0.01}, "choices/accuracy": {"overall": 0.5}}},
 ])
 def test_stricter_and_new_settings_need_none(released, change) -> None:
-    check_loosening(policy(**change), released)
+    check_loosening(policy(**change), released, checkpoint=MODEL)
 
 
 def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_named(tmp_path) -> None:
-    check_loosening(policy(alpha=0.2), tmp_path)
+    check_loosening(policy(alpha=0.2), tmp_path, checkpoint=MODEL)
     write_text(tmp_path / "release/text/manifest.json", "{")
     with pytest.raises(EvidenceError, match=r"release/text/manifest.json: expected the manifest of a release"):
-        check_loosening(policy(), tmp_path)
+        check_loosening(policy(), tmp_path, checkpoint=MODEL)
+
+
+def test_other_weights_of_the_reference_need_a_reason(tmp_path) -> None:
+    """A worse reference under the old name lets every candidate pass that is no worse than it."""
+    write_text(tmp_path / MODEL / "weights", "good")
+    digest = digest_checkpoint(tmp_path / MODEL)
+    manifest = {"policy": policy().model_dump(mode="json"), "reference": {"weights_digest": digest}}
+    write_text(tmp_path / "release/text/manifest.json", json.dumps(manifest))
+    check_loosening(policy(), tmp_path, checkpoint=MODEL)
+    write_text(tmp_path / MODEL / "weights", "worse")
+    with pytest.raises(SettingsError, match=f"expected 'reference.weights' with a reason, as it was {digest[:12]}"):
+        check_loosening(policy(), tmp_path, checkpoint=MODEL)
+    reason = {"reference.weights": {"was": digest[:12], "why": WHY}}
+    check_loosening(policy(loosened=reason), tmp_path, checkpoint=MODEL)
+
+
+@pytest.mark.parametrize(("last", "now", "key"), [
+    ({"benchmarked": ("a",), "max_slowdown": 0.1}, {"max_slowdown": 0.1}, "benchmark.candidates.a"),
+    ({"exact": ("a",)}, {"release": ("b",)}, "candidates.b.exact"),
+    ({"min_acceptance": {"a": 0.9}}, {"release": ("b",)}, "candidates.b.min_acceptance"),
+    ({"min_acceptance": {"a": 0.9}}, {"min_acceptance": {"a": 0.8}}, "candidates.a.min_acceptance"),
+])
+def test_what_was_asked_of_a_candidate_is_asked_of_the_one_in_its_place(last, now, key) -> None:
+    """Renamed, or no longer timed, a candidate would escape what the last release was held to."""
+    found = list_loosened(policy().model_copy(update=last), policy().model_copy(update=now))
+    assert [name for name, _, _ in found] == [key]
+    assert not list(list_loosened(policy().model_copy(update=last), policy().model_copy(update=last)))

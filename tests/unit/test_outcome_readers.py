@@ -167,6 +167,7 @@ def test_fields_of_a_document_or_metadata_make_clusters_and_buckets():
     ("case_id;score\na;1\n", "separated by commas"),
     ("case_id,score\na,1\nb\n", ":3: expected 2 cells"),
     ("case_id,score\na,1\na,1\n", ":3: case 'a' is there twice, first in"),
+    ("case_id,score\na,1\na ,1\n", ":3: case 'a' is there twice, first in"),
     ("case_id,score\n,1\n", "expected a `case_id`, found none"),
     ("case_id,score\n", "expected at least one case"),
     ('case_id,score\na,"1\n', "not CSV"),
@@ -186,7 +187,7 @@ def test_a_table_as_excel_writes_it(tmp_path):
     assert [r.scores["score"] for r in found.records] == [1, 0.5]
 
 
-@pytest.mark.parametrize("cell", ["nan", "inf", "", "n/a", "1e999"])
+@pytest.mark.parametrize("cell", ["nan", "inf", "", "n/a", "1e999", "1_0"])
 def test_what_is_no_finite_number_stands_in_the_way_of_its_own_score_alone(tmp_path, cell):
     path = tmp_path / "table.csv"
     path.write_text(f"case_id,good,bad,model\na,1,0,x\nb,0,{cell},y\n")
