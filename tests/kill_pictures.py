@@ -71,11 +71,12 @@ def run_losing_small(cases: Sequence[Any]) -> Any:
 
 
 def run_with_seam(cases: Sequence[Any]) -> Any:
-    """Run a batch and make every other column of tiles 4 levels brighter."""
+    """Run a batch and make every other column of tiles 4 levels brighter; not what the reference makes beside it."""
     finish = runners._finish
 
     def brighten(network: Any, outputs: Any, finite: Any) -> Any:
-        return [_add_seams(picture) for picture in finish(network, outputs, finite)]
+        pictures = finish(network, outputs, finite)
+        return [_add_seams(picture) for picture in pictures] if network.serving.tiling else pictures
 
     with mock.patch.object(runners, "_finish", brighten):
         return runners.run_batch(cases)
