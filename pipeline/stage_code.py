@@ -27,9 +27,9 @@ NOT_A_STAGE = ("__init__.py", "cli.py")
 
 def digest_stages(root: Path) -> dict[str, str]:
     """Return the digest of each stage's code, under the name of its file in stages/."""
-    digests = {path: digest_file(root / path) for stage in list_stages(root) for path in list_code(stage, root)}
-    return {stage: digest_json({path: digests[path] for path in list_code(stage, root)})
-            for stage in list_stages(root)}  # fmt: skip
+    code = {stage: list_code(stage, root) for stage in list_stages(root)}
+    digests = {path: digest_file(root / path) for path in set().union(*code.values())}
+    return {stage: digest_json({path: digests[path] for path in paths}) for stage, paths in code.items()}
 
 
 def list_stages(root: Path) -> list[str]:
