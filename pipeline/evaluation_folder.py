@@ -13,12 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from pipeline.detection_params import DetectionEval
 from pipeline.digests import digest_file
-from pipeline.errors import JournalError
-from pipeline.evals.journal import Journal
+from pipeline.evals.journal import Journal, lock_journals
 from pipeline.evalsets import Evalset
 from pipeline.files import replace_folder
 from pipeline.fingerprints import Facts, fingerprint
@@ -88,15 +85,5 @@ def make_evaluation(candidate: LocalCandidate, build: Path) -> Iterator[WorkingF
     Raises:
         JournalError: another process evaluates the candidate.
     """
-    path = build / "journal" / f"{candidate.name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise JournalError(f"{path}: expected one evaluation of {candidate.name!r} at a time, another one runs; wait "
-                           "for it or end it") from None  # fmt: skip
-    try:
+    with lock_journals(build, candidate.name):
         yield WorkingFolder(candidate, build)
-    finally:
-        lock.release()

@@ -13,9 +13,9 @@ from pydantic import Field
 from pipeline.settings import (
     Settings,
     Track,
+    find_metric_problems,
     find_repeated_steps,
     find_track_problems,
-    find_unknown_metrics,
     find_unwatched_evals,
     find_window_problems,
 )
@@ -128,7 +128,7 @@ class ImageTrack(Track):
 
 def find_image_problems(track: ImageTrack) -> list[str]:
     """Return what contradicts itself in the section, one line each, starting with the key's path."""
-    problems = find_track_problems(track) + find_unknown_metrics(track)
+    problems = find_track_problems(track) + find_metric_problems(track)
     problems += find_unwatched_evals(track, "sound_image_rate", "black images and NaN")
     problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
                  for problem in _step_problems(candidate.steps)]

@@ -15,9 +15,9 @@ from pipeline.detection_params import DetectionEval, find_area_problems
 from pipeline.settings import (
     Settings,
     Track,
+    find_metric_problems,
     find_repeated_steps,
     find_track_problems,
-    find_unknown_metrics,
     find_unwatched_evals,
     find_window_problems,
 )
@@ -134,7 +134,7 @@ class UpscalerTrack(NetworkTrack):
 
 def find_network_problems(track: NetworkTrack) -> list[str]:
     """Return what contradicts itself in a section, one line each, starting with the key's path."""
-    problems = find_track_problems(track) + find_unknown_metrics(track)
+    problems = find_track_problems(track) + find_metric_problems(track)
     problems += find_unwatched_evals(track, "finite_output_rate", "NaN and infinity")
     problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
                  for problem in _step_problems(candidate.steps, track.name)]

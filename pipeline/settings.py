@@ -36,15 +36,21 @@ class Settings(BaseModel):
 
 
 class Tolerance(Settings):
-    """The loss that a metric may show: absolute for rates, relative for perplexity.
+    """The loss that a metric may show: absolute, in the metric's unit where it has one, relative for perplexity.
 
     A critical metric must be proven to be within it; a supporting one must not be seen beyond it, as if
     `on_inconclusive` were warn; an advisory one is judged and shown, and stops nothing.
     """
 
-    overall: float | None = Field(default=None, gt=0, lt=1)
-    buckets: dict[str, Annotated[float, Field(gt=0, lt=1)]] = {}
+    overall: float | None = Field(default=None, gt=0)
+    buckets: dict[str, Annotated[float, Field(gt=0)]] = {}
     tier: Tier = "critical"
+
+    def find_too_high(self) -> list[str]:
+        """Return what is wrong for a metric of which 1 is all there is, one line each, starting with the key."""
+        limits = {"overall": self.overall} | {f"buckets.{name}": limit for name, limit in self.buckets.items()}
+        return [f"{key}: expected less than 1 (0.03 is 3 points, of a perplexity 3 %), got {limit:g}"
+                for key, limit in limits.items() if limit is not None and limit >= 1]
 
 
 class Loosened(Settings):
@@ -104,8 +110,8 @@ def find_track_problems(track: Track) -> list[str]:
     return problems
 
 
-def find_unknown_metrics(track: Track) -> list[str]:
-    """Return the tolerances and tripwires that no eval of the track has a metric for, one line each."""
+def find_metric_problems(track: Track) -> list[str]:
+    """Return the tolerances and tripwires that no eval of the track has a metric for or can show, one line each."""
     problems = []
     for section, gating in (("tolerances", True), ("tripwires", False)):
         metrics = {f"{name}/{m.name}" for name, e in track.evals.items()
@@ -116,6 +122,9 @@ def find_unknown_metrics(track: Track) -> list[str]:
                                 + (", ".join(sorted(metrics)) or "none"))
     problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
                  for metric, t in track.gate.tolerances.items() if t.overall is None and not t.buckets]
+    shares = {f"{name}/{m.name}" for name, e in track.evals.items() for m in METRICS_BY_EVAL_KIND[e.kind] if not m.unit}
+    problems += [f"gate.tolerances.{metric}.{problem}" for metric, t in track.gate.tolerances.items()
+                 if metric in shares for problem in t.find_too_high()]
     return problems
 
 

@@ -2,7 +2,8 @@
 
     python -m pipeline.stage_code evaluate    lists the files of a stage
 
-Stage `env` writes the digests to build/env/code.json, and each stage of dvc.yaml depends on its own. Listed there file
+Stage `env` writes the digests to build/env/code.json, and each stage of dvc.yaml depends on its own; what a stage keeps
+of a run that was killed is found again under the same digest only. Listed there file
 by file, as sixty dependencies of each candidate's stages, they made dvc.lock so large that writing it took DVC five
 seconds after every stage.
 
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from pipeline.digests import digest_file, digest_json
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipeline", "stages")
 NOT_A_STAGE = ("__init__.py", "cli.py")
 
@@ -30,6 +32,14 @@ def digest_stages(root: Path) -> dict[str, str]:
     code = {stage: list_code(stage, root) for stage in list_stages(root)}
     digests = {path: digest_file(root / path) for path in set().union(*code.values())}
     return {stage: digest_json({path: digests[path] for path in paths}) for stage, paths in code.items()}
+
+
+def digest_code(stage: str) -> str:
+    """Return the digest of a stage's code as it lies on disk: what other code made is not mixed with what this makes.
+
+    It is read anew, as the file of stage `env` may be older than the code.
+    """
+    return digest_json({path: digest_file(ROOT / path) for path in list_code(stage, ROOT)})
 
 
 def list_stages(root: Path) -> list[str]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.settings import find_track_problems, find_unknown_metrics
+from pipeline.settings import find_metric_problems, find_track_problems
 from pipeline.text_params import (
     EngineSettings,
     OpenaiEngine,
@@ -44,7 +44,7 @@ def find_text_problems(params: TextTrack) -> list[str]:
         problems.append(f"serving.max_tokens: expected less than serving.context_length "
                         f"({params.serving.context_length}), which prompt and answer share, got "
                         f"{params.serving.max_tokens}; lower it")
-    problems += find_unknown_metrics(params)
+    problems += find_metric_problems(params)
     problems += [f"benchmark.{problem}" for problem in _benchmark_problems(params)]
     return problems
 

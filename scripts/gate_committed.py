@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.digests import digest_file  # noqa: E402
 from pipeline.errors import QuantgateError  # noqa: E402
 from pipeline.files import write_text  # noqa: E402
-from pipeline.gate.loosening import MANIFEST, compare_with_release  # noqa: E402
+from pipeline.gate.loosening import MANIFEST, compare_with_release, name_material  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
 from pipeline.gate.wording import escape_markdown, show_unprintable  # noqa: E402
 from pipeline.params import Params, get_track, load_params  # noqa: E402
@@ -139,7 +139,9 @@ def _find_loosening(params: Params, track: str, base: str) -> str | None:
     try:
         policy = describe_policy(get_track(params, track, kind=Track))
         own = read_record(path, Manifest)
-        compare_with_release(policy, manifest.encode(), f"{base}:{path}", weights=own.reference.weights_digest)
+        cases = {name: kept.digest for name, kept in own.evalsets.items()}
+        compare_with_release(policy, manifest.encode(), f"{base}:{path}",
+                             material=name_material(own.reference.weights_digest, cases))  # fmt: skip
     except QuantgateError as error:
         return str(error)
     return None

@@ -24,7 +24,6 @@ from pipeline.gate.pairing import Evidence, load_evidence  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
 from pipeline.harm_stop import HarmFound, HarmWatch  # noqa: E402
 from pipeline.params import Params, check_candidate, load_params  # noqa: E402
-from pipeline.records import Candidate  # noqa: E402
 from pipeline.serving.failures import find_error  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
 from pipeline.text_params import ChatEval  # noqa: E402
@@ -43,7 +42,6 @@ def main(argv: list[str]) -> int:
     start, watches = time.monotonic(), make_watches(params)
     try:
         asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=BUILD, watches=watches))
-        show_kept(candidate, params, watches)
     except HarmFound as found:
         print(f"{candidate.name}: stopped after {time.monotonic() - start:.0f} s: {found}")
         return HARM
@@ -53,18 +51,6 @@ def main(argv: list[str]) -> int:
         raise unfit from None
     print(f"{candidate.name}: no harm beyond a tolerance was proven; `dvc repro` judges it with all cases")
     return 0
-
-
-def show_kept(candidate: Candidate, params: Params, watches: dict[str, HarmWatch]) -> None:
-    """Show each watch that was asked nothing what the evaluation took over from an earlier one.
-
-    Raises:
-        HarmFound: harm is proven by that.
-    """
-    evidence = load_evidence(BUILD, candidate, describe_policy(params).evals)
-    for name, watch in watches.items():
-        for record in evidence.records[name] if not watch.num_seen else ():
-            watch.add(record)
 
 
 def make_watches(params: Params) -> dict[str, HarmWatch]:

@@ -23,7 +23,7 @@ from pipeline.errors import EngineError, EvidenceError
 from pipeline.evals.canary import Prompt, ask_canary, make_records, measure_margins, merge_records, pick_prompts
 from pipeline.evals.context import EvalContext
 from pipeline.evals.harness import task_digest
-from pipeline.evals.journal import Journal
+from pipeline.evals.journal import Journal, lock_journals
 from pipeline.evals.registry import EVALS
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
@@ -36,12 +36,9 @@ from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
 from pipeline.serving.engines.registry import start_engine
 from pipeline.speculation_records import sum_speculation
+from pipeline.stage_code import digest_code
 from pipeline.text_params import EvalSettings, HarnessEval
 
-# what asks, answers and scores
-_CODE = ("evals/*.py", "serving/*.py", "serving/engines/*.py", "canary_records.py", "cases.py", "checkpoints.py",
-         "digests.py", "evalsets.py", "fingerprints.py", "record_files.py", "records.py", "serving_records.py",
-         "speculation_records.py")  # fmt: skip
 CANARY = "canary.jsonl"
 
 
@@ -83,9 +80,17 @@ async def evaluate_candidate(
         HarmFound: a watch has seen enough; what was finished is journaled.
         EngineError: the endpoint did not come up or died; what was finished is journaled.
         EvidenceError: cases could not be judged; those that could are journaled.
+        JournalError: another process evaluates the candidate.
     """
+    with lock_journals(build, candidate.name):
+        return await _evaluate(candidate, params, watches or {}, root=root, build=build)
+
+
+async def _evaluate(
+    candidate: Candidate, params: Params, watches: Mapping[str, HarmWatch], *, root: Path, build: Path
+) -> Evaluation:
     start = time.monotonic()
-    code = _digest_code()
+    code = digest_code("evaluate")
     evals = [_load_eval(name, settings, candidate, root, code) for name, settings in params.evals.items()]
     paths = _Paths(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
@@ -97,10 +102,13 @@ async def evaluate_candidate(
         print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
         kept = _read_kept(paths.last, candidate, engine)
-        records = {job.name: _take_over(paths, job, kept[job.name])
-                   if job.name in kept and kept[job.name].key == job.key
-                   else await _run_eval(job, candidate, engine, client, paths, root, (watches or {}).get(job.name))
-                   for job in evals}  # fmt: skip
+        records = {}
+        for job in evals:
+            watch = watches.get(job.name)
+            if (file := kept.get(job.name)) is not None and file.key == job.key:
+                records[job.name] = _take_over(paths, job, file, watch)
+            else:
+                records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch)
         _check_judged(candidate.name, records)
         canary = await _run_canary(engine, client, prompts, plain, candidate, params)
     evaluation = Evaluation(
@@ -122,13 +130,6 @@ async def evaluate_candidate(
     shutil.rmtree(paths.journals, ignore_errors=True)
     shutil.copytree(paths.target, paths.last)
     return evaluation
-
-
-def _digest_code() -> str:
-    """Return the digest of the code that makes records: what another version scored is not mixed in."""
-    package = Path(__file__).parents[1]
-    files = sorted(path for pattern in _CODE for path in package.glob(pattern))
-    return digest_json({path.relative_to(package).as_posix(): digest_file(path) for path in files})
 
 
 def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Path, code: str) -> _Eval:
@@ -197,11 +198,15 @@ def _is_intact(folder: Path, name: str, file: EvalFile) -> bool:
     return all((folder / path).is_file() and digest_file(folder / path) == sha256 for path, sha256 in seals.items())
 
 
-def _take_over(paths: _Paths, job: _Eval, file: EvalFile) -> list[CaseRecord]:
+def _take_over(paths: _Paths, job: _Eval, file: EvalFile, watch: HarmWatch | None) -> list[CaseRecord]:
     for suffix in (".jsonl", ".npz") if file.arrays_sha256 else (".jsonl",):
         shutil.copyfile(paths.last / f"{job.name}{suffix}", paths.folder / f"{job.name}{suffix}")
     print(f"  {job.name}: n={file.num_cases}, unchanged, taken from the last evaluation", file=sys.stderr, flush=True)
-    return read_cases(paths.folder / f"{job.name}.jsonl")
+    records = read_cases(paths.folder / f"{job.name}.jsonl")
+    if watch is not None:
+        for record in records:
+            watch.add(record)
+    return records
 
 
 async def _run_eval(

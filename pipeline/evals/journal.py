@@ -11,12 +11,15 @@ Failures are not journaled: a case without a judgement is tried again by the nex
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from pipeline.digests import digest_json
@@ -25,6 +28,27 @@ from pipeline.record_files import first_problem
 from pipeline.records import CaseRecord
 
 SYNC_EVERY = 64  # cases between syncs to disk
+
+
+@contextlib.contextmanager
+def lock_journals(build: Path, candidate: str) -> Iterator[None]:
+    """Keep a candidate's journals for this process alone: two would write into one file and one evaluation folder.
+
+    Raises:
+        JournalError: another process evaluates the candidate.
+    """
+    path = build / "journal" / f"{candidate}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise JournalError(f"{path}: expected one evaluation of {candidate!r} at a time, another one runs; wait for it "
+                           "or end it") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Journal:

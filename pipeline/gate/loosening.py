@@ -2,22 +2,22 @@
 
 A threshold that is relaxed whenever it fails protects nothing. The last release keeps its policy in its manifest; each
 setting that would let more through than that one did must stand in `gate.loosened` with its old value and why, and the
-report prints it. Another reference, by name or by weights, or another setting of an eval that is gated, asks another
-question: nobody can say that it is as strict, so it needs a reason too. Nothing is compared before a first release.
-Stricter settings need none.
+report prints it. Another reference, by name or by weights, or other cases or another setting of an eval that is gated,
+ask another question: nobody can say that it is as strict, so it needs a reason too. Nothing is compared before a first
+release. Stricter settings need none.
 
-A pull request writes its own manifest, so CI compares with that of the branch it goes to as well. Not seen: other cases
-in the same evalset folder, and the engine and steps of a candidate, which is what is judged.
+Weights and cases are known by what was evaluated, so they are compared when the gate judges, and settings before any
+work too. A pull request writes its own manifest, so CI compares with that of the branch it goes to as well. Not seen:
+the engine and steps of a candidate, which is what is judged.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_checkpoint
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
 from pipeline.settings import RELEASES
@@ -27,13 +27,23 @@ _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
 Value = float | str | None
 
 
-def check_loosening(policy: Policy, root: Path, *, checkpoint: str) -> None:
+def name_material(weights: str, cases: Mapping[str, str]) -> dict[str, str]:
+    """Return what candidates are judged by, as keys of `gate.loosened`, with their digests.
+
+    Args:
+        weights: digest of the reference's.
+        cases: digest of each eval's.
+    """
+    return {"reference.weights": weights} | {f"evals.{name}.cases": digest for name, digest in cases.items()}
+
+
+def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) -> None:
     """Check that every setting looser than at the last release has its reason.
 
     Args:
         policy: what is asked now.
         root: of the project.
-        checkpoint: folder of the reference's weights; in a clone without it they are not compared.
+        material: from `name_material`; empty where nothing was evaluated yet.
 
     Raises:
         SettingsError: one has none, or its reason speaks of another value.
@@ -41,18 +51,17 @@ def check_loosening(policy: Policy, root: Path, *, checkpoint: str) -> None:
     """
     path = root / RELEASES[policy.track] / MANIFEST
     if path.is_file():
-        weights = digest_checkpoint(root / checkpoint) if (root / checkpoint).is_dir() else None
-        compare_with_release(policy, path.read_bytes(), path, weights=weights)
+        compare_with_release(policy, path.read_bytes(), path, material=material)
 
 
-def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *, weights: str | None) -> None:
+def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *, material: Mapping[str, str]) -> None:
     """Check that every setting looser than in the manifest of a release has its reason.
 
     Args:
         policy: what is asked now.
         manifest: of the release.
         source: where it is from, for messages.
-        weights: digest of the reference's now; None: not known.
+        material: as of `check_loosening`.
 
     Raises:
         SettingsError: one has none, or its reason speaks of another value.
@@ -61,12 +70,13 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
     try:
         content = json.loads(manifest)
         last = Policy.model_validate(content["policy"])
-        pinned = content.get("reference", {}).get("weights_digest")
+        cases = {name: kept["digest"] for name, kept in content["evalsets"].items()}
+        pinned = name_material(content["reference"]["weights_digest"], cases)
     except (KeyError, TypeError, ValueError) as error:
         raise EvidenceError(f"{source}: expected the manifest of a release, with its policy, found none "
                             f"({type(error).__name__}); take the file from git again") from None
-    changed = [("reference.weights", pinned[:12], weights[:12])] if pinned and weights not in (None, pinned) else []
-    for key, was, now in [*changed, *list_loosened(last, policy)]:
+    loosened = list(list_loosened(last, policy))
+    for key, was, now in [*loosened, *_compare_material(pinned, material, last, {key for key, _, _ in loosened})]:
         reason = policy.loosened.get(key)
         if reason is None:
             raise SettingsError(f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
@@ -75,6 +85,17 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
         if reason.was != was:
             raise SettingsError(f"{_name(policy)}gate.loosened.{key}.was: expected {_tell(was)}, as {source} says, got "
                                 f"{_tell(reason.was)}; correct it")
+
+
+def _compare_material(
+    pinned: Mapping[str, str], material: Mapping[str, str], last: Policy, named: set[str]
+) -> Iterator[tuple[str, Value, Value]]:
+    """Compare weights and cases, but for those of another reference or evalset: its name has its own reason."""
+    parents = {"reference.weights": "reference"} | {f"evals.{n}.cases": f"evals.{n}.evalset" for n in _list_gated(last)}
+    for key, parent in parents.items():
+        was = pinned.get(key)
+        if was is not None and parent not in named and (now := material.get(key, was)) != was:
+            yield key, was[:12], now[:12]
 
 
 def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
@@ -94,7 +115,7 @@ def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value
     if noticed is not None and (rate is None or rate > noticed):
         yield "canary.target_rate", noticed, rate
     if last.max_slowdown is not None:
-        for name in (set(last.benchmarked) - set(now.benchmarked)) & set(now.release):
+        for name in sorted((set(last.benchmarked) - set(now.benchmarked)) & set(now.release)):
             yield f"benchmark.candidates.{name}", "timed", None
     yield from _compare_candidates(last, now)
 
@@ -115,12 +136,16 @@ def _compare_candidates(last: Policy, now: Policy) -> Iterator[tuple[str, Value,
 
 def _compare_evals(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
     """Compare the settings of the evals that were gated; one that is gone has lost its tolerances, which is seen."""
-    for name in dict.fromkeys(metric.rpartition("/")[0] for metric in last.tolerances):
+    for name in _list_gated(last):
         was, settings = last.evals.get(name, {}), now.evals.get(name, {})
         # a key that only one side has came or went with the code or with `kind`
         for key in [key for key in was if key in settings]:
             if settings[key] != was[key]:
                 yield f"evals.{name}.{key}", _as_value(was[key]), _as_value(settings[key])
+
+
+def _list_gated(policy: Policy) -> list[str]:
+    return list(dict.fromkeys(metric.rpartition("/")[0] for metric in policy.tolerances))
 
 
 def _as_value(setting: Any) -> Value:

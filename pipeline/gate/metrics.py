@@ -45,6 +45,11 @@ class MetricDefinition:
         """1 where a higher score is better, -1 where a lower one is: reference less candidate times this is harm."""
         return 1.0 if self.better == "higher" else -1.0
 
+    @property
+    def is_share(self) -> bool:
+        """Whether a loss of 1 is a loss of everything, whoever made the scores."""
+        return self.estimator in ("proportion", "average_precision") or self.harm == "relative"
+
 
 _DIVERGENCE = (
     MetricDefinition(

@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.gate.checks import check_candidates, check_outcomes, check_policy
-from pipeline.gate.loosening import check_loosening
+from pipeline.gate.loosening import check_loosening, name_material
 from pipeline.gate.verdicts import Judgement
 from pipeline.record_files import read_record
-from pipeline.settings import REPORTS, Track
+from pipeline.records import Evaluation
+from pipeline.settings import BUILDS, REPORTS, Track
 
 
 def read_judgement(track: Track, root: Path) -> tuple[Judgement, bool]:
@@ -22,10 +23,20 @@ def read_judgement(track: Track, root: Path) -> tuple[Judgement, bool]:
 
     Raises:
         EvidenceError: there is none, it was edited, or it is about something else.
-        SettingsError: a setting is looser than at the last release, without a reason.
+        SettingsError: a setting is looser than at the last release, or what candidates are judged by is another,
+            without a reason.
     """
     judgement = read_record(root / REPORTS[track.name] / "verdict.json", Judgement)
     check_policy(judgement, track)
-    check_loosening(judgement.policy, root, checkpoint=track.candidates[track.reference].checkpoint)
+    check_loosening(judgement.policy, root, material=_read_material(track, root))
     check_outcomes(judgement)
     return judgement, check_candidates(judgement, track, root)
+
+
+def _read_material(track: Track, root: Path) -> dict[str, str]:
+    """Return what the reference was evaluated with; nothing in a clone without its evaluation."""
+    path = root / BUILDS[track.name] / "evaluations" / track.reference / "evaluation.json"
+    if not path.is_file():
+        return {}
+    found = read_record(path, Evaluation)
+    return name_material(found.checkpoint_digest, {name: file.evalset_digest for name, file in found.evals.items()})

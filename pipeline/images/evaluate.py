@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cases import PromptCase
-from pipeline.digests import digest_checkpoint, digest_file, digest_json
+from pipeline.digests import digest_checkpoint, digest_json
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.evaluation_folder import make_evaluation
@@ -30,16 +30,8 @@ from pipeline.images.workers import Order, read_facts, render_batch, start_rende
 from pipeline.medians import MIN_ROUNDS, bound_median
 from pipeline.record_files import write_cases
 from pipeline.records import Evaluation, ImageCandidate
+from pipeline.stage_code import digest_code
 from pipeline.worker_pool import run_tasks
-
-# What renders and scores: files that the stage runs, as an edit elsewhere makes DVC render no candidate again.
-CODE = (
-    "images/evaluate.py", "images/folders.py", "images/rendering.py", "images/schedulers.py", "images/scoring.py",
-    "images/workers.py", "tile_grid.py", "timing.py", "worker_pool.py",
-    "numerics/activation_watch.py", "numerics/guidance.py", "numerics/images.py", "numerics/saturation.py",
-    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "cases.py", "evalsets.py",
-    "record_files.py", "records.py", "serving_records.py",
-)  # fmt: skip
 
 
 def evaluate_images(candidate: ImageCandidate, track: ImageTrack, *, root: Path, build: Path) -> Evaluation:
@@ -162,6 +154,4 @@ def digest_judges(track: ImageTrack, settings: ImagesEval, root: Path) -> dict[P
 
 def digest_work(settings: ImagesEval, evalset: Evalset, judges: Mapping[Path, str]) -> str:
     """Return the key of an eval's records: the digest of its settings, prompts, judges, and the code that judges."""
-    package = Path(__file__).parents[1]
-    code = {path: digest_file(package / path) for path in CODE}
-    return digest_json([settings.model_dump(), evalset.digest, list(judges.values()), code])
+    return digest_json([settings.model_dump(), evalset.digest, list(judges.values()), digest_code("evaluate_images")])

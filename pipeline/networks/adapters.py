@@ -55,7 +55,7 @@ def load_adapter(path: Path) -> Adapter:
     sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
         exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CheckpointError(f"{path}: the adapter can't be imported: {tell_error(error, path)}") from None
     missing = [function for function in FUNCTIONS if not callable(getattr(module, function, None))]
     if missing:
@@ -80,7 +80,7 @@ def _guard(path: Path, name: str, function: Callable[..., Any]) -> Callable[...,
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EngineError(f"{path}: {name}() failed: {tell_error(error, path)}; correct the adapter, or what it is "
                               "given") from None  # fmt: skip
 

@@ -12,10 +12,9 @@ import base64
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from pipeline.cases import spread
 from pipeline.detection_params import DetectionEval
@@ -38,17 +37,11 @@ from pipeline.networks.workers import (
 from pipeline.pictures import measure_picture
 from pipeline.record_files import write_cases
 from pipeline.records import Evaluation, NetworkCandidate
+from pipeline.stage_code import digest_code
 from pipeline.worker_pool import run_tasks
 
-# What runs and judges: files that the stage runs, as an edit elsewhere makes DVC evaluate no candidate again.
-CODE = (
-    "networks/adapters.py", "networks/conv_policy.py", "networks/costs.py", "networks/detecting.py",
-    "networks/evaluate.py", "networks/layer_numerics.py", "networks/loading.py", "networks/rounding.py",
-    "networks/upscaling.py", "networks/workers.py", "numerics/activation_watch.py", "numerics/images.py",
-    "numerics/seams.py", "numerics/similarity.py", "numerics/tiling.py", "numerics/winograd.py", "cases.py",
-    "detection_params.py", "detections.py", "evalsets.py", "memory_format.py", "pictures.py", "record_files.py",
-    "records.py", "serving_records.py", "tile_grid.py", "timing.py", "worker_pool.py",
-)  # fmt: skip
+Shape = tuple[int, int]  # rows and columns
+Groups = Mapping[Shape, list[PictureCase]]
 _NUM_COMPARED = 4  # pictures of the most common size, on which layers are compared
 
 
@@ -92,7 +85,8 @@ def _run_eval(
 ) -> None:  # fmt: skip
     """Run what the journal does not hold, and write the eval's records, tables or pictures, and notes to a folder."""
     start = time.monotonic()
-    batches = _batch(evalset.cases, pictures, batch_size)
+    groups = _group(evalset.cases, pictures)
+    batches = _batch(groups, batch_size)
     left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
     _run_batches(name, left, pool, journal)
     found = [journal.find(case.digest) for case in evalset.cases]
@@ -105,8 +99,8 @@ def _run_eval(
             (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
     if isinstance(settings, DetectionEval):
         save_tables(path.with_suffix(".npz"), evalset.cases, records, settings)
-    compared = spread(max(_group(evalset.cases, pictures).values(), key=len), _NUM_COMPARED)
-    notes = pool.submit(describe_run, compared, _pick_shapes(batches, pictures)).result()
+    compared = spread(max(groups.values(), key=len), _NUM_COMPARED)
+    notes = pool.submit(describe_run, compared, _pick_shapes(groups, batch_size)).result()
     write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
     finite = sum(r.scores["finite"] for r in records)
     print(f"  {name}: n={len(records)}, {finite:.0f} finite, {time.monotonic() - start:.1f} s", file=sys.stderr)
@@ -121,38 +115,38 @@ def _run_batches(
             journal.add(case.digest, record, None if picture is None else base64.b64encode(picture).decode())
 
 
-def _batch(cases: Sequence[PictureCase], folder: Path, size: int) -> list[list[PictureCase]]:
-    """Cut cases into batches whose pictures have one size, the largest first.
+def _group(cases: Sequence[PictureCase], folder: Path) -> dict[Shape, list[PictureCase]]:
+    """Return cases by the rows and columns of their pictures, the largest first.
 
     Too large for the memory, they fail at once; and no worker ends alone with them while the others have nothing left.
     """
-    groups = _group(cases, folder)
-    largest_first = sorted(groups, key=lambda shape: -shape[0] * shape[1])
-    return [groups[shape][i : i + size] for shape in largest_first for i in range(0, len(groups[shape]), size)]
-
-
-def _group(cases: Sequence[PictureCase], folder: Path) -> dict[tuple[int, int], list[PictureCase]]:
-    """Return cases by the rows and columns of their pictures."""
-    groups: dict[tuple[int, int], list[PictureCase]] = {}
+    groups: dict[Shape, list[PictureCase]] = {}
     for case in cases:
         groups.setdefault(measure_picture(folder / case.image), []).append(case)
-    return groups
+    return {shape: groups[shape] for shape in sorted(groups, key=lambda shape: -shape[0] * shape[1])}
 
 
-def _pick_shapes(batches: Sequence[list[PictureCase]], folder: Path) -> list[ShapeBatch]:
-    """Return one batch of each shape, in their order."""
-    shapes: dict[Any, list[list[PictureCase]]] = {}
-    for batch in batches:
-        shapes.setdefault((len(batch), measure_picture(folder / batch[0].image)), []).append(batch)
-    return [ShapeBatch(alike[0], sum(map(len, alike))) for alike in shapes.values()]
+def _batch(groups: Groups, size: int) -> list[list[PictureCase]]:
+    """Cut cases into batches whose pictures have one size."""
+    return [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
+
+
+def _pick_shapes(groups: Groups, size: int) -> list[ShapeBatch]:
+    """Return one batch of each shape, full or not, and the number of pictures that are run so."""
+    shapes = []
+    for group in groups.values():
+        rest = len(group) % size
+        if full := len(group) - rest:
+            shapes.append(ShapeBatch(group[:size], full))
+        if rest:
+            shapes.append(ShapeBatch(group[full:], rest))
+    return shapes
 
 
 def digest_work(
     track: NetworkTrack, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path
 ) -> str:
     """Return the key of an eval's records: the digest of its settings, cases, adapter, reference, and the code."""
-    package = Path(__file__).parents[1]
-    code = {path: digest_file(package / path) for path in CODE}
     reference = digest_checkpoint(root / track.candidates[track.reference].checkpoint)
-    parts: list[Any] = [settings.model_dump(), evalset.digest, digest_file(root / track.adapter), reference, code]
-    return digest_json(parts)
+    return digest_json([settings.model_dump(), evalset.digest, digest_file(root / track.adapter), reference,
+                        digest_code("evaluate_network")])

@@ -75,8 +75,9 @@ class _Loaded:
 
 def start_runners(order: Order, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
     """Start processes that run pictures; see `worker_pool.start_workers`."""
-    died = (f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory; lower "
-            f"{order.track}.running.batch_size or num_workers; finished pictures are kept, run `dvc repro` to go on")
+    died = (f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
+            f"as {order.adapter} ends it; lower {order.track}.running.batch_size or num_workers; finished pictures are "
+            "kept, run `dvc repro` to go on")
     return start_workers(_load, order, num_workers, died=died)
 
 

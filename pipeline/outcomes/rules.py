@@ -78,6 +78,8 @@ def plan_rules(asked: Asked, reference: Side, candidate: Side) -> Rules:
     tolerances = {}
     for full in chosen:
         buckets = {name: t for name, t in asked.buckets.items() if name in _list_buckets(reference, full)}
+        for name, tolerance in buckets.items():
+            _check_share(f"--bucket {name}", tolerance, definitions.get(full), full)
         tolerances[full] = GatedTolerance(overall=_find_tolerance(asked, definitions.get(full), full), buckets=buckets,
                                           tier=asked.tier)
     known = {name for full in chosen for name in _list_buckets(reference, full)}
@@ -108,6 +110,9 @@ def load_rules(path: Path, better: Mapping[str, Direction], reference: Side, can
         raise SettingsError(f"{path}: gate.{first_problem(error)}") from None
     tolerances = {name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()}
     definitions = _define(list(tolerances), better, reference, candidate)
+    for name, tolerance in gate.tolerances.items():
+        if name in definitions and definitions[name].is_share and (problems := tolerance.find_too_high()):
+            raise SettingsError(f"{path}: gate.tolerances.{name}.{problems[0]}")
     return Rules(gate.alpha, gate.on_inconclusive, tolerances, definitions)
 
 
@@ -198,15 +203,18 @@ def _define_metric(
 
 def _find_tolerance(asked: Asked, definition: MetricDefinition | None, full: str) -> float:
     if asked.tolerance is not None:
-        is_share = definition is not None and (definition.estimator == "proportion" or definition.harm == "relative")
-        if is_share and asked.tolerance >= 1:
-            raise SettingsError(f"--tolerance: expected less than 1 for {full} (0.03 is 3 points, of a perplexity "
-                                f"3 %), got {asked.tolerance:g}")
+        _check_share("--tolerance", asked.tolerance, definition, full)
         return asked.tolerance
     if definition is not None and definition.estimator != "proportion":
         raise SettingsError(f"--metric {full}: it is no rate of 0 and 1, so say with --tolerance what may be lost, in "
                             "its own unit (of a perplexity as a share: 0.02 is 2 %)")
     return DEFAULT_TOLERANCE
+
+
+def _check_share(option: str, tolerance: float, definition: MetricDefinition | None, full: str) -> None:
+    if definition is not None and definition.is_share and tolerance >= 1:
+        raise SettingsError(f"{option}: expected less than 1 for {full} (0.03 is 3 points, of a perplexity 3 %), got "
+                            f"{tolerance:g}")
 
 
 def _list_buckets(side: Side, full: str) -> set[str]:

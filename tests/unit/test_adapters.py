@@ -58,11 +58,19 @@ def test_dataclasses_and_annotations_work_as_in_any_module(tmp_path: Path) -> No
     (PLAIN + "\n\ndef f(:\n", "can't be imported: SyntaxError: invalid syntax (line 13)"),
     ("raise ValueError\n", "can't be imported: ValueError: without a message (line 1)"),
     ("raise ValueError('a\\n' * 999)\n", "can't be imported: ValueError: a a a"),
+    ("import sys\nsys.exit(0)\n", "can't be imported: SystemExit: 0 (line 2)"),
 ])  # fmt: skip
 def test_an_adapter_that_can_not_be_used_says_why_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_adapter(write(tmp_path, text))
     assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_an_adapter_that_exits_is_told_as_any_other_error(tmp_path: Path) -> None:
+    """The stage ended in silence with exit code 0, and a worker seemed to lack memory."""
+    adapter = load_adapter(write(tmp_path, PLAIN.replace("return 1", "raise SystemExit('no such width')")))
+    with pytest.raises(EngineError, match=r"build\(\) failed: SystemExit: no such width \(line 2\)"):
+        adapter.build({})
 
 
 def test_a_syntax_error_elsewhere_is_not_given_a_line_of_the_adapter(

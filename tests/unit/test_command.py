@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -148,6 +149,19 @@ def _policy(folder: Path, metric: str) -> Path:
     return folder / "policy.yaml"
 
 
+@pytest.mark.parametrize(("metric", "limit", "code"), [("levels", 4.0, 0), ("levels", 2.0, 20), ("right", 4.0, 1)])
+def test_a_policy_gives_a_tolerance_in_the_unit_of_the_metric(tmp_path, capsys, metric, limit, code):
+    rng = random.Random(0)
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200, name="right",
+                            levels=[f"{rng.uniform(9, 10) + added:.3f}" for _ in range(200)])
+             for name, added in (("a", 0), ("b", 3))]
+    gate = {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {f"outcomes/{metric}": {"overall": limit}}}
+    write_text(tmp_path / "policy.yaml", json.dumps({"gate": gate}))
+    found, text = run("compare", *sides, "--policy", tmp_path / "policy.yaml", "--better", "levels=lower",
+                      capsys=capsys)  # fmt: skip
+    assert found == code and ("expected less than 1" in text) is (code == 1), text
+
+
 @pytest.mark.parametrize(("edit", "said"), [
     (lambda log: log["eval"].update(task="products"), "products: a tolerance is set" "|" "no fit outcomes"),
     (lambda log: log["eval"].update(task_version=2), "version: the reference has 0, the candidate 2"),
@@ -246,6 +260,7 @@ def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
     (["compare", "a.csv", "b.csv", "--metric", "real"], "don't say which direction is better"),
     (["compare", "a.csv", "b.csv", "--metric", "real", "--better", "real=lower"], "say with --tolerance"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "3"], "expected less than 1"),
+    (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "easy=3"], "expected less than 1 for outcomes/one"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "-1"], "expected a number above 0"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "nan"], "expected a number above 0"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "x"], "expected NAME=VALUE"),
@@ -256,7 +271,7 @@ def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
 def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path, monkeypatch, capsys, argv, said):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
-        write_outcomes(tmp_path / f"{name}.csv", [1.0, 0.0], name="one", real=["0.5", "0.7"])
+        write_outcomes(tmp_path / f"{name}.csv", [1.0, 0.0], name="one", real=["0.5", "0.7"], buckets=["easy", "easy"])
     code, text = run(*argv, capsys=capsys)
     assert code == 1 and said in text and text.startswith("quantgate: ") and text.count("\n") == 1
 

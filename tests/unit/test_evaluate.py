@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 import pipeline.evals.evaluate as evaluate_module
-from pipeline.errors import EngineError, EvidenceError, SettingsError
+from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
 from pipeline.evals.harness import task_digest
 from pipeline.params import Params
-from pipeline.records import Candidate, Evaluation
+from pipeline.records import Candidate, CaseRecord, Evaluation
 from pipeline.serving.client import Reply
 from pipeline.serving_records import ServingConfig
 from pipeline.text_params import HarnessEval
@@ -87,11 +88,27 @@ def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEndpoint:
     return fake
 
 
-def run(root: Path, candidate: Candidate | None = None, **settings: Any) -> Evaluation:
+class Seen:
+    """A watch that counts what it is shown."""
+
+    def __init__(self) -> None:
+        self.cases: list[str] = []
+
+    def rank(self, cluster: str) -> int:
+        return 0
+
+    def add(self, record: CaseRecord) -> None:
+        self.cases.append(record.case_id)
+
+
+def run(
+    root: Path, candidate: Candidate | None = None, watches: dict[str, Any] | None = None, **settings: Any
+) -> Evaluation:
     evals = {name: {"kind": "tool_calls", "evalset": name} | settings.get(name, {}) for name in ("first", "second")}
     params = make_params(["a"], ["a"])
     params = Params.model_validate(params.model_dump() | {"evals": evals})
-    return asyncio.run(evaluate_candidate(candidate or make_candidate("a"), params, root=root, build=root / "build"))
+    return asyncio.run(evaluate_candidate(candidate or make_candidate("a"), params, root=root, build=root / "build",
+                                          watches=watches))  # fmt: skip
 
 
 def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:
@@ -106,6 +123,22 @@ def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, end
     assert (tmp_path / "build/evaluations/a/first.jsonl").is_file()
 
 
+def test_a_watch_sees_what_is_taken_over_too(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """Else harm that is on disk by now would be looked for in the rest alone."""
+    run(tmp_path)
+    watches = {"first": Seen(), "second": Seen()}
+    run(tmp_path, watches=watches, second={"send_tools": True})
+    assert [len(watch.cases) for watch in watches.values()] == [2, 1]
+
+
+def test_two_runs_do_not_write_into_one_journal(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    (tmp_path / "build/journal").mkdir(parents=True)
+    with FileLock(tmp_path / "build/journal/a.lock"), pytest.raises(JournalError, match="one evaluation of 'a' at a"):
+        run(tmp_path)
+    assert not endpoint.asked
+    run(tmp_path)
+
+
 def test_an_edited_case_is_asked_again_with_the_rest_of_its_eval(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     run(tmp_path)
     endpoint.asked.clear()
@@ -115,7 +148,7 @@ def test_an_edited_case_is_asked_again_with_the_rest_of_its_eval(tmp_path: Path,
 
 
 def change_code(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate_module, "_digest_code", lambda: "edited")
+    monkeypatch.setattr(evaluate_module, "digest_code", lambda stage: "edited")
 
 
 def change_endpoint(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,16 @@ import json
 
 import pytest
 
-from pipeline.digests import digest_checkpoint
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.files import write_text
-from pipeline.gate.loosening import check_loosening, list_loosened
+from pipeline.gate.loosening import check_loosening, list_loosened, name_material
 from pipeline.gate.verdicts import describe_policy
 from tests.synthetic_records import make_params
 
 TASK, CALLS = "workflows/task_completion_rate", "calls/tool_call_exact_match"
 TOLERANCES = {TASK: {"overall": 0.02, "buckets": {"hard": 0.05}}, CALLS: {"overall": 0.02}}
 WHY = "the product asks for less since June"
-MODEL = "models/agent"
+MATERIAL = name_material("a" * 64, {"workflows": "b" * 64, "calls": "c" * 64, "choices": "d" * 64})
 
 
 def policy(**gate):
@@ -32,7 +31,10 @@ def change_evals(name, **changed):
 @pytest.fixture
 def released(tmp_path):
     """A folder whose last release was judged by `policy()`."""
-    write_text(tmp_path / "release/text/manifest.json", json.dumps({"policy": policy().model_dump(mode="json")}))
+    manifest = {"policy": policy().model_dump(mode="json"), "reference": {"weights_digest": "a" * 64},
+                "evalsets": {name: {"digest": digit * 64} for name, digit in
+                             (("workflows", "b"), ("calls", "c"), ("choices", "d"))}}  # fmt: skip
+    write_text(tmp_path / "release/text/manifest.json", json.dumps(manifest))
     return tmp_path
 
 
@@ -49,11 +51,11 @@ def released(tmp_path):
 ])  # fmt: skip
 def test_a_looser_setting_needs_its_reason(released, change, key, was) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_loosening(policy(**change), released, checkpoint=MODEL)
+        check_loosening(policy(**change), released, material=MATERIAL)
     assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
-    check_loosening(policy(**change, loosened={key: {"was": was, "why": WHY}}), released, checkpoint=MODEL)
+    check_loosening(policy(**change, loosened={key: {"was": was, "why": WHY}}), released, material=MATERIAL)
     with pytest.raises(SettingsError, match="was: expected"):
-        check_loosening(policy(**change, loosened={key: {"was": 0.001, "why": WHY}}), released, checkpoint=MODEL)
+        check_loosening(policy(**change, loosened={key: {"was": 0.001, "why": WHY}}), released, material=MATERIAL)
 
 
 @pytest.mark.parametrize(("change", "key", "was"), [
@@ -68,43 +70,49 @@ def test_another_question_needs_its_reason(released, change, key, was) -> None:
     """An easier evalset or a worse reference lets more through, and no tolerance moves."""
     asked = policy().model_copy(update=change)
     with pytest.raises(SettingsError) as caught:
-        check_loosening(asked, released, checkpoint=MODEL)
+        check_loosening(asked, released, material=MATERIAL)
     assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
     assert f"{{was: {json.dumps(was)}, why: ...}}" in str(caught.value)
     reason = policy(loosened={key: {"was": was, "why": WHY}}).loosened
-    check_loosening(asked.model_copy(update={"loosened": reason}), released, checkpoint=MODEL)
+    check_loosening(asked.model_copy(update={"loosened": reason}), released, material=MATERIAL)
 
 
 def test_an_eval_that_gates_nothing_may_change(released) -> None:
-    check_loosening(policy().model_copy(update=change_evals("choices", task="other")), released, checkpoint=MODEL)
+    check_loosening(policy().model_copy(update=change_evals("choices", task="other")), released, material=MATERIAL)
 
 
 @pytest.mark.parametrize("change", [
     {}, {"alpha": 0.01}, {"tolerances": TOLERANCES | {CALLS: {"overall": 0.01}, "choices/accuracy": {"overall": 0.5}}},
 ])
 def test_stricter_and_new_settings_need_none(released, change) -> None:
-    check_loosening(policy(**change), released, checkpoint=MODEL)
+    check_loosening(policy(**change), released, material=MATERIAL)
 
 
 def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_named(tmp_path) -> None:
-    check_loosening(policy(alpha=0.2), tmp_path, checkpoint=MODEL)
+    check_loosening(policy(alpha=0.2), tmp_path, material=MATERIAL)
     write_text(tmp_path / "release/text/manifest.json", "{")
     with pytest.raises(EvidenceError, match=r"release/text/manifest.json: expected the manifest of a release"):
-        check_loosening(policy(), tmp_path, checkpoint=MODEL)
+        check_loosening(policy(), tmp_path, material=MATERIAL)
 
 
-def test_other_weights_of_the_reference_need_a_reason(tmp_path) -> None:
-    """A worse reference under the old name lets every candidate pass that is no worse than it."""
-    write_text(tmp_path / MODEL / "weights", "good")
-    digest = digest_checkpoint(tmp_path / MODEL)
-    manifest = {"policy": policy().model_dump(mode="json"), "reference": {"weights_digest": digest}}
-    write_text(tmp_path / "release/text/manifest.json", json.dumps(manifest))
-    check_loosening(policy(), tmp_path, checkpoint=MODEL)
-    write_text(tmp_path / MODEL / "weights", "worse")
-    with pytest.raises(SettingsError, match=f"expected 'reference.weights' with a reason, as it was {digest[:12]}"):
-        check_loosening(policy(), tmp_path, checkpoint=MODEL)
-    reason = {"reference.weights": {"was": digest[:12], "why": WHY}}
-    check_loosening(policy(loosened=reason), tmp_path, checkpoint=MODEL)
+@pytest.mark.parametrize(("key", "was"), [("reference.weights", "a" * 12), ("evals.workflows.cases", "b" * 12)])
+def test_other_weights_or_cases_under_the_old_name_need_a_reason(released, key, was) -> None:
+    """Beside a worse reference, or on easier cases, a candidate passes that did not before."""
+    other = MATERIAL | {key: "e" * 64}
+    with pytest.raises(SettingsError, match=f"expected '{key}' with a reason, as it was {was} at the last .* is eeee"):
+        check_loosening(policy(), released, material=other)
+    check_loosening(policy(loosened={key: {"was": was, "why": WHY}}), released, material=other)
+
+
+def test_other_cases_of_an_eval_that_gates_nothing_need_none(released) -> None:
+    check_loosening(policy(), released, material=MATERIAL | {"evals.choices.cases": "e" * 64})
+
+
+def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released) -> None:
+    changed = policy().model_copy(update=change_evals("workflows", evalset="evalsets/easy"))
+    reason = policy(loosened={"evals.workflows.evalset": {"was": "evalsets/workflows", "why": WHY}}).loosened
+    other = MATERIAL | {"evals.workflows.cases": "e" * 64}
+    check_loosening(changed.model_copy(update={"loosened": reason}), released, material=other)
 
 
 @pytest.mark.parametrize(("last", "now", "key"), [

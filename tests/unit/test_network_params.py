@@ -132,6 +132,20 @@ def test_steps_that_go_together_are_let_through(section: str, given: dict[str, A
     assert getattr(parse_params(WHOLE | {section: describe(**given)}), section).candidates["mine"].steps
 
 
+@pytest.mark.parametrize(("metric", "limit", "is_fine"), [
+    ("psnr_db", 1.5, True), ("seam_step_levels", 4.0, True), ("finite_output_rate", 1.0, False), ("ssim", 3.0, False),
+])  # fmt: skip
+def test_what_may_be_lost_is_told_in_the_unit_of_the_metric(metric: str, limit: float, is_fine: bool) -> None:
+    """Below 1 a seam of a grey level and a half could not be allowed; 3 of a share would allow everything."""
+    changed = describe_upscaler()
+    changed["gate"]["tolerances"][f"views/{metric}"] = {"overall": limit}
+    if is_fine:
+        assert parse_params(WHOLE | {"upscaler": changed}).upscaler
+        return
+    with pytest.raises(SettingsError, match=rf"upscaler.gate.tolerances.views/{metric}.overall: expected less than 1 "):
+        parse_params(WHOLE | {"upscaler": changed})
+
+
 def test_the_policy_names_what_is_there_for_speed_alone() -> None:
     """From it the gate knows that a verdict must hold a gain, whatever the verdict says."""
     track = make_detector({"half": [HALF], "last": [{"kind": "channels_last"}],
