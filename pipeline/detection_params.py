@@ -1,4 +1,4 @@
-"""The settings of an eval of detectors: which boxes, and by which areas of the objects they are judged.
+"""The settings of an eval of detectors: which boxes, and by which areas and categories of the objects they are judged.
 
 Free of numpy, as all settings are. What needs the evalset is checked where that is read.
 """
@@ -26,16 +26,25 @@ class DetectionEval(Settings):
     # bucket -> smallest and largest area, beside COCO's: a bucket of ap, ap_50 and ap_75
     areas: dict[str, Annotated[list[_Area], Field(min_length=2, max_length=2)]] = {}
 
+    # bucket -> category_id: a bucket of ap, ap_50 and ap_75, which are the mean over all categories
+    categories: dict[str, Annotated[int, Field(ge=0)]] = {}
+
     @property
     def all_areas(self) -> dict[str, tuple[float, float]]:
         """COCO's buckets, then the product's own."""
         return AREAS | {name: (low, high) for name, (low, high) in self.areas.items()}
 
 
-def find_area_problems(settings: DetectionEval) -> list[str]:
-    """Return what is wrong with the areas of an eval, one line each, starting with the key's path."""
+def find_bucket_problems(settings: DetectionEval) -> list[str]:
+    """Return what is wrong with the areas and categories of an eval, one line each, starting with the key's path."""
     problems = [f"areas.{name}: expected another name than COCO's own ({', '.join(AREAS)}); rename it"
                 for name in settings.areas if name in AREAS]
     problems += [f"areas.{name}: expected the smaller area first, got {list(bounds)!r}; swap them"
                  for name, bounds in settings.areas.items() if bounds[0] >= bounds[1]]
+    problems += [f"categories.{name}: expected another name than an area's ({', '.join(settings.all_areas)}); rename it"
+                 for name in settings.categories if name in settings.all_areas]
+    named: dict[int, str] = {}
+    for name, number in settings.categories.items():
+        if named.setdefault(number, name) != name:
+            problems.append(f"categories.{name}: category {number} is bucket {named[number]!r} already; remove one")
     return problems

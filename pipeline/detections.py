@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ Bits = NDArray[np.uint16]
 
 IOU_THRESHOLDS: Floats = np.linspace(0.5, 0.95, 10)  # as COCO computes them: the seventh is not quite 0.8
 MAX_DETECTIONS = 100  # of a class on an image
-_ARRAYS = ("offsets", "classes", "scores", "matched", "ignored", "num_objects", "area_bounds")
+_ARRAYS = ("offsets", "classes", "scores", "matched", "ignored", "num_objects")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class MatchTable:
         matched: [num_detections, num_areas], bit t: a hit at IOU_THRESHOLDS[t].
         ignored: [num_detections, num_areas], bit t: neither hit nor false alarm there.
         num_objects: [num_images, num_classes, num_areas], that should be found.
+        categories: bucket -> the class that it holds.
     """
 
     areas: dict[str, tuple[float, float]]
@@ -83,6 +84,7 @@ class MatchTable:
     matched: Bits
     ignored: Bits
     num_objects: Ints
+    categories: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_images(self) -> int:
@@ -100,7 +102,13 @@ class MatchTable:
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         rows = np.arange(offsets[-1]) + np.repeat(self.offsets[positions] - offsets[:-1], sizes)
         return MatchTable(self.areas, offsets, self.classes[rows], self.scores[rows], self.matched[rows],
-                          self.ignored[rows], self.num_objects[positions])
+                          self.ignored[rows], self.num_objects[positions], self.categories)
+
+    def of_class(self, number: int) -> MatchTable:
+        """Return the table of one class, as the only one."""
+        rows = np.flatnonzero(self.classes == number)
+        return MatchTable(self.areas, np.searchsorted(rows, self.offsets), np.zeros(len(rows), dtype=np.int64),
+                          self.scores[rows], self.matched[rows], self.ignored[rows], self.num_objects[:, [number]])
 
 
 def join_tables(tables: Sequence[MatchTable]) -> MatchTable:
@@ -110,12 +118,13 @@ def join_tables(tables: Sequence[MatchTable]) -> MatchTable:
         np.concatenate([getattr(table, name) for table in tables])
         for name in ("classes", "scores", "matched", "ignored", "num_objects"))  # fmt: skip
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return MatchTable(tables[0].areas, offsets, classes, scores, matched, ignored, num_objects)
+    return MatchTable(tables[0].areas, offsets, classes, scores, matched, ignored, num_objects, tables[0].categories)
 
 
 def match_image(
-    objects: Objects, detections: Detections, *, num_classes: int, areas: Mapping[str, tuple[float, float]] = AREAS
-) -> MatchTable:
+    objects: Objects, detections: Detections, *, num_classes: int, areas: Mapping[str, tuple[float, float]] = AREAS,
+    categories: Mapping[str, int] | None = None,
+) -> MatchTable:  # fmt: skip
     """Match the detections of one image with its objects as COCO does, in every bucket and at every threshold.
 
     Within a class, detections take objects by falling score, each the one with the largest IoU that is free, of equals
@@ -126,6 +135,7 @@ def match_image(
     Args:
         num_classes: of the whole evalset; classes are below it.
         areas: buckets, beside COCO's own any that a product needs.
+        categories: bucket -> the class that it holds.
 
     Raises:
         NumericsError: a box or score that is not finite, a side below 0, or an unknown class.
@@ -134,6 +144,14 @@ def match_image(
     """
     _check_boxes("object", objects.boxes, objects.areas, objects.classes, num_classes)
     _check_boxes("detection", detections.boxes, detections.scores, detections.classes, num_classes)
+    with np.errstate(over="ignore"):  # of a box as wide as a float goes: it overlaps with nothing by half
+        return _match(objects, detections, num_classes, areas, categories or {})
+
+
+def _match(
+    objects: Objects, detections: Detections, num_classes: int, areas: Mapping[str, tuple[float, float]],
+    categories: Mapping[str, int],
+) -> MatchTable:  # fmt: skip
     bounds = np.array(list(areas.values()))
     is_outside = (objects.areas < bounds[:, :1]) | (objects.areas > bounds[:, 1:])  # [areas, objects]
     is_hidden = is_outside | objects.is_crowd
@@ -150,15 +168,16 @@ def match_image(
     num_objects = np.stack([np.bincount(objects.classes[~hidden], minlength=num_classes) for hidden in is_hidden], 1)
     return MatchTable(
         areas=dict(areas), offsets=np.array([0, len(order)]), classes=classes, scores=detections.scores[order],
-        matched=_pack(matched & ~ignored), ignored=_pack(ignored), num_objects=num_objects[None])  # fmt: skip
+        matched=_pack(matched & ~ignored), ignored=_pack(ignored), num_objects=num_objects[None],
+        categories=dict(categories))  # fmt: skip
 
 
 def score_image(table: MatchTable) -> dict[str, float]:
     """Return the scores of a case record from the table of its image, for people: what was found of what is there.
 
-    `objects` and `found`, the mean over thresholds of the objects found, are followed by "_<bucket>" for buckets
-    other than "all"; `found_50` and `found_75` are at one threshold, `false_alarms` at 0.5. AP does not follow from
-    them: it needs the ranking over all images.
+    `objects` and `found`, the mean over thresholds of the objects found, are followed by "_<bucket>" for areas other
+    than "all" and for categories; `found_50` and `found_75` are at one threshold, `false_alarms` at 0.5. AP
+    does not follow from them: it needs the ranking over all images.
     """
     flags = unpack(table.matched)
     scores = {"false_alarms": float((~flags[:, 0, 0] & ~unpack(table.ignored)[:, 0, 0]).sum())}
@@ -167,6 +186,9 @@ def score_image(table: MatchTable) -> dict[str, float]:
         suffix = "" if name == "all" else f"_{name}"
         scores |= {f"objects{suffix}": float(table.num_objects[:, :, number].sum()),
                    f"found{suffix}": float(flags[:, number].sum(axis=0).mean())}
+    for name, number in table.categories.items():
+        scores |= {f"objects_{name}": float(table.num_objects[:, number, 0].sum()),
+                   f"found_{name}": float(flags[table.classes == number, 0].sum(axis=0).mean())}
     return scores
 
 
@@ -234,8 +256,10 @@ def unpack(bits: Bits) -> Bools:
 
 def save_matches(path: Path, table: MatchTable) -> None:
     """Write a table as .npz whose bytes follow from it alone; np.savez would write the time of day into the file."""
-    arrays = {name: getattr(table, name) for name in _ARRAYS if name != "area_bounds"}
-    arrays |= {"area_bounds": np.array(list(table.areas.values())), "area_names": np.array(list(table.areas))}
+    arrays = {name: getattr(table, name) for name in _ARRAYS}
+    arrays |= {"area_bounds": np.array(list(table.areas.values())), "area_names": np.array(list(table.areas)),
+               "category_names": np.array(list(table.categories), dtype=np.str_),
+               "category_classes": np.array(list(table.categories.values()), dtype=np.int64)}
     with replace_whole(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         for name, array in arrays.items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
@@ -250,14 +274,14 @@ def load_matches(path: Path, *, num_images: int) -> MatchTable:
     """
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            *parts, bounds = (arrays[name] for name in _ARRAYS)
-            names = arrays["area_names"].tolist()
+            parts = {name: arrays[name] for name in _ARRAYS}
+            areas = dict(zip(arrays["area_names"].tolist(), map(tuple, arrays["area_bounds"].tolist()), strict=True))
+            categories = dict(zip(arrays["category_names"].tolist(), arrays["category_classes"].tolist(), strict=True))
     except FileNotFoundError:
         raise EvidenceError(f"{path}: expected the matched detections, found no file; run `dvc repro`") from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise EvidenceError(f"{path}: not a file of matched detections: {error}; run `dvc repro`") from None
-    table = MatchTable({name: (float(low), float(high)) for name, (low, high) in zip(names, bounds, strict=True)},
-                       *parts)  # fmt: skip
+    table = MatchTable(areas=areas, categories=categories, **parts)
     _check_table(path, table, num_images)
     return table
 
@@ -268,7 +292,8 @@ def _check_table(path: Path, table: MatchTable, num_images: int) -> None:
             and (np.diff(table.offsets) >= 0).all() and table.classes.shape == (num,)
             and table.matched.shape == table.ignored.shape == (num, width)
             and table.num_objects.ndim == 3 and table.num_objects.shape[::2] == (num_images, width)
-            and np.isfinite(table.scores).all() and np.isin(table.classes, range(table.num_objects.shape[1])).all())
+            and np.isfinite(table.scores).all() and np.isin(table.classes, range(table.num_objects.shape[1])).all()
+            and all(number in range(table.num_objects.shape[1]) for number in table.categories.values()))
     if not fits:
         raise EvidenceError(f"{path}: expected finite detections of {num_images} images in {width} buckets, got "
                             f"arrays that don't fit together; run `dvc repro`")  # fmt: skip

@@ -30,6 +30,8 @@ _EXPECTED = {
     "string_type": "text",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",

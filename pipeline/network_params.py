@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.detection_params import DetectionEval, find_area_problems
+from pipeline.detection_params import DetectionEval, find_bucket_problems
 from pipeline.settings import (
     Settings,
     Track,
@@ -139,7 +139,7 @@ def find_network_problems(track: NetworkTrack) -> list[str]:
     problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
                  for problem in _step_problems(candidate.steps, track.name)]
     problems += [f"evals.{name}.{problem}" for name, settings in track.evals.items()
-                 if isinstance(settings, DetectionEval) for problem in find_area_problems(settings)]
+                 if isinstance(settings, DetectionEval) for problem in find_bucket_problems(settings)]
     return [f"{track.name}.{problem}" for problem in problems]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.cases import CASES_FILE, check_distinct
 from pipeline.detection_params import AREAS, DetectionEval
 from pipeline.digests import digest_checkpoint, digest_file, digest_folder
-from pipeline.errors import CheckpointError, SettingsError
+from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.network_files import read_config
@@ -21,8 +21,8 @@ from pipeline.weight_files import read_tensors
 _NOTES = frozenset({"README.md"})
 
 
-def check_network(track: NetworkTrack, root: Path) -> None:
-    """Refuse settings that the named files contradict.
+def check_network(track: NetworkTrack, root: Path) -> list[str]:
+    """Refuse settings that the named files contradict; return a warning for each eval of categories without buckets.
 
     Raises:
         SettingsError: with the path of the key, what it names, and what there is.
@@ -33,10 +33,10 @@ def check_network(track: NetworkTrack, root: Path) -> None:
                 for name, e in track.evals.items()}  # fmt: skip
     for name, evalset in evalsets.items():
         _check_evalset(f"{track.name}.evals.{name}", track.evals[name], evalset, root)
-    areas = {f"{name}/{metric.name}": list(e.areas) for name, e in track.evals.items() if isinstance(e, DetectionEval)
-             for metric in METRICS_BY_EVAL_KIND[e.kind]
-             if metric.estimator == "average_precision" and metric.area == "all"}  # fmt: skip
-    check_buckets(f"{track.name}.gate", track, evalsets, areas)
+    own = {f"{name}/{metric.name}": [*e.areas, *e.categories] for name, e in track.evals.items()
+           if isinstance(e, DetectionEval) for metric in METRICS_BY_EVAL_KIND[e.kind]
+           if metric.estimator == "average_precision" and metric.area == "all"}  # fmt: skip
+    check_buckets(f"{track.name}.gate", track, evalsets, own)
     _check_sizes(track, evalsets)
     if track.calibration_images is not None:
         where, folder = f"{track.name}.calibration_images", root / track.calibration_images
@@ -46,6 +46,23 @@ def check_network(track: NetworkTrack, root: Path) -> None:
         for i, step in enumerate(candidate.steps):
             if isinstance(step, TilingStep):
                 _check_tiling(f"{track.name}.candidates.{name}.steps.{i}.tile", step, evalsets, track, root)
+    return [warning for name, e in track.evals.items() if isinstance(e, DetectionEval)
+            for warning in _find_unnamed(f"{track.name}.evals.{name}", e, evalsets[name])]  # fmt: skip
+
+
+def _list_categories(evalset: Evalset) -> list[int]:
+    return sorted({a.category_id for case in evalset.cases for a in case.annotations})
+
+
+def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list[str]:
+    """Say which categories have no bucket, where there are several: AP hides what one of many loses."""
+    found = _list_categories(evalset)
+    unnamed = [number for number in found if number not in settings.categories.values()]
+    if len(found) < 2 or not unnamed:
+        return []
+    listed = ", ".join(map(str, unnamed[:5])) + (" ..." if len(unnamed) > 5 else "")
+    return [f"{where}.categories: AP is the mean of {len(found)} categories, and {len(unnamed)} of them ({listed}) "
+            f"have no bucket: one that is lost altogether takes 1/{len(found)} of it; name those that matter"]
 
 
 def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
@@ -87,15 +104,30 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
     """Refuse cases that are there twice, pictures that were changed, and for a detector nothing to detect."""
     folder = root / settings.evalset
     check_distinct(folder / CASES_FILE, evalset.cases)
+    _check_distinct_pictures(folder / CASES_FILE, evalset)
     check_pictures(folder, evalset.cases)
     if not isinstance(settings, DetectionEval):
         return
     if not any(case.annotations for case in evalset.cases):
         raise SettingsError(f"{where}.evalset: expected an object on some picture, evalset {evalset.card.name!r} has "
                             "none, and AP is about nothing; annotate what should be found")  # fmt: skip
-    for bucket in settings.all_areas.keys() & evalset.card.buckets:
-        raise SettingsError(f"{where}.areas: {bucket!r} is an area of objects, and a bucket of pictures in evalset "
+    for bucket in (settings.all_areas.keys() | settings.categories.keys()) & set(evalset.card.buckets):
+        key, what = ("categories", "a category") if bucket in settings.categories else ("areas", "an area")
+        raise SettingsError(f"{where}.{key}: {bucket!r} is {what} of objects, and a bucket of pictures in evalset "
                             f"{evalset.card.name!r}; rename one")  # fmt: skip
+    known = _list_categories(evalset)
+    for bucket, number in settings.categories.items():
+        if number not in known:
+            raise SettingsError(f"{where}.categories.{bucket}: expected a category that evalset {evalset.card.name!r} "
+                                f"has ({', '.join(map(str, known))}), got {number}")  # fmt: skip
+
+
+def _check_distinct_pictures(path: Path, evalset: Evalset) -> None:
+    seen: dict[str, int] = {}
+    for number, case in enumerate(evalset.cases, start=1):
+        if (first := seen.setdefault(case.sha256, number)) != number:
+            raise EvalsetError(f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
+                               "every picture may count once: remove one")  # fmt: skip
 
 
 def _check_folder(where: str, folder: Path) -> None:

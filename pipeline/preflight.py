@@ -60,7 +60,7 @@ def check_project(params: Params, root: Path) -> None:
 
 
 def check_buckets(
-    where: str, track: Track, evalsets: Mapping[str, Evalset | None], areas: Mapping[str, list[str]] | None = None
+    where: str, track: Track, evalsets: Mapping[str, Evalset | None], objects: Mapping[str, list[str]] | None = None
 ) -> None:
     """Refuse a tolerance of a bucket that its evalset has not.
 
@@ -68,14 +68,14 @@ def check_buckets(
         where: starts the path of the key.
         track: whose tolerances.
         evalsets: by eval; None stands for one whose cases are elsewhere.
-        areas: by metric, buckets of objects that params.yaml adds.
+        objects: by metric, buckets of objects that params.yaml adds.
 
     Raises:
         SettingsError: with the path of the key.
     """
     for metric, tolerance in track.gate.tolerances.items():
         eval_name = metric.split("/")[0]
-        evalset, own = evalsets[eval_name], (areas or {}).get(metric, [])
+        evalset, own = evalsets[eval_name], (objects or {}).get(metric, [])
         for bucket in tolerance.buckets:
             if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
                 raise SettingsError(f"{where}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "

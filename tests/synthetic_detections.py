@@ -19,7 +19,7 @@ from pipeline.record_files import write_cases, write_record
 from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation
 from tests.synthetic_records import make_candidate, make_params, write_canary, write_candidate
 
-NUM_CLASSES = 3
+NUM_CLASSES, RARE = 3, 2
 SIZE = np.array([640.0, 480.0])
 
 
@@ -47,7 +47,7 @@ class Detector:
 _DETECTOR = Detector()
 # a product's own buckets beside COCO's; nothing is as small as a speck
 EVAL = DetectionEval(kind="detection", evalset="evalsets/shelves",
-                     areas={"price_tags": [0.0, 24.0**2], "specks": [0.0, 4.0]})
+                     areas={"price_tags": [0.0, 24.0**2], "specks": [0.0, 4.0]}, categories={"bottles": RARE})
 
 
 def make_objects(rng: np.random.Generator, *, mean: float = 5.0, crowds: float = 0.0) -> Objects:
@@ -92,6 +92,7 @@ class Change:
         drop: chance that a detection is gone.
         drop_small: the same for boxes below 32^2 square pixels.
         blind: chance that all of an image's are.
+        drop_rare: the same as `drop` for the class that is rare.
     """
 
     score: float = 0.005
@@ -99,6 +100,7 @@ class Change:
     drop: float = 0.0
     drop_small: float = 0.0
     blind: float = 0.0
+    drop_rare: float = 0.0
 
 
 def change(detections: Detections, by: Change, rng: np.random.Generator) -> Detections:
@@ -106,6 +108,8 @@ def change(detections: Detections, by: Change, rng: np.random.Generator) -> Dete
     num, is_small = len(detections.scores), detections.boxes[:, 2:].prod(axis=1) < AREAS["small"][1]
     is_kept = rng.random(num) >= np.where(is_small, max(by.drop, by.drop_small), by.drop)
     is_kept &= rng.random() >= by.blind
+    if by.drop_rare:
+        is_kept &= (detections.classes != RARE) | (rng.random(num) >= by.drop_rare)
     boxes = detections.boxes + rng.normal(0, by.box, (num, 4)) * detections.boxes[:, [2, 3, 2, 3]]
     boxes[:, 2:] = np.abs(boxes[:, 2:])
     scores = detections.scores + rng.normal(0, by.score, num)
@@ -145,7 +149,7 @@ def write_detector_tree(build: Path, changes: dict[str, Change], *, num_images: 
         candidate = make_candidate(name)
         write_candidate(build, candidate)
         folder = build / "evaluations" / name
-        tables = [match_image(o, d, num_classes=NUM_CLASSES, areas=EVAL.all_areas)
+        tables = [match_image(o, d, num_classes=NUM_CLASSES, areas=EVAL.all_areas, categories=EVAL.categories)
                   for o, d in zip(objects, found, strict=True)]  # fmt: skip
         save_matches(folder / "shelves.npz", join_tables(tables))
         write_cases(folder / "shelves.jsonl", [CaseRecord(

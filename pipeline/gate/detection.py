@@ -1,8 +1,8 @@
 """Measure average precision of paired detectors, overall, by area and by bucket of images.
 
 Buckets are of two kinds. Those of the case records hold images ("night"), and AP is that of these images alone.
-Those of the match table hold objects by their area; small, medium and large are metrics of their own, and an area
-that the product adds is a bucket of ap, ap_50 and ap_75. An area without any object is refused by name.
+Those of the match table hold objects, by area or by category; small, medium and large are metrics of their own, and an
+area or category that the product names is a bucket of ap, ap_50 and ap_75. One without any object is refused by name.
 
 The harm is AP(reference) - AP(candidate). Its bounds come from the paired bootstrap over clusters of images
 (`resampling.py`), with half an image added that loses everything; its p-value comes from the sign-flip test of what
@@ -37,9 +37,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def list_areas(table: MatchTable, definition: MetricDefinition) -> list[str]:
-    """Return the buckets of areas that a metric has beside its own: those of the product, where it covers all."""
-    return [name for name in table.areas if name not in AREAS] if definition.area == "all" else []
+def list_object_buckets(table: MatchTable, definition: MetricDefinition) -> list[str]:
+    """Return the buckets of objects that a metric has: areas and categories of the product, where it covers all."""
+    areas = [name for name in table.areas if name not in AREAS]
+    return [*areas, *table.categories] if definition.area == "all" else []
 
 
 def describe_precision(
@@ -52,9 +53,9 @@ def describe_precision(
         buckets: of images, that the records carry.
     """
     metrics, name = [], f"{eval_name}/{definition.name}"
-    for bucket in [None, *buckets, *list_areas(table, definition)]:
+    for bucket in [None, *buckets, *list_object_buckets(table, definition)]:
         area, positions = _locate(records, table, definition, bucket)
-        part = _select(table, tuple(positions))
+        part = _select(table, tuple(positions), bucket)
         if part.num_objects[:, :, area].any():
             value, low, high = _interval(part, definition, area, number_by_first(clusters[positions]))
             metrics.append(Metric(name=name, bucket=bucket, value=value, unit=definition.unit,
@@ -87,7 +88,7 @@ def measure_precision(
     name = name_metric(metric, bucket)
     whole = _check_sides(pairs, name)
     area, positions = _locate(pairs.reference, whole[0], definition, bucket)
-    reference, candidate = (_select(table, tuple(positions)) for table in whole)
+    reference, candidate = (_select(table, tuple(positions), bucket) for table in whole)
     _check_filled(reference, area, name)
     clusters, shares = number_by_first(pairs.clusters[positions]), share_of_objects(reference)[:, area]
     count = effective_clusters(shares, clusters)
@@ -123,18 +124,19 @@ def _locate(
 ) -> tuple[int, Ints]:
     """Return the column of the metric's area in the table, and the images that it is computed on."""
     names = list(table.areas)
-    if bucket is not None and bucket in list_areas(table, definition):
-        return names.index(bucket), np.arange(len(records))
-    return names.index(definition.area), select_bucket(records, bucket)
+    if bucket not in list_object_buckets(table, definition):
+        return names.index(definition.area), select_bucket(records, bucket)
+    return names.index(definition.area if bucket in table.categories else bucket), np.arange(len(records))
 
 
 def _check_sides(pairs: PairedCases, name: str) -> tuple[MatchTable, MatchTable]:
     if pairs.tables is None:
         raise EvidenceError(f"{name}: expected matched detections beside the records, found none; run `dvc repro`")
     ours, theirs = pairs.tables
-    if ours.areas != theirs.areas or ours.num_objects.shape != theirs.num_objects.shape:
-        raise EvidenceError(f"{name}: reference and candidate were matched in other areas or classes "
-                            f"({ours.areas!r} and {theirs.areas!r}); run `dvc repro`")
+    sides = [(table.areas, table.categories, table.num_objects.shape) for table in (ours, theirs)]
+    if sides[0] != sides[1]:
+        raise EvidenceError(f"{name}: reference and candidate were matched in other areas or categories "
+                            f"({sides[0]!r} and {sides[1]!r}); run `dvc repro`")
     differs = (ours.num_objects != theirs.num_objects).any(axis=(1, 2))
     for i in np.flatnonzero(differs)[:1].tolist():
         raise EvidenceError(f"{name}: unequal work: the objects of case {pairs.reference[i].case_id!r} differ between "
@@ -147,7 +149,7 @@ def _check_filled(table: MatchTable, area: int, name: str) -> None:
         raise EvidenceError(f"{name}: the bucket is empty; no case carries it")
     if not table.num_objects[:, :, area].any():
         low, high = list(table.areas.values())[area]
-        raise EvidenceError(f"{name}: the bucket is empty; no object of {table.num_images} images has an area of "
+        raise EvidenceError(f"{name}: the bucket is empty; no such object on {table.num_images} images has an area of "
                             f"{low:g} to {high:g} square pixels")
 
 
@@ -160,7 +162,9 @@ def _pick(values: Floats, definition: MetricDefinition, area: int) -> Floats:
 
 
 @lru_cache(maxsize=128)
-def _select(table: MatchTable, positions: tuple[int, ...]) -> MatchTable:
+def _select(table: MatchTable, positions: tuple[int, ...], bucket: str | None) -> MatchTable:
+    if bucket in table.categories:
+        return table.of_class(table.categories[bucket])
     return table if positions == tuple(range(table.num_images)) else table.at(np.array(positions, dtype=np.int64))
 
 

@@ -121,14 +121,14 @@ def worst_cases(comparison: Comparison, pairs: PairedCases, *, limit: int) -> li
     """
     definition, bucket = definition_of(comparison.metric), comparison.bucket
     score, weight = definition.score, definition.weight
-    is_area = pairs.tables is not None and bucket in pairs.tables[0].areas
-    if is_area:
+    is_of_objects = pairs.tables is not None and bucket in pairs.tables[0].areas | pairs.tables[0].categories
+    if is_of_objects:
         score, weight = f"found_{bucket}", f"objects_{bucket}"
     rows = []
     for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
         amount = ours.scores.get(weight, 0.0) if weight else 1.0
         before, after = (side.scores.get(score, 0.0) for side in (ours, theirs))
-        if amount > 0 and (bucket is None or is_area or bucket in ours.buckets):
+        if amount > 0 and (bucket is None or is_of_objects or bucket in ours.buckets):
             harm = definition.sign * (before - after)
             rows.append((-harm, ours.case_id, WorstCase(ours.case_id, before, after, amount)))
     return [case for _, _, case in sorted(rows, key=lambda row: row[:2])[:limit]]

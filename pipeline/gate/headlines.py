@@ -40,7 +40,7 @@ def _is_flat(c: Comparison) -> bool:
 
 
 def _contrast(start: str, name: str, flat: Comparison, down: Comparison) -> str:
-    moved = format_harm(flat.metric, flat.harm, signed=True)
+    moved = format_harm(flat.metric, -definition_of(flat.metric).sign * flat.harm, signed=True)  # as its value does
     allowed = format_tolerance(flat.metric, flat.tolerance or 0.0)
     return (f"{start}: {name} moves {flat.metric} by {moved} (tolerated {allowed}), "
             f"but {name_comparison(down)} falls from {format_value(down.metric, down.reference)} "

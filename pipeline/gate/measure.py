@@ -19,7 +19,7 @@ from pipeline.detections import MatchTable
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.decision import Measurement
-from pipeline.gate.detection import describe_precision, list_areas, measure_precision
+from pipeline.gate.detection import describe_precision, list_object_buckets, measure_precision
 from pipeline.gate.metrics import MetricDefinition
 from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
 from pipeline.gate.statistics import (
@@ -100,10 +100,10 @@ def list_buckets(records: Sequence[CaseRecord]) -> list[str]:
 
 
 def list_pair_buckets(pairs: PairedCases, definition: MetricDefinition) -> list[str]:
-    """Return the buckets in which a metric can be compared: those of the cases, and areas of what is on an image."""
-    has_areas = definition.estimator == "average_precision"
-    areas = list_areas(pairs.tables[0], definition) if pairs.tables and has_areas else []
-    return [*list_buckets(pairs.reference), *areas]
+    """Return the buckets in which a metric can be compared: those of the cases, and those of what is on an image."""
+    is_precision = definition.estimator == "average_precision"
+    own = list_object_buckets(pairs.tables[0], definition) if pairs.tables and is_precision else []
+    return [*list_buckets(pairs.reference), *own]
 
 
 def describe_metrics(

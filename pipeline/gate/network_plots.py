@@ -32,25 +32,26 @@ _LETTERS = 40  # of a layer's name
 
 
 def plot_buckets(judgement: Judgement, path: Path) -> None:
-    """Draw average precision by size of the objects for the reference and every candidate, with 95 % intervals."""
+    """Draw average precision by bucket of objects for the reference and every candidate, with 95 % intervals."""
     sides = {judgement.policy.reference: judgement.reference_metrics}
     sides |= {v.candidate: v.metrics for v in judgement.verdicts}
     found = {side: _select_areas(metrics, judgement) for side, metrics in sides.items()}
     series = {side: areas for side, areas in found.items() if areas}  # a refused one has no bar to explain
     areas = list(dict.fromkeys(area for found in series.values() for area in found))
-    figure = Figure(figsize=(max(7.0, 1.2 + len(areas) * (0.4 + 0.15 * len(series))), 4.2), dpi=_DPI,
+    figure = Figure(figsize=(min(60.0, max(7.0, 1.2 + len(areas) * (0.4 + 0.15 * len(series)))), 4.2), dpi=_DPI,
                     layout="constrained")  # fmt: skip
     axis = figure.subplots()
     width = 0.85 / max(len(series), 1)
     for number, (side, own) in enumerate(series.items()):
         draw_bars(axis, [own.get(area) for area in areas], number, width, side)
     axis.set_xticks([i + 0.425 - width / 2 for i in range(len(areas))], areas, fontsize=8, parse_math=False)
-    style_bars(axis, len(series), "average precision, %", "Average precision by size of the objects, 95 % intervals")
+    style_bars(axis, len(series), "average precision, %", "Average precision by bucket of objects, 95 % intervals")
     save_figure(figure, path)
 
 
 def _select_areas(metrics: Sequence[Metric], judgement: Judgement) -> dict[str, Metric]:
-    """Return AP over COCO's thresholds by area: all, small, medium, large, then those of the product."""
+    """Return AP over COCO's thresholds by bucket: all, small, medium, large, then areas and categories that are named.
+    """
     kinds = judgement.policy.eval_kinds
     evals = [name for name, kind in kinds.items() if kind == "detection"]
     found = {(m.name, m.bucket): m for m in metrics}
@@ -59,7 +60,9 @@ def _select_areas(metrics: Sequence[Metric], judgement: Judgement) -> dict[str, 
         start = f"{name}\n" if len(evals) > 1 else ""
         wanted = {d.area: (f"{name}/{d.name}", None) for d in METRICS_BY_EVAL_KIND["detection"]
                   if d.estimator == "average_precision" and d.iou is None}  # fmt: skip
-        wanted |= {area: (f"{name}/ap", area) for area in judgement.policy.evals[name].get("areas", {})}
+        settings = judgement.policy.evals[name]
+        own = settings.get("areas", {}) | settings.get("categories", {})
+        wanted |= {bucket: (f"{name}/ap", bucket) for bucket in own}
         chosen |= {f"{start}{area}": found[key] for area, key in wanted.items() if key in found}
     return chosen
 

@@ -172,8 +172,8 @@ def _load_table(folder: Path, file: EvalFile, records: CaseTable) -> MatchTable:
         raise EvidenceError(f"{path}: expected {counts[i]:g} objects of case {records[i].case_id!r}, as its record "
                             f"says, got {totals[i]}; run `dvc repro`")
     carried = {bucket for record in records for bucket in record.buckets}
-    if shared := sorted(carried & table.areas.keys()):
-        raise EvidenceError(f"{path}: {shared[0]!r} is a bucket of images and one of areas; rename one")
+    if shared := sorted(carried & (table.areas.keys() | table.categories.keys())):
+        raise EvidenceError(f"{path}: {shared[0]!r} is a bucket of images and one of objects; rename one")
     return table
 
 

@@ -64,7 +64,8 @@ def match_output(
                     np.array([places[a.category_id] for a in marked], dtype=np.int64),
                     np.array([a.area for a in marked], dtype=np.float64),
                     np.array([a.iscrowd for a in marked], dtype=bool))  # fmt: skip
-    return match_image(there, found, num_classes=len(places), areas=settings.all_areas)
+    named = {name: places[category] for name, category in settings.categories.items()}
+    return match_image(there, found, num_classes=len(places), areas=settings.all_areas, categories=named)
 
 
 def save_tables(

@@ -492,11 +492,15 @@ def drop_annotations(root: Path) -> None:
     rewrite_cases(root, lambda _, case: case.update(annotations=[]))
 
 
-def repeat_case(root: Path) -> None:
+def repeat_case(root: Path, **changed: Any) -> None:
     path = root / "evalsets/squares/cases.jsonl"
     first = json.loads(path.read_text().splitlines()[0])
-    path.write_text(path.read_text() + json.dumps(first | {"id": "again"}) + "\n")
+    path.write_text(path.read_text() + json.dumps(first | {"id": "again"} | changed) + "\n")
     seal(path.parent)
+
+
+def repeat_picture(root: Path) -> None:
+    repeat_case(root, annotations=[])
 
 
 def shrink_target(root: Path) -> None:
@@ -537,6 +541,8 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
                  "object on some picture, evalset 'squares' has none", id="nothing-annotated"),
     pytest.param(make_detector, {}, repeat_case, EvalsetError, "cases.jsonl:41: case 'again' asks and expects the same "
                  "as the case on line 1", id="case-twice"),
+    pytest.param(make_detector, {}, repeat_picture, EvalsetError, "cases.jsonl:41: case 'again' shows the same picture "
+                 "as the case on line 1; every picture may count once", id="picture-twice"),
     pytest.param(make_detector, {}, change_picture, EvalsetError, "cases.jsonl:4: case 'c03': ", id="picture-changed"),
     pytest.param(make_detector, tolerate("squares/ap", "night"), None, SettingsError, "detector.gate.tolerances."
                  "squares/ap.buckets.night: evalset 'squares' has no such bucket; it has bright, dim, tiny",
@@ -548,6 +554,14 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
                                                        "areas": {"dim": [0.0, 9.0]}}}}, None, SettingsError,
                  "detector.evals.squares.areas: 'dim' is an area of objects, and a bucket of pictures",
                  id="area-named-as-a-bucket"),
+    pytest.param(make_detector, {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares",
+                                                       "categories": {"round": 7}}}}, None, SettingsError,
+                 "detector.evals.squares.categories.round: expected a category that evalset 'squares' has (1), got 7",
+                 id="no-such-category"),
+    pytest.param(make_detector, {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares",
+                                                       "categories": {"dim": 1}}}}, None, SettingsError,
+                 "detector.evals.squares.categories: 'dim' is a category of objects, and a bucket of pictures",
+                 id="category-named-as-a-bucket"),
     pytest.param(make_upscaler, {}, lambda root: write_views(shutil.rmtree(root / "evalsets/views")
                                                              or root / "evalsets/views", size=(32, 32)), SettingsError,
                  "upscaler.candidates.tiled.steps.0.tile: expected a picture larger than a tile in evalset 'views', "
@@ -579,8 +593,17 @@ def test_a_detector_whose_sizes_are_not_gated_is_refused(project: Path) -> None:
 
 def test_a_sound_project_is_let_through(project: Path) -> None:
     """Without it a check that refuses everything would pass all above."""
-    check_network(make_detector(**tolerate("squares/ap", "tiny"), calibration_images="evalsets/squares"), project)
-    check_network(make_upscaler(), project)
+    track = make_detector(**tolerate("squares/ap", "tiny"), calibration_images="evalsets/squares")
+    assert not check_network(track, project) and not check_network(make_upscaler(), project)
+
+
+def test_several_categories_without_a_bucket_are_warned_of(project: Path) -> None:
+    """AP is their mean: one of eighty could be lost within a tolerance of two points."""
+    rewrite_cases(project, lambda i, case: [a.update(category_id=4) for a in case["annotations"] if i % 2])
+    [warning] = check_network(make_detector(), project)
+    assert warning.startswith("detector.evals.squares.categories: AP is the mean of 2 categories, and 2 of them (1, 4)")
+    named = {"squares": {"kind": "detection", "evalset": "evalsets/squares", "categories": {"one": 1, "four": 4}}}
+    assert not check_network(make_detector(evals=named), project)
 
 
 def test_a_half_overlap_of_an_odd_tile_can_be_cut(project: Path, here: None) -> None:

@@ -112,6 +112,19 @@ def test_own_buckets_are_matched_like_cocos(library):
         assert mine[area, t] == pytest.approx(expected[expected > -1].mean(), abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["crowds", "more-than-100", "empty-images"])
+def test_the_table_of_a_class_has_cocos_numbers_of_that_category(name):
+    """Catches detections of the image before or after, and a mean over classes that aren't there."""
+    objects, detections = make_set(name)
+    precision = evaluate(objects, detections).eval["precision"][..., -1]  # [T, R, K, A]
+    table = match_all(objects, detections)
+    for k in range(NUM_CLASSES):
+        mine = average_precision(table.of_class(k))[0]
+        for area, t in np.ndindex(len(AREAS), 10):
+            expected = precision[t, :, k, area].mean()
+            assert np.nan_to_num(mine[area, t], nan=-1) == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("name", ["noisy", "crowds", "empty-images"])
 def test_a_weight_is_a_repetition(name):
     """Catches: precision read before all copies of a hit are in, objects that are not weighted, weights of another
@@ -145,12 +158,13 @@ def test_a_detector_that_says_nonsense_is_refused(change):
 
 
 def test_a_table_survives_its_file_and_the_file_follows_from_it(tmp_path):
-    table = match_all(*make_set("crowds"), TINY)
+    table = replace(match_all(*make_set("crowds"), TINY), categories={"bottles": 2})
     for name in ("a.npz", "b.npz"):
         save_matches(tmp_path / name, table)
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
     read = load_matches(tmp_path / "a.npz", num_images=40)
-    assert read.areas == table.areas and coco_numbers(read) == coco_numbers(table)
+    assert read.areas == table.areas and read.categories == table.categories
+    assert coco_numbers(read) == coco_numbers(table)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-30], lambda data: b"no archive", lambda data: b""],

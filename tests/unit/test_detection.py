@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from pipeline.average_precision import average_precision, coco_numbers
-from pipeline.detection_params import DetectionEval, find_area_problems
+from pipeline.detection_params import DetectionEval, find_bucket_problems
 from pipeline.detections import load_matches, save_matches
 from pipeline.digests import digest_file
 from pipeline.gate.compare import compare_release
@@ -166,6 +166,20 @@ def test_a_loss_of_small_objects_fails_where_they_are_and_nowhere_else(build, tm
     assert tree["n"] == 120 and tree["ap_small"] < tree["ap by bucket"]["price_tags"] + 0.2
 
 
+def test_a_loss_of_one_category_fails_where_it_is_though_the_mean_hides_it(tmp_path):
+    """Catches a category's AP over all classes, or over its images alone."""
+    write_detector_tree(tmp_path, {"rare": Change(drop_rare=0.4)}, num_images=240)
+    compared = judge(tmp_path, ("rare",), {"shelves/ap": {"overall": 0.1, "buckets": {"bottles": 0.05}}})
+    verdict = compared.judgement.verdicts[0]
+    outcomes = {c.bucket: c for c in verdict.comparisons if c.metric == "shelves/ap" and c.bucket in (None, "bottles")}
+    whole, bottles = outcomes[None], outcomes["bottles"]
+    assert (whole.outcome, bottles.outcome, verdict.outcome) == ("pass", "fail", "fail")
+    assert whole.harm == pytest.approx(bottles.harm / 3, abs=0.01)  # the mean over three categories
+    report = render_report(compared)
+    assert f"ggregate flat, bottles objects down: rare moves shelves/ap by {-100 * whole.harm:.2f} points" in report
+    assert "Images that lost most of shelves/ap [bottles], objects found" in report
+
+
 def test_metrics_carry_an_interval_and_empty_buckets_have_none(build):
     metrics = {(m.name, m.bucket): m for m in judge(build).judgement.reference_metrics}
     assert ("shelves/ap", "specks") not in metrics and ("shelves/ap_small", "price_tags") not in metrics
@@ -194,8 +208,8 @@ def test_an_empty_bucket_is_refused_by_name_where_it_is_gated(build):
     """-1 of both sides, as COCO writes it, would be a harm of 0."""
     verdict = judge(build, tolerances={"shelves/ap": {"buckets": {"specks": 0.02}}}).judgement.verdicts[0]
     assert verdict.outcome == "refused"
-    assert verdict.reasons[0] == ("refused: shelves/ap [specks]: the bucket is empty; no object of 120 images has an "
-                                  "area of 0 to 4 square pixels")
+    assert verdict.reasons[0] == ("refused: shelves/ap [specks]: the bucket is empty; no such object on 120 images "
+                                  "has an area of 0 to 4 square pixels")
 
 
 def test_a_bucket_that_nobody_has_is_refused(build):
@@ -242,6 +256,8 @@ def add_object(table):
     pytest.param(lambda t: t.at(np.arange(79)), "expected finite detections of 80 images", id="image-missing"),
     pytest.param(lambda t: replace(t, areas={**t.areas, "small": (0.0, 1000.0)}), "were matched in other areas",
                  id="other-areas"),
+    pytest.param(lambda t: replace(t, categories={"bottles": 1}), "were matched in other areas or categories",
+                 id="other-categories"),
     pytest.param(lambda t: replace(t, scores=t.scores * np.nan), "expected finite detections", id="nan"),
     pytest.param(lambda t: replace(t, classes=t.classes + 1), "expected finite detections", id="unknown-class"),
 ])
@@ -263,9 +279,18 @@ def test_a_table_without_a_seal_or_a_file_is_refused(tmp_path):
 
 def test_a_bucket_of_images_may_not_be_called_like_one_of_areas(tmp_path):
     write_detector_tree(tmp_path, {"same": Change()}, num_images=80, buckets=("small",))
-    assert "'small' is a bucket of images and one of areas" in judge(tmp_path).judgement.verdicts[0].reasons[0]
+    assert "'small' is a bucket of images and one of objects" in judge(tmp_path).judgement.verdicts[0].reasons[0]
+
+
+@pytest.mark.parametrize(("categories", "key"), [
+    ({"price_tags": 1}, "categories.price_tags"), ({"small": 1}, "categories.small"),
+    ({"a": 1, "b": 1}, "categories.b"), ({"a": 1, "b": 2}, None),
+])  # fmt: skip
+def test_categories_of_the_settings(categories, key):
+    settings = DetectionEval(kind="detection", evalset="e", areas={"price_tags": [0.0, 9.0]}, categories=categories)
+    assert [problem.partition(":")[0] for problem in find_bucket_problems(settings)] == ([key] if key else [])
 
 
 def test_areas_of_the_settings():
     settings = DetectionEval(kind="detection", evalset="e", areas={"small": [0.0, 10.0], "big": [20.0, 10.0]})
-    assert [problem.partition(":")[0] for problem in find_area_problems(settings)] == ["areas.small", "areas.big"]
+    assert [problem.partition(":")[0] for problem in find_bucket_problems(settings)] == ["areas.small", "areas.big"]
