@@ -24,6 +24,7 @@ from pipeline.settings import RELEASES
 
 MANIFEST = "manifest.json"
 _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
+_CASES = ("evalset", "include_path", "task")  # settings of an eval that say where its cases are
 Value = float | str | None
 
 
@@ -91,10 +92,11 @@ def _compare_material(
     pinned: Mapping[str, str], material: Mapping[str, str], last: Policy, named: set[str]
 ) -> Iterator[tuple[str, Value, Value]]:
     """Compare weights and cases, but for those of another reference or evalset: its name has its own reason."""
-    parents = {"reference.weights": "reference"} | {f"evals.{n}.cases": f"evals.{n}.evalset" for n in _list_gated(last)}
-    for key, parent in parents.items():
+    names = {"reference.weights": {"reference"}}
+    names |= {f"evals.{n}.cases": {f"evals.{n}.{key}" for key in _CASES} for n in _list_gated(last)}
+    for key, own in names.items():
         was = pinned.get(key)
-        if was is not None and parent not in named and (now := material.get(key, was)) != was:
+        if was is not None and not own & named and (now := material.get(key, was)) != was:
             yield key, was[:12], now[:12]
 
 

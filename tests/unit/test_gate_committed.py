@@ -100,13 +100,17 @@ def test_a_pull_request_can_not_change_the_key_that_releases_are_checked_with(re
     assert not found.is_right and "found none" in found.said
 
 
-def test_a_worse_reference_under_the_old_name_needs_a_reason(released):
+@pytest.mark.parametrize(("change", "key"), [
+    (lambda manifest: manifest["reference"].update(weights_digest="0" * 64), "reference.weights"),
+    (lambda manifest: manifest["evalsets"]["choices"].update(digest="0" * 64), "evals.choices.cases"),
+])  # fmt: skip
+def test_a_worse_reference_or_easier_cases_under_the_old_name_need_a_reason(released, change, key):
     path = released / "release/text/manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["reference"]["weights_digest"] = "0" * 64
+    change(manifest)
     path.write_text(json.dumps(manifest))
     found = check_base()
-    assert not found.is_right and "expected 'reference.weights' with a reason" in found.said
+    assert not found.is_right and f"expected {key!r} with a reason" in found.said
 
 
 def test_where_a_key_is_kept_the_release_must_be_signed_by_it(tmp_path, monkeypatch):

@@ -13,14 +13,14 @@ import pytest
 import stages.compare
 import stages.gate
 from pipeline.digests import digest_checkpoint, digest_file
-from pipeline.errors import EvidenceError
+from pipeline.errors import EvidenceError, SettingsError
 from pipeline.files import write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.gate.compare import compare_release
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.verdicts import VERDICT_PATH, Judgement
 from pipeline.record_files import read_record, write_record
-from pipeline.records import BuiltCandidate
+from pipeline.records import BuiltCandidate, Evaluation
 from pipeline.serving_config import read_candidate
 from pipeline.speculation_records import SpeculativeConfig
 from pipeline.text_params import SpeculativeStep
@@ -243,6 +243,17 @@ def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
     project("good")
     shutil.rmtree(tmp_path / "build/candidates/good")
     with pytest.raises(EvidenceError, match="expected the candidate that was judged.*found none"):
+        run_gate()
+
+
+def test_gate_refuses_other_cases_than_at_the_last_release(project, tmp_path):
+    """The cases of a suite may be made easier in place: no setting moves."""
+    judgement = project("good")
+    evaluation = read_record(tmp_path / "build/evaluations/reference/evaluation.json", Evaluation)
+    manifest = {"policy": judgement.policy.model_dump(mode="json"), "evalsets": {"workflows": {"digest": "0" * 64}},
+                "reference": {"weights_digest": evaluation.checkpoint_digest}}  # fmt: skip
+    write_text(tmp_path / "release/text/manifest.json", json.dumps(manifest))
+    with pytest.raises(SettingsError, match="expected 'evals.workflows.cases' with a reason, as it was 000000000000"):
         run_gate()
 
 
