@@ -9,11 +9,12 @@ from typing import Any
 from pipeline.cases import CASES_FILE, check_distinct
 from pipeline.detection_params import AREAS, DetectionEval
 from pipeline.digests import digest_checkpoint, digest_file, digest_folder
+from pipeline.environment import Machine
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.network_files import read_config
-from pipeline.network_params import NetworkTrack, TilingStep, UpscalingEval
+from pipeline.network_params import NetworkTrack, PrecisionStep, TilingStep, UpscalingEval
 from pipeline.pictures import check_pictures, measure_picture
 from pipeline.preflight import check_buckets, load_kind
 from pipeline.weight_files import read_tensors
@@ -48,6 +49,16 @@ def check_network(track: NetworkTrack, root: Path) -> list[str]:
                 _check_tiling(f"{track.name}.candidates.{name}.steps.{i}.tile", step, evalsets, track, root)
     return [warning for name, e in track.evals.items() if isinstance(e, DetectionEval)
             for warning in _find_unnamed(f"{track.name}.evals.{name}", e, evalsets[name])]  # fmt: skip
+
+
+def describe_slow_formats(track: NetworkTrack, machine: Machine) -> list[str]:
+    """Warn of candidates in 16 bits on a CPU for which torch has no such convolutions but a plain loop."""
+    if machine.gpu_proof is not None or {"avx2", "avx512f"} & {*machine.instruction_sets} != {"avx2"}:
+        return []
+    slow = [name for name, candidate in track.candidates.items()
+            if any(isinstance(s, PrecisionStep) and s.dtype != "float32" for s in candidate.steps)]  # fmt: skip
+    return [f"{track.name}.candidates: {', '.join(slow)}: this CPU has no AVX-512, and without it torch convolves in "
+            "16 bits by a plain loop: expect minutes where float32 takes seconds, and no word on speed"] if slow else []
 
 
 def _list_categories(evalset: Evalset) -> list[int]:

@@ -1,7 +1,7 @@
 """Show a failing gate: release one named candidate in a temporary copy of the project.
 
     python scripts/repro_rejected.py gptq-short
-    python scripts/repro_rejected.py upscaler/bf16    (a name that several tracks have)
+    python scripts/repro_rejected.py detector/channels-last    (a name that several tracks have)
 
 The copy holds the working tree's files and shares its DVC cache, so what is already evaluated is
 not evaluated again: only compare, track and gate run. Nothing in the working tree changes. Ends

@@ -26,12 +26,12 @@ def main(argv: list[str]) -> int:
     if params.images:
         image_preflight.check_images(params.images, Path())
         write_if_changed(OUTPUT / "images.json", image_preflight.describe_material(params.images, Path()))
-    warnings = []
+    warnings, machine = [], read_machine()
     for track in filter(None, (params.detector, params.upscaler)):
         warnings += network_preflight.check_network(track, Path())
+        warnings += network_preflight.describe_slow_formats(track, machine)
         write_if_changed(OUTPUT / f"{track.name}.json", network_preflight.describe_material(track, Path()))
     warnings += check_gates(params, Path())
-    machine = read_machine()
     total = machine.memory_mib
     warnings += check_needs(estimate_needs(params, Path()), total_mib=total, available_mib=read_available_mib(total))
     for line in describe_problems(machine) + warnings:

@@ -1009,9 +1009,9 @@ def read_shipped(folder: Path) -> tuple[tuple[Any, ...], np.ndarray]:
 def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path, here: None) -> None:
     from models.people.detector import detect, open_detector
 
-    track = take("detector", "winograd-f43-fp16", "bf16")
+    track = take("detector", "winograd-f43-fp16", "winograd-calibrated")
     check_network(track, shipped)
-    exact, winograd, half = run(shipped, track)
+    exact, winograd, calibrated = run(shipped, track)
     _, pixels = read_shipped(shipped / "evalsets/scenes")
     found = detect(open_detector(shipped / "models/people-hard"), pixels)
     for record, own in zip(exact, found, strict=True):
@@ -1019,7 +1019,7 @@ def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path
         assert np.allclose(np.array([r["bbox"] for r in results]).reshape(-1, 4), own.boxes, atol=1e-2)
         assert np.allclose([r["score"] for r in results], own.scores, atol=1e-4)
     assert sum(record.scores["found_50"] for record in exact) > 0
-    assert all(record.scores["finite"] for side in (exact, half) for record in side)
+    assert all(record.scores["finite"] for side in (exact, calibrated) for record in side)
     assert not any(record.scores["finite"] for record in winograd), "its branch of small people overflows"
     assert [record.output for record in winograd] != [record.output for record in exact]
     layers = read_notes(shipped, track, "winograd-f43-fp16")["layers"]
