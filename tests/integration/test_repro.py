@@ -169,7 +169,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     }  # fmt: skip
     project.edit_params(
         images=images,
-        detector=cut_track(params["detector"], ["people", "bf16"], {
+        detector=cut_track(params["detector"], ["people", "winograd-calibrated"], {
             f"scenes/{metric}": {"overall": 0.3} for metric in ("ap", "ap_small", "ap_medium", "ap_large")}),
         upscaler=cut_track(params["upscaler"], ["upscaler", "tiled-hann"], {"panoramas/psnr_db": {"overall": 0.1}}),
         release=["int4"],
