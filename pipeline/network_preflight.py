@@ -20,6 +20,7 @@ from pipeline.preflight import check_buckets, load_kind
 from pipeline.weight_files import read_tensors
 
 _NOTES = frozenset({"README.md"})
+ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")
 
 
 def check_network(track: NetworkTrack, root: Path) -> list[str]:
@@ -41,11 +42,14 @@ def check_network(track: NetworkTrack, root: Path) -> list[str]:
     _check_sizes(track, evalsets)
     if track.calibration_images is not None:
         where, folder = f"{track.name}.calibration_images", root / track.calibration_images
-        check_pictures(folder, load_kind(load_evalset, folder, where, next(iter(track.evals.values())).kind).cases)
+        calibration = load_kind(load_evalset, folder, where, next(iter(track.evals.values())).kind)
+        check_pictures(folder, calibration.cases)
+        _check_apart(where, calibration, evalsets)
     for name, candidate in track.candidates.items():
         _check_folder(f"{track.name}.candidates.{name}.checkpoint", root / candidate.checkpoint)
         for i, step in enumerate(candidate.steps):
             if isinstance(step, TilingStep):
+                _check_seams_are_gated(track)
                 _check_tiling(f"{track.name}.candidates.{name}.steps.{i}.tile", step, evalsets, track, root)
     return [warning for name, e in track.evals.items() if isinstance(e, DetectionEval)
             for warning in _find_unnamed(f"{track.name}.evals.{name}", e, evalsets[name])]  # fmt: skip
@@ -62,7 +66,7 @@ def describe_slow_formats(track: NetworkTrack, machine: Machine) -> list[str]:
 
 
 def _list_categories(evalset: Evalset) -> list[int]:
-    return sorted({a.category_id for case in evalset.cases for a in case.annotations})
+    return sorted({a.category_id for case in evalset.cases for a in case.annotations if not a.iscrowd})
 
 
 def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list[str]:
@@ -90,9 +94,17 @@ def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
             tolerance = track.gate.tolerances.get(metric)
             count = sum(low <= area <= high for area in areas)
             where = f"{track.name}.gate.tolerances.{metric}"
-            if count and (tolerance is None or tolerance.overall is None):
-                raise SettingsError(f"{where}: expected an overall tolerance, as {settings.evalset!r} has {count} such "
-                                    "objects, found none: what nothing gates may fall unseen; set one")
+            if count and (tolerance is None or tolerance.overall is None or tolerance.tier == "advisory"):
+                found = "an advisory one" if tolerance and tolerance.overall else "none"
+                raise SettingsError(f"{where}: expected an overall tolerance that can stop a release, as "
+                                    f"{settings.evalset!r} has {count} such objects, found {found}: what nothing gates "
+                                    "may fall unseen; set one")
+            for bucket in tolerance.buckets if tolerance else ():
+                least, most = settings.areas.get(bucket, AREAS["all"])
+                if not any(least <= area <= most for area in areas):
+                    raise SettingsError(f"{where}.buckets.{bucket}: evalset {evalsets[name].card.name!r} has no "
+                                        f"object of {least:g} to {most:g} square pixels, and an empty bucket proves "
+                                        "nothing; remove it, or add pictures")  # fmt: skip
             if not count and tolerance is not None:
                 raise SettingsError(f"{where}: evalset {evalsets[name].card.name!r} has no object of that size, and an "
                                     "empty bucket proves nothing; remove it, or add pictures")  # fmt: skip
@@ -101,7 +113,7 @@ def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
 def _check_adapter(track: NetworkTrack, root: Path) -> None:
     path = root / track.adapter
     try:
-        ast.parse(path.read_text(encoding="utf-8"))
+        _check_functions(f"{track.name}.adapter", path, ast.parse(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise SettingsError(f"{track.name}.adapter: expected a Python file with build, preprocess and postprocess, "
                             f"found none at {str(path)!r}") from None  # fmt: skip
@@ -133,12 +145,34 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
                                 f"has ({', '.join(map(str, known))}), got {number}")  # fmt: skip
 
 
+def _check_functions(where: str, path: Path, tree: ast.Module) -> None:
+    """Refuse a file that can't define the functions, as far as that is seen without running it."""
+    words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    words |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    words |= {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+              for alias in node.names}  # fmt: skip
+    missing = [name for name in ADAPTER_FUNCTIONS if name not in words]
+    if missing and "*" not in words:
+        raise SettingsError(f"{where}: expected {', '.join(ADAPTER_FUNCTIONS)} in {path}, found no {missing[0]}; see "
+                            "pipeline/networks/adapters.py")
+
+
 def _check_distinct_pictures(path: Path, evalset: Evalset) -> None:
     seen: dict[str, int] = {}
     for number, case in enumerate(evalset.cases, start=1):
         if (first := seen.setdefault(case.sha256, number)) != number:
             raise EvalsetError(f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
                                "every picture may count once: remove one")  # fmt: skip
+
+
+def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset]) -> None:
+    """Refuse pictures to calibrate on that are evaluated on: what is fitted to them looks better than it is."""
+    own = {case.sha256: case.id for case in calibration.cases}
+    for evalset in evalsets.values():
+        if shared := [case.id for case in evalset.cases if case.sha256 in own]:
+            raise SettingsError(f"{where}: expected other pictures than those of evalset {evalset.card.name!r}, found "
+                                f"{len(shared)} of them, first {shared[0]!r}; calibrate on pictures that nothing is "
+                                "evaluated on")  # fmt: skip
 
 
 def _check_folder(where: str, folder: Path) -> None:
@@ -150,6 +184,15 @@ def _check_folder(where: str, folder: Path) -> None:
         read_tensors(folder)
     except CheckpointError as error:
         raise SettingsError(f"{where}: {error}") from None
+
+
+def _check_seams_are_gated(track: NetworkTrack) -> None:
+    for name in track.evals:
+        tolerance = track.gate.tolerances.get(f"{name}/seam_step_levels")
+        if tolerance is None or tolerance.overall is None or tolerance.tier == "advisory":
+            raise SettingsError(f"{track.name}.gate.tolerances.{name}/seam_step_levels: expected an overall tolerance "
+                                "that can stop a release, as a candidate runs in tiles, found none: a seam must not "
+                                "pass for want of one")  # fmt: skip
 
 
 def _check_tiling(

@@ -139,9 +139,10 @@ def _find_loosening(params: Params, track: str, base: str) -> str | None:
     try:
         policy = describe_policy(get_track(params, track, kind=Track))
         own = read_record(path, Manifest)
-        cases = {name: kept.digest for name, kept in own.evalsets.items()}
-        compare_with_release(policy, manifest.encode(), f"{base}:{path}",
-                             material=name_material(own.reference.weights_digest, cases))  # fmt: skip
+        side, cases = own.reference, {name: kept.digest for name, kept in own.evalsets.items()}
+        material = name_material(weights=side.weights_digest, cases=cases, serving=side.serving_digest,
+                                 adapter=side.adapter_digest)  # fmt: skip
+        compare_with_release(policy, manifest.encode(), f"{base}:{path}", material=material)
     except QuantgateError as error:
         return str(error)
     return None

@@ -20,15 +20,22 @@ def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params
 
 def explain_flat_average(name: str, comparisons: Sequence[Comparison], params: Track) -> str | None:
     """Say it in words when AP over all objects stays within its tolerance and AP of some size fails, else None."""
-    found = _select(comparisons, params, "detection")
-    flat = [c for c in found if c.bucket is None and definition_of(c.metric).area == "all"
-            and definition_of(c.metric).estimator == "average_precision" and _is_flat(c)]  # fmt: skip
-    down = [c for c in found if c.outcome == "fail" and (c.bucket is not None or definition_of(c.metric).area != "all")]
-    if not flat or not down:
+    found = [c for c in _select(comparisons, params, "detection")
+             if definition_of(c.metric).estimator == "average_precision"]  # fmt: skip
+    whole = [c for c in found if c.bucket is None and definition_of(c.metric).area == "all"]
+    parts = [c for c in found if c not in whole and c.outcome == "fail"]
+    pairs = [(flat, part) for flat in whole for part in parts if _is_flat(flat) and _is_part(part, flat)]
+    if not pairs or any(c.outcome == "fail" for c in whole):
         return None
-    worst = max(down, key=lambda c: c.harm)
+    flat, worst = max(pairs, key=lambda pair: pair[1].harm)
     what = worst.bucket or definition_of(worst.metric).area
-    return _contrast(f"aggregate flat, {what} objects down", name, flat[0], worst)
+    return _contrast(f"aggregate flat, {what} objects down", name, flat, worst)
+
+
+def _is_part(part: Comparison, whole: Comparison) -> bool:
+    """Say whether a comparison is of some of the objects or pictures of another, over the same IoU thresholds."""
+    ours, theirs = part.metric.partition("/"), whole.metric.partition("/")
+    return ours[0] == theirs[0] and definition_of(part.metric).iou == definition_of(whole.metric).iou
 
 
 def _select(comparisons: Sequence[Comparison], params: Track, *kinds: str) -> list[Comparison]:

@@ -2,13 +2,14 @@
 
 A threshold that is relaxed whenever it fails protects nothing. The last release keeps its policy in its manifest; each
 setting that would let more through than that one did must stand in `gate.loosened` with its old value and why, and the
-report prints it. Another reference, by name or by weights, or other cases or another setting of an eval that is gated,
-ask another question: nobody can say that it is as strict, so it needs a reason too. Nothing is compared before a first
-release. Stricter settings need none.
+report prints it. Another reference, by name, by weights or by how it is run, or other cases or another setting of an
+eval that is gated, ask another question: nobody can say that it is as strict, so it needs a reason too. Nothing is
+compared before a first release. Stricter settings need none.
 
-Weights and cases are known by what was evaluated, so they are compared when the gate judges, and settings before any
-work too. A pull request writes its own manifest, so CI compares with that of the branch it goes to as well. Not seen:
-the engine and steps of a candidate, which is what is judged.
+Weights, cases and how the reference is run are known by what was evaluated, so they are compared when the gate judges,
+and settings before any work too. A pull request writes its own manifest, so CI compares with that of the branch it goes
+to as well. Not seen: the engine and steps of a candidate, which is what is judged, and fewer cells of the benchmark's
+grid. A reason names the old value, and holds for whatever new one stands beside it.
 """
 
 from __future__ import annotations
@@ -18,24 +19,40 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from pipeline.digests import digest_json
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
 from pipeline.settings import RELEASES
 
 MANIFEST = "manifest.json"
 _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
+# of a serving config
+_ELSEWHERE = {"batch_size", "num_threads", "concurrency", "base_url", "api_key_env"}
 _CASES = ("evalset", "include_path", "task")  # settings of an eval that say where its cases are
 Value = float | str | None
 
 
-def name_material(weights: str, cases: Mapping[str, str]) -> dict[str, str]:
+def name_material(
+    *, weights: str, cases: Mapping[str, str], serving: str | None = None, adapter: str | None = None
+) -> dict[str, str]:
     """Return what candidates are judged by, as keys of `gate.loosened`, with their digests.
 
     Args:
         weights: digest of the reference's.
         cases: digest of each eval's.
+        serving: digest of how the reference is run, from `digest_serving`; None: not known.
+        adapter: digest of the user's code that a network is run with; None: there is none.
     """
-    return {"reference.weights": weights} | {f"evals.{name}.cases": digest for name, digest in cases.items()}
+    known = {"reference.weights": weights, "reference.serving": serving, "reference.adapter": adapter}
+    return {key: digest for key, digest in known.items() if digest is not None} | {
+        f"evals.{name}.cases": digest for name, digest in cases.items()}  # fmt: skip
+
+
+def digest_serving(serving: BaseModel) -> str:
+    """Return the digest of how a candidate is run, but for what only says where and how many at once."""
+    return digest_json(serving.model_dump(mode="json", exclude=_ELSEWHERE))
 
 
 def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) -> None:
@@ -72,7 +89,9 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
         content = json.loads(manifest)
         last = Policy.model_validate(content["policy"])
         cases = {name: kept["digest"] for name, kept in content["evalsets"].items()}
-        pinned = name_material(content["reference"]["weights_digest"], cases)
+        side = content["reference"]
+        pinned = name_material(weights=side["weights_digest"], cases=cases, serving=side.get("serving_digest"),
+                               adapter=side.get("adapter_digest"))  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise EvidenceError(f"{source}: expected the manifest of a release, with its policy, found none "
                             f"({type(error).__name__}); take the file from git again") from None
@@ -92,7 +111,7 @@ def _compare_material(
     pinned: Mapping[str, str], material: Mapping[str, str], last: Policy, named: set[str]
 ) -> Iterator[tuple[str, Value, Value]]:
     """Compare weights and cases, but for those of another reference or evalset: its name has its own reason."""
-    names = {"reference.weights": {"reference"}}
+    names = {f"reference.{part}": {"reference"} for part in ("weights", "serving", "adapter")}
     names |= {f"evals.{n}.cases": {f"evals.{n}.{key}" for key in _CASES} for n in _list_gated(last)}
     for key, own in names.items():
         was = pinned.get(key)

@@ -188,14 +188,21 @@ def measure_metric(
 
 
 def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) -> None:
-    """Refuse a gated rate on which even a candidate that is always wrong would pass.
+    """Refuse a gated metric on which even a candidate that loses everything would pass.
 
-    A broken evalset that nobody can solve would otherwise let everything through.
+    A broken evalset that nobody can solve would otherwise let everything through, and so would a tolerance of 3 that
+    was meant as 3 points.
 
     Raises:
-        EvidenceError: the share of cases that the reference has right is not above the tolerance.
+        EvidenceError: the share of cases that the reference has right, or the mean of scores of 0 and more of which
+            more is better, is not above the tolerance.
     """
     m = measurement
+    if definition.estimator == "mean" and definition.better == "higher" and m.tolerance is not None and (
+            0 <= m.reference <= m.tolerance):
+        raise EvidenceError(f"{name_metric(m.metric, m.bucket)}: the reference has {m.reference:.4g}, "
+                            f"so a loss above the tolerance of {m.tolerance:g} can't show; it is in the unit of the "
+                            "scores: lower it, or look at the evalset")
     right = m.reference if definition.better == "higher" else 1 - m.reference
     if m.tolerance is not None and definition.estimator == "proportion" and right <= m.tolerance:
         raise EvidenceError(f"{name_metric(m.metric, m.bucket)}: the reference is right in "

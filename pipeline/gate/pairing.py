@@ -146,7 +146,7 @@ def _load_eval(
     path = folder / file.records
     for key in settings | file.settings:
         asked, found = (side.get(key, "nothing") for side in (settings, file.settings))
-        if asked != found:
+        if asked != found and (key in file.settings or asked):  # a setting newer than the records is off in them
             raise EvidenceError(f"{path}: evals.{eval_name}.{key}: expected {asked!r}, as params.yaml asks, evaluated "
                                 f"with {found!r}; run `dvc repro`")
     records = CaseTable(lambda: _read_sealed(path, file.sha256), is_pinned=is_pinned)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.gate.checks import check_candidates, check_outcomes, check_policy
-from pipeline.gate.loosening import check_loosening, name_material
+from pipeline.gate.loosening import check_loosening, digest_serving, name_material
 from pipeline.gate.verdicts import Judgement
 from pipeline.record_files import read_record
 from pipeline.records import Evaluation
@@ -39,4 +39,6 @@ def _read_material(track: Track, root: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     found = read_record(path, Evaluation)
-    return name_material(found.checkpoint_digest, {name: file.evalset_digest for name, file in found.evals.items()})
+    return name_material(weights=found.checkpoint_digest, serving=digest_serving(found.serving),
+                         cases={name: file.evalset_digest for name, file in found.evals.items()},
+                         adapter=found.served_by.get("libraries", {}).get("adapter"))  # fmt: skip

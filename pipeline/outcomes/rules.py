@@ -73,6 +73,7 @@ def plan_rules(asked: Asked, reference: Side, candidate: Side) -> Rules:
         SettingsError: a metric or bucket that no outcomes have, or a direction or tolerance that is not known.
     """
     _check_numbers(asked)
+    _check_directions(asked.better, reference)
     chosen = _choose_metrics(asked, reference)
     definitions = _define(chosen, asked.better, reference, candidate)
     tolerances = {}
@@ -101,6 +102,8 @@ def load_rules(path: Path, better: Mapping[str, Direction], reference: Side, can
         gate = GateSettings.model_validate(section)
     except FileNotFoundError:
         raise SettingsError(f"{path}: expected a policy, found no file") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: expected a policy, a YAML file: {error.strerror}") from None
     except (YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: not YAML: {describe_yaml_error(error)}") from None
     except (TypeError, KeyError):
@@ -108,6 +111,7 @@ def load_rules(path: Path, better: Mapping[str, Direction], reference: Side, can
                             "params.yaml, found none") from None
     except ValidationError as error:
         raise SettingsError(f"{path}: gate.{first_problem(error)}") from None
+    _check_directions(better, reference)
     tolerances = {name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()}
     definitions = _define(list(tolerances), better, reference, candidate)
     for name, tolerance in gate.tolerances.items():
@@ -142,6 +146,16 @@ def _check_numbers(asked: Asked) -> None:
     for name, value in numbers.items():
         if value is not None and not 0 < value < float("inf"):
             raise SettingsError(f"{name}: expected a number above 0, got {value:g}")
+
+
+def _check_directions(better: Mapping[str, Direction], reference: Side) -> None:
+    """Refuse a direction of a metric that is not there: misspelt, it would leave the right one as it is."""
+    names = {name: [*outcomes.scores, *(m.name for m in _list_own(outcomes))]
+             for name, outcomes in reference.outcomes.items()}  # fmt: skip
+    known = {full for name, metrics in names.items() for metric in metrics for full in (metric, f"{name}/{metric}")}
+    if (reference.outcomes or not reference.problems) and (unknown := sorted(better.keys() - known)):
+        raise SettingsError(f"--better {unknown[0]}: no such metric; the reference has "
+                            + (", ".join(f"{name}/{m}" for name, found in names.items() for m in found) or "none"))
 
 
 def _choose_metrics(asked: Asked, reference: Side) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
+from pipeline.gate.loosening import digest_serving
 from pipeline.gate.verdicts import Judgement, Policy, released_verdicts
 from pipeline.record_files import Record, read_record
 from pipeline.records import Evaluation
@@ -46,6 +47,7 @@ class Side(Record):
     weights: dict[str, str]  # digest of each file
     draft_digest: str | None
     adapter_digest: str | None
+    serving_digest: str | None = None  # of how it is run; None: of a release before it was kept
     records: dict[str, str]  # digest of each file of the evaluation, as it was judged
 
 
@@ -109,7 +111,8 @@ def _describe_side(bundle: Path, name: str, outcome: str, track: Track) -> Side:
                 weights_path=candidate.checkpoint.path, weights_digest=candidate.checkpoint.digest,
                 weights=candidate.checkpoint.files,
                 draft_digest=drafts.draft_digest if drafts else None,
-                adapter_digest=candidate.libraries.get("adapter"), records=records)
+                adapter_digest=candidate.libraries.get("adapter"),
+                serving_digest=digest_serving(evaluation.serving), records=records)
 
 
 def read_versions(path: Path) -> dict[str, str]:

@@ -586,6 +586,9 @@ def test_a_detector_whose_sizes_are_not_gated_is_refused(project: Path) -> None:
     gate = {"alpha": 0.05, "on_inconclusive": "block"}
     with pytest.raises(SettingsError, match="tolerances.squares/ap_small: expected an overall tolerance"):
         check_network(make_detector(gate=gate | {"tolerances": tolerances}), project)
+    advisory = {"squares/ap_small": {"overall": 0.1, "tier": "advisory"}}
+    with pytest.raises(SettingsError, match="tolerances.squares/ap_small: .* found an advisory one"):
+        check_network(make_detector(gate=gate | {"tolerances": tolerances | advisory}), project)
     with pytest.raises(SettingsError, match="tolerances.squares/ap_large: .* has no object of that size"):
         check_network(make_detector(gate=gate | {"tolerances": tolerances | {
             f"squares/ap_{size}": {"overall": 0.1} for size in ("small", "large")}}), project)
@@ -593,7 +596,7 @@ def test_a_detector_whose_sizes_are_not_gated_is_refused(project: Path) -> None:
 
 def test_a_sound_project_is_let_through(project: Path) -> None:
     """Without it a check that refuses everything would pass all above."""
-    track = make_detector(**tolerate("squares/ap", "tiny"), calibration_images="evalsets/squares")
+    track = make_detector(**tolerate("squares/ap", "tiny"))
     assert not check_network(track, project) and not check_network(make_upscaler(), project)
 
 
@@ -604,6 +607,26 @@ def test_several_categories_without_a_bucket_are_warned_of(project: Path) -> Non
     assert warning.startswith("detector.evals.squares.categories: AP is the mean of 2 categories, and 2 of them (1, 4)")
     named = {"squares": {"kind": "detection", "evalset": "evalsets/squares", "categories": {"one": 1, "four": 4}}}
     assert not check_network(make_detector(evals=named), project)
+
+
+def test_pictures_that_are_evaluated_on_are_not_calibrated_on(project: Path) -> None:
+    with pytest.raises(SettingsError, match="detector.calibration_images: expected other pictures than those of evals"):
+        check_network(make_detector(calibration_images="evalsets/squares"), project)
+
+
+def test_a_category_of_crowds_alone_has_no_bucket(project: Path) -> None:
+    crowd = {"category_id": 4, "iscrowd": True}
+    rewrite_cases(project, lambda i, case: [a.update(crowd) for a in case["annotations"] if i % 2])
+    named = {"squares": {"kind": "detection", "evalset": "evalsets/squares", "categories": {"four": 4}}}
+    with pytest.raises(SettingsError, match="categories.four: expected a category that evalset 'squares' has"):
+        check_network(make_detector(evals=named), project)
+
+
+def test_a_candidate_in_tiles_needs_a_tolerance_of_seams(project: Path) -> None:
+    gate = make_upscaler().gate
+    left = {name: t.model_dump() for name, t in gate.tolerances.items() if "seam" not in name}
+    with pytest.raises(SettingsError, match="tolerances.views/seam_step_levels: expected an overall tolerance"):
+        check_network(make_upscaler(gate={"alpha": 0.05, "on_inconclusive": "block", "tolerances": left}), project)
 
 
 def test_a_half_overlap_of_an_odd_tile_can_be_cut(project: Path, here: None) -> None:

@@ -207,6 +207,14 @@ def test_a_column_that_bears_the_name_of_an_own_score_is_its_own_metric(tmp_path
                                                 capsys=capsys)[1]  # as it was asked for
 
 
+def test_a_mean_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path, capsys):
+    """3 meant as 3 points let F1 fall from 0.75 to 0."""
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [value + i / 1e4 for i in range(300)], name="f1")
+             for name, value in (("a", 0.75), ("b", 0.0))]
+    code, text = run("compare", *sides, "--better", "f1=higher", "--tolerance", "3", capsys=capsys)
+    assert code == 30 and "a loss above the tolerance of 3 can't show; it is in the unit of the scores" in text
+
+
 def test_one_question_under_many_ids_proves_no_more(tmp_path, capsys):
     scores, prompts = [1.0] * 1200, [f"question {i % 60}" for i in range(1200)]
     sides = [write_outcomes(tmp_path / f"{name}.csv", scores, prompt=prompts) for name in "ab"]
@@ -261,6 +269,8 @@ def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
     (["compare", "a.csv", "b.csv", "--metric", "real", "--better", "real=lower"], "say with --tolerance"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "3"], "expected less than 1"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "easy=3"], "expected less than 1 for outcomes/one"),
+    (["compare", "a.csv", "b.csv", "--metric", "one", "--better", "ome=lower"], "--better ome: no such metric"),
+    (["compare", "a.csv", "b.csv", "--policy", "."], ".: expected a policy, a YAML file: Is a directory"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "-1"], "expected a number above 0"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "nan"], "expected a number above 0"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "x"], "expected NAME=VALUE"),

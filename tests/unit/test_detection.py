@@ -180,6 +180,14 @@ def test_a_loss_of_one_category_fails_where_it_is_though_the_mean_hides_it(tmp_p
     assert "Images that lost most of shelves/ap [bottles], objects found" in report
 
 
+def test_a_headline_of_a_flat_average_is_about_an_average_that_passes(tmp_path):
+    """It set the AP that was left open against a bucket of AP at 0.5, whose average had failed."""
+    write_detector_tree(tmp_path, {"rare": Change(drop_rare=0.4)}, num_images=240)
+    tolerances = {"shelves/ap": {"overall": 0.1}, "shelves/ap_50": {"overall": 0.06, "buckets": {"bottles": 0.05}}}
+    verdict = judge(tmp_path, ("rare",), tolerances).judgement.verdicts[0]
+    assert verdict.outcome == "fail" and not any("aggregate flat" in reason for reason in verdict.reasons)
+
+
 def test_metrics_carry_an_interval_and_empty_buckets_have_none(build):
     metrics = {(m.name, m.bucket): m for m in judge(build).judgement.reference_metrics}
     assert ("shelves/ap", "specks") not in metrics and ("shelves/ap_small", "price_tags") not in metrics

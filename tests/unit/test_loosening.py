@@ -8,14 +8,16 @@ import pytest
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.files import write_text
-from pipeline.gate.loosening import check_loosening, list_loosened, name_material
+from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
 from pipeline.gate.verdicts import describe_policy
+from pipeline.serving_records import ServingConfig
 from tests.synthetic_records import make_params
 
 TASK, CALLS = "workflows/task_completion_rate", "calls/tool_call_exact_match"
 TOLERANCES = {TASK: {"overall": 0.02, "buckets": {"hard": 0.05}}, CALLS: {"overall": 0.02}}
 WHY = "the product asks for less since June"
-MATERIAL = name_material("a" * 64, {"workflows": "b" * 64, "calls": "c" * 64, "choices": "d" * 64})
+MATERIAL = name_material(weights="a" * 64, cases={"workflows": "b" * 64, "calls": "c" * 64, "choices": "d" * 64},
+                         serving="f" * 64, adapter="9" * 64)  # fmt: skip
 
 
 def policy(**gate):
@@ -31,7 +33,8 @@ def change_evals(name, **changed):
 @pytest.fixture
 def released(tmp_path):
     """A folder whose last release was judged by `policy()`."""
-    manifest = {"policy": policy().model_dump(mode="json"), "reference": {"weights_digest": "a" * 64},
+    manifest = {"policy": policy().model_dump(mode="json"),
+                "reference": {"weights_digest": "a" * 64, "serving_digest": "f" * 64, "adapter_digest": "9" * 64},
                 "evalsets": {name: {"digest": digit * 64} for name, digit in
                              (("workflows", "b"), ("calls", "c"), ("choices", "d"))}}  # fmt: skip
     write_text(tmp_path / "release/text/manifest.json", json.dumps(manifest))
@@ -95,13 +98,23 @@ def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_nam
         check_loosening(policy(), tmp_path, material=MATERIAL)
 
 
-@pytest.mark.parametrize(("key", "was"), [("reference.weights", "a" * 12), ("evals.workflows.cases", "b" * 12)])
+@pytest.mark.parametrize(("key", "was"), [
+    ("reference.weights", "a" * 12), ("reference.serving", "f" * 12), ("reference.adapter", "9" * 12),
+    ("evals.workflows.cases", "b" * 12),
+])  # fmt: skip
 def test_other_weights_or_cases_under_the_old_name_need_a_reason(released, key, was) -> None:
     """Beside a worse reference, or on easier cases, a candidate passes that did not before."""
     other = MATERIAL | {key: "e" * 64}
     with pytest.raises(SettingsError, match=f"expected '{key}' with a reason, as it was {was} at the last .* is eeee"):
         check_loosening(policy(), released, material=other)
     check_loosening(policy(loosened={key: {"was": was, "why": WHY}}), released, material=other)
+
+
+def test_how_the_reference_is_run_counts_and_how_much_at_once_does_not() -> None:
+    """Cut to four tokens, or drawn in one step, both sides are as bad as each other."""
+    plain = ServingConfig()
+    assert digest_serving(plain) == digest_serving(ServingConfig(concurrency=4, num_threads=2))
+    assert digest_serving(plain) != digest_serving(ServingConfig(max_tokens=4))
 
 
 def test_other_cases_of_an_eval_that_gates_nothing_need_none(released) -> None:
