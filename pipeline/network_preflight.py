@@ -170,9 +170,9 @@ def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset])
     own = {case.sha256: case.id for case in calibration.cases}
     for evalset in evalsets.values():
         if shared := [case.id for case in evalset.cases if case.sha256 in own]:
-            raise SettingsError(f"{where}: expected other pictures than those of evalset {evalset.card.name!r}, found "
-                                f"{len(shared)} of them, first {shared[0]!r}; calibrate on pictures that nothing is "
-                                "evaluated on")  # fmt: skip
+            raise SettingsError(f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
+                                f"{evalset.card.name!r}, {shared[0]!r} first; a policy fitted to them would look "
+                                "better than it is")  # fmt: skip
 
 
 def _check_folder(where: str, folder: Path) -> None:

@@ -610,7 +610,7 @@ def test_several_categories_without_a_bucket_are_warned_of(project: Path) -> Non
 
 
 def test_pictures_that_are_evaluated_on_are_not_calibrated_on(project: Path) -> None:
-    with pytest.raises(SettingsError, match="detector.calibration_images: expected other pictures than those of evals"):
+    with pytest.raises(SettingsError, match="calibration_images: expected pictures that no eval shows, got 40"):
         check_network(make_detector(calibration_images="evalsets/squares"), project)
 
 
