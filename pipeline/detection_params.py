@@ -25,7 +25,6 @@ class DetectionEval(Settings):
     evalset: str
     # bucket -> smallest and largest area, beside COCO's: a bucket of ap, ap_50 and ap_75
     areas: dict[str, Annotated[list[_Area], Field(min_length=2, max_length=2)]] = {}
-
     # bucket -> category_id: a bucket of ap, ap_50 and ap_75, which are the mean over all categories
     categories: dict[str, Annotated[int, Field(ge=0)]] = {}
 
@@ -39,6 +38,8 @@ def find_bucket_problems(settings: DetectionEval) -> list[str]:
     """Return what is wrong with the areas and categories of an eval, one line each, starting with the key's path."""
     problems = [f"areas.{name}: expected another name than COCO's own ({', '.join(AREAS)}); rename it"
                 for name in settings.areas if name in AREAS]
+    problems += [f"{section}.{name}: expected another name than those of scores at one IoU (50, 75); rename it"
+                 for section in ("areas", "categories") for name in getattr(settings, section) if name in ("50", "75")]
     problems += [f"areas.{name}: expected the smaller area first, got {list(bounds)!r}; swap them"
                  for name, bounds in settings.areas.items() if bounds[0] >= bounds[1]]
     problems += [f"categories.{name}: expected another name than an area's ({', '.join(settings.all_areas)}); rename it"

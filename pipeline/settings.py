@@ -54,9 +54,10 @@ class Tolerance(Settings):
 
 
 class Loosened(Settings):
-    """A setting that lets more through than it did at the last release."""
+    """A setting that lets more through than it did at the last release: from what to what, and why."""
 
     was: float | str
+    now: float | str  # a reason holds for this value alone
     why: str = Field(min_length=10)  # a sentence
 
 

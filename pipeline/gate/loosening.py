@@ -1,15 +1,14 @@
 """What the gate asks now and asked at the last release: a setting that became looser needs a reason.
 
 A threshold that is relaxed whenever it fails protects nothing. The last release keeps its policy in its manifest; each
-setting that would let more through than that one did must stand in `gate.loosened` with its old value and why, and the
-report prints it. Another reference, by name, by weights or by how it is run, or other cases or another setting of an
-eval that is gated, ask another question: nobody can say that it is as strict, so it needs a reason too. Nothing is
-compared before a first release. Stricter settings need none.
+setting that would let more through than that one did must stand in `gate.loosened` with its old value, its new one and
+why, and the report prints it. Another reference, by name, by weights or by how it is run, or other cases or another
+setting of an eval that is gated, ask another question: nobody can say that it is as strict, so it needs a reason too.
+Nothing is compared before a first release. Stricter settings need none.
 
 Weights, cases and how the reference is run are known by what was evaluated, so they are compared when the gate judges,
 and settings before any work too. A pull request writes its own manifest, so CI compares with that of the branch it goes
-to as well. Not seen: the engine and steps of a candidate, which is what is judged, and fewer cells of the benchmark's
-grid. A reason names the old value, and holds for whatever new one stands beside it.
+to as well. Not seen: the engine and steps of a candidate, which is what is judged.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
 # of a serving config
 _ELSEWHERE = {"batch_size", "num_threads", "concurrency", "base_url", "api_key_env"}
 _CASES = ("evalset", "include_path", "task")  # settings of an eval that say where its cases are
-Value = float | str | None
+Value = float | str
+_NOT_SET = "not set"
 
 
 def name_material(
@@ -64,7 +64,7 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
         material: from `name_material`; empty where nothing was evaluated yet.
 
     Raises:
-        SettingsError: one has none, or its reason speaks of another value.
+        SettingsError: one has none, or its reason speaks of other values.
         EvidenceError: the last release's manifest can't be read.
     """
     path = root / RELEASES[policy.track] / MANIFEST
@@ -82,7 +82,7 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
         material: as of `check_loosening`.
 
     Raises:
-        SettingsError: one has none, or its reason speaks of another value.
+        SettingsError: one has none, or its reason speaks of other values.
         EvidenceError: it is no manifest.
     """
     try:
@@ -101,10 +101,12 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
         if reason is None:
             raise SettingsError(f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
                                 f"at the last release ({source}) and is {_tell(now)}; add "
-                                f"{{was: {json.dumps(was)}, why: ...}}, or set it back")
-        if reason.was != was:
-            raise SettingsError(f"{_name(policy)}gate.loosened.{key}.was: expected {_tell(was)}, as {source} says, got "
-                                f"{_tell(reason.was)}; correct it")
+                                f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}, or set it back")
+        for part, said, found, whence in (("was", reason.was, was, f"{source} says"),
+                                          ("now", reason.now, now, "is asked now")):  # fmt: skip
+            if said != found:
+                raise SettingsError(f"{_name(policy)}gate.loosened.{key}.{part}: expected {_tell(found)}, as {whence}, "
+                                    f"got {_tell(said)}; correct it, with its reason")
 
 
 def _compare_material(
@@ -130,15 +132,25 @@ def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value
         yield "on_inconclusive", "block", "warn"
     for metric, tolerance in last.tolerances.items():
         yield from _compare_tolerances(f"tolerances.{metric}", tolerance, now.tolerances.get(metric))
-    if last.max_slowdown is not None and (now.max_slowdown is None or now.max_slowdown > last.max_slowdown):
-        yield "benchmark.max_slowdown", last.max_slowdown, now.max_slowdown
     noticed, rate = last.canary.get("target_rate"), now.canary.get("target_rate")
     if noticed is not None and (rate is None or rate > noticed):
-        yield "canary.target_rate", noticed, rate
-    if last.max_slowdown is not None:
-        for name in sorted((set(last.benchmarked) - set(now.benchmarked)) & set(now.release)):
-            yield f"benchmark.candidates.{name}", "timed", None
+        yield "canary.target_rate", noticed, _as_value(rate)
+    yield from _compare_benchmarks(last, now)
     yield from _compare_candidates(last, now)
+
+
+def _compare_benchmarks(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
+    """Compare which candidates were timed and on what; a benchmark that fails nobody may change."""
+    if last.max_slowdown is None:
+        return
+    if now.max_slowdown is None or now.max_slowdown > last.max_slowdown:
+        yield "benchmark.max_slowdown", last.max_slowdown, _as_value(now.max_slowdown)
+    for name in sorted((set(last.benchmarked) - set(now.benchmarked)) & set(now.release)):
+        yield f"benchmark.candidates.{name}", "timed", _NOT_SET
+    for key, was in last.grid.items():
+        asked = now.grid.get(key, was)
+        if any(cell not in asked for cell in was) if isinstance(was, list) else asked < was:
+            yield f"benchmark.{key}", _as_value(was), _as_value(asked)
 
 
 def _compare_candidates(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
@@ -150,7 +162,7 @@ def _compare_candidates(last: Policy, now: Policy) -> Iterator[tuple[str, Value,
         for heir in sorted(heirs):
             lower = now.min_acceptance.get(heir)
             if least is not None and (lower is None or lower < least):
-                yield f"candidates.{heir}.min_acceptance", least, lower
+                yield f"candidates.{heir}.min_acceptance", least, _as_value(lower)
             if name in last.exact and heir not in now.exact:
                 yield f"candidates.{heir}.exact", "true", "false"
 
@@ -170,17 +182,17 @@ def _list_gated(policy: Policy) -> list[str]:
 
 
 def _as_value(setting: Any) -> Value:
-    """Return a setting as `was` takes it: a number, or text."""
+    """Return a setting as a reason names it: a number, or text."""
     if isinstance(setting, (int, float)) and not isinstance(setting, bool):
         return float(setting)
-    return setting if isinstance(setting, str) else "not set" if setting is None else json.dumps(setting)
+    return setting if isinstance(setting, str) else _NOT_SET if setting is None else json.dumps(setting)
 
 
 def _compare_tolerances(
     key: str, last: GatedTolerance, now: GatedTolerance | None
 ) -> Iterator[tuple[str, Value, Value]]:
     if now is None:
-        yield key, "gated", None
+        yield key, "gated", _NOT_SET
         return
     if _TIERS.index(now.tier) < _TIERS.index(last.tier):
         yield f"{key}.tier", last.tier, now.tier
@@ -188,11 +200,11 @@ def _compare_tolerances(
     limits |= {f"buckets.{name}": (was, now.buckets.get(name)) for name, was in last.buckets.items()}
     for part, (was, allowed) in limits.items():
         if was is not None and (allowed is None or allowed > was):
-            yield f"{key}.{part}", was, allowed
+            yield f"{key}.{part}", was, _as_value(allowed)
 
 
 def _tell(value: Value) -> str:
-    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else value
+    return f"{value:g}" if isinstance(value, float) else value
 
 
 def _name(policy: Policy) -> str:

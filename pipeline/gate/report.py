@@ -143,7 +143,7 @@ def _headline(judgement: Judgement) -> str:
                 else "**Nothing blocks it.**"), ""]
     notable = [f"- {escape_markdown(reason[0].upper() + reason[1:])}." for verdict in judgement.verdicts
                for reason in verdict.reasons if reason.startswith(HEADLINES)]
-    notable += [f"- Loosened: {escape_markdown(key)}, which was {reason.was}: {escape_markdown(reason.why)}"
+    notable += [f"- Loosened: {escape_markdown(f'{key}, from {reason.was} to {reason.now}: {reason.why}')}"
                 for key, reason in judgement.policy.loosened.items()]
     return "\n".join(lines + ([*notable, ""] if notable else []))
 

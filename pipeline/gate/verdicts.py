@@ -42,9 +42,10 @@ class GatedTolerance(Record):
 
 
 class LoosenedSetting(Record):
-    """A setting that lets more through than it did at the last release, and why."""
+    """A setting that lets more through than it did at the last release: from what to what, and why."""
 
     was: float | str
+    now: float | str
     why: str
 
 
@@ -64,6 +65,7 @@ class Policy(Record):
     exact: tuple[str, ...] = ()  # candidates of which no answer may change
     benchmarked: tuple[str, ...] = ()  # candidates
     max_slowdown: float | None = None  # of their throughput, relative
+    grid: dict[str, Any] = {}  # of the benchmark: settings that say what is timed, and how often
     for_speed: tuple[str, ...] = ()  # candidates with a step whose only reason is speed
     loosened: dict[str, LoosenedSetting] = {}  # by key of params.yaml
 
@@ -119,6 +121,7 @@ def _describe_text(params: Params) -> dict[str, Any]:
         "exact": tuple(name for name, c in params.candidates.items() if c.exact),
         "benchmarked": tuple(params.benchmark.candidates),
         "max_slowdown": params.benchmark.max_slowdown,
+        "grid": params.benchmark.model_dump(exclude={"candidates", "max_slowdown"}),
     }
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,29 @@ def _as_list(case_id: str, results: Any) -> list[Any]:
 def _read_result(case_id: str, result: Any) -> dict[str, Any]:
     """Return a result as JSON; nine digits hold a float32 exactly."""
     try:
-        bbox = [float(f"{float(side):.9g}") for side in result["bbox"]]
-        read = {"bbox": bbox, "score": float(f"{float(result['score']):.9g}"),
-                "category_id": int(result["category_id"])}  # fmt: skip
-        if len(bbox) != 4 or any(side < 0 for side in bbox[2:] if all(map(math.isfinite, bbox))):
+        bbox = [_read_number(side) for side in result["bbox"]]
+        read = {"bbox": bbox, "score": _read_number(result["score"]),
+                "category_id": _read_category(result["category_id"])}  # fmt: skip
+        is_negative = all(map(math.isfinite, bbox)) and min(bbox[2:], default=0) < 0
+        if isinstance(result["bbox"], Mapping) or len(bbox) != 4 or is_negative:
             raise ValueError("a box has left, top, width and height, the last two 0 or more")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"case {case_id!r}: postprocess() returned {str(result)[:120]!r}, expected a COCO result "
                           f"with bbox, score and category_id ({' '.join(str(error).split())}); correct the adapter"
                           ) from None  # fmt: skip
     return read
+
+
+def _read_number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"expected a number, got {value!r}")
+    return float(f"{float(value):.9g}")
+
+
+def _read_category(value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # of a tensor or of numpy, too; a float has none
+    except TypeError:
+        raise TypeError(f"category_id is a whole number, got {value!r}") from None

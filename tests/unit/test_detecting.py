@@ -133,8 +133,14 @@ def test_raw_outputs_that_are_not_finite_count_though_results_are() -> None:
     ([{"bbox": [0, 0, 1, 1], "score": 0.5}], "('category_id'); correct the adapter"),
     ([{"bbox": [0, 0, 1], "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
     ([{"bbox": [0, 0, 1, -1], "score": 0.5, "category_id": 1}], "the last two 0 or more"),
-    ([{"bbox": [0, 0, 1, 1], "score": "high", "category_id": 1}], "could not convert string to float: 'high'"),
-    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": INF}], "cannot convert float infinity to integer"),
+    ([{"bbox": [0, 0, 1, 1], "score": "high", "category_id": 1}], "expected a number, got 'high'"),
+    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": INF}], "category_id is a whole number"),
+    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": 1.7}], "category_id is a whole number"),
+    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": "1"}], "category_id is a whole number"),
+    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": True}], "category_id is a whole number"),
+    ([{"bbox": "0011", "score": 0.5, "category_id": 1}], "expected a number, got '0'"),
+    ([{"bbox": {0: 5, 1: 5, 2: 5, 3: 5}, "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
+    ([{"bbox": [0, 0, 1, 1], "score": "0.5", "category_id": 1}], "expected a number, got '0.5'"),
     ([{"bbox": 3, "score": 0.5, "category_id": 1}], "'int' object is not iterable"),
 ])  # fmt: skip
 def test_what_is_no_result_is_said_with_its_case(results: Any, said: str) -> None:

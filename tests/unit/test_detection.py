@@ -292,6 +292,7 @@ def test_a_bucket_of_images_may_not_be_called_like_one_of_areas(tmp_path):
 
 @pytest.mark.parametrize(("categories", "key"), [
     ({"price_tags": 1}, "categories.price_tags"), ({"small": 1}, "categories.small"),
+    ({"50": 1}, "categories.50"),
     ({"a": 1, "b": 1}, "categories.b"), ({"a": 1, "b": 2}, None),
 ])  # fmt: skip
 def test_categories_of_the_settings(categories, key):
@@ -302,3 +303,6 @@ def test_categories_of_the_settings(categories, key):
 def test_areas_of_the_settings():
     settings = DetectionEval(kind="detection", evalset="e", areas={"small": [0.0, 10.0], "big": [20.0, 10.0]})
     assert [problem.partition(":")[0] for problem in find_bucket_problems(settings)] == ["areas.small", "areas.big"]
+    settings = DetectionEval(kind="detection", evalset="e", areas={"75": [0.0, 10.0]})
+    assert find_bucket_problems(settings) == ["areas.75: expected another name than those of scores at one IoU "
+                                              "(50, 75); rename it"]

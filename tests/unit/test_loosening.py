@@ -19,6 +19,9 @@ WHY = "the product asks for less since June"
 MATERIAL = name_material(weights="a" * 64, cases={"workflows": "b" * 64, "calls": "c" * 64, "choices": "d" * 64},
                          serving="f" * 64, adapter="9" * 64)  # fmt: skip
 
+GRID = {"concurrency": [1, 16], "prompt_tokens": [[16, 24], [40, 90]], "num_tokens": 32, "rounds": 8}
+TIMED = {"benchmarked": ("a",), "max_slowdown": 0.1, "grid": GRID}
+
 
 def policy(**gate):
     return describe_policy(make_params(["a"], ["a"], **({"tolerances": TOLERANCES, "on_inconclusive": "block"} | gate)))
@@ -41,42 +44,46 @@ def released(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("change", "key", "was"), [
-    ({"tolerances": TOLERANCES | {CALLS: {"overall": 0.03}}}, f"tolerances.{CALLS}.overall", 0.02),
+@pytest.mark.parametrize(("change", "key", "was", "now"), [
+    ({"tolerances": TOLERANCES | {CALLS: {"overall": 0.03}}}, f"tolerances.{CALLS}.overall", 0.02, 0.03),
     ({"tolerances": TOLERANCES | {TASK: {"overall": 0.02, "buckets": {"hard": 0.06}}}},
-     f"tolerances.{TASK}.buckets.hard", 0.05),
-    ({"tolerances": TOLERANCES | {TASK: {"overall": 0.02}}}, f"tolerances.{TASK}.buckets.hard", 0.05),
-    ({"tolerances": {TASK: TOLERANCES[TASK]}}, f"tolerances.{CALLS}", "gated"),
+     f"tolerances.{TASK}.buckets.hard", 0.05, 0.06),
+    ({"tolerances": TOLERANCES | {TASK: {"overall": 0.02}}}, f"tolerances.{TASK}.buckets.hard", 0.05, "not set"),
+    ({"tolerances": {TASK: TOLERANCES[TASK]}}, f"tolerances.{CALLS}", "gated", "not set"),
     ({"tolerances": TOLERANCES | {CALLS: {"overall": 0.02, "tier": "supporting"}}}, f"tolerances.{CALLS}.tier",
-     "critical"),
-    ({"alpha": 0.1}, "alpha", 0.05),
-    ({"on_inconclusive": "warn"}, "on_inconclusive", "block"),
+     "critical", "supporting"),
+    ({"alpha": 0.1}, "alpha", 0.05, 0.1),
+    ({"on_inconclusive": "warn"}, "on_inconclusive", "block", "warn"),
 ])  # fmt: skip
-def test_a_looser_setting_needs_its_reason(released, change, key, was) -> None:
+def test_a_looser_setting_needs_its_reason(released, change, key, was, now) -> None:
+    """Of this change: a reason for another one, or of which the new value has moved on since, is none."""
+    reason = {"was": was, "now": now, "why": WHY}
     with pytest.raises(SettingsError) as caught:
         check_loosening(policy(**change), released, material=MATERIAL)
     assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
-    check_loosening(policy(**change, loosened={key: {"was": was, "why": WHY}}), released, material=MATERIAL)
-    with pytest.raises(SettingsError, match="was: expected"):
-        check_loosening(policy(**change, loosened={key: {"was": 0.001, "why": WHY}}), released, material=MATERIAL)
+    check_loosening(policy(**change, loosened={key: reason}), released, material=MATERIAL)
+    for part in ("was", "now"):
+        with pytest.raises(SettingsError, match=f"{part}: expected .*, got 0.001; correct it"):
+            check_loosening(policy(**change, loosened={key: reason | {part: 0.001}}), released, material=MATERIAL)
 
 
-@pytest.mark.parametrize(("change", "key", "was"), [
-    ({"reference": "worse"}, "reference", "reference"),
-    (change_evals("workflows", evalset="evalsets/easy"), "evals.workflows.evalset", "evalsets/workflows"),
-    (change_evals("workflows", max_turns=99), "evals.workflows.max_turns", 16.0),
-    (change_evals("calls", kind="harness"), "evals.calls.kind", "tool_calls"),
-    (change_evals("calls", send_tools=True), "evals.calls.send_tools", "false"),
-    ({"canary": policy().canary | {"target_rate": 0.45}}, "canary.target_rate", policy().canary["target_rate"]),
-])
-def test_another_question_needs_its_reason(released, change, key, was) -> None:
+@pytest.mark.parametrize(("change", "key", "was", "now"), [
+    ({"reference": "worse"}, "reference", "reference", "worse"),
+    (change_evals("workflows", evalset="evalsets/easy"), "evals.workflows.evalset", "evalsets/workflows",
+     "evalsets/easy"),
+    (change_evals("workflows", max_turns=99), "evals.workflows.max_turns", 16.0, 99.0),
+    (change_evals("calls", kind="harness"), "evals.calls.kind", "tool_calls", "harness"),
+    (change_evals("calls", send_tools=True), "evals.calls.send_tools", "false", "true"),
+    ({"canary": policy().canary | {"target_rate": 0.45}}, "canary.target_rate", policy().canary["target_rate"], 0.45),
+])  # fmt: skip
+def test_another_question_needs_its_reason(released, change, key, was, now) -> None:
     """An easier evalset or a worse reference lets more through, and no tolerance moves."""
     asked = policy().model_copy(update=change)
     with pytest.raises(SettingsError) as caught:
         check_loosening(asked, released, material=MATERIAL)
     assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
-    assert f"{{was: {json.dumps(was)}, why: ...}}" in str(caught.value)
-    reason = policy(loosened={key: {"was": was, "why": WHY}}).loosened
+    assert f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}" in str(caught.value)
+    reason = policy(loosened={key: {"was": was, "now": now, "why": WHY}}).loosened
     check_loosening(asked.model_copy(update={"loosened": reason}), released, material=MATERIAL)
 
 
@@ -107,7 +114,10 @@ def test_other_weights_or_cases_under_the_old_name_need_a_reason(released, key, 
     other = MATERIAL | {key: "e" * 64}
     with pytest.raises(SettingsError, match=f"expected '{key}' with a reason, as it was {was} at the last .* is eeee"):
         check_loosening(policy(), released, material=other)
-    check_loosening(policy(loosened={key: {"was": was, "why": WHY}}), released, material=other)
+    reason = {"was": was, "now": "e" * 12, "why": WHY}
+    check_loosening(policy(loosened={key: reason}), released, material=other)
+    with pytest.raises(SettingsError, match=r"now: expected dddddddddddd, as is asked now, got eeeeeeeeeeee"):
+        check_loosening(policy(loosened={key: reason}), released, material=MATERIAL | {key: "d" * 64})
 
 
 def test_how_the_reference_is_run_counts_and_how_much_at_once_does_not() -> None:
@@ -123,13 +133,18 @@ def test_other_cases_of_an_eval_that_gates_nothing_need_none(released) -> None:
 
 def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released) -> None:
     changed = policy().model_copy(update=change_evals("workflows", evalset="evalsets/easy"))
-    reason = policy(loosened={"evals.workflows.evalset": {"was": "evalsets/workflows", "why": WHY}}).loosened
+    reason = policy(loosened={"evals.workflows.evalset": {"was": "evalsets/workflows", "now": "evalsets/easy",
+                                                          "why": WHY}}).loosened  # fmt: skip
     other = MATERIAL | {"evals.workflows.cases": "e" * 64}
     check_loosening(changed.model_copy(update={"loosened": reason}), released, material=other)
 
 
 @pytest.mark.parametrize(("last", "now", "key"), [
     ({"benchmarked": ("a",), "max_slowdown": 0.1}, {"max_slowdown": 0.1}, "benchmark.candidates.a"),
+    (TIMED, {**TIMED, "grid": GRID | {"concurrency": [1]}}, "benchmark.concurrency"),
+    (TIMED, {**TIMED, "grid": GRID | {"prompt_tokens": [[16, 90]]}}, "benchmark.prompt_tokens"),
+    (TIMED, {**TIMED, "grid": GRID | {"num_tokens": 2}}, "benchmark.num_tokens"),
+    (TIMED, {**TIMED, "grid": GRID | {"rounds": 6}}, "benchmark.rounds"),
     ({"exact": ("a",)}, {"release": ("b",)}, "candidates.b.exact"),
     ({"min_acceptance": {"a": 0.9}}, {"release": ("b",)}, "candidates.b.min_acceptance"),
     ({"min_acceptance": {"a": 0.9}}, {"min_acceptance": {"a": 0.8}}, "candidates.a.min_acceptance"),
@@ -139,3 +154,11 @@ def test_what_was_asked_of_a_candidate_is_asked_of_the_one_in_its_place(last, no
     found = list_loosened(policy().model_copy(update=last), policy().model_copy(update=now))
     assert [name for name, _, _ in found] == [key]
     assert not list(list_loosened(policy().model_copy(update=last), policy().model_copy(update=last)))
+
+
+@pytest.mark.parametrize(("last", "now"), [
+    ({}, {"grid": GRID | {"concurrency": [1, 4, 16], "rounds": 12}}),
+    ({"max_slowdown": None}, {"max_slowdown": None, "grid": GRID | {"concurrency": [1]}}),
+])  # fmt: skip
+def test_more_may_be_timed_and_what_fails_nobody_may_be_timed_less(last, now) -> None:
+    assert not list(list_loosened(policy().model_copy(update=TIMED | last), policy().model_copy(update=TIMED | now)))
