@@ -120,7 +120,8 @@ def _check_adapter(track: NetworkTrack, root: Path) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{track.name}.adapter: expected a Python file, got {error}") from None
     except SyntaxError as error:
-        raise SettingsError(f"{track.name}.adapter: {path}:{error.lineno}: expected Python: {error.msg}") from None
+        raise SettingsError(f"{track.name}.adapter: {path}{f':{error.lineno}' if error.lineno else ''}: expected "
+                            f"Python: {error.msg}") from None  # fmt: skip
 
 
 def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path) -> None:

@@ -7,6 +7,7 @@
                cluster, and without a prompt each case is its own
     buckets    optional: separated by ";" in CSV, a list in JSONL
     weight     optional: the units (tokens, objects) that every score is divided by; a score is then a total
+    scores     optional, in JSONL: an object of scores
     ...        every other column that holds numbers, or true and false, is a score
 
 With the columns `reference` and `candidate`, each a score of one metric, one file holds both sides; their outputs are
@@ -91,14 +92,17 @@ def _read_case(row: dict[str, Any], where: str, grouping: Grouping) -> Case:
         buckets = [name.strip() for name in buckets.split(";") if name.strip()]
     if not isinstance(buckets, (list, tuple)):
         raise EvidenceError(f"{where}: case {case_id!r}: expected buckets as a list, got {buckets!r}")
-    nested = row.get("scores")
     no_scores = {*_RESERVED, "scores", grouping.cluster, *grouping.buckets}
     scores = {key: _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
               for key, value in row.items() if key not in no_scores}  # fmt: skip
+    nested = row.get("scores") or {}
+    if not isinstance(nested, dict) or nested.keys() & scores.keys():
+        raise EvidenceError(f"{where}: case {case_id!r}: expected `scores` as an object of scores that are no column "
+                            f"of their own, got {str(nested)[:120]!r}; name each score once")
     # one question under many ids is no more evidence than under one
     cluster = row.get("cluster") or (digest_text(str(row["prompt"])) if row.get("prompt") else case_id)
     asked = {"case_id": str(case_id)} | ({"prompt": row["prompt"]} if row.get("prompt") else {})
-    return Case(str(case_id), where, asked, scores | (nested if isinstance(nested, dict) else {}),
+    return Case(str(case_id), where, asked, scores | nested,
                 cluster=str(cluster), buckets=tuple(map(str, buckets)),
                 prompt=str(row.get("prompt") or ""), output=str(row.get("output") or ""), fields=row)
 

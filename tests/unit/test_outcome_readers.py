@@ -205,6 +205,16 @@ def test_nan_and_half_a_character_in_json_do_not_crash(tmp_path):
     assert "expected JSON" in read_side(path, PLAIN).problems[0]
 
 
+def test_scores_of_an_object_are_read_and_one_named_twice_is_refused(tmp_path):
+    """Which of two would count is anybody's guess."""
+    path = tmp_path / "table.jsonl"
+    path.write_text('{"case_id": "a", "score": 0, "scores": {"exact": 1}}\n')
+    assert read_one(path).records[0].scores == {"score": 0, "exact": 1}
+    for scores in ('{"score": 1}', '"0.5"', "[1]"):
+        path.write_text(f'{{"case_id": "a", "score": 0, "scores": {scores}}}\n')
+        assert "table.jsonl:1: case 'a': expected `scores` as an object" in read_side(path, PLAIN).problems[0]
+
+
 def test_tables_of_other_file_names_are_one_eval(tmp_path):
     for name in ("before", "after"):
         (tmp_path / f"{name}.csv").write_text("case_id,score\na,1\n")
