@@ -21,7 +21,7 @@ from pipeline.evalsets import load_evalset
 from pipeline.medians import GAIN_BELOW
 from pipeline.network_params import NetworkTrack
 from pipeline.networks.adapters import load_adapter
-from pipeline.networks.costs import measure_costs, measure_speed
+from pipeline.networks.costs import choose_baseline, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
 from pipeline.params import get_track, load_params
 from pipeline.pictures import read_picture
@@ -61,7 +61,9 @@ def _measure(track: NetworkTrack, step: str, serving: NetworkServing, repeats: i
     pixels = torch.from_numpy(np.stack([read_picture(folder / case.image, case.sha256) for case in cases]))
     load = partial(load_network, Path(track.candidates[track.reference].checkpoint), adapter)
     costs = measure_costs(load, serving, pixels, pixels[:1], [pixels])
-    speeds = [costs["speed"], *(measure_speed(load, serving, pixels) for _ in range(repeats - 1))]
+    base = choose_baseline(serving)
+    assert base is not None
+    speeds = [costs["speed"], *(measure_speed(load, serving, base, pixels) for _ in range(repeats - 1))]
     differs = max(speed["difference"] for speed in speeds)
     if any(speed["timed"] is None for speed in speeds):
         return f"| {track.name} | {serving.dtype} | {step} | not timed | – | {differs:.2g} | – | – | – | – |"

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from pipeline.detection_params import DetectionEval, find_bucket_problems
 from pipeline.settings import (
+    GateSettings,
     Settings,
     Track,
     find_metric_problems,
@@ -109,6 +110,13 @@ class UpscalingEval(Settings):
     evalset: str
 
 
+class NetworkGateSettings(GateSettings):
+    """The decision rule's settings, and how slow a candidate may be."""
+
+    # of the time of one batch, to that of the same weights in float32 without a step: surely more fails
+    max_slowdown: float | None = Field(default=None, gt=0)
+
+
 class NetworkTrack(Track):
     """What the sections `detector` and `upscaler` share."""
 
@@ -116,6 +124,7 @@ class NetworkTrack(Track):
     calibration_images: str | None = None  # an evalset that nothing is evaluated on: what a policy is proposed from
     candidates: dict[str, NetworkCandidateSettings] = Field(min_length=1)
     running: RunningSettings
+    gate: NetworkGateSettings
 
 
 class DetectorTrack(NetworkTrack):

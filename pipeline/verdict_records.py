@@ -186,4 +186,5 @@ class Verdict(Record):
     metrics: tuple[Metric, ...]
     speed: Speed | None = None  # None: not in benchmark.candidates, or refused
     gain: Gain | None = None  # None: no step of it is there for speed alone
+    total: MedianInterval | None = None  # of a network's time, to that of the same weights run plainly; None: not told
     certificate: Certificate | None = None  # None: nothing of it could be measured

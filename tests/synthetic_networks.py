@@ -38,8 +38,8 @@ GIVEN, FACTOR, TILE = 32, 2, 16  # pixels a side of what is enlarged, by how muc
 _RATIO = {"median": 0.7, "low": 0.65, "high": 0.75}
 _LAYERS = {name: {"relative_error": 0.001 * i, "absmax": 1.0, "nonfinite_count": 0, "headroom_bits": 9.0 - i}
            for i, name in enumerate(("stem", "branches.small.0", "head"))}  # fmt: skip
-NOTES: dict[str, Any] = {"layers": _LAYERS, "speed": None, "compile": None, "layout": None, "peak_mib": 8.0,
-                         "peak_pixels": [GIVEN, GIVEN], "work": 1.0,
+NOTES: dict[str, Any] = {"layers": _LAYERS, "speed": None, "total": None, "compile": None, "layout": None,
+                         "peak_mib": 8.0, "peak_pixels": [GIVEN, GIVEN], "work": 1.0,
                          "shapes": {"num_shapes": 1, "timed": [1, GIVEN, GIVEN], "num_timed": 60,
                                     "num_pictures": 60}}  # fmt: skip
 
@@ -63,9 +63,9 @@ class Way:
     fallbacks: Sequence[Fallback] = ()
 
 
-def time_notes(high: float = 0.75) -> dict[str, Any]:
-    """Return the notes of a candidate that was timed, with a ratio whose interval ends at `high`."""
-    clocks = {clock: {"ratio": _RATIO | {"high": high}} for clock in ("cpu", "wall")}
+def time_notes(**ratio: float) -> dict[str, Any]:
+    """Return the notes of a candidate that was timed; `ratio` replaces parts of its ratio."""
+    clocks = {clock: {"ratio": _RATIO | ratio} for clock in ("cpu", "wall")}
     return {"baseline": "torch float32", "difference": 1e-6, "tolerance": 1e-4, "timed": clocks, "clock": "cpu"}
 
 
@@ -75,7 +75,8 @@ def compile_notes(**changes: Any) -> dict[str, Any]:
             "limit": 8, "num_over_limit": 0, "shape_over_limit": None} | changes  # fmt: skip
 
 
-def make_network_track(kind: str, ways: dict[str, Way], tolerances: dict[str, Any] | None = None) -> NetworkTrack:
+def make_network_track(kind: str, ways: dict[str, Way], tolerances: dict[str, Any] | None = None,
+                       **gate: Any) -> NetworkTrack:  # fmt: skip
     """Return the settings of a track that releases all candidates."""
     is_detector = kind == "detector"
     evals = {"scenes": {"kind": "detection", "evalset": "evalsets/scenes"}} if is_detector else {
@@ -89,7 +90,7 @@ def make_network_track(kind: str, ways: dict[str, Way], tolerances: dict[str, An
         "candidates": {REFERENCE: {"checkpoint": "models/net", "steps": []}} | {
             name: {"checkpoint": "models/net", "steps": list(way.steps)} for name, way in ways.items()},
         "running": {"batch_size": 1, "num_workers": 1, "num_threads": 1}, "evals": evals,
-        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances or usual},
+        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances or usual, **gate},
     })  # fmt: skip
 
 

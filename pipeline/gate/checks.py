@@ -20,6 +20,7 @@ from pipeline.gate.verdicts import (
     describe_policy,
     gains_nothing,
     is_proven,
+    is_slower,
     list_gated,
     list_refusals,
     released_verdicts,
@@ -108,9 +109,9 @@ def _drafts_too_few(verdict: Verdict, policy: Policy) -> bool:
 
 
 def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
-    """Say whether speeds are missing that were asked for, or are below what is tolerated."""
+    """Say whether speeds are missing that were asked for, or are below what is tolerated, or a network's time above."""
     if verdict.speed is None:
-        return verdict.candidate in policy.benchmarked
+        return verdict.candidate in policy.benchmarked or is_slower(verdict.total, policy.max_slowdown)
     return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
 
 

@@ -28,7 +28,7 @@ from pipeline.gate.headlines import explain_flat_average, explain_flat_perplexit
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.gate.networks import measure_gain
+from pipeline.gate.networks import describe_total, measure_gain, measure_total
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.speculation import check_acceptance, check_speculation
 from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, list_slow_cells, load_benchmark
@@ -45,8 +45,10 @@ from pipeline.gate.verdicts import (
     Policy,
     describe_policy,
     is_blocking,
+    is_slower,
 )
 from pipeline.gate.wording import name_comparison
+from pipeline.medians import MedianInterval
 from pipeline.network_params import NetworkTrack
 from pipeline.params import Params
 from pipeline.records import OUTGROWN, CaseRecord
@@ -72,6 +74,7 @@ class Measured:
     benchmark: Benchmark | None = None
     speed: Speed | None = None
     gain: Gain | None = None
+    total: MedianInterval | None = None  # of a network's time
     seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
     explained: tuple[Verdict, CandidateExplanation] | None = None  # the cases behind a verdict, when looked for
 
@@ -194,18 +197,26 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Track, k
         if isinstance(params, Params):
             _measure_canary(measured, reference.evidence, params)
         elif isinstance(params, NetworkTrack):
-            _measure_gain(measured)
+            _measure_time(measured, params.gate.max_slowdown)
     if blindness := describe_blindness(reference.evidence, measured.evidence):
         measured.notes.append(blindness)
     return measured
 
 
-def _measure_gain(measured: Measured) -> None:
+def _measure_time(measured: Measured, limit: float | None) -> None:
+    """Add what a network's steps for speed gain, and a failure or a note where it is slower in total."""
     assert measured.evidence is not None
     try:
         measured.gain = measure_gain(measured.evidence)
+        measured.total = measure_total(measured.evidence, limit)
     except EvidenceError as error:
         measured.refusals.append(str(error))
+    if measured.total is not None and measured.total.low > 1:
+        said = describe_total(measured.total, limit)
+        if is_slower(measured.total, limit):
+            measured.failures.append(f"{SPEED_FAILED}{said}")
+        else:
+            measured.notes.append(f"speed: {said}")
 
 
 def _measure_canary(measured: Measured, reference: Evidence, params: Params) -> None:
@@ -329,7 +340,8 @@ def _conclude(
                    behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
                    canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
                    seconds=measured.seconds,
-                   speed=measured.speed, gain=measured.gain, certificate=certificate, is_release=name in params.release,
+                   speed=measured.speed, gain=measured.gain, total=measured.total, certificate=certificate,
+                   is_release=name in params.release,
                    reasons=tuple(reasons),
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
 

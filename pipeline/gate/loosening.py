@@ -140,11 +140,12 @@ def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value
 
 
 def _compare_benchmarks(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
-    """Compare which candidates were timed and on what; a benchmark that fails nobody may change."""
+    """Compare how slow a candidate may be, which were timed and on what; times that fail nobody may change."""
     if last.max_slowdown is None:
         return
     if now.max_slowdown is None or now.max_slowdown > last.max_slowdown:
-        yield "benchmark.max_slowdown", last.max_slowdown, _as_value(now.max_slowdown)
+        key = "benchmark.max_slowdown" if last.track == "text" else "max_slowdown"
+        yield key, last.max_slowdown, _as_value(now.max_slowdown)
     for name in sorted((set(last.benchmarked) - set(now.benchmarked)) & set(now.release)):
         yield f"benchmark.candidates.{name}", "timed", _NOT_SET
     for key, was in last.grid.items():

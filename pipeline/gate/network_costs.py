@@ -16,13 +16,13 @@ from pipeline.medians import GAIN_BELOW
 
 _NOTHING = "–"
 _CANDIDATE, _BASELINE, _GAIN = "candidate", "baseline", "gain"
-_TIME, _WALL = "time to its baseline", "by the wall clock"
+_TIME, _WALL, _TOTAL = "time to its baseline", "by the wall clock", "in total"
 _PEAK, _SHARE, _WORK = "peak, MiB", "to the reference's", "work"
 _COMPILED = "graphs / graph breaks / recompilations / first call"
 _FORMATS, _REORDERS = "modules in another format", "reorders"
 _ERROR, _HEADROOM, _FINITE = "largest relative error", "least headroom, doublings", "finite outputs"
-_COLUMNS = (_CANDIDATE, _TIME, _WALL, _BASELINE, _GAIN, _PEAK, _SHARE, _WORK, _COMPILED, _FORMATS, _REORDERS, _ERROR,
-            _HEADROOM, _FINITE)  # fmt: skip
+_COLUMNS = (_CANDIDATE, _TIME, _WALL, _BASELINE, _GAIN, _TOTAL, _PEAK, _SHARE, _WORK, _COMPILED, _FORMATS, _REORDERS,
+            _ERROR, _HEADROOM, _FINITE)  # fmt: skip
 
 _EMULATED = """- **a convolution policy is emulated**: what comes out, and so every accuracy here, is that of Lavin
   and Gray's transforms (points 0, ±1, ±2) in the arithmetic it names; a kernel with other points loses otherwise. Its
@@ -31,7 +31,8 @@ _EMULATED = """- **a convolution policy is emulated**: what comes out, and so ev
 _LEGEND = {  # by column
     _TIME: f"""- **time**: of one batch on this machine, {{shape}}, candidate / baseline in turn, the median of the
   ratios with its 95 % interval. The baseline of a memory format and of compilation is the same candidate without them,
-  of any other the reference. A step for speed is a gain where the interval ends below {GAIN_BELOW:g}. Where the
+  of any other the same weights in float32 without a step; **in total** is to those, whatever the baseline. A step for
+  speed is a gain where the interval ends below {GAIN_BELOW:g} and the candidate is not slower in total. Where the
   outputs differ by more than rounding explains, nothing is timed.""",
     _COMPILED: """- **graphs** are all that torch compiled, **graph breaks** those of the first shape,
   **recompilations** the graphs of the others; where the **limit** is reached, the shapes after it run without.""",
@@ -90,6 +91,8 @@ def _describe_time(notes: NetworkNotes) -> dict[str, str]:
     if speed is None:
         return {}
     row = {_BASELINE: escape_markdown(speed.baseline)}
+    if notes.total is not None and notes.total.ratio is not None:
+        row[_TOTAL] = f"{tell_ratio(notes.total.ratio)} {tell_clock(notes.total.clock)}"
     if speed.ratio is None or speed.timed is None:
         return row | {_TIME: f"not timed: its outputs {tell_difference(speed)} the baseline's"}
     row[_TIME] = f"{tell_ratio(speed.ratio)} {tell_clock(speed.clock)}"

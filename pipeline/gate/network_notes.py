@@ -96,6 +96,7 @@ class NetworkNotes(_Notes):
     layers: dict[str, LayerNotes]
     shapes: ShapeNotes
     speed: SpeedNotes | None
+    total: SpeedNotes | None  # beside the same weights run plainly; None: that would say nothing
     compile: CompileNotes | None
     layout: LayoutNotes | None
     peak_mib: float | None

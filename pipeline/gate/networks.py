@@ -1,4 +1,4 @@
-"""What a network candidate's steps for speed gain, as its notes say."""
+"""How fast a network candidate is, as its notes say: what its steps for speed gain, and what it takes in total."""
 
 from __future__ import annotations
 
@@ -46,9 +46,39 @@ def measure_gain(evidence: Evidence) -> Gain | None:
                     why=f"{what}: by the wall clock it takes {tell_ratio(wall)} of the time of {speed.baseline}"
                         f"{where}, though {tell_ratio(ratio)} by the {tell_clock(speed.clock)} clock; users wait by "
                         "the former")  # fmt: skip
+    said = f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}"
+    total = notes.total.ratio if notes and notes.total else None
+    if ratio.high < GAIN_BELOW and total is not None and total.low > 1 and notes and notes.total:
+        return Gain(steps=steps, baseline=notes.total.baseline, ratio=total, clock=notes.total.clock,
+                    why=f"{said}, and yet {tell_ratio(total)} of that of {notes.total.baseline}{where}: it is slower "
+                        "than without any step")  # fmt: skip
     return Gain(steps=steps, baseline=speed.baseline, ratio=ratio, clock=speed.clock,
-                why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}"
-                    f"{where}; a gain is surely below {GAIN_BELOW:g}")  # fmt: skip
+                why=f"{said}{where}; a gain is surely below {GAIN_BELOW:g}")
+
+
+def measure_total(evidence: Evidence, limit: float | None) -> MedianInterval | None:
+    """Return the time of a candidate in total, to that of the same weights run plainly; None where nobody asks for it.
+
+    Args:
+        evidence: of the candidate.
+        limit: `gate.max_slowdown`.
+
+    Raises:
+        EvidenceError: there is a limit, and it was not timed though it could be.
+    """
+    notes = read_network_notes(evidence)
+    if notes is None or notes.total is None:
+        return None
+    if notes.total.ratio is None and limit is not None:
+        raise EvidenceError(f"gate.max_slowdown: not timed, as its outputs {tell_difference(notes.total)} those of "
+                            f"{notes.total.baseline}")
+    return notes.total.ratio
+
+
+def describe_total(total: MedianInterval, limit: float | None) -> str:
+    """Say how long a candidate takes in total."""
+    said = f"it takes {tell_ratio(total)} of the time of the same weights in float32 without a step"
+    return said + ("" if limit is None else f", expected at most {1 + limit:g} (gate.max_slowdown)")
 
 
 def read_soundly(evidence: Evidence | None) -> NetworkNotes | None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 from pipeline.digests import canonical_json, digest_file
 from pipeline.errors import EvidenceError
 from pipeline.files import write_text
+from pipeline.medians import MedianInterval
 from pipeline.network_params import NetworkTrack
 from pipeline.params import Params
 from pipeline.record_files import Record
@@ -64,7 +65,7 @@ class Policy(Record):
     canary: dict[str, float] = {}
     exact: tuple[str, ...] = ()  # candidates of which no answer may change
     benchmarked: tuple[str, ...] = ()  # candidates
-    max_slowdown: float | None = None  # of their throughput, relative
+    max_slowdown: float | None = None  # relative: of their throughput, of a network's time
     grid: dict[str, Any] = {}  # of the benchmark: settings that say what is timed, and how often
     for_speed: tuple[str, ...] = ()  # candidates with a step whose only reason is speed
     loosened: dict[str, LoosenedSetting] = {}  # by key of params.yaml
@@ -109,7 +110,7 @@ def describe_policy(track: Track) -> Policy:
     )
     if isinstance(track, NetworkTrack):
         names = tuple(name for name, candidate in track.candidates.items() if candidate.is_for_speed)
-        return shared.model_copy(update={"for_speed": names})
+        return shared.model_copy(update={"for_speed": names, "max_slowdown": track.gate.max_slowdown})
     return shared.model_copy(update=_describe_text(track)) if isinstance(track, Params) else shared
 
 
@@ -183,6 +184,11 @@ def gains_nothing(verdict: Verdict, policy: Policy) -> bool:
     if verdict.gain is None:
         return verdict.candidate in policy.for_speed
     return not verdict.gain.is_sure or any(reason.startswith(NO_GAIN) for reason in verdict.reasons)
+
+
+def is_slower(total: MedianInterval | None, max_slowdown: float | None) -> bool:
+    """Say whether a network surely takes longer than `gate.max_slowdown` allows."""
+    return total is not None and max_slowdown is not None and total.low > 1 + max_slowdown
 
 
 def list_gated(policy: Policy) -> list[tuple[str, str | None]]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import EngineError
 from pipeline.networks import rounding
 from pipeline.networks.adapters import load_adapter
-from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed
+from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed, run_plainly
 from pipeline.networks.loading import load_network
 from pipeline.serving_records import ConvArithmetic, NetworkServing, Tiling
 from pipeline.timing import TOLERANCES, find_tolerance
@@ -45,6 +45,20 @@ def test_a_candidate_is_timed_against_the_choice_at_hand(changes: dict[str, Any]
     assert choose_baseline(NetworkServing(**shared, **changes)) == expected
 
 
+@pytest.mark.parametrize("changes", [POLICY, TILED, TILED | {"channels_last": True}, {}])
+def test_what_computes_something_else_has_no_time_in_total(changes: dict[str, Any]) -> None:
+    assert run_plainly(NetworkServing(batch_size=8, **changes)) is None
+
+
+def test_a_candidate_is_timed_in_total_too(tmp_path: Path) -> None:
+    """Faster than its own number format without the step, it may be slower than what runs without any."""
+    load, one = make_load(tmp_path), PIXELS[:1]
+    both = measure_costs(load, NetworkServing(channels_last=True, dtype="bfloat16"), PIXELS, one, [PIXELS])
+    assert (both["speed"]["baseline"], both["total"]["baseline"]) == ("torch bfloat16", "torch float32")
+    single = measure_costs(load, NetworkServing(channels_last=True), PIXELS, one, [PIXELS])
+    assert single["total"] is single["speed"], "timed once"
+
+
 @pytest.mark.parametrize(("size", "tile", "overlap", "expected"), [
     ((512, 768), 64, 0.125, 1.3125),  # 9 tiles by 14
     ((512, 768), 64, 0.0, 1.0),
@@ -58,6 +72,12 @@ def test_work_is_counted_in_pixels(size: tuple[int, int], tile: int, overlap: fl
     assert count_work(size, NetworkServing()) == 1.0
 
 
+def measure(load: Any, serving: NetworkServing) -> dict[str, Any]:
+    base = choose_baseline(serving)
+    assert base is not None
+    return measure_speed(load, serving, base, PIXELS)
+
+
 def make_load(root: Path, text: str = DETECTOR) -> Any:
     write_detector(root / "squares")
     (root / "adapter.py").write_text(text)
@@ -65,15 +85,15 @@ def make_load(root: Path, text: str = DETECTOR) -> Any:
 
 
 def test_equal_outputs_are_timed_and_others_are_not(tmp_path: Path) -> None:
-    found = measure_speed(make_load(tmp_path), NetworkServing(channels_last=True), PIXELS)
-    assert found is not None and found["difference"] < 1e-4 and found["timed"].keys() == {"cpu", "wall"}
+    found = measure(make_load(tmp_path), NetworkServing(channels_last=True))
+    assert found["difference"] < 1e-4 and found["timed"].keys() == {"cpu", "wall"}
     assert found["clock"] == "cpu" and found["batch"] == 2
     (tmp_path / "other").mkdir()
     depends = FORWARD + " + (1.0 if x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] == 1 and \\\n" \
         "            self.blur.weight.dtype == torch.bfloat16 else 0.0)"
-    found = measure_speed(make_load(tmp_path / "other", DETECTOR.replace(FORWARD, depends)),
-                          NetworkServing(dtype="bfloat16"), PIXELS)  # fmt: skip
-    assert found is not None and found["timed"] is None and found["difference"] > 0.4
+    found = measure(make_load(tmp_path / "other", DETECTOR.replace(FORWARD, depends)),
+                    NetworkServing(dtype="bfloat16"))  # fmt: skip
+    assert found["timed"] is None and found["difference"] > 0.4
 
 
 SHIFT = "class Shift(nn.Module):\n    def forward(self, x):\n        return x + 30000\n\n\nclass Squares"
@@ -84,8 +104,8 @@ def test_what_rounding_alone_does_to_a_network_is_no_other_output(tmp_path: Path
     """Values far from zero round by more than they vary: a fixed limit called that another computation."""
     text = DETECTOR.replace("class Squares", SHIFT).replace("self.pool =", "self.shift = Shift()\n        self.pool =")
     load = make_load(tmp_path, text.replace(FORWARD, f"return self.shift(self.blur(x){wrong})"))
-    found = measure_speed(load, NetworkServing(dtype="bfloat16"), PIXELS)
-    assert found is not None and found["difference"] > 0.4, "of a standard deviation"
+    found = measure(load, NetworkServing(dtype="bfloat16"))
+    assert found["difference"] > 0.4, "of a standard deviation"
     assert (found["timed"] is not None) == is_timed == (found["difference"] <= found["tolerance"])
     assert 2 < found["tolerance"] < 10, "twice half of bfloat16's step of 128 at 30,000"
 
@@ -98,8 +118,8 @@ def test_what_rounding_alone_does_to_a_network_is_no_other_output(tmp_path: Path
 def test_outputs_without_a_deviation_are_compared_too(tmp_path: Path, forward: str, difference: float | None) -> None:
     """Zero over zero was no number, an empty tensor has no largest element: nothing of it was ever timed."""
     load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
-    found = measure_speed(load, NetworkServing(channels_last=True), PIXELS)
-    assert found is not None and found["timed"] is not None
+    found = measure(load, NetworkServing(channels_last=True))
+    assert found["timed"] is not None
     assert difference is None or found["difference"] == difference
 
 
@@ -111,8 +131,8 @@ def test_outputs_without_a_deviation_are_compared_too(tmp_path: Path, forward: s
 def test_boxes_that_a_number_format_selects_otherwise_end_no_evaluation(tmp_path: Path, forward: str) -> None:
     """Two shapes can't be subtracted: the evaluation of a network with its own NMS ended after its last picture."""
     load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
-    found = measure_speed(load, NetworkServing(dtype="bfloat16"), PIXELS)
-    assert found is not None and found["timed"] is None and found["difference"] is None
+    found = measure(load, NetworkServing(dtype="bfloat16"))
+    assert found["timed"] is None and found["difference"] is None
 
 
 def test_memory_is_counted_without_computing_and_is_none_where_that_is_not_possible(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate import network_plots
 from pipeline.gate.boxes import find_lost, list_losses, read_found
+from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.flips import list_worst_images, worst_cases
 from pipeline.gate.network_costs import tabulate_network_costs
@@ -31,6 +32,7 @@ from pipeline.gate.verdicts import is_blocking
 from pipeline.record_files import read_record, write_record
 from pipeline.records import CaseRecord, Evaluation, Fallback
 from pipeline.serving_records import Tiling
+from pipeline.verdict_records import Verdict
 from stages.compare import PLOTS
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
@@ -137,6 +139,56 @@ def test_what_was_not_timed_says_why(tmp_path: Path, difference: float | None, s
     compared = judge_upscaler(tmp_path, {"compiled": Way([COMPILED], notes={"speed": speed})})
     assert said in costs_of(compared, "compiled")["time to its baseline"]
     assert compared.judgement.verdicts[0].outcome == "no gain" and said in compared.judgement.verdicts[0].reasons[0]
+
+
+SLOW = time_notes(median=9.0, low=8.0, high=10.0)
+
+
+def judge_slow(root: Path, way: Way, **gate: Any) -> Verdict:
+    track = make_network_track("upscaler", {"slow": way}, **gate)
+    compared = compare_release(track, write_upscaler(root, track, {REFERENCE: Way(), "slow": way}))
+    check_outcomes(compared.judgement)
+    return compared.judgement.verdicts[0]
+
+
+def test_a_step_that_gains_on_something_slow_alone_is_no_gain(tmp_path: Path) -> None:
+    """Channels-last took a fifth of the time of bfloat16 without it, and nine times that of float32: it passed."""
+    fast_within = {"speed": time_notes() | {"baseline": "torch bfloat16"}, "total": SLOW}
+    verdict = judge_slow(tmp_path, Way([HALF, LAST], notes=fast_within))
+    assert verdict.outcome == "no gain"
+    assert verdict.reasons[0] == (
+        "no gain: channels_last: it takes 0.700 (0.650 to 0.750) of the CPU time of torch bfloat16, and yet 9.000 "
+        "(8.000 to 10.000) of that of torch float32: it is slower than without any step")
+
+
+@pytest.mark.parametrize(("max_slowdown", "outcome", "said"), [
+    (None, "pass", "note: speed: it takes 9.000 (8.000 to 10.000) of the time of the same weights in float32 without"),
+    (8.0, "pass", "note: speed: it takes 9.000"),
+    (6.9, "fail", "fail: speed: it takes 9.000 (8.000 to 10.000) of the time of the same weights in float32 without a "
+                  "step, expected at most 7.9 (gate.max_slowdown)"),
+])  # fmt: skip
+def test_a_number_format_that_is_slow_fails_where_that_matters(
+    tmp_path: Path, max_slowdown: float | None, outcome: str, said: str
+) -> None:
+    way = Way([HALF], notes={"speed": SLOW, "total": SLOW})
+    verdict = judge_slow(tmp_path, way, max_slowdown=max_slowdown)
+    assert verdict.outcome == outcome and verdict.reasons[0].startswith(said)
+
+
+def test_a_slow_candidate_is_none_that_passes_by_an_edit(tmp_path: Path) -> None:
+    way = Way([HALF], notes={"speed": SLOW, "total": SLOW})
+    track = make_network_track("upscaler", {"slow": way}, max_slowdown=0.2)
+    judgement = compare_release(track, write_upscaler(tmp_path, track, {"slow": way})).judgement
+    passed = judgement.verdicts[0].model_copy(update={"outcome": "pass", "reasons": ()})
+    with pytest.raises(EvidenceError, match="slow: the verdict contradicts"):
+        check_outcomes(judgement.model_copy(update={"verdicts": (passed,)}))
+
+
+def test_a_limit_on_time_refuses_what_could_not_be_timed(tmp_path: Path) -> None:
+    untimed = time_notes() | {"timed": None, "difference": 0.3}
+    way = Way([HALF], notes={"speed": untimed, "total": untimed})
+    verdict = judge_slow(tmp_path, way, max_slowdown=0.2)
+    assert verdict.outcome == "refused" and "gate.max_slowdown: not timed, as its outputs differ" in verdict.reasons[0]
 
 
 def test_a_network_that_is_not_compiled_for_all_shapes_is_a_fallback_and_no_gain(tmp_path: Path) -> None:
