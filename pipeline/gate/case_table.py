@@ -2,8 +2,8 @@
 
 A release may compare a hundred candidates on two million cases, far more than fits into memory as records. So a table
 knows how to load its records: what was let go is read, and its seal checked, again when someone looks at it, for
-example to show a failure. How many records stay is bounded for all tables together. A table behaves like the list of
-its records.
+example to show a failure; of a single record only its line is parsed. How many records stay is bounded for all tables
+together; scores, a number a case, stay. A table behaves like the list of its records.
 
 Not covered: whether the records are fit to be judged (`pairing.py`), and arrays beside them.
 """
@@ -32,7 +32,6 @@ class _Content:
 
     def __init__(self, records: list[CaseRecord]) -> None:
         self.records = records
-        self.scores: dict[str, Floats] = {}
 
     @cached_property
     def digests(self) -> list[str]:
@@ -60,17 +59,20 @@ class CaseTable(Sequence[CaseRecord]):
 
     _loaded: ClassVar[OrderedDict[int, tuple[CaseTable, _Content]]] = OrderedDict()  # the latest last
 
-    def __init__(self, load: Callable[[], list[CaseRecord]], *, is_pinned: bool = False) -> None:
+    def __init__(self, load: Callable[[], list[CaseRecord]], *, pick: Callable[[int], CaseRecord] | None = None,
+                 is_pinned: bool = False) -> None:  # fmt: skip
         """Load the records.
 
         Args:
             load: returns the records, the same ones each time.
+            pick: returns the record at a position without the others; None: all are loaded for one.
             is_pinned: keep them in memory.
 
         Raises:
             EvidenceError: what `load` finds wrong.
         """
-        self._load = load
+        self._load, self._pick = load, pick
+        self._scores: dict[str, Floats] = {}
         self._pinned: _Content | None = None
         content = _Content(load())
         self._len = len(content.records)
@@ -109,6 +111,8 @@ class CaseTable(Sequence[CaseRecord]):
     @overload
     def __getitem__(self, index: slice) -> list[CaseRecord]: ...
     def __getitem__(self, index: int | slice) -> CaseRecord | list[CaseRecord]:
+        if isinstance(index, int) and self._pick and self._pinned is None and id(self) not in CaseTable._loaded:
+            return self._pick(index)
         return self._content.records[index]
 
     def __iter__(self) -> Iterator[CaseRecord]:
@@ -118,7 +122,8 @@ class CaseTable(Sequence[CaseRecord]):
         """Return the table with its records in another order."""
         if np.array_equal(order, np.arange(len(self))):
             return self
-        return CaseTable(lambda: [self[i] for i in order.tolist()], is_pinned=self._pinned is not None)
+        return CaseTable(lambda: [self._content.records[i] for i in order.tolist()],
+                         pick=lambda i: self[int(order[i])], is_pinned=self._pinned is not None)  # fmt: skip
 
     @property
     def digests(self) -> list[str]:
@@ -152,14 +157,14 @@ class CaseTable(Sequence[CaseRecord]):
         Raises:
             EvidenceError: a case lacks it.
         """
-        content = self._content
-        if key not in content.scores:
-            for record in content.records:
+        if key not in self._scores:
+            records = self._content.records
+            for record in records:
                 if key not in record.scores:
                     raise EvidenceError(f"{where}: case {record.case_id!r} has no score {key!r}, "
                                         f"it has {sorted(record.scores)}")
-            content.scores[key] = np.array([record.scores[key] for record in content.records], dtype=np.float64)
-        return content.scores[key]
+            self._scores[key] = np.array([record.scores[key] for record in records], dtype=np.float64)
+        return self._scores[key]
 
 
 @lru_cache(maxsize=64)  # candidates have the same clusters

@@ -14,9 +14,8 @@ import numpy as np
 
 from pipeline.differences import first_difference
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.gate.pairing import PairedCases
+from pipeline.gate.pairing import PairedCases, read_scores
 from pipeline.gate.wording import definition_of
-from pipeline.records import CaseRecord
 from pipeline.verdict_records import Comparison
 
 _SOUND = ("sound", "finite")  # scores of an image that is one at all
@@ -85,29 +84,31 @@ def worst_flips(
     for round_number in range(max(map(len, queues), default=0)):
         for queue in queues:
             if round_number < len(queue) and len(picked) < limit:
-                eval_name, is_loss, ours, theirs = queue[round_number]
-                if (eval_name, ours.case_id) not in picked:  # where outputs are long, to show one takes its time
-                    picked[eval_name, ours.case_id] = _show(eval_name, is_loss, ours, theirs)
+                eval_name, is_loss, i = queue[round_number]
+                case = eval_name, pairs[eval_name].reference[i].case_id
+                if case not in picked:  # where outputs are long, to show one takes its time
+                    picked[case] = _show(eval_name, is_loss, pairs[eval_name], i)
     return list(picked.values())
 
 
 def _flips_of(
     metric: str, buckets: list[str], pairs: PairedCases, preferred: Collection[str]
-) -> list[tuple[str, bool, CaseRecord, CaseRecord]]:
+) -> list[tuple[str, bool, int]]:
+    """Return the flips of a metric, the first to be shown first: the eval, whether it is a loss, and the position."""
     eval_name = metric.partition("/")[0]
     definition = definition_of(metric)
-    key = definition.score
+    ours, theirs = (read_scores(side, definition.score, where=eval_name) for side in (pairs.reference, pairs.candidate))
     found = []
-    for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True):
-        if ours.scores[key] != theirs.scores[key]:
-            is_loss = (ours.scores[key] - theirs.scores[key]) * definition.sign > 0
-            hits = sum(bucket in buckets for bucket in ours.buckets)
-            order = (not is_loss, -hits, f"{eval_name}/{ours.case_id}" not in preferred, ours.case_id)
-            found.append((order, (eval_name, is_loss, ours, theirs)))
+    for i in np.flatnonzero(ours != theirs).tolist():
+        is_loss, case = bool((ours[i] - theirs[i]) * definition.sign > 0), pairs.reference[i]
+        hits = sum(bucket in buckets for bucket in case.buckets)
+        order = (not is_loss, -hits, f"{eval_name}/{case.case_id}" not in preferred, case.case_id)
+        found.append((order, (eval_name, is_loss, i)))
     return [flip for _, flip in sorted(found, key=lambda pair: pair[0])]
 
 
-def _show(eval_name: str, is_loss: bool, ours: CaseRecord, theirs: CaseRecord) -> Flip:
+def _show(eval_name: str, is_loss: bool, pairs: PairedCases, i: int) -> Flip:
+    ours, theirs = pairs.reference[i], pairs.candidate[i]
     place = first_difference(ours.output, theirs.output)
     line, character = place if place is not None else (None, None)
     return Flip(eval_name, ours.case_id, "loss" if is_loss else "gain", ours.buckets, ours.prompt, ours.output,

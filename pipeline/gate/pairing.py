@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pipeline.detections import MatchTable, load_matches
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
+from pipeline.files import read_lines
 from pipeline.fingerprints import Difference, find_difference, fingerprint
 from pipeline.gate.case_table import CaseTable
 from pipeline.record_files import read_record
@@ -149,7 +150,8 @@ def _load_eval(
         if asked != found and (key in file.settings or asked):  # a setting newer than the records is off in them
             raise EvidenceError(f"{path}: evals.{eval_name}.{key}: expected {asked!r}, as params.yaml asks, evaluated "
                                 f"with {found!r}; run `dvc repro`")
-    records = CaseTable(lambda: _read_sealed(path, file.sha256), is_pinned=is_pinned)
+    records = CaseTable(lambda: _read_sealed(path, file.sha256), pick=lambda i: _read_sealed_case(path, file.sha256, i),
+                        is_pinned=is_pinned)  # fmt: skip
     arrays = path.with_suffix(".npz")
     if file.arrays_sha256 is not None:
         _check_sealed(arrays, file.arrays_sha256, "arrays")
@@ -180,6 +182,12 @@ def _load_table(folder: Path, file: EvalFile, records: CaseTable) -> MatchTable:
 def _read_sealed(path: Path, sha256: str) -> list[CaseRecord]:
     _check_sealed(path, sha256, "records")
     return read_cases(path)
+
+
+def _read_sealed_case(path: Path, sha256: str, number: int) -> CaseRecord:
+    """Return the record of one line, 0-based, of a file that was read before."""
+    _check_sealed(path, sha256, "records")
+    return CaseRecord.model_validate_json(read_lines(path)[number])
 
 
 def _check_sealed(path: Path, sha256: str, what: str) -> None:

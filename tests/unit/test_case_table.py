@@ -36,6 +36,24 @@ def test_what_was_let_go_is_loaded_again_and_what_is_pinned_stays(monkeypatch: p
     assert tables["third"].digests and loads["third"] == 2
 
 
+def test_one_record_of_what_was_let_go_is_read_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To show five cases of a failure, all two thousand of each eval were parsed again."""
+    monkeypatch.setattr(case_table, "_MAX_RECORDS", 1)
+    records, loads = make_cases([1, 0, 1, 0]), []
+
+    def load() -> list[CaseRecord]:
+        loads.append(1)
+        return records
+
+    table = CaseTable(load, pick=records.__getitem__)
+    turned = table.at(np.array([3, 2, 1, 0]))
+    scores = turned.scores("completed", where="w").tolist()
+    CaseTable(lambda: make_cases([1]))
+    before = len(loads)
+    assert turned[0] is records[3] and table[0] is records[0] and scores == [0, 1, 0, 1]
+    assert turned.scores("completed", where="w").tolist() == scores and len(loads) == before
+
+
 def test_a_table_in_another_order_has_its_columns_in_that_order() -> None:
     table = CaseTable.of(make_cases([1, 0, 1, 0], cluster_size=2, buckets=["all"]))
     order = np.array([3, 0, 2, 1])
