@@ -149,7 +149,7 @@ class Gain(Record):
     """What a step that is there for speed alone gains: a memory format, compilation."""
 
     steps: tuple[str, ...]  # their kinds
-    baseline: str  # the same candidate without them
+    baseline: str  # the same candidate without them, or, where it is slower than that, without any step
     ratio: MedianInterval | None = None  # of the time to the baseline's; None: not told
     clock: str = ""  # "cpu", "device"
     why: str  # in words, for people

@@ -29,15 +29,19 @@ def measure_gain(evidence: Evidence) -> Gain | None:
     if not steps:
         return None
     what = " and ".join(steps)
-    speed = notes.speed if notes else None
+    speed, total = (notes.speed, notes.total) if notes else (None, None)
+    where = f", on {tell_shape(notes.shapes)}" if notes and notes.shapes.num_shapes > 1 else ""
+    if total is not None and total.ratio is not None and total.ratio.low > 1:
+        return Gain(steps=steps, baseline=total.baseline, ratio=total.ratio, clock=total.clock,
+                    why=f"{what}: it takes {tell_ratio(total.ratio)} of the {tell_clock(total.clock)} time of "
+                        f"{total.baseline}{where}: it is slower than without any step")  # fmt: skip
     if speed is None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
     for met in list_limits(evidence):
         return Gain(steps=steps, baseline=speed.baseline,
                     why=f"{what}: {tell_limit(met)}; give it fewer shapes, or dynamic: true")
-    ratio, shapes = speed.ratio, notes.shapes if notes else None
-    where = f", on {tell_shape(shapes)}" if shapes and shapes.num_shapes > 1 else ""
+    ratio = speed.ratio
     if ratio is None:
         return Gain(steps=steps, baseline=speed.baseline,
                     why=f"{what}: not timed, as its outputs {tell_difference(speed)} those of {speed.baseline}")
@@ -46,14 +50,9 @@ def measure_gain(evidence: Evidence) -> Gain | None:
                     why=f"{what}: by the wall clock it takes {tell_ratio(wall)} of the time of {speed.baseline}"
                         f"{where}, though {tell_ratio(ratio)} by the {tell_clock(speed.clock)} clock; users wait by "
                         "the former")  # fmt: skip
-    said = f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}"
-    total = notes.total.ratio if notes and notes.total else None
-    if ratio.high < GAIN_BELOW and total is not None and total.low > 1 and notes and notes.total:
-        return Gain(steps=steps, baseline=notes.total.baseline, ratio=total, clock=notes.total.clock,
-                    why=f"{said}, and yet {tell_ratio(total)} of that of {notes.total.baseline}{where}: it is slower "
-                        "than without any step")  # fmt: skip
     return Gain(steps=steps, baseline=speed.baseline, ratio=ratio, clock=speed.clock,
-                why=f"{said}{where}; a gain is surely below {GAIN_BELOW:g}")
+                why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}"
+                    f"{where}; a gain is surely below {GAIN_BELOW:g}")  # fmt: skip
 
 
 def measure_total(evidence: Evidence, limit: float | None) -> MedianInterval | None:

@@ -2,10 +2,12 @@
 
 The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand;
 that of any other is the same weights run plainly, in float32 without a step. What a candidate takes in total is told
-beside those, too: channels-last may be five times as fast as bfloat16 without it where float32 is ten times as fast.
-Time is of one batch, in pairs whose order alternates, and is told only where both
-outputs are equal within the number format's rounding (`rounding.py`). An emulated policy has no speed of its own
-(`benchmarks/winograd_speed.py` measures real kernels), and a tiled run does more work, which is counted instead.
+beside those, too: channels-last may be five times as fast as bfloat16 without it where float32 is forty times as fast.
+What is slower in total has no gain, and is timed no further.
+
+Time is of one batch, in pairs whose order alternates, and is told only where both outputs are equal within the number
+format's rounding (`rounding.py`). An emulated policy has no speed of its own (`benchmarks/winograd_speed.py` measures
+real kernels), and a tiled run does more work, which is counted instead.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ Load = Callable[[NetworkServing], Network]  # the candidate's own weights, run i
 def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
     """Return what a candidate is timed against; None where its time would say nothing."""
     other = serving.model_copy(update=_LAYOUT)
-    return other if other != serving and not serving.conv_policy else run_plainly(serving)
+    return other if other != serving and not serving.conv_policy else choose_plain(serving)
 
 
-def run_plainly(serving: NetworkServing) -> NetworkServing | None:
+def choose_plain(serving: NetworkServing) -> NetworkServing | None:
     """Return how the same weights run without a step; None where a candidate's time beside that would say nothing."""
     plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads)
     return None if serving.conv_policy or serving.tiling or serving == plain else plain
@@ -66,17 +68,34 @@ def measure_costs(
     # first: what is timed then is what has met every shape, as the network that serves has
     compilations = _count_compilations(network, batches)
     _check_repeats(network, timed)
-    baseline, plain = choose_baseline(serving), run_plainly(serving)
-    speed = baseline and measure_speed(load, serving, baseline, timed, network)
+    speed, total = _measure_speeds(load, serving, timed, network)
     return {
         "speed": speed,
-        "total": speed if baseline == plain else plain and measure_speed(load, serving, plain, timed, network),
+        "total": total,
         "compile": compilations,
         "layout": _follow_layout(load, serving, timed),
         "peak_mib": _weigh(load, serving, largest),
         "peak_pixels": list(largest.shape[1:3]),
         "work": count_work(largest.shape[1:3], serving),
     }
+
+
+def _measure_speeds(
+    load: Load, serving: NetworkServing, pixels: torch.Tensor, network: Network
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return the times beside the candidate's baseline and beside the same weights run plainly."""
+    baseline, plain = choose_baseline(serving), choose_plain(serving)
+    total = measure_speed(load, serving, plain, pixels, network) if plain else None
+    if baseline == plain:
+        return total, total
+    if baseline is None or is_surely_slower(total):
+        return None, total
+    return measure_speed(load, serving, baseline, pixels, network), total
+
+
+def is_surely_slower(found: dict[str, Any] | None) -> bool:
+    """Say whether what `measure_speed` found is surely slower than its baseline."""
+    return bool(found and found["timed"] and found["timed"][found["clock"]]["ratio"]["low"] > 1)
 
 
 def _check_repeats(network: Network, pixels: torch.Tensor) -> None:

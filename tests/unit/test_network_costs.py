@@ -13,9 +13,9 @@ import torch._dynamo
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import EngineError
-from pipeline.networks import rounding
+from pipeline.networks import costs, rounding
 from pipeline.networks.adapters import load_adapter
-from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed, run_plainly
+from pipeline.networks.costs import choose_baseline, choose_plain, count_work, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
 from pipeline.serving_records import ConvArithmetic, NetworkServing, Tiling
 from pipeline.timing import TOLERANCES, find_tolerance
@@ -47,16 +47,27 @@ def test_a_candidate_is_timed_against_the_choice_at_hand(changes: dict[str, Any]
 
 @pytest.mark.parametrize("changes", [POLICY, TILED, TILED | {"channels_last": True}, {}])
 def test_what_computes_something_else_has_no_time_in_total(changes: dict[str, Any]) -> None:
-    assert run_plainly(NetworkServing(batch_size=8, **changes)) is None
+    assert choose_plain(NetworkServing(batch_size=8, **changes)) is None
 
 
-def test_a_candidate_is_timed_in_total_too(tmp_path: Path) -> None:
+def test_a_candidate_is_timed_in_total_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Faster than its own number format without the step, it may be slower than what runs without any."""
+    monkeypatch.setattr(costs, "is_surely_slower", lambda found: False)
     load, one = make_load(tmp_path), PIXELS[:1]
     both = measure_costs(load, NetworkServing(channels_last=True, dtype="bfloat16"), PIXELS, one, [PIXELS])
     assert (both["speed"]["baseline"], both["total"]["baseline"]) == ("torch bfloat16", "torch float32")
     single = measure_costs(load, NetworkServing(channels_last=True), PIXELS, one, [PIXELS])
     assert single["total"] is single["speed"], "timed once"
+    monkeypatch.setattr(costs, "is_surely_slower", lambda found: found is not None)
+    slow = measure_costs(load, NetworkServing(channels_last=True, dtype="bfloat16"), PIXELS, one, [PIXELS])
+    assert slow["speed"] is None and slow["total"]["timed"], "what is slower in total has no gain within it"
+
+
+@pytest.mark.parametrize(("low", "expected"), [(1.01, True), (1.0, False), (0.9, False)])
+def test_surely_slower_is_an_interval_above_one(low: float, expected: bool) -> None:
+    found = {"clock": "cpu", "timed": {"cpu": {"ratio": {"low": low}}, "wall": {"ratio": {"low": 2.0}}}}
+    assert costs.is_surely_slower(found) is expected
+    assert not costs.is_surely_slower(None) and not costs.is_surely_slower({"timed": None})
 
 
 @pytest.mark.parametrize(("size", "tile", "overlap", "expected"), [
@@ -138,9 +149,9 @@ def test_boxes_that_a_number_format_selects_otherwise_end_no_evaluation(tmp_path
 def test_memory_is_counted_without_computing_and_is_none_where_that_is_not_possible(tmp_path: Path) -> None:
     plain = NetworkServing(batch_size=2)
     large = torch.zeros(1, 512, 512, 3, dtype=torch.uint8)
-    costs = measure_costs(make_load(tmp_path), plain, PIXELS, large, [PIXELS])
-    assert costs["peak_mib"] == pytest.approx(2 * 512 * 512 * 4 / 2**20, rel=0.01), "what goes in and comes out"
-    assert costs["peak_pixels"] == [512, 512] and costs["speed"] is None and costs["compile"] is None
+    found = measure_costs(make_load(tmp_path), plain, PIXELS, large, [PIXELS])
+    assert found["peak_mib"] == pytest.approx(2 * 512 * 512 * 4 / 2**20, rel=0.01), "what goes in and comes out"
+    assert found["peak_pixels"] == [512, 512] and found["speed"] is None and found["compile"] is None
     (tmp_path / "other").mkdir()
     load = make_load(tmp_path / "other", DETECTOR.replace(FORWARD, "return self.blur(x)[x > 3]"))
     assert measure_costs(load, plain, PIXELS, large, [PIXELS])["peak_mib"] is None
@@ -155,9 +166,9 @@ def test_a_network_with_batch_norm_has_a_memory_number(tmp_path: Path) -> None:
     save_file(load_file(weights) | own, weights)
     large = torch.zeros(1, 256, 256, 3, dtype=torch.uint8)
     for dtype in ("float32", "bfloat16"):
-        costs = measure_costs(load, NetworkServing(dtype=dtype), PIXELS, large, [PIXELS])
+        found = measure_costs(load, NetworkServing(dtype=dtype), PIXELS, large, [PIXELS])
         size = 4 if dtype == "float32" else 2
-        assert costs["peak_mib"] == pytest.approx(3 * 256 * 256 * size / 2**20, rel=0.35), dtype
+        assert found["peak_mib"] == pytest.approx(3 * 256 * 256 * size / 2**20, rel=0.35), dtype
 
 
 @pytest.mark.parametrize("forward", [
@@ -203,9 +214,9 @@ def test_what_is_timed_is_what_ran_all_shapes(tmp_path: Path) -> None:
         return load(serving)
 
     serving = NetworkServing(batch_size=2, compile_mode="default")
-    costs = measure_costs(count, serving, PIXELS, PIXELS[:1], [PIXELS])
-    assert costs["speed"]["timed"] and loaded.count("default") == 1
-    assert costs["compile"]["num_over_limit"] == 0 and costs["compile"]["shape_over_limit"] is None
+    found = measure_costs(count, serving, PIXELS, PIXELS[:1], [PIXELS])
+    assert found["speed"]["timed"] and loaded.count("default") == 1
+    assert found["compile"]["num_over_limit"] == 0 and found["compile"]["shape_over_limit"] is None
 
 
 def test_float32_convolutions_of_a_gpu_are_judged_as_what_they_are(tmp_path: Path, monkeypatch: Any) -> None:
