@@ -32,8 +32,8 @@ _LEGEND = {  # by column
     _TIME: f"""- **time**: of one batch on this machine, {{shape}}, candidate / baseline in turn, the median of the
   ratios with its 95 % interval. The baseline of a memory format and of compilation is the same candidate without them,
   of any other the same weights in float32 without a step; **in total** is to those, whatever the baseline. A step for
-  speed is a gain where the interval ends below {GAIN_BELOW:g} and the candidate is not slower in total. Where the
-  outputs differ by more than rounding explains, nothing is timed.""",
+  speed is a gain where the interval ends below {GAIN_BELOW:g}; what is slower in total has none, and is timed no further.
+  Where the outputs differ by more than rounding explains, nothing is timed.""",
     _COMPILED: """- **graphs** are all that torch compiled, **graph breaks** those of the first shape,
   **recompilations** the graphs of the others; where the **limit** is reached, the shapes after it run without.""",
     _PEAK: "- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.",
@@ -87,12 +87,11 @@ def _describe(name: str, measured: Measured, compared: ReleaseComparison) -> dic
 
 
 def _describe_time(notes: NetworkNotes) -> dict[str, str]:
-    speed = notes.speed
+    speed, total = notes.speed, notes.total
+    row = {_TOTAL: f"{tell_ratio(total.ratio)} {tell_clock(total.clock)}"} if total and total.ratio else {}
     if speed is None:
-        return {}
-    row = {_BASELINE: escape_markdown(speed.baseline)}
-    if notes.total is not None and notes.total.ratio is not None:
-        row[_TOTAL] = f"{tell_ratio(notes.total.ratio)} {tell_clock(notes.total.clock)}"
+        return row
+    row |= {_BASELINE: escape_markdown(speed.baseline)}
     if speed.ratio is None or speed.timed is None:
         return row | {_TIME: f"not timed: its outputs {tell_difference(speed)} the baseline's"}
     row[_TIME] = f"{tell_ratio(speed.ratio)} {tell_clock(speed.clock)}"

@@ -161,6 +161,12 @@ def test_a_step_that_gains_on_something_slow_alone_is_no_gain(tmp_path: Path) ->
             "than without any step")
 
 
+def test_the_time_in_total_stands_in_the_table_of_what_was_timed_no_further(tmp_path: Path) -> None:
+    compared = judge_upscaler(tmp_path, {"slow": Way([HALF, LAST], notes={"speed": None, "total": SLOW})})
+    assert costs_of(compared, "slow")["in total"] == "9.000 (8.000 to 10.000) CPU"
+    assert costs_of(compared, "slow")["gain"] == "**no gain**"
+
+
 @pytest.mark.parametrize(("max_slowdown", "outcome", "said"), [
     (None, "pass", "note: speed: it takes 9.000 (8.000 to 10.000) of the time of the same weights in float32 without"),
     (8.0, "pass", "note: speed: it takes 9.000"),
