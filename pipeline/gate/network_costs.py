@@ -31,9 +31,9 @@ _EMULATED = """- **a convolution policy is emulated**: what comes out, and so ev
 _LEGEND = {  # by column
     _TIME: f"""- **time**: of one batch on this machine, {{shape}}, candidate / baseline in turn, the median of the
   ratios with its 95 % interval. The baseline of a memory format and of compilation is the same candidate without them,
-  of any other the same weights in float32 without a step; **in total** is to those, whatever the baseline. A step for
-  speed is a gain where the interval ends below {GAIN_BELOW:g}; what is slower in total has none and is timed no further.
-  Where the outputs differ by more than rounding explains, nothing is timed.""",
+  of any other the same weights in float32 without a step; **in total** is to those, whatever the baseline. A step
+  for speed is a gain where the interval ends below {GAIN_BELOW:g}; what is slower in total has none, and is timed no
+  further. Where the outputs differ by more than rounding explains, nothing is timed.""",
     _COMPILED: """- **graphs** are all that torch compiled, **graph breaks** those of the first shape,
   **recompilations** the graphs of the others; where the **limit** is reached, the shapes after it run without.""",
     _PEAK: "- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.",
