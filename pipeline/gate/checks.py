@@ -111,7 +111,8 @@ def _drafts_too_few(verdict: Verdict, policy: Policy) -> bool:
 def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
     """Say whether speeds are missing that were asked for, or are below what is tolerated, or a network's time above."""
     if verdict.speed is None:
-        return verdict.candidate in policy.benchmarked or is_slower(verdict.total, policy.max_slowdown)
+        is_limited = policy.track == "text" and policy.max_slowdown is not None
+        return verdict.candidate in policy.benchmarked or is_limited or is_slower(verdict.total, policy.max_slowdown)
     return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
 
 

@@ -28,7 +28,7 @@ from pipeline.gate.headlines import explain_flat_average, explain_flat_perplexit
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.gate.networks import describe_total, measure_gain, measure_total
+from pipeline.gate.networks import describe_total, measure_gain, measure_total, tell_untimed
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.speculation import check_acceptance, check_speculation
 from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, list_slow_cells, load_benchmark
@@ -211,6 +211,8 @@ def _measure_time(measured: Measured, limit: float | None) -> None:
         measured.total = measure_total(measured.evidence, limit)
     except EvidenceError as error:
         measured.refusals.append(str(error))
+    if limit is not None and (why := tell_untimed(measured.evidence)):
+        measured.notes.append(f"speed: gate.max_slowdown was not applied: {why}")
     if measured.total is not None and measured.total.low > 1:
         said = describe_total(measured.total, limit)
         if is_slower(measured.total, limit):

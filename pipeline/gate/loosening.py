@@ -32,6 +32,7 @@ _ELSEWHERE = {"batch_size", "num_threads", "concurrency", "base_url", "api_key_e
 _CASES = ("evalset", "include_path", "task")  # settings of an eval that say where its cases are
 Value = float | str
 _NOT_SET = "not set"
+_SENTENCE = 10  # characters
 
 
 def name_material(
@@ -70,6 +71,9 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
     path = root / RELEASES[policy.track] / MANIFEST
     if path.is_file():
         compare_with_release(policy, path.read_bytes(), path, material=material)
+    elif policy.loosened:
+        raise SettingsError(f"{_name(policy)}gate.loosened: expected none before a first release, as nothing can be "
+                            f"looser, got {next(iter(policy.loosened))!r}; remove it")
 
 
 def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *, material: Mapping[str, str]) -> None:
@@ -96,7 +100,9 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
         raise EvidenceError(f"{source}: expected the manifest of a release, with its policy, found none "
                             f"({type(error).__name__}); take the file from git again") from None
     loosened = list(list_loosened(last, policy))
-    for key, was, now in [*loosened, *_compare_material(pinned, material, last, {key for key, _, _ in loosened})]:
+    loosened += _compare_material(pinned, material, last, {key for key, _, _ in loosened})
+    _check_reasons(policy, last, {key for key, _, _ in loosened}, knows_material=bool(material))
+    for key, was, now in loosened:
         reason = policy.loosened.get(key)
         if reason is None:
             raise SettingsError(f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
@@ -107,6 +113,18 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
             if said != found:
                 raise SettingsError(f"{_name(policy)}gate.loosened.{key}.{part}: expected {_tell(found)}, as {whence}, "
                                     f"got {_tell(said)}; correct it, with its reason")
+
+
+def _check_reasons(policy: Policy, last: Policy, named: set[str], *, knows_material: bool) -> None:
+    """Refuse a reason that is no sentence, or of a change that nobody made; one that went out may stay."""
+    for key, reason in policy.loosened.items():
+        where = f"{_name(policy)}gate.loosened.{key}"
+        if len(reason.why.strip()) < _SENTENCE:
+            raise SettingsError(f"{where}.why: expected a sentence, got {reason.why!r}; say why")
+        is_material = key.startswith("reference.") or key.endswith(".cases")
+        if key not in named and last.loosened.get(key) != reason and (knows_material or not is_material):
+            raise SettingsError(f"{where}: expected a setting that is looser than at the last release, found none of "
+                                "that name that is; remove it")
 
 
 def _compare_material(
@@ -140,14 +158,12 @@ def list_loosened(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value
 
 
 def _compare_benchmarks(last: Policy, now: Policy) -> Iterator[tuple[str, Value, Value]]:
-    """Compare how slow a candidate may be, which were timed and on what; times that fail nobody may change."""
+    """Compare how slow a candidate may be, and on what it is timed; times that fail nobody may change."""
     if last.max_slowdown is None:
         return
     if now.max_slowdown is None or now.max_slowdown > last.max_slowdown:
         key = "benchmark.max_slowdown" if last.track == "text" else "max_slowdown"
         yield key, last.max_slowdown, _as_value(now.max_slowdown)
-    for name in sorted((set(last.benchmarked) - set(now.benchmarked)) & set(now.release)):
-        yield f"benchmark.candidates.{name}", "timed", _NOT_SET
     for key, was in last.grid.items():
         asked = now.grid.get(key, was)
         if any(cell not in asked for cell in was) if isinstance(was, list) else asked < was:
@@ -205,7 +221,7 @@ def _compare_tolerances(
 
 
 def _tell(value: Value) -> str:
-    return f"{value:g}" if isinstance(value, float) else value
+    return f"{value:.12g}" if isinstance(value, float) else value
 
 
 def _name(policy: Policy) -> str:

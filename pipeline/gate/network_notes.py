@@ -60,6 +60,13 @@ class SpeedNotes(_Notes):
         """The ratio of times by the clock that decides."""
         return self.timed[self.clock].ratio if self.timed and self.clock in self.timed else None
 
+    @property
+    def slowest(self) -> tuple[str, MedianInterval] | None:
+        """The clock by which it surely takes longest, and the ratio of times by that."""
+        if self.ratio is None or self.timed is None:
+            return None
+        return max(((clock, found.ratio) for clock, found in self.timed.items()), key=lambda pair: pair[1].low)
+
 
 class CompileNotes(_Notes):
     """What compilation met."""

@@ -26,15 +26,17 @@ def measure_gain(evidence: Evidence) -> Gain | None:
     """
     notes = read_network_notes(evidence)
     steps = tuple(step["kind"] for step in evidence.candidate.steps if step["kind"] in SPEED_STEPS)
-    if not steps:
+    if notes is None or not steps:
         return None
     what = " and ".join(steps)
-    speed, total = (notes.speed, notes.total) if notes else (None, None)
-    where = f", on {tell_shape(notes.shapes)}" if notes and notes.shapes.num_shapes > 1 else ""
-    if total is not None and total.ratio is not None and total.ratio.low > 1:
-        return Gain(steps=steps, baseline=total.baseline, ratio=total.ratio, clock=total.clock,
-                    why=f"{what}: it takes {tell_ratio(total.ratio)} of the {tell_clock(total.clock)} time of "
-                        f"{total.baseline}{where}: it is slower than without any step")  # fmt: skip
+    speed, total = notes.speed, notes.total
+    where = f", on {tell_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
+    if total is not None and total.slowest is not None and total != speed:
+        clock, slow = total.slowest
+        if slow.low > 1:
+            return Gain(steps=steps, baseline=total.baseline, ratio=slow, clock=clock,
+                        why=f"{what}: it takes {tell_ratio(slow)} of the {tell_clock(clock)} time of "
+                            f"{total.baseline}{where}: it is slower than without any step")  # fmt: skip
     if speed is None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
@@ -56,7 +58,9 @@ def measure_gain(evidence: Evidence) -> Gain | None:
 
 
 def measure_total(evidence: Evidence, limit: float | None) -> MedianInterval | None:
-    """Return the time of a candidate in total, to that of the same weights run plainly; None where nobody asks for it.
+    """Return the time of a candidate in total, to that of the same weights run plainly; None where it has none.
+
+    Of several clocks it is that by which it takes longest.
 
     Args:
         evidence: of the candidate.
@@ -71,7 +75,15 @@ def measure_total(evidence: Evidence, limit: float | None) -> MedianInterval | N
     if notes.total.ratio is None and limit is not None:
         raise EvidenceError(f"gate.max_slowdown: not timed, as its outputs {tell_difference(notes.total)} those of "
                             f"{notes.total.baseline}")
-    return notes.total.ratio
+    return notes.total.slowest[1] if notes.total.slowest else None
+
+
+def tell_untimed(evidence: Evidence) -> str | None:
+    """Say why a candidate has no time in total although it is run in another way; None where it has, or is not."""
+    serving = evidence.candidate.serving
+    if getattr(serving, "conv_policy", None):
+        return "an emulated policy has no time of its own"
+    return "a tiled run is not timed" if serving.tiling else None
 
 
 def describe_total(total: MedianInterval, limit: float | None) -> str:

@@ -12,6 +12,7 @@ import codecs
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,10 +193,18 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """Parse JSON; NaN and infinity become what they say, for the reader to refuse by name.
 
     Raises:
-        EvidenceError: it is none.
+        EvidenceError: it is none, or an object has a key twice.
     """
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise EvidenceError(f"{where}: key {twice!r} is there twice; name it once")
+        return found
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=build)
     except (ValueError, RecursionError) as error:
         raise EvidenceError(f"{where}: expected JSON, got something else: {' '.join(str(error).split())}; "
                             "was the file cut off?") from None

@@ -30,6 +30,7 @@ from pipeline.release.kept_records import keep_records
 from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_content, read_git, read_versions
 from pipeline.release.model_card import CARDS, render_cards
 from pipeline.release.signature import sign
+from pipeline.release.verification import verify_bundle
 from pipeline.settings import Track
 
 
@@ -63,7 +64,7 @@ def write_bundle(
     track: Track, judgement: Judgement, *, build: Path, params: Path, verdict: Path, bundle: Path,
     libraries: Path, private_key: Path | None,
 ) -> Manifest:
-    """Write a release's bundle in place of an earlier one.
+    """Write a release's bundle in place of an earlier one, which stays where the new one does not verify.
 
     Args:
         track: settings.
@@ -76,7 +77,7 @@ def write_bundle(
         private_key: to sign with; None: the bundle is not signed.
 
     Raises:
-        EvidenceError: a record is missing, or the judgement is not of these settings.
+        EvidenceError: a record is missing, the judgement is not of these settings or does not follow from the records.
         SettingsError: the key is none.
     """
     check_policy(judgement, track)
@@ -94,5 +95,7 @@ def write_bundle(
         if private_key is not None:
             sign(new, private_key)
         write_sums(new)
+        if problems := verify_bundle(new).problems:
+            raise EvidenceError(f"the bundle that was just written does not verify: {problems[0]}")
         replace_folder(new, bundle)
     return manifest

@@ -140,7 +140,7 @@ def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released
 
 
 @pytest.mark.parametrize(("last", "now", "key"), [
-    ({"benchmarked": ("a",), "max_slowdown": 0.1}, {"max_slowdown": 0.1}, "benchmark.candidates.a"),
+    ({"max_slowdown": 0.1}, {}, "benchmark.max_slowdown"),
     (TIMED, {**TIMED, "grid": GRID | {"concurrency": [1]}}, "benchmark.concurrency"),
     (TIMED, {**TIMED, "grid": GRID | {"prompt_tokens": [[16, 90]]}}, "benchmark.prompt_tokens"),
     (TIMED, {**TIMED, "grid": GRID | {"num_tokens": 2}}, "benchmark.num_tokens"),
@@ -163,3 +163,34 @@ def test_what_was_asked_of_a_candidate_is_asked_of_the_one_in_its_place(last, no
 ])  # fmt: skip
 def test_more_may_be_timed_and_what_fails_nobody_may_be_timed_less(last, now) -> None:
     assert not list(list_loosened(policy().model_copy(update=TIMED | last), policy().model_copy(update=TIMED | now)))
+
+
+@pytest.mark.parametrize(("key", "why", "said"), [
+    ("alpha", WHY, "gate.loosened.alpha: expected a setting that is looser than at the last release, found none"),
+    (f"tolerances.{CALLS}.overal", WHY, "found none of that name that is; remove it"),
+    ("reference.weights", WHY, "gate.loosened.reference.weights: expected a setting that is looser"),
+    ("alpha", " " * 12, "gate.loosened.alpha.why: expected a sentence"),
+])
+def test_a_reason_for_a_change_that_nobody_made_is_refused(released, key, why, said) -> None:
+    """The report told it as fact, and it lay ready for the day when the change would be made."""
+    asked = policy(loosened={key: {"was": 0.05, "now": 0.2, "why": why}})
+    with pytest.raises(SettingsError) as caught:
+        check_loosening(asked, released, material=MATERIAL)
+    assert said in str(caught.value)
+
+
+def test_a_reason_may_stay_when_its_change_went_out_and_before_weights_are_known(released, tmp_path) -> None:
+    reason = {"was": 0.05, "now": 0.1, "why": WHY}
+    loose = policy(alpha=0.1, loosened={"alpha": reason})
+    check_loosening(loose, released, material=MATERIAL)
+    path = tmp_path / "release/text/manifest.json"
+    manifest = json.loads(path.read_text()) | {"policy": loose.model_dump(mode="json")}
+    write_text(path, json.dumps(manifest))
+    check_loosening(loose, tmp_path, material=MATERIAL)
+    known = policy(alpha=0.1, loosened={"alpha": reason, "reference.weights": reason})
+    check_loosening(known, tmp_path, material={})
+
+
+def test_a_reason_before_a_first_release_is_refused(tmp_path) -> None:
+    with pytest.raises(SettingsError, match="expected none before a first release, as nothing can be looser"):
+        check_loosening(policy(loosened={"alpha": {"was": 0.05, "now": 0.2, "why": WHY}}), tmp_path, material={})

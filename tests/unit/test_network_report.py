@@ -181,6 +181,20 @@ def test_a_number_format_that_is_slow_fails_where_that_matters(
     assert verdict.outcome == outcome and verdict.reasons[0].startswith(said)
 
 
+def test_users_wait_by_the_wall_clock_too(tmp_path: Path) -> None:
+    """A candidate that lost its threads took no more CPU time, and three times as long."""
+    waits = time_notes() | {"timed": SLOW["timed"] | {"cpu": {"ratio": {"median": 0.8, "low": 0.75, "high": 0.85}}}}
+    way = Way([HALF], notes={"speed": waits, "total": waits})
+    assert judge_slow(tmp_path / "a", way, max_slowdown=0.2).outcome == "fail"
+    both = judge_slow(tmp_path / "b", Way([HALF, LAST], notes={"speed": time_notes(), "total": waits}))
+    assert both.outcome == "no gain" and "9.000 (8.000 to 10.000) of the wall time of torch float32" in both.reasons[0]
+
+
+def test_a_limit_on_time_that_was_not_applied_is_said(tmp_path: Path) -> None:
+    verdict = judge_slow(tmp_path, Way([TILED]), max_slowdown=0.2)
+    assert "note: speed: gate.max_slowdown was not applied: a tiled run is not timed" in verdict.reasons
+
+
 def test_a_slow_candidate_is_none_that_passes_by_an_edit(tmp_path: Path) -> None:
     way = Way([HALF], notes={"speed": SLOW, "total": SLOW})
     track = make_network_track("upscaler", {"slow": way}, max_slowdown=0.2)

@@ -210,6 +210,8 @@ def test_scores_of_an_object_are_read_and_one_named_twice_is_refused(tmp_path):
     path = tmp_path / "table.jsonl"
     path.write_text('{"case_id": "a", "score": 0, "scores": {"exact": 1}}\n')
     assert read_one(path).records[0].scores == {"score": 0, "exact": 1}
+    path.write_text('{"case_id": "a", "score": 0, "score": 1}\n')
+    assert "table.jsonl:1: key 'score' is there twice; name it once" in read_side(path, PLAIN).problems[0]
     for scores in ('{"score": 1}', '"0.5"', "[1]"):
         path.write_text(f'{{"case_id": "a", "score": 0, "scores": {scores}}}\n')
         assert "table.jsonl:1: case 'a': expected `scores` as an object" in read_side(path, PLAIN).problems[0]
