@@ -19,6 +19,7 @@ from pipeline.pictures import check_pictures, measure_picture
 from pipeline.preflight import check_buckets, load_kind
 from pipeline.weight_files import read_tensors
 
+_SLOWEST = 10.0  # of `gate.max_slowdown`
 _NOTES = frozenset({"README.md"})
 ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")
 
@@ -30,6 +31,7 @@ def check_network(track: NetworkTrack, root: Path) -> list[str]:
         SettingsError: with the path of the key, what it names, and what there is.
         EvalsetError: with file and line.
     """
+    _check_slowdown(track)
     _check_adapter(track, root)
     evalsets = {name: load_kind(load_evalset, root / e.evalset, f"{track.name}.evals.{name}.evalset", e.kind)
                 for name, e in track.evals.items()}  # fmt: skip
@@ -62,7 +64,7 @@ def describe_slow_formats(track: NetworkTrack, machine: Machine) -> list[str]:
     slow = [name for name, candidate in track.candidates.items()
             if any(isinstance(s, PrecisionStep) and s.dtype != "float32" for s in candidate.steps)]  # fmt: skip
     return [f"{track.name}.candidates: {', '.join(slow)}: this CPU has no AVX-512, and without it torch convolves in "
-            "16 bits by a plain loop: expect minutes where float32 takes seconds, and no word on speed"] if slow else []
+            "16 bits by a plain loop: expect minutes where float32 takes seconds"] if slow else []
 
 
 def _list_categories(evalset: Evalset) -> list[int]:
@@ -108,6 +110,14 @@ def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
             if not count and tolerance is not None:
                 raise SettingsError(f"{where}: evalset {evalsets[name].card.name!r} has no object of that size, and an "
                                     "empty bucket proves nothing; remove it, or add pictures")  # fmt: skip
+
+
+def _check_slowdown(track: NetworkTrack) -> None:
+    """Refuse a limit that was meant in percent, or is none."""
+    limit = track.gate.max_slowdown
+    if limit is not None and limit > _SLOWEST:
+        raise SettingsError(f"{track.name}.gate.max_slowdown: expected at most {_SLOWEST:g} (0.25 is a quarter longer, "
+                            f"1 twice as long), got {limit:g}")  # fmt: skip
 
 
 def _check_adapter(track: NetworkTrack, root: Path) -> None:

@@ -211,7 +211,7 @@ def _measure_time(measured: Measured, limit: float | None) -> None:
         measured.total = measure_total(measured.evidence, limit)
     except EvidenceError as error:
         measured.refusals.append(str(error))
-    if limit is not None and (why := tell_untimed(measured.evidence)):
+    if limit is not None and measured.total is None and (why := tell_untimed(measured.evidence)):
         measured.notes.append(f"speed: gate.max_slowdown was not applied: {why}")
     if measured.total is not None and measured.total.low > 1:
         said = describe_total(measured.total, limit)

@@ -83,7 +83,7 @@ def tell_untimed(evidence: Evidence) -> str | None:
     serving = evidence.candidate.serving
     if getattr(serving, "conv_policy", None):
         return "an emulated policy has no time of its own"
-    return "a tiled run is not timed" if serving.tiling else None
+    return "what tiles alone cost is not timed" if serving.tiling else None
 
 
 def describe_total(total: MedianInterval, limit: float | None) -> str:

@@ -1,13 +1,13 @@
 """What a candidate costs beside its baseline: time, memory, compilation, and whether its memory format survives.
 
 The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand;
-that of any other is the same weights run plainly, in float32 without a step. What a candidate takes in total is told
-beside those, too: channels-last may be five times as fast as bfloat16 without it where float32 is forty times as fast.
-What is slower in total has no gain, and is timed no further.
+that of any other is the same weights run plainly, in float32 without a step, in the same tiles where there are any.
+What a candidate takes in total is told beside those, too: channels-last may be five times as fast as bfloat16 without
+it where float32 is forty times as fast. What is slower in total has no gain, and is timed no further.
 
 Time is of one batch, in pairs whose order alternates, and is told only where both outputs are equal within the number
 format's rounding (`rounding.py`). An emulated policy has no speed of its own (`benchmarks/winograd_speed.py` measures
-real kernels), and a tiled run does more work, which is counted instead.
+real kernels); what tiles alone cost is counted in pixels instead, as their outputs are others.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
 
 
 def choose_plain(serving: NetworkServing) -> NetworkServing | None:
-    """Return how the same weights run without a step; None where a candidate's time beside that would say nothing."""
-    plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads)
-    return None if serving.conv_policy or serving.tiling or serving == plain else plain
+    """Return how the same weights run in float32 without a step, in the same tiles where there are any.
+
+    None where a candidate's time beside that would say nothing.
+    """
+    plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads, tiling=serving.tiling)
+    return None if serving.conv_policy or serving == plain else plain
 
 
 def measure_costs(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from pipeline.detections import Detections, MatchTable, Objects, join_tables, ma
 from pipeline.digests import canonical_json
 from pipeline.errors import EngineError
 from pipeline.records import CaseRecord
+
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def list_categories(cases: Sequence[DetectionCase]) -> list[int]:
@@ -92,7 +94,7 @@ def _read_result(case_id: str, result: Any) -> dict[str, Any]:
         read = {"bbox": bbox, "score": _read_number(result["score"]),
                 "category_id": _read_category(result["category_id"])}  # fmt: skip
         is_negative = all(map(math.isfinite, bbox)) and min(bbox[2:], default=0) < 0
-        if isinstance(result["bbox"], Mapping) or len(bbox) != 4 or is_negative:
+        if isinstance(result["bbox"], (Mapping, Set, *_BYTES)) or len(bbox) != 4 or is_negative:
             raise ValueError("a box has left, top, width and height, the last two 0 or more")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"case {case_id!r}: postprocess() returned {str(result)[:120]!r}, expected a COCO result "
@@ -102,7 +104,7 @@ def _read_result(case_id: str, result: Any) -> dict[str, Any]:
 
 
 def _read_number(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bool, *_BYTES)):
         raise TypeError(f"expected a number, got {value!r}")
     return float(f"{float(value):.9g}")
 

@@ -37,6 +37,7 @@ PIXELS = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8, generator=torc
     pytest.param(POLICY, None, id="an-emulation"),
     pytest.param(TILED, None, id="more-work"),
     pytest.param(TILED | {"channels_last": True}, TILED, id="within-tiles"),
+    pytest.param(TILED | {"dtype": "bfloat16"}, TILED, id="a-number-format-within-tiles"),
 ])  # fmt: skip
 def test_a_candidate_is_timed_against_the_choice_at_hand(changes: dict[str, Any], baseline: Any) -> None:
     """A memory format in bfloat16 beside float32 would take the number format's gain for its own."""
@@ -45,7 +46,14 @@ def test_a_candidate_is_timed_against_the_choice_at_hand(changes: dict[str, Any]
     assert choose_baseline(NetworkServing(**shared, **changes)) == expected
 
 
-@pytest.mark.parametrize("changes", [POLICY, TILED, TILED | {"channels_last": True}, {}])
+def test_what_runs_in_tiles_is_timed_beside_float32_in_the_same_tiles() -> None:
+    """Beside nothing, channels-last in tiles was judged by slow bfloat16 in tiles alone."""
+    serving = NetworkServing(batch_size=8, dtype="bfloat16", channels_last=True, **TILED)
+    assert choose_plain(serving) == NetworkServing(batch_size=8, **TILED)
+    assert choose_baseline(serving) == NetworkServing(batch_size=8, dtype="bfloat16", **TILED)
+
+
+@pytest.mark.parametrize("changes", [POLICY, TILED, {}])
 def test_what_computes_something_else_has_no_time_in_total(changes: dict[str, Any]) -> None:
     assert choose_plain(NetworkServing(batch_size=8, **changes)) is None
 

@@ -192,7 +192,7 @@ def test_users_wait_by_the_wall_clock_too(tmp_path: Path) -> None:
 
 def test_a_limit_on_time_that_was_not_applied_is_said(tmp_path: Path) -> None:
     verdict = judge_slow(tmp_path, Way([TILED]), max_slowdown=0.2)
-    assert "note: speed: gate.max_slowdown was not applied: a tiled run is not timed" in verdict.reasons
+    assert "note: speed: gate.max_slowdown was not applied: what tiles alone cost is not timed" in verdict.reasons
 
 
 def test_a_slow_candidate_is_none_that_passes_by_an_edit(tmp_path: Path) -> None:
