@@ -18,12 +18,13 @@ from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement
 from pipeline.record_files import read_record, write_record
 from pipeline.records import OUTGROWN, CaseRecord, Evaluation, read_cases
+from pipeline.release import bundle as release_bundle
 from pipeline.release.bundle import check_marker, write_bundle
 from pipeline.release.checksums import SUMS, write_sums
 from pipeline.release.kept_records import keep_records, restore_records
 from pipeline.release.manifest import Manifest, read_git
 from pipeline.release.signature import SIGNATURE
-from pipeline.release.verification import find_differences, verify_bundle
+from pipeline.release.verification import Verification, find_differences, verify_bundle
 from tests.release_project import NAME, VERDICT, bundle_project, judge_project, write_keys, write_project
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import Way, make_network_track, write_detector
@@ -44,6 +45,18 @@ def project(tmp_path_factory):
 def bundle(project, tmp_path):
     """A copy of its bundle, to be tampered with."""
     return Path(shutil.copytree(project / "release/text", tmp_path / "bundle"))
+
+
+def test_what_does_not_verify_leaves_the_last_bundle_as_it_was(tmp_path, monkeypatch):
+    """The bundle of a forged verdict was found out when it lay there already, and the good one was gone."""
+    write_project(tmp_path)
+    path = bundle_project(tmp_path)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    monkeypatch.setattr(release_bundle, "verify_bundle", lambda folder: Verification(problems=["harm was 0, is 1"]))
+    with pytest.raises(EvidenceError, match="the bundle that was just written does not verify: harm was 0, is 1"):
+        bundle_project(tmp_path)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    assert [child.name for child in path.parent.iterdir()] == ["text"]
 
 
 def edit_json(path, edit):
