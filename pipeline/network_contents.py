@@ -123,8 +123,8 @@ def _name_costs(notes: NetworkNotes) -> dict[str, float]:
     numbers = {"work": notes.work}
     if notes.speed and notes.speed.ratio:
         numbers["time_percent_of_baseline"] = 100 * notes.speed.ratio.median
-    if notes.total and notes.total.ratio:
-        numbers["time_percent_in_total"] = 100 * notes.total.ratio.median
+    if notes.total and notes.total.worse:
+        numbers["time_percent_in_total"] = 100 * notes.total.worse[1].median
     if notes.peak_mib is not None:
         numbers["peak_mib"] = notes.peak_mib
     if notes.compile:

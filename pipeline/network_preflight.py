@@ -19,7 +19,6 @@ from pipeline.pictures import check_pictures, measure_picture
 from pipeline.preflight import check_buckets, load_kind
 from pipeline.weight_files import read_tensors
 
-_SLOWEST = 10.0  # of `gate.max_slowdown`
 _NOTES = frozenset({"README.md"})
 ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")
 
@@ -31,7 +30,6 @@ def check_network(track: NetworkTrack, root: Path) -> list[str]:
         SettingsError: with the path of the key, what it names, and what there is.
         EvalsetError: with file and line.
     """
-    _check_slowdown(track)
     _check_adapter(track, root)
     evalsets = {name: load_kind(load_evalset, root / e.evalset, f"{track.name}.evals.{name}.evalset", e.kind)
                 for name, e in track.evals.items()}  # fmt: skip
@@ -110,14 +108,6 @@ def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
             if not count and tolerance is not None:
                 raise SettingsError(f"{where}: evalset {evalsets[name].card.name!r} has no object of that size, and an "
                                     "empty bucket proves nothing; remove it, or add pictures")  # fmt: skip
-
-
-def _check_slowdown(track: NetworkTrack) -> None:
-    """Refuse a limit that was meant in percent, or is none."""
-    limit = track.gate.max_slowdown
-    if limit is not None and limit > _SLOWEST:
-        raise SettingsError(f"{track.name}.gate.max_slowdown: expected at most {_SLOWEST:g} (0.25 is a quarter longer, "
-                            f"1 twice as long), got {limit:g}")  # fmt: skip
 
 
 def _check_adapter(track: NetworkTrack, root: Path) -> None:

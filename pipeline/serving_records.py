@@ -145,6 +145,11 @@ class NetworkServing(Record):
         return ", ".join(parts)
 
     @property
+    def plain(self) -> NetworkServing:
+        """The run without a step: in float32, whole pictures."""
+        return NetworkServing(batch_size=self.batch_size, num_threads=self.num_threads)
+
+    @property
     def speculative(self) -> None:
         """Text only: no drafts."""
 

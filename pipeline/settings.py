@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from ruamel.yaml.error import MarkedYAMLError
 
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
@@ -58,7 +58,7 @@ class Loosened(Settings):
 
     was: float | str
     now: float | str  # a reason holds for this value alone
-    why: str = Field(min_length=10)  # a sentence
+    why: Annotated[str, StringConstraints(strip_whitespace=True, min_length=10)]  # a sentence
 
 
 class GateSettings(Settings):

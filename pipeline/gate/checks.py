@@ -20,10 +20,10 @@ from pipeline.gate.verdicts import (
     describe_policy,
     gains_nothing,
     is_proven,
-    is_slower,
     list_gated,
     list_refusals,
     released_verdicts,
+    takes_too_long,
 )
 from pipeline.gate.wording import (
     name_comparison,
@@ -112,7 +112,8 @@ def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
     """Say whether speeds are missing that were asked for, or are below what is tolerated, or a network's time above."""
     if verdict.speed is None:
         is_limited = policy.track == "text" and policy.max_slowdown is not None
-        return verdict.candidate in policy.benchmarked or is_limited or is_slower(verdict.total, policy.max_slowdown)
+        is_untimed = verdict.candidate in policy.benchmarked or is_limited
+        return is_untimed or takes_too_long(verdict.total, policy.max_slowdown)
     return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
 
 

@@ -28,6 +28,7 @@ from pipeline.gate.headlines import explain_flat_average, explain_flat_perplexit
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.gate.network_notes import read_network_notes
 from pipeline.gate.networks import describe_total, measure_gain, measure_total, tell_untimed
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.speculation import check_acceptance, check_speculation
@@ -45,7 +46,7 @@ from pipeline.gate.verdicts import (
     Policy,
     describe_policy,
     is_blocking,
-    is_slower,
+    takes_too_long,
 )
 from pipeline.gate.wording import name_comparison
 from pipeline.medians import MedianInterval
@@ -207,15 +208,16 @@ def _measure_time(measured: Measured, limit: float | None) -> None:
     """Add what a network's steps for speed gain, and a failure or a note where it is slower in total."""
     assert measured.evidence is not None
     try:
-        measured.gain = measure_gain(measured.evidence)
-        measured.total = measure_total(measured.evidence, limit)
+        if (notes := read_network_notes(measured.evidence)) is not None:
+            measured.gain = measure_gain(measured.evidence, notes)
+            measured.total = measure_total(notes, limit)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     if limit is not None and measured.total is None and (why := tell_untimed(measured.evidence)):
         measured.notes.append(f"speed: gate.max_slowdown was not applied: {why}")
     if measured.total is not None and measured.total.low > 1:
         said = describe_total(measured.total, limit)
-        if is_slower(measured.total, limit):
+        if takes_too_long(measured.total, limit):
             measured.failures.append(f"{SPEED_FAILED}{said}")
         else:
             measured.notes.append(f"speed: {said}")

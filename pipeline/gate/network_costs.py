@@ -12,7 +12,7 @@ from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.network_notes import LayerNotes, NetworkNotes
 from pipeline.gate.networks import read_soundly, tell_clock, tell_difference, tell_ratio, tell_shape
 from pipeline.gate.wording import escape_markdown, format_value
-from pipeline.medians import GAIN_BELOW
+from pipeline.medians import GAIN_BELOW, MedianInterval
 
 _NOTHING = "–"
 _CANDIDATE, _BASELINE, _GAIN = "candidate", "baseline", "gain"
@@ -31,9 +31,10 @@ _EMULATED = """- **a convolution policy is emulated**: what comes out, and so ev
 _LEGEND = {  # by column
     _TIME: f"""- **time**: of one batch on this machine, {{shape}}, candidate / baseline in turn, the median of the
   ratios with its 95 % interval. The baseline of a memory format and of compilation is the same candidate without them,
-  of any other the same weights in float32 without a step; **in total** is to those, whatever the baseline. A step
-  for speed is a gain where the interval ends below {GAIN_BELOW:g}; what is slower in total has none, and is timed no
-  further. Where the outputs differ by more than rounding explains, nothing is timed.""",
+  of any other the same weights in float32 without a step; **in total** is to those, whatever the baseline, by the
+  wall clock where it is slower by that. A step for speed is a gain where the interval ends below {GAIN_BELOW:g}; what
+  is slower in total has none, and is timed no further. Where the outputs differ by more than rounding explains,
+  nothing is timed.""",
     _COMPILED: """- **graphs** are all that torch compiled, **graph breaks** those of the first shape,
   **recompilations** the graphs of the others; where the **limit** is reached, the shapes after it run without.""",
     _PEAK: "- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.",
@@ -88,14 +89,18 @@ def _describe(name: str, measured: Measured, compared: ReleaseComparison) -> dic
 
 def _describe_time(notes: NetworkNotes) -> dict[str, str]:
     speed, total = notes.speed, notes.total
-    row = {_TOTAL: f"{tell_ratio(total.ratio)} {tell_clock(total.clock)}"} if total and total.ratio else {}
+    row = {_TOTAL: _tell_time(*total.worse)} if total and total.worse else {}
     if speed is None:
         return row
     row |= {_BASELINE: escape_markdown(speed.baseline)}
     if speed.ratio is None or speed.timed is None:
         return row | {_TIME: f"not timed: its outputs {tell_difference(speed)} the baseline's"}
-    row[_TIME] = f"{tell_ratio(speed.ratio)} {tell_clock(speed.clock)}"
+    row[_TIME] = _tell_time(speed.clock, speed.ratio)
     return row | ({_WALL: tell_ratio(speed.timed["wall"].ratio)} if "wall" in speed.timed else {})
+
+
+def _tell_time(clock: str, ratio: MedianInterval) -> str:
+    return f"{tell_ratio(ratio)} {tell_clock(clock)}"
 
 
 def _describe_engine(notes: NetworkNotes) -> dict[str, str]:

@@ -61,11 +61,17 @@ class SpeedNotes(_Notes):
         return self.timed[self.clock].ratio if self.timed and self.clock in self.timed else None
 
     @property
-    def slowest(self) -> tuple[str, MedianInterval] | None:
-        """The clock by which it surely takes longest, and the ratio of times by that."""
+    def worse(self) -> tuple[str, MedianInterval] | None:
+        """The clock that decides and the ratio of times by it; by another where it surely takes longer by that."""
         if self.ratio is None or self.timed is None:
             return None
-        return max(((clock, found.ratio) for clock, found in self.timed.items()), key=lambda pair: pair[1].low)
+        clock, slow = max(((clock, c.ratio) for clock, c in self.timed.items()), key=lambda pair: pair[1].low)
+        return (clock, slow) if slow.low > 1 else (self.clock, self.ratio)
+
+    @property
+    def is_slower(self) -> bool:
+        """Say whether it surely takes longer by some clock."""
+        return self.worse is not None and self.worse[1].low > 1
 
 
 class CompileNotes(_Notes):

@@ -18,64 +18,50 @@ from pipeline.network_params import SPEED_STEPS
 from pipeline.verdict_records import Gain
 
 
-def measure_gain(evidence: Evidence) -> Gain | None:
-    """Return what a candidate's steps for speed gain, by its first eval; None where it has none.
+def measure_gain(evidence: Evidence, notes: NetworkNotes) -> Gain | None:
+    """Return what a candidate's steps for speed gain, by the notes of its first eval; None where it has none.
 
     Raises:
-        EvidenceError: its notes can't be read, whether it has such steps or not: the report shows them.
+        EvidenceError: the notes of another eval can't be read.
     """
-    notes = read_network_notes(evidence)
     steps = tuple(step["kind"] for step in evidence.candidate.steps if step["kind"] in SPEED_STEPS)
-    if notes is None or not steps:
+    if not steps:
         return None
-    what = " and ".join(steps)
-    speed, total = notes.speed, notes.total
-    where = f", on {tell_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
-    if total is not None and total.slowest is not None and total != speed:
-        clock, slow = total.slowest
-        if slow.low > 1:
-            return Gain(steps=steps, baseline=total.baseline, ratio=slow, clock=clock,
-                        why=f"{what}: it takes {tell_ratio(slow)} of the {tell_clock(clock)} time of "
-                            f"{total.baseline}{where}: it is slower than without any step")  # fmt: skip
-    if speed is None:
+    what, is_slower = " and ".join(steps), notes.total is not None and notes.total.is_slower
+    found = notes.total if is_slower else notes.speed
+    if found is None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
     for met in list_limits(evidence):
-        return Gain(steps=steps, baseline=speed.baseline,
+        return Gain(steps=steps, baseline=found.baseline,
                     why=f"{what}: {tell_limit(met)}; give it fewer shapes, or dynamic: true")
-    ratio = speed.ratio
-    if ratio is None:
-        return Gain(steps=steps, baseline=speed.baseline,
-                    why=f"{what}: not timed, as its outputs {tell_difference(speed)} those of {speed.baseline}")
-    if (wall := speed.timed["wall"].ratio if speed.timed and "wall" in speed.timed else ratio).low > 1:
-        return Gain(steps=steps, baseline=speed.baseline, ratio=wall, clock="wall",
-                    why=f"{what}: by the wall clock it takes {tell_ratio(wall)} of the time of {speed.baseline}"
-                        f"{where}, though {tell_ratio(ratio)} by the {tell_clock(speed.clock)} clock; users wait by "
-                        "the former")  # fmt: skip
-    return Gain(steps=steps, baseline=speed.baseline, ratio=ratio, clock=speed.clock,
-                why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(speed.clock)} time of {speed.baseline}"
-                    f"{where}; a gain is surely below {GAIN_BELOW:g}")  # fmt: skip
+    if found.worse is None:
+        return Gain(steps=steps, baseline=found.baseline,
+                    why=f"{what}: not timed, as its outputs {tell_difference(found)} those of {found.baseline}")
+    clock, ratio = found.worse
+    where = f", on {tell_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
+    end = ": it is slower than without any step" if is_slower else f"; a gain is surely below {GAIN_BELOW:g}"
+    return Gain(steps=steps, baseline=found.baseline, ratio=ratio, clock=clock,
+                why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(clock)} time of {found.baseline}{where}"
+                    f"{end}")  # fmt: skip
 
 
-def measure_total(evidence: Evidence, limit: float | None) -> MedianInterval | None:
+def measure_total(notes: NetworkNotes, limit: float | None) -> MedianInterval | None:
     """Return the time of a candidate in total, to that of the same weights run plainly; None where it has none.
 
-    Of several clocks it is that by which it takes longest.
-
     Args:
-        evidence: of the candidate.
+        notes: of the candidate.
         limit: `gate.max_slowdown`.
 
     Raises:
         EvidenceError: there is a limit, and it was not timed though it could be.
     """
-    notes = read_network_notes(evidence)
-    if notes is None or notes.total is None:
+    if notes.total is None:
         return None
-    if notes.total.ratio is None and limit is not None:
+    if notes.total.worse is None and limit is not None:
         raise EvidenceError(f"gate.max_slowdown: not timed, as its outputs {tell_difference(notes.total)} those of "
                             f"{notes.total.baseline}")
-    return notes.total.slowest[1] if notes.total.slowest else None
+    return notes.total.worse[1] if notes.total.worse else None
 
 
 def tell_untimed(evidence: Evidence) -> str | None:

@@ -186,7 +186,7 @@ def gains_nothing(verdict: Verdict, policy: Policy) -> bool:
     return not verdict.gain.is_sure or any(reason.startswith(NO_GAIN) for reason in verdict.reasons)
 
 
-def is_slower(total: MedianInterval | None, max_slowdown: float | None) -> bool:
+def takes_too_long(total: MedianInterval | None, max_slowdown: float | None) -> bool:
     """Say whether a network surely takes longer than `gate.max_slowdown` allows."""
     return total is not None and max_slowdown is not None and total.low > 1 + max_slowdown
 

@@ -104,15 +104,20 @@ def _read_result(case_id: str, result: Any) -> dict[str, Any]:
 
 
 def _read_number(value: Any) -> float:
-    if isinstance(value, (str, bool, *_BYTES)):
+    if isinstance(value, (str, *_BYTES)) or _is_boolean(value):
         raise TypeError(f"expected a number, got {value!r}")
     return float(f"{float(value):.9g}")
 
 
 def _read_category(value: Any) -> int:
     try:
-        if isinstance(value, bool):
+        if _is_boolean(value):
             raise TypeError
         return operator.index(value)  # of a tensor or of numpy, too; a float has none
     except TypeError:
         raise TypeError(f"category_id is a whole number, got {value!r}") from None
+
+
+def _is_boolean(value: Any) -> bool:
+    """Say whether a value is True or False, which count as 1 and 0; of a tensor or of numpy, too."""
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))

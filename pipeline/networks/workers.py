@@ -64,9 +64,7 @@ class _Loaded:
     @cached_property
     def reference(self) -> Network:
         """The reference, which has no steps; loaded when it is first asked for."""
-        serving = self.order.candidate.serving
-        plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads)
-        return self.load(plain, self.order.source)
+        return self.load(self.order.candidate.serving.plain, self.order.source)
 
     def load(self, serving: NetworkServing, folder: str | None = None) -> Network:
         """Set the candidate's weights, or those of another folder, up in another way."""
@@ -242,9 +240,8 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
 def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:
     """Return how far each layer is from the reference's in float32; nothing where it runs the very same, or others."""
     order, serving = loaded.order, loaded.order.candidate.serving
-    plain = NetworkServing(batch_size=serving.batch_size, num_threads=serving.num_threads)
     inner = serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None})
-    if inner == plain and order.candidate.checkpoint.path == order.source:
+    if inner == serving.plain and order.candidate.checkpoint.path == order.source:
         return {}
     eager, exact = loaded.load(inner), loaded.reference
     pixels = [torch.from_numpy(_read(loaded, case))[None] for case in cases]

@@ -531,8 +531,6 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
                  "file, got ", id="adapter-is-a-folder"),
     pytest.param(make_detector, {}, lambda root: edit(root, DETECTOR_FILE, "def build(config):", "def build(config:"),
                  SettingsError, "adapter.py:17: expected Python: '(' was never closed", id="adapter-syntax"),
-    pytest.param(make_detector, {"gate": describe_detector()["gate"] | {"max_slowdown": 25.0}}, None, SettingsError,
-                 "detector.gate.max_slowdown: expected at most 10 (0.25 is a quarter longer", id="slowdown-in-percent"),
     pytest.param(make_detector, {"evals": VIEWS}, None, SettingsError, "detector.evals.squares.evalset: expected an "
                  "evalset of kind 'detection', 'views' is of kind 'upscaling'", id="evalset-of-another-kind"),
     pytest.param(make_detector, {"calibration_images": "evalsets/views"}, None, SettingsError,

@@ -143,6 +143,8 @@ def test_raw_outputs_that_are_not_finite_count_though_results_are() -> None:
     ([{"bbox": b"0011", "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
     ([{"bbox": {0, 1, 2, 3}, "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
     ([{"bbox": [0, 0, 1, 1], "score": True, "category_id": 1}], "expected a number, got True"),
+    ([{"bbox": [0, 0, 1, 1], "score": torch.tensor(True), "category_id": 1}], "expected a number, got tensor"),
+    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": torch.tensor(True)}], "category_id is a whole number"),
     ([{"bbox": [0, 0, 1, 1], "score": "0.5", "category_id": 1}], "expected a number, got '0.5'"),
     ([{"bbox": 3, "score": 0.5, "category_id": 1}], "'int' object is not iterable"),
 ])  # fmt: skip

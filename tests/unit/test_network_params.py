@@ -50,6 +50,8 @@ AT = "detector.candidates.mine.steps"
 
 
 @pytest.mark.parametrize(("changes", "said"), [
+    pytest.param({"gate": describe_detector()["gate"] | {"max_slowdown": 25.0}},
+                 "detector.gate.max_slowdown: expected 10 or less, got 25", id="slowdown-in-percent"),
     pytest.param(steps(POLICY, HALF), f"{AT}.1: expected no precision beside conv_policy, which is emulated",
                  id="policy-and-precision"),
     pytest.param(steps({"kind": "channels_last"}, POLICY), f"{AT}.0: expected no channels_last beside conv_policy",

@@ -186,8 +186,12 @@ def test_users_wait_by_the_wall_clock_too(tmp_path: Path) -> None:
     waits = time_notes() | {"timed": SLOW["timed"] | {"cpu": {"ratio": {"median": 0.8, "low": 0.75, "high": 0.85}}}}
     way = Way([HALF], notes={"speed": waits, "total": waits})
     assert judge_slow(tmp_path / "a", way, max_slowdown=0.2).outcome == "fail"
-    both = judge_slow(tmp_path / "b", Way([HALF, LAST], notes={"speed": time_notes(), "total": waits}))
-    assert both.outcome == "no gain" and "9.000 (8.000 to 10.000) of the wall time of torch float32" in both.reasons[0]
+    for name, notes in {"b": {"speed": time_notes(), "total": waits}, "c": {"speed": waits, "total": None}}.items():
+        both = judge_slow(tmp_path / name, Way([HALF, LAST], notes=notes))
+        assert both.outcome == "no gain"
+        assert "it takes 9.000 (8.000 to 10.000) of the wall time of torch float32" in both.reasons[0]
+    compared = judge_upscaler(tmp_path / "d", {"slow": way})
+    assert costs_of(compared, "slow")["in total"] == "9.000 (8.000 to 10.000) wall"
 
 
 def test_a_limit_on_time_that_was_not_applied_is_said(tmp_path: Path) -> None:

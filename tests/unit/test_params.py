@@ -207,6 +207,8 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
          "candidates.int4.steps.0.calibration.sources.2: 'prose' is listed twice, and counts once; remove one"),
         ("serving//max_tokens", 512,
          "serving.max_tokens: expected less than serving.context_length (512), which prompt and answer share, got 512"),
+        ("gate//loosened", {"alpha": {"was": 0.05, "now": 0.1, "why": " " * 12}},
+         "gate.loosened.alpha.why: expected 10 or more characters, got"),
         ("gate//tolerances//workflows/completion", {"overall": 0.1},
          "gate.tolerances.workflows/completion: no such metric; the evals give choices/accuracy, "),
         ("gate//tolerances//essays/perplexity_per_token", {"overall": 0.1},
