@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--tracks", nargs="+", default=["detector", "upscaler"])
     parser.add_argument("--modes", nargs="+", default=["default"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--steps", nargs="+", default=["channels-last", "compile", "both"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread; a gain is a ratio surely below {GAIN_BELOW}\n\n"
@@ -48,6 +49,8 @@ def main() -> int:
             steps += [(f"compile {mode}", {"compile_mode": mode}) for mode in options.modes]
             steps += [(f"both, {mode}", {"channels_last": True, "compile_mode": mode}) for mode in options.modes]
             for step, changes in steps:
+                if step.split(maxsplit=1)[0].strip(",") not in options.steps:
+                    continue
                 serving = NetworkServing(dtype=dtype, batch_size=track.running.batch_size, **changes)
                 print(_measure(track, step, serving, options.repeats), flush=True)
     return 0
