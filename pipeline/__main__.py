@@ -79,6 +79,7 @@ def compare(options: argparse.Namespace) -> int:
     from pipeline.outcomes.rendering import render_outcomes
     from pipeline.record_files import write_record
 
+    _check_outputs(options)
     reference, candidate = _read_sides(options)
     rules = _read_rules(options, reference, candidate)
     with use_metrics(rules.definitions):
@@ -108,6 +109,15 @@ def _write_forms(compared: Any, options: argparse.Namespace) -> None:
             write_text(options.html, render_html(judgement, explanation, {}))
         if options.summary:
             write_text(options.summary, render_summary(judgement, explanation))
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse to write over what is read, or twice to one file."""
+    taken = {path.resolve(): "read" for path in (options.reference, options.candidate, options.policy) if path}
+    for name in ("json", "html", "junit", "summary"):
+        path = getattr(options, name)
+        if path and (use := taken.setdefault(path.resolve(), f"written as --{name}")) != f"written as --{name}":
+            raise SettingsError(f"--{name}: expected a file of its own, {str(path)!r} is {use}; name another")
 
 
 def _read_sides(options: argparse.Namespace) -> Any:

@@ -112,9 +112,15 @@ def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
     """Say whether speeds are missing that were asked for, or are below what is tolerated, or a network's time above."""
     if verdict.speed is None:
         is_limited = policy.track == "text" and policy.max_slowdown is not None
-        is_untimed = verdict.candidate in policy.benchmarked or is_limited
+        is_untimed = verdict.candidate in policy.benchmarked or is_limited or _lacks_time(verdict, policy)
         return is_untimed or takes_too_long(verdict.total, policy.max_slowdown)
     return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
+
+
+def _lacks_time(verdict: Verdict, policy: Policy) -> bool:
+    """Say whether a network has no time in total that a limit asks for; where nothing is in force, it gains nothing."""
+    is_asked = policy.max_slowdown is not None and verdict.candidate in policy.timed
+    return is_asked and verdict.total is None and not gains_nothing(verdict, policy)
 
 
 def _contradicts(c: Comparison, policy: Policy) -> bool:

@@ -210,7 +210,7 @@ def _measure_time(measured: Measured, limit: float | None) -> None:
     try:
         if (notes := read_network_notes(measured.evidence)) is not None:
             measured.gain = measure_gain(measured.evidence, notes)
-            measured.total = measure_total(notes, limit)
+            measured.total = measure_total(measured.evidence, notes, limit)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     if limit is not None and measured.total is None and (why := tell_untimed(measured.evidence)):

@@ -24,6 +24,7 @@ from pipeline.gate.metrics import MetricDefinition
 from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
 from pipeline.gate.statistics import (
     Bounds,
+    bound_unseen,
     cases_for_spread,
     cases_to_prove,
     effective_clusters,
@@ -42,6 +43,11 @@ from pipeline.verdict_records import Metric
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GradedScore(MetricDefinition):
+    """A score that others gave their cases and that is no rate: any case may lose as much as the scores span."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +204,8 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) 
             more is better, is not above the tolerance.
     """
     m = measurement
-    if definition.estimator == "mean" and definition.better == "higher" and m.tolerance is not None and (
-            0 <= m.reference <= m.tolerance):
+    is_mean = definition.estimator in ("mean", "ratio") and definition.harm == "absolute"
+    if is_mean and definition.better == "higher" and m.tolerance is not None and 0 <= m.reference <= m.tolerance:
         raise EvidenceError(f"{name_metric(m.metric, m.bucket)}: the reference has {m.reference:.4g}, "
                             f"so a loss above the tolerance of {m.tolerance:g} can't show; it is in the unit of the "
                             "scores: lower it, or look at the evalset")
@@ -223,6 +229,10 @@ def _compare_scores(
         b, c = int((d > 0).sum()), int((d < 0).sum())
     else:
         bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha)
+    if isinstance(definition, GradedScore):
+        loss = _span(np.concatenate([reference.values, candidate.values])) / float(reference.weights.mean())
+        count = effective_clusters(reference.weights, clusters)
+        bounds = bound_unseen(bounds, loss, n, count, confidence=1 - alpha)
     harm, low, high = (_harm_scale(definition, x) for x in (bounds.harm, bounds.low, bounds.high))
     sums, weights = (sum_by_cluster(values, places, num_places) for values in (d, reference.weights))
     tail = sign_flip_tail(sums)
@@ -234,6 +244,15 @@ def _compare_scores(
         more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, clusters, tolerance, alpha),
         sums=sums, weights=weights, tail=tail, deff=bounds.design_effect,
     )
+
+
+def _span(values: Floats) -> float:
+    """Return how much one case can lose: 1 where all scores lie in [0, 1], else the largest less the least.
+
+    Scores that are all the same number span that number.
+    """
+    low, high = float(values.min()), float(values.max())
+    return 1.0 if low >= 0 and high <= 1 else (high - low or abs(high))
 
 
 def _harm_scale(definition: MetricDefinition, difference: float) -> float:

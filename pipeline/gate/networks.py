@@ -15,6 +15,7 @@ from pipeline.gate.network_notes import (
 from pipeline.gate.pairing import Evidence
 from pipeline.medians import GAIN_BELOW, MedianInterval
 from pipeline.network_params import SPEED_STEPS
+from pipeline.serving_records import NetworkServing
 from pipeline.verdict_records import Gain
 
 
@@ -46,28 +47,41 @@ def measure_gain(evidence: Evidence, notes: NetworkNotes) -> Gain | None:
                     f"{end}")  # fmt: skip
 
 
-def measure_total(notes: NetworkNotes, limit: float | None) -> MedianInterval | None:
+def measure_total(evidence: Evidence, notes: NetworkNotes, limit: float | None) -> MedianInterval | None:
     """Return the time of a candidate in total, to that of the same weights run plainly; None where it has none.
 
     Args:
-        notes: of the candidate.
+        evidence: of the candidate.
+        notes: of its first eval.
         limit: `gate.max_slowdown`.
 
     Raises:
         EvidenceError: there is a limit, and it was not timed though it could be.
     """
-    if notes.total is None:
-        return None
-    if notes.total.worse is None and limit is not None:
-        raise EvidenceError(f"gate.max_slowdown: not timed, as its outputs {tell_difference(notes.total)} those of "
-                            f"{notes.total.baseline}")
-    return notes.total.worse[1] if notes.total.worse else None
+    total = notes.total
+    if total is not None and total.worse is not None:
+        return total.worse[1]
+    if limit is not None and total is not None:
+        raise EvidenceError(f"gate.max_slowdown: not timed, as its outputs {tell_difference(total)} those of "
+                            f"{total.baseline}")
+    if limit is not None and _can_be_timed(evidence):
+        raise EvidenceError("gate.max_slowdown: expected the time in total, as it is run in another way than in "
+                            f"float32 without a step, found none in {evidence.folder}; run `dvc repro`")
+    return None
+
+
+def _can_be_timed(evidence: Evidence) -> bool:
+    """Say whether a candidate is run otherwise than in float32 without a step, by real kernels, tiles apart."""
+    serving = evidence.candidate.serving
+    assert isinstance(serving, NetworkServing)
+    return not serving.conv_policy and serving != serving.plain.model_copy(update={"tiling": serving.tiling})
 
 
 def tell_untimed(evidence: Evidence) -> str | None:
-    """Say why a candidate has no time in total although it is run in another way; None where it has, or is not."""
+    """Say why a candidate that is run in another way has no time in total; None where it is not, or is timed."""
     serving = evidence.candidate.serving
-    if getattr(serving, "conv_policy", None):
+    assert isinstance(serving, NetworkServing)
+    if serving.conv_policy:
         return "an emulated policy has no time of its own"
     return "what tiles alone cost is not timed" if serving.tiling else None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ Tail = Callable[[Floats], Floats]  # p-values of totals
 
 _MAX_ENUMERATED = 14  # 2 ** 14 sign patterns are enumerated; more clusters are sampled
 _MAX_LATTICE = 200_000  # longest exact distribution of an integer sum that is worth building
+_CORRECTION = 0.5  # cases: half the step in which b - c moves where nothing is gained
 _PRIOR_CLUSTERS = 0.5  # of half a cluster; with none, 86 % of losses at a tolerance of 3 % pass on 5 clusters of 30
 _NUM_DRAWS = 19_999  # the smallest p that sampling can give is 1 / 20,000
 
@@ -37,7 +38,7 @@ class Bounds:
     design_effect: float = 1.0
 
 
-def tango_bounds(b: float, c: float, n: float, *, confidence: float) -> tuple[float, float]:
+def tango_bounds(b: float, c: float, n: float, *, confidence: float, correction: float = 0.0) -> tuple[float, float]:
     """Return one-sided score bounds of a paired difference of proportions.
 
     Inverts the score test of H0: (b - c) / n = delta, whose nuisance parameter is replaced by its
@@ -49,6 +50,7 @@ def tango_bounds(b: float, c: float, n: float, *, confidence: float) -> tuple[fl
         c: pairs with a gain.
         n: all pairs.
         confidence: of each bound alone, so 0.95 gives the two-sided 90 % interval.
+        correction: cases by which b - c is taken to be nearer to n delta than it is; 0: Tango's own.
 
     Returns:
         Lower and upper bound, both in [-1, 1].
@@ -56,32 +58,35 @@ def tango_bounds(b: float, c: float, n: float, *, confidence: float) -> tuple[fl
     Reference: T. Tango, Statistics in Medicine 17:891-908 (1998), section 3; solved by bisection.
     """
     z = float(ndtri(confidence))
-    return -_tango_upper(c, b, n, z), _tango_upper(b, c, n, z)
+    return -_tango_upper(c, b, n, z, correction), _tango_upper(b, c, n, z, correction)
 
 
-def _tango_upper(b: float, c: float, n: float, z: float) -> float:
-    if b + c == 0:
-        return z * z / (n + z * z)  # the variance at the estimate is zero there, bisection has no bracket
+def _tango_upper(b: float, c: float, n: float, z: float, correction: float) -> float:
+    if b + c == 0:  # the variance at the estimate is zero there, bisection has no bracket
+        linear = z * z + 2 * correction
+        root = math.sqrt(max(linear * linear - 4 * (1 + z * z / n) * correction**2, 0.0))
+        return min((linear + root) / (2 * (n + z * z)), 1.0)
     low, high = (b - c) / n, 1.0
     while True:
         middle = (low + high) / 2
         if middle in (low, high):
             return high
-        if _score_excess(middle, b, c, n, z) > 0:
+        if _score_excess(middle, b, c, n, z, correction) > 0:
             high = middle
         else:
             low = middle
 
 
-def _score_excess(delta: float, b: float, c: float, n: float, z: float) -> float:
-    """Return (b - c - n delta)^2 - z^2 variance(delta): zero where the score statistic is +-z."""
+def _score_excess(delta: float, b: float, c: float, n: float, z: float, correction: float) -> float:
+    """Return (|b - c - n delta| - correction)^2 - z^2 variance(delta): zero where the score statistic is +-z."""
     linear = -b - c + (2 * n - b + c) * delta
     constant = -c * delta * (1 - delta)
     root = math.sqrt(max(linear * linear - 8 * n * constant, 0.0))
     # two algebraically equal forms of the root; each is used where it does not cancel
     p_gain = (root - linear) / (4 * n) if linear <= 0 else -2 * constant / (root + linear)
     variance = n * max(2 * p_gain + delta * (1 - delta), 0.0)
-    return (b - c - n * delta) ** 2 - z * z * variance
+    distance = max(abs(b - c - n * delta) - correction, 0.0)
+    return distance * distance - z * z * variance
 
 
 def sum_by_cluster(values: Floats, clusters: Ints, num_clusters: int = 0) -> Floats:
@@ -135,7 +140,10 @@ def mix_effects(clustered: float, independent: float, sizes: Floats, *, more: fl
 
 
 def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds:
-    """Return the harm of a 0/1 score and its Tango bounds on cluster-adjusted counts.
+    """Return the harm of a 0/1 score and its Tango bounds on cluster-adjusted counts, corrected by half a case.
+
+    Counts are whole numbers, and without that half a case the level of Tango's test is 5 % on average and up to 7 %
+    where few cases flip; with it, 5 % at most.
 
     The bound of a harm in clustered cases is never closer than that of as many clusters without any flip:
     what they can't prove for a perfect candidate they don't prove for one with a few losses.
@@ -162,9 +170,9 @@ def count_bounds(b: float, c: float, n: float, deff: float, count: float, *, con
         confidence: of each bound alone.
     """
     quantile = _for_few_clusters(confidence, n, count)
-    low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=quantile)
+    low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=quantile, correction=_CORRECTION)
     if count < n:
-        unseen = tango_bounds(0, 0, count, confidence=quantile)[1]
+        unseen = tango_bounds(0, 0, count, confidence=quantile, correction=_CORRECTION)[1]
         low, high = min(low, -unseen) if b <= c else low, max(high, unseen) if b >= c else high
     return Bounds((b - c) / n, low, high, deff)
 
@@ -203,6 +211,23 @@ def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: floa
     further = (1 + 2 * t * t) / 6
     below, above = (error * (t + further * max(side, 0.0)) for side in (-tail, tail))
     return Bounds(ratio, ratio - below, ratio + above)
+
+
+def bound_unseen(bounds: Bounds, loss: float, n: float, count: float, *, confidence: float) -> Bounds:
+    """Return bounds that leave room for what no case showed, as those of a rate do without a flip.
+
+    The spread of cases that all score the same is zero, and the bounds of a mean then prove a loss of zero from 30.
+
+    Args:
+        bounds: of a mean.
+        loss: that one case can have.
+        n: cases.
+        count: effective clusters; n without clusters.
+        confidence: of each bound alone.
+    """
+    quantile = _for_few_clusters(confidence, n, count)
+    unseen = loss * tango_bounds(0, 0, count, confidence=quantile, correction=_CORRECTION)[1]
+    return replace(bounds, low=min(bounds.low, -unseen), high=max(bounds.high, unseen))
 
 
 def sign_flip_p(d: Floats, clusters: Ints, *, seed: int = 0) -> float:
@@ -315,7 +340,7 @@ def ratio_interval(
 
 
 def cases_to_prove(b: float, c: float, n: float, tolerance: float, *, confidence: float) -> int | None:
-    """Return how many more cases would bring Tango's upper bound to the tolerance at the flips seen.
+    """Return how many more cases would bring the upper bound of `proportion_bounds` to the tolerance at the flips seen.
 
     An even chance, not a promise: it assumes that the new cases flip as the old ones did, and they will
     as often do worse. Counts are effective counts where cases are clustered; multiply by the design effect.
@@ -326,7 +351,7 @@ def cases_to_prove(b: float, c: float, n: float, tolerance: float, *, confidence
     z = float(ndtri(confidence))
 
     def is_proven(factor: float) -> bool:
-        return _tango_upper(b * factor, c * factor, n * factor, z) <= tolerance
+        return _tango_upper(b * factor, c * factor, n * factor, z, _CORRECTION) <= tolerance
 
     low, high = 1.0, 1_000.0
     if not is_proven(high):

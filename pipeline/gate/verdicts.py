@@ -14,7 +14,7 @@ from pipeline.digests import canonical_json, digest_file
 from pipeline.errors import EvidenceError
 from pipeline.files import write_text
 from pipeline.medians import MedianInterval
-from pipeline.network_params import NetworkTrack
+from pipeline.network_params import SPEED_STEPS, NetworkCandidateSettings, NetworkTrack, PrecisionStep
 from pipeline.params import Params
 from pipeline.record_files import Record
 from pipeline.settings import REPORTS, Tier, Track
@@ -68,6 +68,7 @@ class Policy(Record):
     max_slowdown: float | None = None  # relative: of their throughput, of a network's time
     grid: dict[str, Any] = {}  # of the benchmark: settings that say what is timed, and how often
     for_speed: tuple[str, ...] = ()  # candidates with a step whose only reason is speed
+    timed: tuple[str, ...] = ()  # networks whose steps change how long they take
     loosened: dict[str, LoosenedSetting] = {}  # by key of params.yaml
 
     @property
@@ -110,8 +111,15 @@ def describe_policy(track: Track) -> Policy:
     )
     if isinstance(track, NetworkTrack):
         names = tuple(name for name, candidate in track.candidates.items() if candidate.is_for_speed)
-        return shared.model_copy(update={"for_speed": names, "max_slowdown": track.gate.max_slowdown})
+        timed = tuple(name for name, candidate in track.candidates.items() if _must_be_timed(candidate))
+        return shared.model_copy(update={"for_speed": names, "timed": timed, "max_slowdown": track.gate.max_slowdown})
     return shared.model_copy(update=_describe_text(track)) if isinstance(track, Params) else shared
+
+
+def _must_be_timed(candidate: NetworkCandidateSettings) -> bool:
+    """Say whether a candidate's steps change how long real kernels take."""
+    steps = {step.kind for step in candidate.steps if not isinstance(step, PrecisionStep) or step.dtype != "float32"}
+    return "conv_policy" not in steps and bool(steps & {"precision", *SPEED_STEPS})
 
 
 def _describe_text(params: Params) -> dict[str, Any]:

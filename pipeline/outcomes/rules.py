@@ -2,7 +2,8 @@
 
 A metric is one of quantgate's own where the records hold its scores (`task_completion_rate` averages `completed`,
 `perplexity_per_token` divides `nll_nats` by `num_tokens`), else a score of the records under its own name: a rate where
-every case has 0 or 1, else a mean, or a total divided by the column `weight`. A table's column that bears the name of
+every case has 0 or 1, else a mean, or a total divided by the column `weight`, of which any case may lose as much as the
+scores span. A table's column that bears the name of
 one of quantgate's scores may mean anything: it is its own metric, and quantgate's is computed only where it is named.
 Which direction is better must be known: from the records, from quantgate's own metrics, or said; 1 is better than 0
 where nothing else is said.
@@ -20,6 +21,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError
+from pipeline.gate.measure import GradedScore
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.gate.verdicts import GatedTolerance
 from pipeline.outcomes.cases import Direction, Outcomes
@@ -211,8 +213,9 @@ def _define_metric(
     if direction is None:
         raise SettingsError(f"--metric {name}: the records don't say which direction is better: give --better "
                             f"{name}=higher or --better {name}=lower")
-    return MetricDefinition(name, "ratio" if ours.weight else "proportion" if is_rate else "mean", name, direction, "",
-                            weight=ours.weight)
+    if is_rate:
+        return MetricDefinition(name, "proportion", name, direction, "")
+    return GradedScore(name, "ratio" if ours.weight else "mean", name, direction, "", weight=ours.weight)
 
 
 def _find_tolerance(asked: Asked, definition: MetricDefinition | None, full: str) -> float:

@@ -35,7 +35,7 @@ def judge(root: Path, answers: dict[str, dict[int, str]], *, floor: dict[str, di
           same_weights: bool = True, exact: bool = False, num_prompts: int = 100) -> Verdict:  # fmt: skip
     """Judge a candidate that answers some prompts of the canary otherwise, against a reference that does so too."""
     build = root / "build"
-    write_tree(build, {"a": Behaviour()}, num_cases=300)
+    write_tree(build, {"a": Behaviour()}, num_cases=400)
     for name, said in (("reference", floor or {}), ("a", answers)):
         path = build / "evaluations" / name / "evaluation.json"
         evaluation = read_record(path, Evaluation)
@@ -175,7 +175,7 @@ def ask_others(folder: Path) -> None:
 ])  # fmt: skip
 def test_a_canary_that_is_not_fit_is_refused(tmp_path: Path, spoil: Any, said: str) -> None:
     build = tmp_path / "build"
-    write_tree(build, {"a": Behaviour()}, num_cases=300)
+    write_tree(build, {"a": Behaviour()}, num_cases=400)
     spoil(build / "evaluations/a")
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
     assert verdict.outcome == "refused" and any(said in reason for reason in verdict.reasons), verdict.reasons
@@ -183,7 +183,7 @@ def test_a_canary_that_is_not_fit_is_refused(tmp_path: Path, spoil: Any, said: s
 
 def test_other_hardware_on_the_two_sides_is_refused(tmp_path: Path) -> None:
     build = tmp_path / "build"
-    write_tree(build, {"a": Behaviour()}, num_cases=300)
+    write_tree(build, {"a": Behaviour()}, num_cases=400)
     for name, device in (("reference", "cpu x86_64"), ("a", "NVIDIA L4")):
         path = build / "evaluations" / name / "evaluation.json"
         evaluation = read_record(path, Evaluation)

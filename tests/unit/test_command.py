@@ -215,6 +215,34 @@ def test_a_mean_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path
     assert code == 30 and "a loss above the tolerance of 3 can't show; it is in the unit of the scores" in text
 
 
+@pytest.mark.parametrize(("half", "weight"), [(True, False), (False, True)], ids=["one graded", "weighted"])
+def test_a_graded_score_proves_no_more_than_a_rate(tmp_path, capsys, half, weight):
+    """Its spread was zero where all scored the same: 30 cases, one of them 0.5, proved a loss of 0.0000."""
+    for num, code in ((30, 10), (200, 0)):
+        columns = {"weight": ["1"] * num} if weight else {}
+        sides = [write_outcomes(tmp_path / f"{side}{num}.csv", [0.5 if half else 1.0, *[1.0] * (num - 1)], **columns)
+                 for side in "ab"]  # fmt: skip
+        assert run("compare", *sides, "--tolerance", 0.03, "--better", "score=higher", capsys=capsys)[0] == code
+
+
+def test_a_weighted_score_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path, capsys):
+    columns = {"weight": [str(1 + i % 3) for i in range(120)]}
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [float(right and i % 2) for i in range(120)], **columns)
+             for name, right in (("a", True), ("b", False))]  # fmt: skip
+    code, said = run("compare", *sides, "--tolerance", 0.3, "--better", "score=higher", capsys=capsys)
+    assert code == 30 and "a loss above the tolerance of 0.3 can't show" in said
+
+
+@pytest.mark.parametrize("options", [("--json", "a.csv"), ("--html", "b.csv"), ("--json", "o", "--html", "o")])
+def test_nothing_is_written_over_what_is_read_or_twice(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    before = [write_outcomes(tmp_path / name, [1.0] * 200).read_bytes() for name in ("a.csv", "b.csv")]
+    code, said = run("compare", "a.csv", "b.csv", *options, capsys=capsys)
+    assert code == 1 and f"{options[-2]}: expected a file of its own, '{options[-1]}' is " in said
+    assert [(tmp_path / name).read_bytes() for name in ("a.csv", "b.csv")] == before
+    assert not (tmp_path / "o").exists()
+
+
 def test_one_question_under_many_ids_proves_no_more(tmp_path, capsys):
     scores, prompts = [1.0] * 1200, [f"question {i % 60}" for i in range(1200)]
     sides = [write_outcomes(tmp_path / f"{name}.csv", scores, prompt=prompts) for name in "ab"]

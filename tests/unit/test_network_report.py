@@ -215,6 +215,21 @@ def test_a_limit_on_time_refuses_what_could_not_be_timed(tmp_path: Path) -> None
     assert verdict.outcome == "refused" and "gate.max_slowdown: not timed, as its outputs differ" in verdict.reasons[0]
 
 
+def test_a_limit_on_time_refuses_notes_without_it(tmp_path: Path) -> None:
+    """Nobody knows how long it takes, and it passed."""
+    way = Way([HALF], notes={"speed": None, "total": None})
+    verdict = judge_slow(tmp_path, way, max_slowdown=0.2)
+    assert verdict.outcome == "refused" and "gate.max_slowdown: expected the time in total" in verdict.reasons[0]
+    assert judge_slow(tmp_path / "unlimited", way).outcome == "pass"
+    track = make_network_track("upscaler", {"slow": way}, max_slowdown=0.2)
+    timed = Way([HALF], notes={"speed": time_notes(), "total": time_notes()})
+    judgement = compare_release(track, write_upscaler(tmp_path / "timed", track, {"slow": timed})).judgement
+    assert judgement.outcome == "pass"
+    without = judgement.verdicts[0].model_copy(update={"total": None})
+    with pytest.raises(EvidenceError, match="slow: the verdict contradicts"):
+        check_outcomes(judgement.model_copy(update={"verdicts": (without,)}))
+
+
 def test_a_network_that_is_not_compiled_for_all_shapes_is_a_fallback_and_no_gain(tmp_path: Path) -> None:
     """It ran without compilation on most pictures, and passed as compiled by the time of the first shape."""
     met = compile_notes(num_recompilations=7, num_shapes=12, num_over_limit=1, shape_over_limit=9)

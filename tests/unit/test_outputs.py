@@ -37,7 +37,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> ReleaseComparison:
     fails, too, and is not released."""
     build = tmp_path_factory.mktemp("project") / "build"
     write_tree(build, {"bad": Behaviour({"calls": 0.3}, {"calls": 0.1}), "broken": Behaviour(), "good": Behaviour(),
-                       "spare": Behaviour({"calls": 0.3})}, num_cases=300)  # fmt: skip
+                       "spare": Behaviour({"calls": 0.3})}, num_cases=400)  # fmt: skip
     for name in ("bad", "spare"):
         rewrite_records(build, name, "calls", lambda records: [
             r.model_copy(update={"output": f"{r.output[:60]}{HOSTILE}{r.output[60:]}{'x' * LONG}"})

@@ -74,7 +74,7 @@ MIXED = make_benchmark(FASTER, STEADY, SLOWER, FASTER)
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("speed") / "build"
-    write_tree(folder, {"a": Behaviour()}, num_cases=300)
+    write_tree(folder, {"a": Behaviour()}, num_cases=400)
     return folder
 
 
