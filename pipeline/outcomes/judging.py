@@ -103,8 +103,10 @@ def _shorten(value: Any) -> str:
 def _check_there(eval_name: str, reference: Side, candidate: Side) -> None:
     for which, side in (("reference", reference), ("candidate", candidate)):
         if eval_name not in side.outcomes:
+            is_other = bool(side.outcomes) and not side.problems
             raise EvidenceError(f"{eval_name}: a tolerance is set, and the {which} has no fit outcomes of it; it has "
-                                + (", ".join(side.outcomes) or "none"))
+                                + (", ".join(side.outcomes) or "none")
+                                + ("; one eval has one name on both sides: rename a file" if is_other else ""))
 
 
 def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, rules: Rules) -> None:

@@ -243,6 +243,14 @@ def test_nothing_is_written_over_what_is_read_or_twice(tmp_path, monkeypatch, ca
     assert not (tmp_path / "o").exists()
 
 
+def test_an_eval_of_another_name_on_the_other_side_is_to_be_renamed(tmp_path, capsys):
+    for side, names in (("a", "mn"), ("b", "mo")):
+        for name in names:
+            write_outcomes(tmp_path / side / f"{name}.csv", [1.0] * 200)
+    code, said = run("compare", tmp_path / "a", tmp_path / "b", capsys=capsys)
+    assert code == 30 and "has no fit outcomes of it; it has m, o; one eval has one name on both sides: rename" in said
+
+
 def test_one_question_under_many_ids_proves_no_more(tmp_path, capsys):
     scores, prompts = [1.0] * 1200, [f"question {i % 60}" for i in range(1200)]
     sides = [write_outcomes(tmp_path / f"{name}.csv", scores, prompt=prompts) for name in "ab"]
