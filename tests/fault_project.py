@@ -33,7 +33,7 @@ EVALS = {
     "prose": {"kind": "perplexity", "evalset": "evalsets/prose", "top_logprobs": 4},
 }
 GATE = {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
-    "flows/task_completion_rate": {"overall": 0.1}, "prose/perplexity_per_token": {"overall": 0.1}}}  # fmt: skip
+    "flows/task_completion_rate": {"overall": 0.12}, "prose/perplexity_per_token": {"overall": 0.1}}}  # fmt: skip
 CALLS = [f"Task {i}: order {i + 2} reams." for i in range(16)]
 FLOWS = [f"Task {i}: the stock of paper is {i + 20} reams, so do nothing." for i in range(100, 132)]
 PROSE = [f"Parcel {i} was taken to the {gate} gate {n * i} minutes before noon."
