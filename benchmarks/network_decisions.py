@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,8 @@ from pipeline.params import get_track, load_params
 from pipeline.pictures import read_picture
 from pipeline.serving_records import NetworkServing
 
+STEPS = ("channels-last", "compile", "both")
+
 
 def main() -> int:
     """Measure and print."""
@@ -35,7 +39,7 @@ def main() -> int:
     parser.add_argument("--tracks", nargs="+", default=["detector", "upscaler"])
     parser.add_argument("--modes", nargs="+", default=["default"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--steps", nargs="+", default=["channels-last", "compile", "both"])
+    parser.add_argument("--steps", nargs="+", default=STEPS, choices=STEPS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread; a gain is a ratio surely below {GAIN_BELOW}\n\n"
@@ -45,12 +49,12 @@ def main() -> int:
     for name in options.tracks:
         track = get_track(load_params(), name, kind=NetworkTrack)
         for dtype in options.dtypes:
-            steps = [("channels-last", {"channels_last": True})]
-            steps += [(f"compile {mode}", {"compile_mode": mode}) for mode in options.modes]
-            steps += [(f"both, {mode}", {"channels_last": True, "compile_mode": mode}) for mode in options.modes]
-            for step, changes in steps:
-                if step.split(maxsplit=1)[0].strip(",") not in options.steps:
-                    continue
+            steps: dict[str, list[tuple[str, dict[str, Any]]]] = {
+                "channels-last": [("channels-last", {"channels_last": True})],
+                "compile": [(f"compile {mode}", {"compile_mode": mode}) for mode in options.modes],
+                "both": [(f"both, {mode}", {"channels_last": True, "compile_mode": mode}) for mode in options.modes],
+            }
+            for step, changes in chain.from_iterable(steps[name] for name in options.steps):
                 serving = NetworkServing(dtype=dtype, batch_size=track.running.batch_size, **changes)
                 print(_measure(track, step, serving, options.repeats), flush=True)
     return 0

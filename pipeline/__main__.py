@@ -116,8 +116,10 @@ def _check_outputs(options: argparse.Namespace) -> None:
     taken = {path.resolve(): "read" for path in (options.reference, options.candidate, options.policy) if path}
     for name in ("json", "html", "junit", "summary"):
         path = getattr(options, name)
-        if path and (use := taken.setdefault(path.resolve(), f"written as --{name}")) != f"written as --{name}":
+        if path and (use := taken.get(path.resolve())):
             raise SettingsError(f"--{name}: expected a file of its own, {str(path)!r} is {use}; name another")
+        if path:
+            taken[path.resolve()] = f"written as --{name}"
 
 
 def _read_sides(options: argparse.Namespace) -> Any:

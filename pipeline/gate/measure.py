@@ -222,6 +222,7 @@ def _compare_scores(
 ) -> Measurement:
     """Measure two sides; `places` are their clusters as numbered among the `num_places` of the whole eval."""
     definition, clusters, n = reference.definition, reference.clusters, len(reference.values)
+    count = effective_clusters(reference.weights, clusters)
     d = (reference.values - candidate.values) * definition.sign
     b = c = None
     if definition.estimator == "proportion":
@@ -231,14 +232,13 @@ def _compare_scores(
         bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha)
     if isinstance(definition, GradedScore):
         loss = _span(np.concatenate([reference.values, candidate.values])) / float(reference.weights.mean())
-        count = effective_clusters(reference.weights, clusters)
         bounds = bound_unseen(bounds, loss, n, count, confidence=1 - alpha)
     harm, low, high = (_harm_scale(definition, x) for x in (bounds.harm, bounds.low, bounds.high))
     sums, weights = (sum_by_cluster(values, places, num_places) for values in (d, reference.weights))
     tail = sign_flip_tail(sums)
     return Measurement(
         metric=name, bucket=bucket, reference=reference.value(), candidate=candidate.value(), unit=definition.unit, n=n,
-        num_clusters=int(clusters.max()) + 1, effective_clusters=effective_clusters(reference.weights, clusters),
+        num_clusters=int(clusters.max()) + 1, effective_clusters=count,
         b=b, c=c, harm=harm, low=low, high=high,
         p=tail_at(tail, sums.sum()), p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, tier=tier,
         more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, clusters, tolerance, alpha),

@@ -172,9 +172,14 @@ def count_bounds(b: float, c: float, n: float, deff: float, count: float, *, con
     quantile = _for_few_clusters(confidence, n, count)
     low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=quantile, correction=_CORRECTION)
     if count < n:
-        unseen = tango_bounds(0, 0, count, confidence=quantile, correction=_CORRECTION)[1]
+        unseen = _bound_unseen_share(count, quantile)
         low, high = min(low, -unseen) if b <= c else low, max(high, unseen) if b >= c else high
     return Bounds((b - c) / n, low, high, deff)
+
+
+def _bound_unseen_share(count: float, confidence: float) -> float:
+    """Return the share of cases that may lose where none of `count` clusters showed one that does."""
+    return tango_bounds(0, 0, count, confidence=confidence, correction=_CORRECTION)[1]
 
 
 def _for_few_clusters(confidence: float, n: float, count: float) -> float:
@@ -225,8 +230,7 @@ def bound_unseen(bounds: Bounds, loss: float, n: float, count: float, *, confide
         count: effective clusters; n without clusters.
         confidence: of each bound alone.
     """
-    quantile = _for_few_clusters(confidence, n, count)
-    unseen = loss * tango_bounds(0, 0, count, confidence=quantile, correction=_CORRECTION)[1]
+    unseen = loss * _bound_unseen_share(count, _for_few_clusters(confidence, n, count))
     return replace(bounds, low=min(bounds.low, -unseen), high=max(bounds.high, unseen))
 
 
