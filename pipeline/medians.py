@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Self
+
+from pydantic import model_validator
 
 from pipeline.errors import EvidenceError
 from pipeline.record_files import Record
@@ -24,6 +27,12 @@ class MedianInterval(Record):
     median: float
     low: float
     high: float
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if not self.low <= self.median <= self.high:
+            raise ValueError(f"expected low <= median <= high, got {self.low}, {self.median}, {self.high}")
+        return self
 
 
 def bound_median(values: Sequence[float]) -> MedianInterval:

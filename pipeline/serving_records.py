@@ -150,6 +150,15 @@ class NetworkServing(Record):
         return NetworkServing(batch_size=self.batch_size, num_threads=self.num_threads)
 
     @property
+    def plain_tiled(self) -> NetworkServing | None:
+        """The run without a step in the same tiles, beside which the time in total is told.
+
+        None where it would say nothing: of an emulated policy, and of what is run that way itself.
+        """
+        plain = self.plain.model_copy(update={"tiling": self.tiling})
+        return None if self.conv_policy or self == plain else plain
+
+    @property
     def speculative(self) -> None:
         """Text only: no drafts."""
 

@@ -64,17 +64,12 @@ def measure_total(evidence: Evidence, notes: NetworkNotes, limit: float | None) 
     if limit is not None and total is not None:
         raise EvidenceError(f"gate.max_slowdown: not timed, as its outputs {tell_difference(total)} those of "
                             f"{total.baseline}")
-    if limit is not None and _can_be_timed(evidence):
+    serving = evidence.candidate.serving
+    assert isinstance(serving, NetworkServing)
+    if limit is not None and serving.plain_tiled is not None:
         raise EvidenceError("gate.max_slowdown: expected the time in total, as it is run in another way than in "
                             f"float32 without a step, found none in {evidence.folder}; run `dvc repro`")
     return None
-
-
-def _can_be_timed(evidence: Evidence) -> bool:
-    """Say whether a candidate is run otherwise than in float32 without a step, by real kernels, tiles apart."""
-    serving = evidence.candidate.serving
-    assert isinstance(serving, NetworkServing)
-    return not serving.conv_policy and serving != serving.plain.model_copy(update={"tiling": serving.tiling})
 
 
 def tell_untimed(evidence: Evidence) -> str | None:

@@ -43,16 +43,7 @@ Load = Callable[[NetworkServing], Network]  # the candidate's own weights, run i
 def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
     """Return what a candidate is timed against; None where its time would say nothing."""
     other = serving.model_copy(update=_LAYOUT)
-    return other if other != serving and not serving.conv_policy else choose_plain(serving)
-
-
-def choose_plain(serving: NetworkServing) -> NetworkServing | None:
-    """Return how the same weights run in float32 without a step, in the same tiles where there are any.
-
-    None where a candidate's time beside that would say nothing.
-    """
-    plain = serving.plain.model_copy(update={"tiling": serving.tiling})
-    return None if serving.conv_policy or serving == plain else plain
+    return other if other != serving and not serving.conv_policy else serving.plain_tiled
 
 
 def measure_costs(
@@ -87,7 +78,7 @@ def _measure_speeds(
     load: Load, serving: NetworkServing, pixels: torch.Tensor, network: Network
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Return the times beside the candidate's baseline and beside the same weights run plainly."""
-    baseline, plain = choose_baseline(serving), choose_plain(serving)
+    baseline, plain = choose_baseline(serving), serving.plain_tiled
     total = measure_speed(load, serving, plain, pixels, network) if plain else None
     if baseline == plain:
         return total, total

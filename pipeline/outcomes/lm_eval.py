@@ -76,7 +76,7 @@ def _check(sample: dict[str, Any], where: str) -> None:
     if missing:
         raise EvidenceError(f"{where}: expected a sample of lm-eval 0.4.3 or newer, found none of its key "
                             f"{missing[0]!r}; run the task again with --log_samples")
-    if not isinstance(sample["doc_id"], int) or not isinstance(sample["filter"], str):
+    if type(sample["doc_id"]) is not int or not isinstance(sample["filter"], str):
         raise EvidenceError(f"{where}: expected a number as doc_id and a name as filter, got {sample['doc_id']!r} and "
                             f"{sample['filter']!r}")
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import EngineError
 from pipeline.networks import costs, rounding
 from pipeline.networks.adapters import load_adapter
-from pipeline.networks.costs import choose_baseline, choose_plain, count_work, measure_costs, measure_speed
+from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
 from pipeline.serving_records import ConvArithmetic, NetworkServing, Tiling
 from pipeline.timing import TOLERANCES, find_tolerance
@@ -49,13 +49,13 @@ def test_a_candidate_is_timed_against_the_choice_at_hand(changes: dict[str, Any]
 def test_what_runs_in_tiles_is_timed_beside_float32_in_the_same_tiles() -> None:
     """Beside nothing, channels-last in tiles was judged by slow bfloat16 in tiles alone."""
     serving = NetworkServing(batch_size=8, dtype="bfloat16", channels_last=True, **TILED)
-    assert choose_plain(serving) == NetworkServing(batch_size=8, **TILED)
+    assert serving.plain_tiled == NetworkServing(batch_size=8, **TILED)
     assert choose_baseline(serving) == NetworkServing(batch_size=8, dtype="bfloat16", **TILED)
 
 
 @pytest.mark.parametrize("changes", [POLICY, TILED, {}])
 def test_what_computes_something_else_has_no_time_in_total(changes: dict[str, Any]) -> None:
-    assert choose_plain(NetworkServing(batch_size=8, **changes)) is None
+    assert NetworkServing(batch_size=8, **changes).plain_tiled is None
 
 
 def test_a_candidate_is_timed_in_total_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def test_lm_eval_perplexity_is_a_ratio_over_words():
     (lambda rows: [*rows, rows[-1]], "document 3 is there twice under the filter 'flexible-extract'"),
     (lambda rows: [{k: v for k, v in row.items() if k != "doc_hash"} for row in rows], "lm-eval 0.4.3 or newer"),
     (lambda rows: [rows[0] | {"doc_id": "0"}], "a number as doc_id"),
+    (lambda rows: [rows[0] | {"doc_id": True}], "a number as doc_id"),
     (lambda rows: [], "expected"),
 ])  # fmt: skip
 def test_unfit_lm_eval_samples_are_refused_by_name(tmp_path, edit, said):
