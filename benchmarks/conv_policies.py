@@ -38,12 +38,13 @@ def main() -> int:
     """Evaluate, judge, print."""
     parser = argparse.ArgumentParser(prog="conv_policies", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", default="models/people-hard")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     options = parser.parse_args()
     track = get_track(load_params(), "detector", kind=DetectorTrack)
     candidates = {"reference": {"checkpoint": options.checkpoint, "steps": []}}
     candidates |= {f"{algorithm.replace('_', '-')}-{dtype}": _make_candidate(options.checkpoint, algorithm, dtype, [])
-                   for dtype in DTYPES for algorithm in UNIFORM}  # fmt: skip
-    for dtype in DTYPES:
+                   for dtype in options.dtypes for algorithm in UNIFORM}  # fmt: skip
+    for dtype in options.dtypes:
         candidates[f"calibrated-{dtype}"] = _calibrate(track, options.checkpoint, dtype)
     judged = track.model_dump() | {"candidates": candidates, "reference": "reference", "release": list(candidates)[1:]}
     track = DetectorTrack.model_validate(judged)
