@@ -113,13 +113,23 @@ def _write_forms(compared: Any, options: argparse.Namespace) -> None:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Refuse to write over what is read, or twice to one file."""
-    taken = {path.resolve(): "read" for path in (options.reference, options.candidate, options.policy) if path}
+    inputs = (options.reference, options.candidate, options.policy)
+    taken = {file.resolve(): "read" for path in inputs if path for file in _list_read(path)}
     for name in ("json", "html", "junit", "summary"):
         path = getattr(options, name)
         if path and (use := taken.get(path.resolve())):
             raise SettingsError(f"--{name}: expected a file of its own, {str(path)!r} is {use}; name another")
         if path:
             taken[path.resolve()] = f"written as --{name}"
+
+
+def _list_read(path: Path) -> list[Path]:
+    from pipeline.outcomes.registry import list_files
+
+    try:
+        return [path, *list_files(path)]
+    except (EvidenceError, OSError):
+        return [path]  # what is wrong with it is told when it is read
 
 
 def _read_sides(options: argparse.Namespace) -> Any:

@@ -48,7 +48,7 @@ def read_side(path: Path, grouping: Grouping) -> Side:
     outcomes: dict[str, Outcomes] = {}
     problems: list[str] = []
     try:
-        files = _list_files(path)
+        files = list_files(path)
     except (EvidenceError, OSError) as error:
         return Side(str(path), {}, (str(error),))
     for file in files:
@@ -90,7 +90,12 @@ def match_names(reference: Side, candidate: Side) -> tuple[Side, Side]:
     return ours, theirs
 
 
-def _list_files(path: Path) -> list[Path]:
+def list_files(path: Path) -> list[Path]:
+    """Return the files that `read_side` reads.
+
+    Raises:
+        EvidenceError: a folder without any.
+    """
     if not path.is_dir():
         return [path]
     for reader in READERS.values():

@@ -243,6 +243,14 @@ def test_nothing_is_written_over_what_is_read_or_twice(tmp_path, monkeypatch, ca
     assert not (tmp_path / "o").exists()
 
 
+def test_nothing_is_written_over_a_file_of_a_folder_that_is_read(tmp_path, capsys):
+    sides = [write_outcomes(tmp_path / side / "n.csv", [1.0] * 200) for side in "ab"]
+    before = [path.read_bytes() for path in sides]
+    code, said = run("compare", tmp_path / "a", tmp_path / "b", "--json", sides[1], capsys=capsys)
+    assert code == 1 and f"--json: expected a file of its own, '{sides[1]}' is read; name another" in said
+    assert [path.read_bytes() for path in sides] == before
+
+
 def test_an_eval_of_another_name_on_the_other_side_is_to_be_renamed(tmp_path, capsys):
     for side, names in (("a", "mn"), ("b", "mo")):
         for name in names:
