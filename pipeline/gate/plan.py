@@ -3,7 +3,8 @@
 How many cases flip is taken from the last judgement where there is one, and assumed otherwise. A tolerance counts as
 provable when a candidate that loses nothing would pass with a probability of 80 %: half of its flips are losses, give
 or take chance. Where not even a candidate without a single flip could pass, the tolerance is impossible, and that is
-said now. Not covered: what a candidate really loses, and metrics that no run has measured yet and that are no rates.
+said now; of average precision from the second run on, as its bound without any change takes the reference's own value.
+Not covered: what a candidate really loses, and metrics that no run has measured yet and that are no rates.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from scipy.special import ndtri
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition
+from pipeline.gate.resampling import bootstrap_bounds
 from pipeline.gate.statistics import count_bounds
 from pipeline.gate.verdicts import MIN_CLUSTERS, Judgement
 from pipeline.gate.wording import format_harm, format_tolerance, name_metric
@@ -48,7 +51,7 @@ class PlanRow:
         n: cases; None where only a run can tell, and no run has.
         flips: share of the cases expected to flip; None for what is no rate.
         source: where the expectation comes from.
-        least: smallest tolerance that could ever be proven, without any flip; None for what is no rate.
+        least: smallest tolerance that could ever be proven, without any flip or change; None where nobody knows.
         provable: smallest tolerance that this n proves; None where no run has measured it.
         needed: cases that would prove the tolerance; None where no affordable number would, or nobody knows.
         minutes: that the eval takes for one candidate; None where no run has told.
@@ -124,8 +127,13 @@ def _plan_row(
         provable = None if seen is None else (seen.high - seen.harm) * (1 + _normal(POWER) / _normal(1 - alpha))
         least_share = MIN_CLUSTERS / size.effective_clusters
         needed = None if provable is None else math.ceil(size.n * max(least_share, (provable / tolerance) ** 2))
-        return PlanRow(metric, bucket, tolerance, size.n, None, source if seen else "needs a run", None, provable,
-                       needed, minutes, "")  # fmt: skip
+        least, problem = _bound_unchanged(definition, size, seen, alpha), ""
+        if least is not None and least > tolerance:
+            needed = max(needed or 0, math.ceil(size.n * least / tolerance))
+            problem = (f"{size.n:,} images can't prove it whatever the candidate: without any change the loss may be "
+                       f"{format_harm(metric, least)}; {needed:,} images like these would, or a wider tolerance")
+        return PlanRow(metric, bucket, tolerance, size.n, None, source if seen else "needs a run", least, provable,
+                       needed, minutes, problem)  # fmt: skip
     has_flips = seen is not None and seen.b is not None and seen.c is not None
     flips = ((seen.b or 0) + (seen.c or 0)) / seen.n if seen is not None and has_flips else ASSUMED_FLIPS
     # without a run, cases of a cluster are taken to flip together
@@ -138,6 +146,19 @@ def _plan_row(
         + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips" if needed else "") + ", or a wider tolerance")
     return PlanRow(metric, bucket, tolerance, size.n, flips, source, least,
                    _bound(flips, deff, size, 1.0, alpha), needed, minutes, problem)  # fmt: skip
+
+
+def _bound_unchanged(
+    definition: MetricDefinition, size: SuiteSize, seen: Comparison | None, alpha: float
+) -> float | None:
+    """Return the upper bound of an average precision's loss where every detection stays; None for other metrics.
+
+    Images count by their objects, as they did in the last run.
+    """
+    if definition.estimator != "average_precision" or seen is None:
+        return None
+    count = seen.effective_clusters * size.n / seen.n
+    return bootstrap_bounds(np.zeros(3), count, lost=seen.reference, gained=0.0, confidence=1 - alpha).high
 
 
 def _bound(flips: float, deff: float, size: SuiteSize, factor: float, alpha: float) -> float:

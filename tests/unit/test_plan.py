@@ -14,6 +14,7 @@ from pipeline.gate.statistics import tango_bounds
 from pipeline.record_files import write_record
 from pipeline.suite_sizes import count_sizes
 from tests.paths import ROOT
+from tests.synthetic_detections import Change, make_detector_params, write_detector_tree
 from tests.synthetic_records import Behaviour, make_params, write_tree
 
 TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.03}, "choices/accuracy": {"overall": 0.03}}
@@ -86,6 +87,21 @@ def test_a_mean_that_proves_more_than_it_must_needs_fewer_cases(tmp_path) -> Non
     (row,) = plan_gate(params, {}, compare_release(params, tmp_path / "build").judgement)
     assert row.provable is not None and row.needed is not None and row.n is not None and row.provable < 0.25
     assert row.needed < row.n
+
+
+def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_next_run(tmp_path) -> None:
+    """Catches: a tolerance below what any candidate can prove is met again after hours, as inconclusive."""
+    write_detector_tree(tmp_path, {"same": Change(score=0, box=0)}, num_images=80)
+    last = compare_release(make_detector_params(["same"], {"shelves/ap": {"overall": 0.3}}), tmp_path).judgement
+    high = last.verdicts[0].comparisons[0].high
+    rows = [plan_gate(make_detector_params(["same"], {"shelves/ap": {"overall": high + step}}), {}, last)[0]
+            for step in (-1e-4, 1e-4)]  # fmt: skip
+    assert [row.least for row in rows] == pytest.approx([high, high])
+    assert rows[0].problem.startswith("80 images can't prove it whatever the candidate: without any change the loss ")
+    assert rows[0].needed is not None and rows[0].needed > 80 and not rows[1].problem
+    (larger,) = plan_gate(make_detector_params(["same"], {"shelves/ap": {"overall": high - 1e-4}}),
+                          {"shelves": {None: SuiteSize(160, 80.0)}}, last)  # fmt: skip
+    assert larger.least == pytest.approx(high / 2, rel=0.02) and not larger.problem
 
 
 @pytest.mark.parametrize(("argv", "code", "said"), [
