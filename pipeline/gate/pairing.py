@@ -8,6 +8,7 @@ aligned lists. No statistics here; a regression is not a problem of evidence.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.detections import MatchTable, load_matches
-from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.files import read_lines
 from pipeline.fingerprints import Difference, find_difference, fingerprint
+from pipeline.gate.case_rows import parse_rows
 from pipeline.gate.case_table import CaseTable
 from pipeline.record_files import read_record
 from pipeline.records import (
@@ -96,7 +96,7 @@ def load_evidence(
     evaluation = read_record(folder / "evaluation.json", Evaluation)
     _check_identity(candidate, evaluation, folder / "evaluation.json")
     for file, sha256 in evaluation.config.items():
-        _check_sealed(folder / "config" / file, sha256, "configuration")
+        _read_sealed(folder / "config" / file, sha256, "configuration")
     records: dict[str, CaseTable] = {}
     problems: dict[str, str] = {}
     tables: dict[str, MatchTable] = {}
@@ -150,13 +150,13 @@ def _load_eval(
         if asked != found and (key in file.settings or asked):  # a setting newer than the records is off in them
             raise EvidenceError(f"{path}: evals.{eval_name}.{key}: expected {asked!r}, as params.yaml asks, evaluated "
                                 f"with {found!r}; run `dvc repro`")
-    records = CaseTable(lambda: _read_sealed(path, file.sha256), pick=lambda i: _read_sealed_case(path, file.sha256, i),
+    records = CaseTable(lambda: _read_rows(path, file.sha256), pick=lambda i: _read_row(path, file.sha256, i),
                         is_pinned=is_pinned)  # fmt: skip
     arrays = path.with_suffix(".npz")
     if file.arrays_sha256 is not None:
-        _check_sealed(arrays, file.arrays_sha256, "arrays")
+        _read_sealed(arrays, file.arrays_sha256, "arrays")
     if file.notes_sha256 is not None:
-        _check_sealed(path.with_suffix(".json"), file.notes_sha256, "notes")
+        _read_sealed(path.with_suffix(".json"), file.notes_sha256, "notes")
     _check_records(path, records, file, evaluation.fingerprint)
     return records
 
@@ -179,23 +179,25 @@ def _load_table(folder: Path, file: EvalFile, records: CaseTable) -> MatchTable:
     return table
 
 
-def _read_sealed(path: Path, sha256: str) -> list[CaseRecord]:
-    _check_sealed(path, sha256, "records")
-    return read_cases(path)
+def _read_rows(path: Path, sha256: str) -> list[CaseRecord]:
+    rows = parse_rows(_read_sealed(path, sha256, "records"))
+    return read_cases(path) if rows is None else rows
 
 
-def _read_sealed_case(path: Path, sha256: str, number: int) -> CaseRecord:
+def _read_row(path: Path, sha256: str, number: int) -> CaseRecord:
     """Return the record of one line, 0-based, of a file that was read before."""
-    _check_sealed(path, sha256, "records")
-    return CaseRecord.model_validate_json(read_lines(path)[number])
+    return CaseRecord.model_validate_json(_read_sealed(path, sha256, "records").split(b"\n")[number])
 
 
-def _check_sealed(path: Path, sha256: str, what: str) -> None:
+def _read_sealed(path: Path, sha256: str, what: str) -> bytes:
+    """Return what is in a file, which has to be what was written there."""
     if not path.is_file():
         raise EvidenceError(f"{path}: expected {what}, found no file; run `dvc repro`")
-    if (found := digest_file(path)) != sha256:
+    data = path.read_bytes()
+    if (found := hashlib.sha256(data).hexdigest()) != sha256:
         raise EvidenceError(f"{path}: expected sha256 {sha256[:12]}, got {found[:12]}; "
                             f"the {what} were edited or cut after they were written")
+    return data
 
 
 def _check_records(path: Path, records: CaseTable, file: EvalFile, fingerprint: str) -> None:

@@ -6,17 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.errors import EvidenceError
 from pipeline.gate import case_table
+from pipeline.gate.case_rows import parse_rows
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.compare import compare_release
 from pipeline.gate.report import render_report
 from pipeline.record_files import write_cases
 from pipeline.records import CaseRecord, read_cases
+from pipeline.speculation_records import SpeculationCounts
 from tests.synthetic_records import Behaviour, make_cases, make_params, write_tree
 
 LINE = make_cases([1])[0].model_dump_json()
+COUNTS = SpeculationCounts(method="m", num_tokens=2, num_target_forwards=3, num_completion_tokens=5, num_drafted=6,
+                           accepted_by_position=(2, 1))  # fmt: skip
 
 
 def test_what_was_let_go_is_loaded_again_and_what_is_pinned_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +108,7 @@ def test_a_malformed_line_is_named_however_the_file_is_read(tmp_path: Path, text
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(EvidenceError, match=said):
         read_cases(path)
+    assert parse_rows(path.read_bytes()) is None
 
 
 def test_a_file_is_read_with_and_without_its_last_newline_and_with_lines_inside_of_strings(tmp_path: Path) -> None:
@@ -116,3 +123,29 @@ def test_a_file_is_read_with_and_without_its_last_newline_and_with_lines_inside_
     assert len(read_cases(path)) == 2
     path.write_text("")
     assert read_cases(path) == []
+
+
+@settings(deadline=None)
+@given(texts=st.lists(st.tuples(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False,
+       allow_infinity=False), st.sampled_from([None, "evaluator: x"]), st.sampled_from([None, COUNTS])), max_size=4))
+def test_rows_are_the_records_of_the_file(tmp_path_factory: pytest.TempPathFactory, texts: list[tuple]) -> None:
+    path = tmp_path_factory.mktemp("rows") / "cases.jsonl"
+    records = [record.model_copy(update={"output": text, "scores": {"a": number, text: 1.0}, "failure": failure,
+                                         "latency_s": number, "speculation": counts, "buckets": ("b", text)})
+               for record, (text, number, failure, counts) in zip(make_cases([1.0] * len(texts)), texts, strict=True)]
+    write_cases(path, records)
+    rows = parse_rows(path.read_bytes())
+    fields = [*CaseRecord.model_fields]
+    assert [[getattr(row, name) for name in fields] for row in rows] == [
+        [getattr(record, name) for name in fields] for record in read_cases(path)]
+
+
+@pytest.mark.parametrize(("was", "now"), [
+    ("1.0", "1e999"), ("1.0", "Infinity"), ("1.0", "null"), ("1.0", '"1"'), ("1.0", "01"), ('"case-0"', "null"),
+    ('"case-0"', r'"\ud800"'), ('"buckets":[]', '"buckets":[1]'),
+    ('"speculation":null', '"speculation":{"method":"m"}'),
+    ('"case_id":"case-0",', ""),
+])  # fmt: skip
+def test_what_is_no_record_is_no_row(was: str, now: str) -> None:
+    assert was in LINE and parse_rows(LINE.encode()) is not None
+    assert parse_rows(LINE.replace(was, now, 1).encode()) is None

@@ -253,7 +253,7 @@ def test_the_worst_image_is_unsound_or_lost_most_and_not_just_beyond_a_limit(tmp
     write_image_tree(tmp_path, make_image_track(looks, "bad"), looks)
     pairs = compare_release(make_image_track(looks, "bad"), tmp_path).measured["bad"].pairs
     assert list_worst_images(pairs, {"shots": "images"})[0] == ("shots", 9)
-    records = list(pairs["shots"].candidate)
+    records = read_cases(tmp_path / "evaluations/bad/shots.jsonl")
     records[4] = records[4].model_copy(update={"scores": records[4].scores | {"sound": 0.0}})
     pairs["shots"] = replace(pairs["shots"], candidate=CaseTable.of(records))
     assert list_worst_images(pairs, {"shots": "images"})[:2] == [("shots", 4), ("shots", 9)]
