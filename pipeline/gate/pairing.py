@@ -186,7 +186,8 @@ def _read_rows(path: Path, sha256: str) -> list[CaseRecord]:
 
 def _read_row(path: Path, sha256: str, number: int) -> CaseRecord:
     """Return the record of one line, 0-based, of a file that was read before."""
-    return CaseRecord.model_validate_json(_read_sealed(path, sha256, "records").split(b"\n")[number])
+    lines = _read_sealed(path, sha256, "records").split(b"\n", number + 1)
+    return CaseRecord.model_validate_json(lines[number])
 
 
 def _read_sealed(path: Path, sha256: str, what: str) -> bytes:

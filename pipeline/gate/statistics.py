@@ -77,6 +77,13 @@ def _tango_upper(b: float, c: float, n: float, z: float, correction: float) -> f
             low = middle
 
 
+def _is_bounded(delta: float, b: float, c: float, n: float, z: float, correction: float) -> bool:
+    """Say whether the upper bound is at most `delta`, without looking for the bound."""
+    if b + c == 0:
+        return _tango_upper(b, c, n, z, correction) <= delta
+    return delta >= 1 or (delta > (b - c) / n and _score_excess(delta, b, c, n, z, correction) > 0)
+
+
 def _score_excess(delta: float, b: float, c: float, n: float, z: float, correction: float) -> float:
     """Return (|b - c - n delta| - correction)^2 - z^2 variance(delta): zero where the score statistic is +-z."""
     linear = -b - c + (2 * n - b + c) * delta
@@ -355,7 +362,7 @@ def cases_to_prove(b: float, c: float, n: float, tolerance: float, *, confidence
     z = float(ndtri(confidence))
 
     def is_proven(factor: float) -> bool:
-        return _tango_upper(b * factor, c * factor, n * factor, z, _CORRECTION) <= tolerance
+        return _is_bounded(tolerance, b * factor, c * factor, n * factor, z, _CORRECTION)
 
     low, high = 1.0, 1_000.0
     if not is_proven(high):
