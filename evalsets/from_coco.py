@@ -78,6 +78,9 @@ def _make_case(image: dict[str, Any], boxes: list[dict[str, Any]], images: Path)
 
 def main(argv: list[str]) -> int:
     """Convert the file named on the command line and say what came of it."""
+    if argv in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if len(argv) != 3:
         raise EvalsetError(f"expected three arguments, got {argv!r}; usage: python -m evalsets.from_coco "
                            "ANNOTATIONS IMAGES_FOLDER NEW_FOLDER")  # fmt: skip

@@ -71,7 +71,7 @@ def tabulate_losses(verdict: Verdict) -> str:
 
 def _tell_loss(loss: DetectableLoss) -> str:
     if loss.k80 == 0:
-        return f"stops whatever moves {_name(loss)} or does not: its cases prove too little"
+        return f"stops every candidate, one without a loss too: the cases of {_name(loss)} prove too little"
     return (f"misses a true loss of {format_harm(loss.metric, loss.k50)} in {_name(loss)} one time in two at most, "
             f"and one of {format_harm(loss.metric, loss.k80)} one time in five")
 

@@ -41,9 +41,13 @@ def check_policy(judgement: Judgement, params: Track) -> None:
     Raises:
         EvidenceError: with the first setting that differs.
     """
-    judged, asked = judgement.policy.model_dump(mode="json"), describe_policy(params).model_dump(mode="json")
-    if difference := _find_difference(judged, asked):
+    if difference := find_other_policy(judgement, params):
         raise EvidenceError(f"{judgement.path}: judged with {difference}; run `dvc repro` to judge again")
+
+
+def find_other_policy(judgement: Judgement, params: Track) -> str | None:
+    """Say which setting is the first that the judgement does not rest on, with both values; None: it rests on all."""
+    return _find_difference(judgement.policy.model_dump(mode="json"), describe_policy(params).model_dump(mode="json"))
 
 
 def _find_difference(judged: dict[str, Any], asked: dict[str, Any], parents: str = "") -> str | None:

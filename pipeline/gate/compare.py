@@ -24,7 +24,7 @@ from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.explanation_records import CandidateExplanation
-from pipeline.gate.headlines import explain_flat_average, explain_flat_perplexity
+from pipeline.gate.headlines import explain_flat_average, explain_flat_perplexity, explain_ungated
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
@@ -332,7 +332,7 @@ def _conclude(
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
     reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
-    reasons += [f"note: {note}" for note in measured.notes]
+    reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, params.gate.alpha), *measured.notes]]
     if measured.evidence and measured.evidence.evaluation.is_declared:
         reasons.append(f"{DECLARED} by params.yaml, not proved: what runs behind "
                        f"{measured.evidence.candidate.serving.base_url} is its operator's word")

@@ -1,9 +1,11 @@
-"""The sentence at the top of a verdict when an average stays where it is and what matters falls."""
+"""The sentences of a verdict that say what an average hides: a task, small objects, a bucket that nothing gates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeline.gate.statistics import holm
+from pipeline.gate.verdicts import UNGATED
 from pipeline.gate.wording import definition_of, format_harm, format_tolerance, format_value, name_comparison
 from pipeline.settings import Track
 from pipeline.verdict_records import Comparison
@@ -30,6 +32,29 @@ def explain_flat_average(name: str, comparisons: Sequence[Comparison], params: T
     flat, worst = max(pairs, key=lambda pair: pair[1].harm)
     what = worst.bucket or definition_of(worst.metric).area
     return _contrast(f"aggregate flat, {what} objects down", name, flat, worst)
+
+
+def explain_ungated(comparisons: Sequence[Comparison], alpha: float) -> list[str]:
+    """Name buckets without a tolerance that lost more than their metric may lose overall, and that by no chance.
+
+    Where the metric fails overall they are no news. Holm's family is the metric's buckets without a tolerance.
+    """
+    notes = []
+    for whole in comparisons:
+        parts = [(c, c.p) for c in comparisons if c.metric == whole.metric and c.bucket is not None
+                 and c.tolerance is None and c.p is not None]  # fmt: skip
+        if whole.bucket is not None or whole.tolerance is None or whole.outcome == "fail" or not parts:
+            continue
+        lost = [c for (c, _), p in zip(parts, holm([p for _, p in parts]), strict=True)
+                if p <= alpha and c.harm > whole.tolerance]  # fmt: skip
+        if lost:
+            worst = max(lost, key=lambda c: c.harm)
+            others = f"; {len(lost) - 1} more like it" if len(lost) > 1 else ""
+            notes.append(f"{UNGATED.removeprefix('note: ')}{name_comparison(worst)}: lost "
+                         f"{format_harm(worst.metric, worst.harm)}, and {whole.metric} may lose "
+                         f"{format_tolerance(whole.metric, whole.tolerance)} overall{others}: a bucket that matters "
+                         "needs a tolerance of its own")
+    return notes
 
 
 def _is_part(part: Comparison, whole: Comparison) -> bool:

@@ -24,7 +24,6 @@ from pipeline.gate.metrics import MetricDefinition
 from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
 from pipeline.gate.statistics import (
     Bounds,
-    bound_unseen,
     cases_for_spread,
     cases_to_prove,
     effective_clusters,
@@ -229,10 +228,10 @@ def _compare_scores(
         bounds = proportion_bounds(d, clusters, confidence=1 - alpha)
         b, c = int((d > 0).sum()), int((d < 0).sum())
     else:
-        bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha)
-    if isinstance(definition, GradedScore):
-        loss = _span(np.concatenate([reference.values, candidate.values])) / float(reference.weights.mean())
-        bounds = bound_unseen(bounds, loss, n, count, confidence=1 - alpha)
+        lost = 0.0
+        if isinstance(definition, GradedScore):
+            lost = _span(np.concatenate([reference.values, candidate.values])) / float(reference.weights.mean())
+        bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha, lost=lost)
     harm, low, high = (_harm_scale(definition, x) for x in (bounds.harm, bounds.low, bounds.high))
     sums, weights = (sum_by_cluster(values, places, num_places) for values in (d, reference.weights))
     tail = sign_flip_tail(sums)

@@ -131,7 +131,7 @@ def _plan_row(
         if least is not None and least > tolerance:
             needed = max(needed or 0, math.ceil(size.n * least / tolerance))
             problem = (f"{size.n:,} images can't prove it whatever the candidate: without any change the loss may be "
-                       f"{format_harm(metric, least)}; {needed:,} images like these would, or a wider tolerance")
+                       f"{format_harm(metric, least)}; {needed:,} images like these would, or widen the tolerance")
         return PlanRow(metric, bucket, tolerance, size.n, None, source if seen else "needs a run", least, provable,
                        needed, minutes, problem)  # fmt: skip
     has_flips = seen is not None and seen.b is not None and seen.c is not None
@@ -143,7 +143,7 @@ def _plan_row(
     problem = "" if least <= tolerance else (
         f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it whatever the candidate: "
         f"without a single flip the loss may be {format_harm(metric, least)}"
-        + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips" if needed else "") + ", or a wider tolerance")
+        + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips, or" if needed else ";") + " widen the tolerance")
     return PlanRow(metric, bucket, tolerance, size.n, flips, source, least,
                    _bound(flips, deff, size, 1.0, alpha), needed, minutes, problem)  # fmt: skip
 

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from pipeline.gate.statistics import Bounds
+from pipeline.gate.statistics import Bounds, reach
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_RESAMPLES = 1_000  # they know a standard error to 2 %
-_PRIOR_CLUSTERS = 0.5
 
 
 def number_by_first(clusters: Ints) -> Ints:
@@ -68,24 +67,14 @@ def bootstrap_bounds(draws: Floats, count: float, *, lost: float, gained: float,
     Raises:
         ValueError: fewer than two effective clusters.
 
-    Reference: N. J. Johnson, Journal of the American Statistical Association 73:536-544 (1978), as in
-    `statistics.ratio_bounds`; the half as in `statistics.design_effect`.
+    Reference: `statistics.reach`; the half as in `statistics.design_effect`.
     """
     if count < 2:
         raise ValueError(f"expected objects in two clusters or more of like weight, got {count:.3g}")
     value, resampled = float(draws[0]), draws[1:][np.isfinite(draws[1:])]
     deviations = resampled - resampled.mean()
-    variance = float(deviations @ deviations) / (len(deviations) - 1)
-    third = float((deviations**3).mean())
+    error = math.sqrt(float(deviations @ deviations) / (len(deviations) - 1))
+    tail = float((deviations**3).mean()) / error**3 if error else 0.0
     t = float(stdtrit(count - 1, confidence))
-    below = _reach(variance, -third, gained / count, t)
-    return Bounds(value, value - below, value + _reach(variance, third, lost / count, t))
-
-
-def _reach(variance: float, third: float, step: float, t: float) -> float:
-    """Return how far a bound is from the estimate, with half a cluster added that moves it by `step`."""
-    variance += _PRIOR_CLUSTERS * step**2
-    if variance == 0:
-        return 0.0
-    tail = max(third + _PRIOR_CLUSTERS * step**3, 0.0)
-    return _PRIOR_CLUSTERS * step + t * math.sqrt(variance) + (1 + 2 * t * t) / 6 * tail / variance
+    return Bounds(value, value - reach(error, -tail, t, step=gained / count),
+                  value + reach(error, tail, t, step=lost / count))  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,7 +194,7 @@ def _for_few_clusters(confidence: float, n: float, count: float) -> float:
     return confidence if count == n or count < 2 else float(ndtr(stdtrit(count - 1, confidence)))
 
 
-def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: float) -> Bounds:
+def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: float, lost: float = 0.0) -> Bounds:
     """Return sum(d) / sum(weights) with bounds from the linearised cluster-robust standard error.
 
     With one case per cluster and weights of 1 these are the bounds of the paired t test, each moved
@@ -202,12 +202,21 @@ def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: floa
     are easily missed by a small sample. For perplexity `d` is the difference of a document's negative
     log-likelihoods and `weights` its tokens.
 
+    What no case showed has no spread, and cases that all lose little would prove that none loses more. With `lost`
+    half a cluster that loses so much is added to what was seen, and a bound is never closer to the estimate than
+    that of a rate is to zero without a flip.
+
+    Args:
+        d: harm of each case.
+        weights: what its sum is divided by.
+        clusters: cluster number per case, 0-based without holes.
+        confidence: of each bound alone.
+        lost: harm that any one case might have had, at an average weight of 1; 0: there is no saying.
+
     Raises:
         ValueError: fewer than two clusters, or weights that sum to nothing.
 
-    Reference: W. G. Cochran, Sampling Techniques (1977), section 6.3 (ratio estimator); N. J. Johnson,
-    Journal of the American Statistical Association 73:536-544 (1978), for the skewness term, which we
-    use on the side of the tail only.
+    Reference: W. G. Cochran, Sampling Techniques (1977), section 6.3 (ratio estimator).
     """
     num_clusters = int(clusters.max()) + 1
     total = float(weights.sum())
@@ -217,28 +226,33 @@ def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: floa
     residuals = np.bincount(clusters, weights=d - ratio * weights)
     squares = float(residuals @ residuals)
     error = math.sqrt(num_clusters / (num_clusters - 1) * squares) / total
-    t = float(stdtrit(max(effective_clusters(weights, clusters) - 1, 1.0), confidence))
-    # skewness / sqrt(clusters)
+    count = effective_clusters(weights, clusters)
+    t = float(stdtrit(max(count - 1, 1.0), confidence))
     tail = float((residuals**3).sum()) / squares**1.5 if squares > 0 else 0.0
-    further = (1 + 2 * t * t) / 6
-    below, above = (error * (t + further * max(side, 0.0)) for side in (-tail, tail))
+    below, above = (reach(error, side, t, step=lost / count) for side in (-tail, tail))
+    if lost:
+        unseen = lost * _bound_unseen_share(count, _for_few_clusters(confidence, len(d), count))
+        below, above = max(below, unseen), max(above, unseen)
     return Bounds(ratio, ratio - below, ratio + above)
 
 
-def bound_unseen(bounds: Bounds, loss: float, n: float, count: float, *, confidence: float) -> Bounds:
-    """Return bounds that leave room for what no case showed, as those of a rate do without a flip.
-
-    The spread of cases that all score the same is zero, and the bounds of a mean then prove a loss of zero from 30.
+def reach(error: float, tail: float, t: float, *, step: float = 0.0) -> float:
+    """Return how far a bound is from an estimate, with half a cluster added that would move it by `step`.
 
     Args:
-        bounds: of a mean.
-        loss: that one case can have.
-        n: cases.
-        count: effective clusters; n without clusters.
-        confidence: of each bound alone.
+        error: standard error.
+        tail: skewness of the estimate towards the bound.
+        t: Student's quantile.
+        step: what a whole cluster could add.
+
+    Reference: N. J. Johnson, Journal of the American Statistical Association 73:536-544 (1978), for the skewness
+    term, which we use on the side of the tail only.
     """
-    unseen = loss * _bound_unseen_share(count, _for_few_clusters(confidence, n, count))
-    return replace(bounds, low=min(bounds.low, -unseen), high=max(bounds.high, unseen))
+    if step:
+        third = tail * error**3 + _PRIOR_CLUSTERS * step**3
+        error = math.sqrt(error**2 + _PRIOR_CLUSTERS * step**2)
+        tail = third / error**3
+    return _PRIOR_CLUSTERS * step + error * (t + (1 + 2 * t * t) / 6 * max(tail, 0.0))
 
 
 def sign_flip_p(d: Floats, clusters: Ints, *, seed: int = 0) -> float:

@@ -8,6 +8,7 @@ from pipeline.gate.verdicts import (
     HEADLINES,
     NO_GAIN,
     REFUSED,
+    UNGATED,
     UNPROVEN,
     UNSOUND,
     Judgement,
@@ -62,12 +63,12 @@ def render_verdicts(judgement: Judgement) -> str:
 
 
 def _describe_limits(judgement: Judgement, verdicts: list[Verdict]) -> list[str]:
-    """Say what the verdicts do not cover: evals without a tolerance, endpoints that nobody could look into."""
+    """Say what the verdicts do not cover: evals and buckets without a tolerance, endpoints nobody could look into."""
     gated = {metric.partition("/")[0] for metric in judgement.policy.tolerances}
     ungated = [name for name in judgement.policy.eval_kinds if name not in gated]
     lines = [f"not gated, as no tolerance is set: {', '.join(ungated)}"] if ungated else []
     lines += [f"{verdict.candidate}: {note}" for verdict in verdicts for note in verdict.reasons
-              if note.startswith(DECLARED)]
+              if note.startswith((DECLARED, UNGATED))]
     return ["", *lines] if lines else []
 
 

@@ -29,6 +29,7 @@ SPEED_FAILED = "fail: speed: "  # starts the reason of a candidate that is slowe
 UNPROVEN = "inconclusive: canary: "  # starts the reason of a path that was judged by too few prompts
 NO_GAIN = "no gain: "  # starts the reason of a candidate that is there for speed and has none
 UNSOUND = "note: images: "  # starts the reason that says why images are not sound
+UNGATED = "note: not gated: "  # starts the reason that names a bucket which fell unseen
 HEADLINES = ("perplexity flat", "aggregate flat")  # start the reason that says what an average hides
 FAILED = (DRAFTS_FAILED, PATH_FAILED, SPEED_FAILED)  # start the reasons that no comparison stands for
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives

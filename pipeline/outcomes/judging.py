@@ -17,6 +17,7 @@ from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.compare import Measured, ReleaseComparison, number_clusters
 from pipeline.gate.decision import combine, judge_all
+from pipeline.gate.headlines import explain_ungated
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.verdicts import REFUSED, Judgement, Policy, is_blocking
@@ -35,6 +36,8 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
     measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.problems]
     measured.refusals += candidate.problems
     for eval_name in dict.fromkeys(full.partition("/")[0] for full in rules.tolerances):
+        if any(eval_name not in side.outcomes and side.problems for side in (reference, candidate)):
+            continue  # refused for that
         try:
             _check_there(eval_name, reference, candidate)
             ours, theirs = reference.outcomes[eval_name], candidate.outcomes[eval_name]
@@ -49,7 +52,7 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
     certificate = _certify(measured, candidate.name, rules)
     comparisons = judge_all({candidate.name: measured.measurements}, [candidate.name], alpha=rules.alpha)
     policy = _describe_policy(reference, candidate, rules)
-    verdict = _conclude(candidate, measured, comparisons[candidate.name], certificate)
+    verdict = _conclude(candidate, measured, comparisons[candidate.name], certificate, rules.alpha)
     is_blocked = is_blocking(verdict, policy)
     unmeasured = Measured(metrics=_describe_side(reference, rules))
     judgement = Judgement(
@@ -103,10 +106,9 @@ def _shorten(value: Any) -> str:
 def _check_there(eval_name: str, reference: Side, candidate: Side) -> None:
     for which, side in (("reference", reference), ("candidate", candidate)):
         if eval_name not in side.outcomes:
-            is_other = bool(side.outcomes) and not side.problems
             raise EvidenceError(f"{eval_name}: a tolerance is set, and the {which} has no fit outcomes of it; it has "
                                 + (", ".join(side.outcomes) or "none")
-                                + ("; one eval has one name on both sides: rename a file" if is_other else ""))
+                                + ("; one eval has one name on both sides: rename a file" if side.outcomes else ""))
 
 
 def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, rules: Rules) -> None:
@@ -114,6 +116,9 @@ def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, ru
     metric = full.partition("/")[2]
     definition, tolerance, pairs = rules.definitions.get(full), rules.tolerances[full], measured.pairs[ours.name]
     problem = ours.problems.get(metric) or theirs.problems.get(metric)
+    if definition is not None and not problem and definition.score not in theirs.scores:
+        problem = (f"expected numbers as {definition.score!r} on the candidate's side, found none in any case; it has "
+                   f"numbers as {', '.join(theirs.scores) or 'nothing'}")
     if definition is None or problem:
         problem = problem or ("a tolerance is set, and the reference has no such score; it has "
                               + (", ".join(list_metrics(ours)) or "none"))
@@ -153,7 +158,7 @@ def _certify(measured: Measured, name: str, rules: Rules) -> Certificate | None:
 
 
 def _conclude(
-    candidate: Side, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None
+    candidate: Side, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None, alpha: float
 ) -> Verdict:
     outcome = combine(comparisons, measured.refusals)
     if outcome == "refused" and not measured.refusals:
@@ -162,7 +167,7 @@ def _conclude(
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
-    reasons += [f"note: {note}" for note in measured.notes]
+    reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, alpha), *measured.notes]]
     facts = _describe_files(candidate)
     return Verdict(candidate=candidate.name, fingerprint=fingerprint(facts), facts=facts, outcome=outcome,
                    is_release=True, reasons=tuple(reasons), comparisons=tuple(comparisons), certificate=certificate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.gate.certificate_section import describe_certificate
 from pipeline.gate.terminal import describe, render_verdicts
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import UNGATED, Judgement
 from pipeline.gate.wording import show_unprintable
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules
@@ -20,8 +20,9 @@ def render_outcomes(judgement: Judgement, reference: Side, rules: Rules) -> str:
     told = render_verdicts(judgement)
     passed = [c for c in verdict.comparisons if c.outcome == "pass"]
     rest = ["", *(line for c in passed for line in describe(c))] if passed else []
-    # what is suspicious stands beside its comparison already
-    rest += [reason for reason in verdict.reasons if reason.startswith("note: ") and ": suspicious" not in reason]
+    # what is suspicious stands beside its comparison already, and what nothing gates under the table
+    rest += [reason for reason in verdict.reasons
+             if reason.startswith("note: ") and ": suspicious" not in reason and not reason.startswith(UNGATED)]
     if said := describe_certificate(verdict, judgement.policy):
         rest += ["", said]
     return "\n".join([*map(show_unprintable, lines), told, *map(show_unprintable, rest)])

@@ -206,9 +206,12 @@ def _define_metric(
         return replace(known, better=better) if better else known
     if name not in scores:
         return None
-    values = {record.scores.get(name, 0.0) for side in (ours, theirs) for record in side.records}
+    told = better or ours.better.get(name) or (own.better if own else None)
+    # where nothing says that a score is graded, the reference's 0 and 1 do that it is a rate: others are refused
+    sides = (ours, theirs) if told else (ours,)
+    values = {record.scores.get(name, 0.0) for side in sides for record in side.records}
     is_rate = values <= {0.0, 1.0} and ours.weight is None
-    direction = better or ours.better.get(name) or (own.better if own else "higher" if is_rate else None)
+    direction = told or ("higher" if is_rate else None)
     if direction is None:
         raise SettingsError(f"--metric {name}: the records don't say which direction is better: give --better "
                             f"{name}=higher or --better {name}=lower")

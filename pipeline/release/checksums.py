@@ -26,6 +26,9 @@ def find_changes(folder: Path) -> list[str]:
         text = (folder / SUMS).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return [f"{folder / SUMS}: expected the digests of all files, found no text file of that name"]
+    if links := [f"{show_unprintable(str(path))}: a link; a bundle holds its files itself"
+                 for path in sorted(folder.rglob("*")) if path.is_symlink()]:  # fmt: skip
+        return links
     found = _digest(folder)
     if text == _render(found):
         return []
@@ -50,4 +53,5 @@ def _describe(path: Path, listed: str | None, found: str | None) -> str:
         return f"{name}: listed in {SUMS}, found no file"
     if listed is None:
         return f"{name}: not listed in {SUMS}; it was added"
-    return f"{name}: expected sha256 {show_unprintable(listed[:12])}, got {found[:12]}; it was changed"
+    length = 12 if listed[:12] != found[:12] else None
+    return f"{name}: expected sha256 {show_unprintable(listed[:length])}, got {found[:length]}; it was changed"

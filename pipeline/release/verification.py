@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.digests import digest_files, digest_json, name_changed_file
 from pipeline.errors import QuantgateError
-from pipeline.gate.checks import check_outcomes, check_policy
+from pipeline.gate.checks import check_outcomes, find_other_policy
 from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement, released_verdicts
@@ -66,7 +66,8 @@ def verify_bundle(
         manifest = read_record(bundle / MANIFEST, Manifest)
         judgement = read_record(bundle / VERDICT, Judgement)
         track = get_track(load_params(bundle / PARAMS), manifest.track, kind=Track)
-        check_policy(judgement, track)
+        if difference := find_other_policy(judgement, track):
+            done.problems.append(f"{bundle / PARAMS}: the verdict beside it was reached with {difference}")
         check_outcomes(judgement)
         done.problems += _check_manifest(bundle, manifest, describe_content(bundle, judgement, track))
         done.problems += _check_cards(bundle, judgement)

@@ -288,6 +288,28 @@ def test_wrong_passes_stay_rare_when_few_documents_lose_most(num_documents, most
     assert passes / 2000 <= most + 0.01  # one standard error of 2,000 runs is half a percent
 
 
+@pytest.mark.parametrize(("num", "tolerance", "part"), [
+    (130, 0.03, 0.0), (130, 0.03, 0.5), (130, 0.03, 0.8), (200, 0.02, 0.9), (400, 0.03, 0.3), (400, 0.02, 0.0)])
+def test_a_small_loss_of_all_cases_leaves_room_for_a_large_one_of_few(num, tolerance, part):
+    """On the tolerance, `part` of it lost by all cases and the rest by few that lose 1: it passed 18 % of 130."""
+    rng, passes = np.random.default_rng(5), 0
+    share = tolerance * (1 - part) / (1 - part * tolerance)
+    for _ in range(1000):
+        small = part * tolerance + (0.05 * rng.standard_normal(num) if part else 0.0)
+        d = np.where(rng.random(num) < share, 1.0, small)
+        passes += ratio_bounds(d, np.ones(num), number_each(num), confidence=0.95, lost=1.0).high <= tolerance
+    assert passes / 1000 <= 0.05 + 0.01
+
+
+def test_bounds_that_leave_room_follow_the_estimate():
+    """The bound of a loss of nothing and that of a loss of 0.024 by all were the same."""
+    bounds = [ratio_bounds(np.full(140, loss), np.ones(140), number_each(140), confidence=0.95, lost=1.0)
+              for loss in (0.0, 0.024)]  # fmt: skip
+    unseen = proportion_bounds(np.zeros(140), number_each(140), confidence=0.95).high
+    assert bounds[0].high == pytest.approx(unseen) and bounds[1].high == pytest.approx(0.024 + unseen)
+    assert [b.low for b in bounds] == pytest.approx([-unseen, 0.024 - unseen])
+
+
 def test_ratio_bounds_need_two_clusters():
     with pytest.raises(ValueError, match="two clusters"):
         ratio_bounds(np.ones(5), np.ones(5), np.zeros(5, dtype=np.int64), confidence=0.95)

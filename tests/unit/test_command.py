@@ -111,6 +111,19 @@ def test_a_gated_bucket_of_a_metric_that_passes_overall_fails(tmp_path, capsys):
     assert code == 1 and "the buckets are easy, hard" in said
 
 
+def test_a_bucket_that_falls_with_nothing_to_gate_it_is_named(tmp_path, capsys):
+    """1.5 % of cases lost 75 of 100, and no form that people look at said so."""
+    where = ["rare"] * 40 + [f"usual/{i % 2}" for i in range(1960)]
+    sides = [write_outcomes(tmp_path / f"{side}.csv", [0.0] * lost + [1.0] * (2000 - lost), buckets=where)
+             for side, lost in (("a", 0), ("b", 30), ("c", 1))]  # fmt: skip
+    code, said = run("compare", *sides[:2], "--summary", tmp_path / "s.md", capsys=capsys)
+    note = "not gated: outcomes/score [rare]: lost 75.00 points, and outcomes/score may lose 3 points overall: a bucket"
+    assert code == 0 and said.count(note) == 1 and note in (tmp_path / "s.md").read_text().replace("\\", "")
+    assert "not gated: outcomes" not in run("compare", sides[0], sides[2], capsys=capsys)[1], "one case is chance"
+    assert "not gated: outcomes" not in run("compare", *sides[:2], "--bucket", "rare=0.05", capsys=capsys)[1]
+    assert "not gated: outcomes" not in run("compare", *sides[:2], "--tolerance", "0.001", capsys=capsys)[1], "it fails"
+
+
 def test_order_of_cases_does_not_matter_and_clusters_do(tmp_path, capsys):
     """Twenty copies of five documents are five documents."""
     scores, clusters = [1.0] * 500, [str(i // 100) for i in range(500)]
@@ -286,12 +299,14 @@ def test_a_hostile_file_name_breaks_neither_xml_nor_markdown(tmp_path, capsys):
     ("a,1\na,1", "a,1\na,0", "is there twice"),
     ("a,1\nb,1", "a,1\nb,", "expected a finite number as 'score', got none"),
     ("a,0\nb,0", "a,0\nb,0", "a loss above the tolerance of 0.03 can't show"),
+    ("a,1\nb,1", "a,1\nb,100", "case 'b': expected 'score' to be 0 or 1, got {'score': 100.0}"),
+    ("a,1\nb,1", "a,yes\nb,no", "expected numbers as 'score' on the candidate's side, found none in any case"),
 ])  # fmt: skip
 def test_unfit_tables_are_refused(tmp_path, capsys, ours, theirs, said):
     for name, rows in (("a", ours), ("b", theirs)):
         write_text(tmp_path / f"{name}.csv", f"case_id,score\n{rows}\n")
     code, text = run("compare", tmp_path / "a.csv", tmp_path / "b.csv", capsys=capsys)
-    assert code == 30 and said in text and "REFUSED" in text
+    assert code == 30 and said in text and "REFUSED" in text and "no fit outcomes" not in text
 
 
 def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):

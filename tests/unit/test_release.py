@@ -137,6 +137,22 @@ def test_no_file_changes_goes_or_comes_unseen(project, tmp_path_factory, data):
     assert found.problems and not [problem for problem in found.problems if "\n" in problem]
 
 
+def test_a_bundle_that_points_outside_of_itself_is_no_bundle(bundle, tmp_path):
+    """A linked verdict has the right digest today."""
+    outside = shutil.move(bundle / "verdict.json", tmp_path / "elsewhere.json")
+    (bundle / "verdict.json").symlink_to(outside)
+    assert f"{bundle / 'verdict.json'}: a link; a bundle holds its files itself" in verify_bundle(bundle).problems
+
+
+def test_two_digests_that_differ_late_are_shown_whole(bundle):
+    sums = bundle / "SHA256SUMS"
+    first, rest = sums.read_text().split("\n", 1)
+    digest, name = first.split("  ")
+    other = digest[:-1] + ("0" if digest[-1] != "0" else "1")
+    sums.write_text(f"{other}  {name}\n{rest}")
+    assert f"expected sha256 {other}, got {digest}; it was changed" in "\n".join(verify_bundle(bundle).problems)
+
+
 def lose_ten(records):
     for record in records[:10]:
         record["scores"]["completed"] = 0.0
@@ -150,7 +166,8 @@ def lose_ten(records):
     (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lambda r: r.pop()), "expected 80 cases"),
     (lambda b: edit_json(b / "verdict.json", lambda v: v["verdicts"][0]["comparisons"][0].update(candidate=0.999)),
      "comparisons.workflows/task_completion_rate.candidate: says 0.999, the scores give"),
-    (lambda b: edit_json(b / "params.yaml", lambda p: p["gate"].update(alpha=0.1)), "alpha 0.05, params.yaml says 0.1"),
+    (lambda b: edit_json(b / "params.yaml", lambda p: p["gate"].update(alpha=0.1)),
+     "bundle/params.yaml: the verdict beside it was reached with alpha 0.05, params.yaml says 0.1"),
     (lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(weights_digest="f" * 64)),
      "release.0.weights_digest: says 'ffff"),
     (lambda b: edit_json(b / MANIFEST, lambda m: m["policy"].update(alpha=0.01)), "policy.alpha: says 0.01"),

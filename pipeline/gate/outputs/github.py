@@ -24,6 +24,7 @@ from pipeline.gate.verdicts import (
     FAILED,
     NO_GAIN,
     REFUSED,
+    UNGATED,
     UNPROVEN,
     Judgement,
     blocking_verdicts,
@@ -155,6 +156,9 @@ def render_summary(judgement: Judgement, explanation: Explanation) -> str:
     title = "Gate" if policy.track == "text" else f"Gate: {policy.track}"
     parts = [f"## {title}\n\n" + (f"**Blocked** by {blocking}.\n" if blocking else "**Nothing blocks the release.**\n"),
              _tabulate(judgement)]  # fmt: skip
+    parts += [f"{render_name(v.candidate)}: {escape_markdown(cut_text(reason.removeprefix('note: '), _MAX_MESSAGE))}\n"
+              for v in released_verdicts(judgement) for reason in v.reasons
+              if v.outcome == "pass" and reason.startswith(UNGATED)]  # fmt: skip
     parts += [_explain(v, explanation) for v in released_verdicts(judgement) if v.outcome != "pass"]
     return _fit(parts, report=judgement.path.with_name("report.md").as_posix())
 

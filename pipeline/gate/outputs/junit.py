@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from pipeline.gate.terminal import describe
-from pipeline.gate.verdicts import Judgement, is_blocking, is_stopping, list_gated
+from pipeline.gate.verdicts import Judgement, Policy, is_blocking, is_stopping, list_gated
 from pipeline.gate.wording import cut_text, name_metric, show_unprintable
 from pipeline.verdict_records import Verdict
 
@@ -23,7 +23,7 @@ _REFUSED = 'not compared, as evidence was refused: see the test "verdict"'
 
 def render_junit(judgement: Judgement) -> str:
     """Write the file; a comparison that could not be made is an error."""
-    root = ElementTree.Element("testsuites", name=f"quantgate {judgement.policy.track}")
+    root = ElementTree.Element("testsuites", name=f"quantgate {_name_source(judgement.policy)}")
     for verdict in judgement.verdicts:
         suite = ElementTree.SubElement(root, "testsuite", name=show_unprintable(verdict.candidate))
         _fill(suite, verdict, judgement)
@@ -33,9 +33,14 @@ def render_junit(judgement: Judgement) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
+def _name_source(policy: Policy) -> str:
+    """Return the track, or the command that judged records of others."""
+    return "compare" if set(policy.eval_kinds.values()) == {"outcomes"} else policy.track
+
+
 def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) -> None:
     policy = judgement.policy
-    classname = show_unprintable(f"quantgate.{policy.track}.{verdict.candidate}")
+    classname = show_unprintable(f"quantgate.{_name_source(policy)}.{verdict.candidate}")
     found = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
     tests: list[tuple[str, str, tuple[str, ...], bool]] = [
         ("verdict", verdict.outcome, verdict.reasons, is_blocking(verdict, policy))]
