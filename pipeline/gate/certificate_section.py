@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from pipeline.gate.markdown import render_table
+from pipeline.gate.measure import GradedScore
 from pipeline.gate.verdicts import Judgement, Policy
-from pipeline.gate.wording import escape_markdown, format_harm, format_tolerance, is_rate, name_comparison, name_metric
+from pipeline.gate.wording import (
+    definition_of,
+    escape_markdown,
+    format_harm,
+    format_tolerance,
+    is_rate,
+    name_comparison,
+    name_metric,
+)
 from pipeline.verdict_records import Certificate, Comparison, DetectableLoss, Verdict
 
 
@@ -29,7 +38,20 @@ def describe_certificate(verdict: Verdict, policy: Policy) -> str:
     said = [f"On this suite this gate {_tell_loss(headline)}"]
     if widest is not headline:
         said.append(f"; of all rates it is blindest in {_name(widest)}: {_tell_sizes(widest)}")
-    return "".join(said) + ". " + false_fails
+    return "".join(said) + ". " + _tell_unseen(verdict, policy.alpha) + false_fails
+
+
+def _tell_unseen(verdict: Verdict, alpha: float) -> str:
+    """Say which bounds have no room for what no case showed, and how rare a loss may hide so."""
+    open_ended = [c for c in verdict.comparisons if c.tolerance is not None and c.bucket is None
+                  and definition_of(c.metric).estimator in ("mean", "ratio")
+                  and not isinstance(definition_of(c.metric), GradedScore)]  # fmt: skip
+    if not open_ended:
+        return ""
+    share = 1 - alpha ** (1 / min(c.effective_clusters for c in open_ended))
+    names = ", ".join(c.metric for c in open_ended)
+    return (f"The bounds of {names} rest on what was seen: a loss that hits one case in {1 / share:.0f} is in none of "
+            f"these {100 * alpha:g} % of the time, and goes unseen. ")
 
 
 def _tell_false_fails(c: Certificate, alpha: float) -> str:
