@@ -146,8 +146,8 @@ def _checked(name: str, scores: Scores) -> tuple[float, tuple[float | None, floa
         with np.errstate(over="ignore", invalid="ignore"):
             value = scores.value()
             low, high = scores.interval()
-    except ValueError:
-        pass  # one cluster: a value without an interval
+    except (ValueError, ZeroDivisionError):
+        pass  # one cluster, or squares that are zero: a value without an interval
     except OverflowError:
         value = math.inf
     _check_finite(name, value, low or 0.0, high or 0.0)
@@ -186,7 +186,7 @@ def measure_metric(
         with np.errstate(over="ignore", invalid="ignore"):
             m = _compare_scores(reference, candidate, bucket, f"{eval_name}/{definition.name}", tolerance, alpha, tier,
                                 pairs.clusters[positions], int(pairs.clusters.max()) + 1)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, ArithmeticError) as error:
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
     _check_finite(name, m.reference, m.candidate, m.harm, m.low, m.high, m.p)
     return m

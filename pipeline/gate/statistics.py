@@ -249,9 +249,9 @@ def reach(error: float, tail: float, t: float, *, step: float = 0.0) -> float:
     term, which we use on the side of the tail only.
     """
     if step:
-        third = tail * error**3 + _PRIOR_CLUSTERS * step**3
-        error = math.sqrt(error**2 + _PRIOR_CLUSTERS * step**2)
-        tail = third / error**3
+        wider = math.hypot(error, math.sqrt(_PRIOR_CLUSTERS) * step)
+        tail = tail * (error / wider) ** 3 + _PRIOR_CLUSTERS * (step / wider) ** 3
+        error = wider
     return _PRIOR_CLUSTERS * step + error * (t + (1 + 2 * t * t) / 6 * max(tail, 0.0))
 
 

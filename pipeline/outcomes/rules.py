@@ -2,10 +2,11 @@
 
 A metric is one of quantgate's own where the records hold its scores (`task_completion_rate` averages `completed`,
 `perplexity_per_token` divides `nll_nats` by `num_tokens`), else a score of the records under its own name: a rate where
-every case has 0 or 1, else a mean, or a total divided by the column `weight`, of which any case may lose as much as the
-scores span. A table's column that bears the name of one of quantgate's scores may mean anything: it is its own metric,
-and quantgate's is computed only where it is named. Which direction is better must be known: from the records, from
-quantgate's own metrics, or said; 1 is better than 0 where nothing else is said.
+every case has 0 or 1 (of the reference alone, where nothing tells a direction), else a mean, or a total divided by the
+column `weight`, of which any case may lose as much as the scores span. A table's column that bears the name of one of
+quantgate's scores may mean anything: it is its own metric, and quantgate's is computed only where it is named. Which
+direction is better must be known: from the records, from quantgate's own metrics, or said; 1 is better than 0 where
+nothing else is said.
 """
 
 from __future__ import annotations

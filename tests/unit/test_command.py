@@ -238,6 +238,13 @@ def test_a_graded_score_proves_no_more_than_a_rate(tmp_path, capsys, half, weigh
         assert run("compare", *sides, "--tolerance", 0.03, "--better", "score=higher", capsys=capsys)[0] == code
 
 
+def test_scores_whose_squares_are_zero_are_refused(tmp_path, capsys):
+    sides = [write_outcomes(tmp_path / f"{side}.csv", [(1 + i * step % 7) * 1e-120 for i in range(200)])
+             for side, step in (("a", 2), ("b", 3))]  # fmt: skip
+    code, said = run("compare", *sides, "--tolerance", 1e-120, "--better", "score=higher", capsys=capsys)
+    assert code == 30 and "outcomes/score: can't be compared: float division by zero" in said
+
+
 def test_a_weighted_score_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path, capsys):
     columns = {"weight": [str(1 + i % 3) for i in range(120)]}
     sides = [write_outcomes(tmp_path / f"{name}.csv", [float(right and i % 2) for i in range(120)], **columns)
