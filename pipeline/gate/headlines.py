@@ -41,12 +41,11 @@ def explain_ungated(comparisons: Sequence[Comparison], alpha: float) -> list[str
     """
     notes = []
     for whole in comparisons:
-        parts = [(c, c.p) for c in comparisons if c.metric == whole.metric and c.bucket is not None
-                 and c.tolerance is None and c.p is not None]  # fmt: skip
-        if whole.bucket is not None or whole.tolerance is None or whole.outcome == "fail" or not parts:
+        if whole.bucket is not None or whole.tolerance is None or whole.outcome == "fail":
             continue
-        lost = [c for (c, _), p in zip(parts, holm([p for _, p in parts]), strict=True)
-                if p <= alpha and c.harm > whole.tolerance]  # fmt: skip
+        parts = [c for c in comparisons if c.metric == whole.metric and c.bucket is not None and c.tolerance is None]
+        chances = holm([1.0 if c.p is None else c.p for c in parts])
+        lost = [c for c, p in zip(parts, chances, strict=True) if p <= alpha and c.harm > whole.tolerance]
         if lost:
             worst = max(lost, key=lambda c: c.harm)
             others = f"; {len(lost) - 1} more like it" if len(lost) > 1 else ""
