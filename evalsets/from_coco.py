@@ -8,6 +8,7 @@ not listed. Each image is a cluster of its own. Not covered: masks, key points, 
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections import defaultdict
@@ -78,14 +79,13 @@ def _make_case(image: dict[str, Any], boxes: list[dict[str, Any]], images: Path)
 
 def main(argv: list[str]) -> int:
     """Convert the file named on the command line and say what came of it."""
-    if argv in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
-    if len(argv) != 3:
-        raise EvalsetError(f"expected three arguments, got {argv!r}; usage: python -m evalsets.from_coco "
-                           "ANNOTATIONS IMAGES_FOLDER NEW_FOLDER")  # fmt: skip
+    parser = argparse.ArgumentParser(prog="from_coco", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("annotations", type=Path, help="of COCO, as JSON")
+    parser.add_argument("images", type=Path, help="folder of the images that it names")
+    parser.add_argument("out", type=Path, help="folder that is to be made")
+    options = parser.parse_args(argv)
     try:
-        print(convert(*map(Path, argv)))
+        print(convert(options.annotations, options.images, options.out))
     except OSError as error:
         raise EvalsetError(str(error)) from None
     return 0

@@ -7,11 +7,10 @@ was written. Files are written under a temporary name and moved into place: a ki
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.digests import canonical_json
 from pipeline.errors import EvidenceError, describe_problem
@@ -59,9 +58,6 @@ def iterate_records(path: Path, kind: type[R]) -> Iterator[R]:
         EvidenceError: the file is missing or not UTF-8, or with its number a line that is not a record of this kind.
     """
     try:
-        if (records := _read_at_once(path.read_bytes(), kind)) is not None:
-            yield from records
-            return
         lines = read_lines(path)
     except FileNotFoundError:
         raise EvidenceError(f"{path}: expected case records, found no file; run `dvc repro`") from None
@@ -72,23 +68,6 @@ def iterate_records(path: Path, kind: type[R]) -> Iterator[R]:
             yield kind.model_validate_json(line)
         except ValidationError as error:
             raise EvidenceError(f"{path}:{number}: not a case record: {first_problem(error)}") from None
-
-
-def _read_at_once(data: bytes, kind: type[R]) -> list[R] | None:
-    """Read all lines in one call, which is faster; None where anything is unusual, and the lines tell what it is."""
-    joined = data.removesuffix(b"\n").replace(b"}\n{", b"},{")
-    if b"\n" in joined:
-        return None
-    try:
-        records = _list_reader(kind).validate_json(b"[" + joined + b"]")
-    except ValidationError:
-        return None
-    return records if len(records) == data.count(b"\n") + (not data.endswith(b"\n")) else None
-
-
-@lru_cache
-def _list_reader(kind: type[R]) -> TypeAdapter[list[R]]:
-    return TypeAdapter(list[kind])  # type: ignore[valid-type]
 
 
 def first_problem(error: ValidationError) -> str:

@@ -140,29 +140,27 @@ def measure_speed(
 def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
     """Return what compilation met from its first call on, over one batch of each shape.
 
-    Graphs and graph breaks are those of the first shape, recompilations the graphs of the others. Nothing that was
-    compiled before is taken over, so the first call takes as long as on a machine that never saw the network. Where
-    torch has compiled a function as often as its limit allows, it runs it without for every further shape and only
-    logs it: `num_over_limit` counts such functions, `shape_over_limit` is the number of the shape that was the first.
+    Graphs and graph breaks are those of the first shape, recompilations the graphs of the others. A worker's cache is
+    empty at first, so its first call takes as long as on a machine that never saw the network. Where torch has compiled
+    a function as often as its limit allows, it runs it without for every further shape and only logs it:
+    `num_over_limit` counts such functions, `shape_over_limit` is the number of the shape that was the first.
     """
     if network.serving.compile_mode is None:
         return None
     from torch._dynamo import config
     from torch._dynamo.utils import counters, graph_break_reasons
-    from torch._inductor.utils import fresh_cache
 
     torch._dynamo.reset()
     counters.clear()
     graphs: list[int] = []
     breaks, over, seconds = [], [], []
-    with fresh_cache():
-        for pixels in batches:
-            start = time.perf_counter()
-            network.run(network.prepare(pixels))
-            seconds.append(time.perf_counter() - start)
-            graphs.append(counters["stats"]["unique_graphs"])
-            breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
-            over.append(sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT_REACHED)))
+    for pixels in batches:
+        start = time.perf_counter()
+        network.run(network.prepare(pixels))
+        seconds.append(time.perf_counter() - start)
+        graphs.append(counters["stats"]["unique_graphs"])
+        breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
+        over.append(sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT_REACHED)))
     return {"mode": network.serving.compile_mode, "num_graphs": graphs[0], "num_recompilations": graphs[-1] - graphs[0],
             "num_graph_breaks": breaks[0], "num_shapes": len(graphs), "first_call_s": round(seconds[0], 2),
             "limit": config.recompile_limit, "num_over_limit": over[-1],

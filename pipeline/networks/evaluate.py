@@ -88,6 +88,9 @@ def _run_eval(
     groups = _group(evalset.cases, pictures)
     batches = _batch(groups, batch_size)
     left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
+    compared = spread(max(groups.values(), key=len), _NUM_COMPARED)
+    # first: the batches then take what it has compiled from the cache of its own
+    notes = pool.submit(describe_run, compared, _pick_shapes(groups, batch_size)).result()
     _run_batches(name, left, pool, journal)
     found = [journal.find(case.digest) for case in evalset.cases]
     records = [entry[0] for entry in found if entry is not None]
@@ -99,8 +102,6 @@ def _run_eval(
             (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
     if isinstance(settings, DetectionEval):
         save_tables(path.with_suffix(".npz"), evalset.cases, records, settings)
-    compared = spread(max(groups.values(), key=len), _NUM_COMPARED)
-    notes = pool.submit(describe_run, compared, _pick_shapes(groups, batch_size)).result()
     write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
     finite = sum(r.scores["finite"] for r in records)
     print(f"  {name}: n={len(records)}, {finite:.0f} finite, {time.monotonic() - start:.1f} s", file=sys.stderr)

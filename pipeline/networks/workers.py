@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +39,7 @@ from pipeline.serving_records import NetworkServing
 from pipeline.worker_pool import get_loaded, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
+_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _UNTAKEN = object()  # the results of a picture that the adapter could not take
 Judged = tuple[CaseRecord, bytes | None]  # and the picture as PNG, of an upscaler
 
@@ -71,12 +74,28 @@ class _Loaded:
         return load_network(self.order.root / (folder or self.order.candidate.checkpoint.path), self.adapter, serving)
 
 
-def start_runners(order: Order, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
+@contextlib.contextmanager
+def start_runners(order: Order, num_workers: int) -> Iterator[ProcessPoolExecutor]:
     """Start processes that run pictures; see `worker_pool.start_workers`."""
     died = (f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
             f"as {order.adapter} ends it; lower {order.track}.running.batch_size or num_workers; finished pictures are "
             "kept, run `dvc repro` to go on")
-    return start_workers(_load, order, num_workers, died=died)
+    with (_compile_anew() if order.candidate.serving.compile_mode else contextlib.nullcontext(),
+          start_workers(_load, order, num_workers, died=died) as pool):  # fmt: skip
+        yield pool
+
+
+@contextlib.contextmanager
+def _compile_anew() -> Iterator[None]:
+    """Let processes that start now take over nothing that was compiled before them."""
+    before = os.environ.get(_COMPILE_CACHE)
+    with tempfile.TemporaryDirectory(prefix="quantgate-", ignore_cleanup_errors=True) as folder:
+        os.environ[_COMPILE_CACHE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_COMPILE_CACHE]
+            os.environ.update({} if before is None else {_COMPILE_CACHE: before})
 
 
 def _load(order: Order) -> _Loaded:
@@ -231,10 +250,13 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
     largest = max(batches, key=lambda batch: np.prod(measure_picture(folder / batch[0].image)))[:1]
     common = max(shapes, key=lambda shape: shape.num_pictures)  # of equals the first
     timed = read(common.cases)
-    return {"layers": _compare_layers(loaded, cases),
-            "shapes": {"num_shapes": len(shapes), "timed": list(timed.shape[:3]), "num_timed": common.num_pictures,
-                       "num_pictures": sum(shape.num_pictures for shape in shapes)},
-            **measure_costs(loaded.load, serving, timed, read(largest), map(read, batches))}  # fmt: skip
+    notes = {"layers": _compare_layers(loaded, cases),
+             "shapes": {"num_shapes": len(shapes), "timed": list(timed.shape[:3]), "num_timed": common.num_pictures,
+                        "num_pictures": sum(shape.num_pictures for shape in shapes)},
+             **measure_costs(loaded.load, serving, timed, read(largest), map(read, batches))}  # fmt: skip
+    if serving.compile_mode is not None:
+        torch._dynamo.reset()  # the shapes met here would count towards the limit of the network that runs the eval
+    return notes
 
 
 def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:

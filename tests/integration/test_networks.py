@@ -21,6 +21,7 @@ from filelock import FileLock
 from PIL import Image
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 
 import stages.gate
 from evalsets.seal import seal
@@ -803,11 +804,18 @@ def test_graph_breaks_and_recompilations_are_counted(project: Path, here: None) 
 
 
 @pytest.mark.slow
-def test_a_plain_network_compiles_into_one_graph(project: Path, here: None) -> None:
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_a_plain_network_compiles_into_one_graph(
+    project: Path, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once to be described and once to run: what the first has used of the limit would leave the second uncompiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "users"))
     track = make_detector({"compiled": [COMPILED]})
     run(project, track, "compiled")
     found = read_notes(project, track, "compiled")["compile"]
     assert (found["num_graphs"], found["num_graph_breaks"], found["num_recompilations"]) == (1, 0, 0)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["unimplemented"]
+    assert not (tmp_path / "users").exists() and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "users")
 
 
 def test_tiles_cost_work_and_leave_a_seam_that_is_found(project: Path, here: None) -> None:
