@@ -165,6 +165,16 @@ def test_memory_is_counted_without_computing_and_is_none_where_that_is_not_possi
     assert measure_costs(load, plain, PIXELS, large, [PIXELS])["peak_mib"] is None
 
 
+def test_memory_of_a_picture_in_tiles_is_that_of_all_its_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first tile alone, the picture that it is put in was not there yet."""
+    wide = "return torch.cat([self.blur(x)] * 9, 1).mean(1, keepdim=True)"
+    load = make_load(tmp_path, DETECTOR.replace(FORWARD, wide))
+    large, serving = torch.zeros(1, 256, 192, 3, dtype=torch.uint8), NetworkServing(**TILED)
+    found = measure_costs(load, serving, PIXELS, large, [PIXELS])["peak_mib"]
+    monkeypatch.setattr(costs, "_run_twice", lambda call: call)
+    assert found == measure_costs(load, serving, PIXELS, large, [PIXELS])["peak_mib"] > 256 * 192 * 4 / 2**20
+
+
 def test_a_network_with_batch_norm_has_a_memory_number(tmp_path: Path) -> None:
     """Its buffers are no parameters: left as they are beside tensors without content, nothing could be counted."""
     load = make_load(tmp_path, DETECTOR.replace("self.scale =", "self.norm = nn.BatchNorm2d(1)\n        self.scale =")
