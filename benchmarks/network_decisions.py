@@ -28,7 +28,6 @@ from pipeline.networks.loading import load_network
 from pipeline.params import get_track, load_params
 from pipeline.pictures import read_picture
 from pipeline.serving_records import NetworkServing
-from pipeline.worker_pool import keep_freed_memory
 
 STEPS = ("channels-last", "compile", "both")
 
@@ -43,7 +42,6 @@ def main() -> int:
     parser.add_argument("--steps", nargs="+", default=STEPS, choices=STEPS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()  # as the workers of an evaluation do
     print(f"torch {torch.__version__}, one thread; a gain is a ratio surely below {GAIN_BELOW}\n\n"
           "| network | format | step | ratio of the first repeat | medians of all repeats | outputs differ by "
           "| reorders, first -> last | other formats | graph breaks | gain, of repeats |\n"

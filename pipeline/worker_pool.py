@@ -1,8 +1,7 @@
 """Processes that load something once and then work on what comes: one per core, started when the first task comes.
 
 A process that dies, for lack of memory say, ends the run with one line; what other tasks made is kept. None outlives
-the stage that started it. A worker keeps the memory that it frees, as a server under tcmalloc or jemalloc would: given
-back to the system and asked for anew, the arrays of a network took up to half of an evaluation's CPU time.
+the stage that started it.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ def get_loaded() -> Any:
 
 
 def _initialize(load: Callable[[Any], Any], order: Any) -> None:
-    keep_freed_memory()
     threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     try:
         _loaded.append(load(order))
@@ -97,7 +95,10 @@ def _initialize(load: Callable[[Any], Any], order: Any) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc keep what is freed for what comes next; another system's does as it always does.
+    """Have glibc's malloc keep what this process frees for what comes next; another system's does as it always does.
+
+    A network's arrays are given back to the system and asked for anew at each call else, and the upscaler's evaluation
+    spent half of its CPU time on their pages. Not for what is timed: a server does so only if it is told to.
 
     Source: mallopt(3).
     """

@@ -89,7 +89,7 @@ def _run_eval(
     batches = _batch(groups, batch_size)
     left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
     compared = spread(max(groups.values(), key=len), _NUM_COMPARED)
-    # first: the batches then take what it has compiled from the cache of its own
+    # first: the batches then take what it has compiled from their cache, and freed memory is not kept while it is timed
     notes = pool.submit(describe_run, compared, _pick_shapes(groups, batch_size)).result()
     _run_batches(name, left, pool, journal)
     found = [journal.find(case.digest) for case in evalset.cases]

@@ -36,7 +36,7 @@ from pipeline.networks.upscaling import judge_picture
 from pipeline.pictures import measure_picture, read_picture
 from pipeline.records import CaseRecord, NetworkCandidate
 from pipeline.serving_records import NetworkServing
-from pipeline.worker_pool import get_loaded, start_workers
+from pipeline.worker_pool import get_loaded, keep_freed_memory, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
 _COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -122,6 +122,7 @@ def read_facts() -> dict[str, Any]:
 
 def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     """Run pictures of one size together and judge what comes out."""
+    keep_freed_memory()
     loaded: _Loaded = get_loaded()
     network, pixels = loaded.network, np.stack([_read(loaded, case) for case in cases])
     x = network.prepare(torch.from_numpy(pixels))

@@ -36,7 +36,7 @@ def test_a_worker_loads_once_and_is_gone_with_the_pool() -> None:
 
 
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="no other malloc is told anything")
-def test_a_worker_keeps_the_memory_that_it_frees() -> None:
+def test_a_worker_can_keep_the_memory_that_it_frees() -> None:
     """Asked for anew, the arrays of an upscaler took more time of the system than its convolutions took."""
     with start_workers(load, 1, 1, died=DIED) as pool:
         assert pool.submit(count_new_pages, 64 * 2**20).result() < 64 * 2**20 / resource.getpagesize() / 100
