@@ -67,7 +67,7 @@ def _measure(track: NetworkTrack, step: str, serving: NetworkServing, repeats: i
     cases = load_evalset(folder).cases[: serving.batch_size]
     pixels = torch.from_numpy(np.stack([read_picture(folder / case.image, case.sha256) for case in cases]))
     load = partial(load_network, Path(track.candidates[track.reference].checkpoint), adapter)
-    costs = measure_costs(load, serving, pixels, pixels[:1], [pixels])
+    costs = measure_costs(load, load(serving), pixels, pixels[:1], [pixels])
     base = choose_baseline(serving)
     assert base is not None
     speeds = [costs["speed"], *(measure_speed(load, serving, base, pixels) for _ in range(repeats - 1))]

@@ -79,7 +79,8 @@ def _make_case(image: dict[str, Any], boxes: list[dict[str, Any]], images: Path)
 
 def main(argv: list[str]) -> int:
     """Convert the file named on the command line and say what came of it."""
-    parser = argparse.ArgumentParser(prog="from_coco", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="from_coco", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("annotations", type=Path, help="of COCO, as JSON")
     parser.add_argument("images", type=Path, help="folder of the images that it names")
     parser.add_argument("out", type=Path, help="folder that is to be made")

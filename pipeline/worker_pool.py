@@ -23,7 +23,7 @@ from pipeline.errors import EngineError
 R = TypeVar("R")
 
 _PROGRESS_EVERY_S = 10.0
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h; both are turned off
 _loaded: list[Any] = []  # in a worker: at most one
 _problems: list[Exception] = []  # why there is none
 
@@ -104,7 +104,7 @@ def keep_freed_memory() -> None:
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _end_with_parent() -> None:

@@ -47,18 +47,18 @@ def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
 
 
 def measure_costs(
-    load: Load, serving: NetworkServing, timed: torch.Tensor, largest: torch.Tensor, batches: Iterable[torch.Tensor]
+    load: Load, network: Network, timed: torch.Tensor, largest: torch.Tensor, batches: Iterable[torch.Tensor]
 ) -> dict[str, Any]:
     """Return what is noted of a candidate's costs, as JSON.
 
     Args:
         load: sets the candidate's network up as a serving config says.
-        serving: the candidate's.
+        network: the candidate's, which has not run yet.
         timed: batch of uint8 pixels, (pictures, rows, columns, 3).
         largest: the largest picture, (1, rows, columns, 3), whose memory is weighed.
         batches: one of each shape that the eval meets; read only where something is compiled.
     """
-    network = load(serving)
+    serving = network.serving
     # first: what is timed then is what has met every shape, as the network that serves has
     compilations = _count_compilations(network, batches)
     _check_repeats(network, timed)

@@ -70,7 +70,7 @@ def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: 
             key = digest_work(track, settings, evalset, root)
             # what one process compiles, another would compile again
             num_workers = 1 if candidate.serving.compile_mode else track.running.num_workers
-            with start_runners(order, num_workers) as pool:
+            with start_runners(order, num_workers, cache=working.path / ".compiled") as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(name, settings, evalset, pool, journal, working.path, candidate.serving.batch_size,
@@ -89,7 +89,7 @@ def _run_eval(
     batches = _batch(groups, batch_size)
     left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
     compared = spread(max(groups.values(), key=len), _NUM_COMPARED)
-    # first: the batches then take what it has compiled from their cache, and freed memory is not kept while it is timed
+    # first: it compiles for all shapes in turn, killed runs before or not, and is timed before freed memory is kept
     notes = pool.submit(describe_run, compared, _pick_shapes(groups, batch_size)).result()
     _run_batches(name, left, pool, journal)
     found = [journal.find(case.digest) for case in evalset.cases]
@@ -119,7 +119,8 @@ def _run_batches(
 def _group(cases: Sequence[PictureCase], folder: Path) -> dict[Shape, list[PictureCase]]:
     """Return cases by the rows and columns of their pictures, the largest first.
 
-    Too large for the memory, they fail at once; and no worker ends alone with them while the others have nothing left.
+    Too large for the memory, they fail at once; what memory is kept of them is enough for all that come; and no worker
+    ends alone with them while the others have nothing left.
     """
     groups: dict[Shape, list[PictureCase]] = {}
     for case in cases:

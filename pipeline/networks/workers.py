@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import io
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -39,7 +39,6 @@ from pipeline.serving_records import NetworkServing
 from pipeline.worker_pool import get_loaded, keep_freed_memory, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
-_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _UNTAKEN = object()  # the results of a picture that the adapter could not take
 Judged = tuple[CaseRecord, bytes | None]  # and the picture as PNG, of an upscaler
 
@@ -75,27 +74,34 @@ class _Loaded:
 
 
 @contextlib.contextmanager
-def start_runners(order: Order, num_workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes that run pictures; see `worker_pool.start_workers`."""
+def start_runners(order: Order, num_workers: int, *, cache: Path) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that run pictures; see `worker_pool.start_workers`.
+
+    Args:
+        order: what they load, and how they judge.
+        num_workers: processes.
+        cache: folder for what they compile, gone when they are.
+    """
     died = (f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
             f"as {order.adapter} ends it; lower {order.track}.running.batch_size or num_workers; finished pictures are "
             "kept, run `dvc repro` to go on")
-    with (_compile_anew() if order.candidate.serving.compile_mode else contextlib.nullcontext(),
-          start_workers(_load, order, num_workers, died=died) as pool):  # fmt: skip
+    with _compile_into(cache), start_workers(_load, order, num_workers, died=died) as pool:
         yield pool
 
 
 @contextlib.contextmanager
-def _compile_anew() -> Iterator[None]:
+def _compile_into(cache: Path) -> Iterator[None]:
     """Let processes that start now take over nothing that was compiled before them."""
-    before = os.environ.get(_COMPILE_CACHE)
-    with tempfile.TemporaryDirectory(prefix="quantgate-", ignore_cleanup_errors=True) as folder:
-        os.environ[_COMPILE_CACHE] = folder
-        try:
-            yield
-        finally:
-            del os.environ[_COMPILE_CACHE]
-            os.environ.update({} if before is None else {_COMPILE_CACHE: before})
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache.resolve()), "TRITON_CACHE_DIR": str(cache.resolve() / "triton")}
+    before = {name: os.environ[name] for name in folders if name in os.environ}
+    os.environ.update(folders)
+    try:
+        yield
+    finally:
+        for name in folders:
+            del os.environ[name]
+        os.environ.update(before)
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def _load(order: Order) -> _Loaded:
@@ -241,7 +247,6 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
         shapes: all that the eval meets, in its order; time is measured on the most common one.
     """
     loaded: _Loaded = get_loaded()
-    serving = loaded.order.candidate.serving
     folder = loaded.order.root / loaded.order.settings.evalset
 
     def read(batch: Sequence[PictureCase]) -> torch.Tensor:
@@ -251,13 +256,10 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
     largest = max(batches, key=lambda batch: np.prod(measure_picture(folder / batch[0].image)))[:1]
     common = max(shapes, key=lambda shape: shape.num_pictures)  # of equals the first
     timed = read(common.cases)
-    notes = {"layers": _compare_layers(loaded, cases),
-             "shapes": {"num_shapes": len(shapes), "timed": list(timed.shape[:3]), "num_timed": common.num_pictures,
-                        "num_pictures": sum(shape.num_pictures for shape in shapes)},
-             **measure_costs(loaded.load, serving, timed, read(largest), map(read, batches))}  # fmt: skip
-    if serving.compile_mode is not None:
-        torch._dynamo.reset()  # the shapes met here would count towards the limit of the network that runs the eval
-    return notes
+    return {"layers": _compare_layers(loaded, cases),
+            "shapes": {"num_shapes": len(shapes), "timed": list(timed.shape[:3]), "num_timed": common.num_pictures,
+                       "num_pictures": sum(shape.num_pictures for shape in shapes)},
+            **measure_costs(loaded.load, loaded.network, timed, read(largest), map(read, batches))}  # fmt: skip
 
 
 def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:

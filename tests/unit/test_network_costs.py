@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import EngineError
 from pipeline.networks import costs, rounding
 from pipeline.networks.adapters import load_adapter
-from pipeline.networks.costs import choose_baseline, count_work, measure_costs, measure_speed
+from pipeline.networks.costs import Load, choose_baseline, count_work, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
 from pipeline.serving_records import ConvArithmetic, NetworkServing, Tiling
 from pipeline.timing import TOLERANCES, find_tolerance
@@ -26,6 +26,10 @@ POLICY = {"conv_policy": {"blur": ConvArithmetic(algorithm="direct", dtype="floa
 CPU = torch.device("cpu")
 FORWARD = "return self.pool(self.scale(self.blur(x)))"
 PIXELS = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def measure_all(load: Load, serving: NetworkServing, *given: Any) -> dict[str, Any]:
+    return measure_costs(load, load(serving), *given)
 
 
 @pytest.mark.parametrize(("changes", "baseline"), [
@@ -62,12 +66,12 @@ def test_a_candidate_is_timed_in_total_too(tmp_path: Path, monkeypatch: pytest.M
     """Faster than its own number format without the step, it may be slower than what runs without any."""
     monkeypatch.setattr(costs, "is_surely_slower", lambda found: False)
     load, one = make_load(tmp_path), PIXELS[:1]
-    both = measure_costs(load, NetworkServing(channels_last=True, dtype="bfloat16"), PIXELS, one, [PIXELS])
+    both = measure_all(load, NetworkServing(channels_last=True, dtype="bfloat16"), PIXELS, one, [PIXELS])
     assert (both["speed"]["baseline"], both["total"]["baseline"]) == ("torch bfloat16", "torch float32")
-    single = measure_costs(load, NetworkServing(channels_last=True), PIXELS, one, [PIXELS])
+    single = measure_all(load, NetworkServing(channels_last=True), PIXELS, one, [PIXELS])
     assert single["total"] is single["speed"], "timed once"
     monkeypatch.setattr(costs, "is_surely_slower", lambda found: found is not None)
-    slow = measure_costs(load, NetworkServing(channels_last=True, dtype="bfloat16"), PIXELS, one, [PIXELS])
+    slow = measure_all(load, NetworkServing(channels_last=True, dtype="bfloat16"), PIXELS, one, [PIXELS])
     assert slow["speed"] is None and slow["total"]["timed"], "what is slower in total has no gain within it"
 
 
@@ -157,12 +161,12 @@ def test_boxes_that_a_number_format_selects_otherwise_end_no_evaluation(tmp_path
 def test_memory_is_counted_without_computing_and_is_none_where_that_is_not_possible(tmp_path: Path) -> None:
     plain = NetworkServing(batch_size=2)
     large = torch.zeros(1, 512, 512, 3, dtype=torch.uint8)
-    found = measure_costs(make_load(tmp_path), plain, PIXELS, large, [PIXELS])
+    found = measure_all(make_load(tmp_path), plain, PIXELS, large, [PIXELS])
     assert found["peak_mib"] == pytest.approx(2 * 512 * 512 * 4 / 2**20, rel=0.01), "what goes in and comes out"
     assert found["peak_pixels"] == [512, 512] and found["speed"] is None and found["compile"] is None
     (tmp_path / "other").mkdir()
     load = make_load(tmp_path / "other", DETECTOR.replace(FORWARD, "return self.blur(x)[x > 3]"))
-    assert measure_costs(load, plain, PIXELS, large, [PIXELS])["peak_mib"] is None
+    assert measure_all(load, plain, PIXELS, large, [PIXELS])["peak_mib"] is None
 
 
 def test_memory_of_a_picture_in_tiles_is_that_of_all_its_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +174,9 @@ def test_memory_of_a_picture_in_tiles_is_that_of_all_its_tiles(tmp_path: Path, m
     wide = "return torch.cat([self.blur(x)] * 9, 1).mean(1, keepdim=True)"
     load = make_load(tmp_path, DETECTOR.replace(FORWARD, wide))
     large, serving = torch.zeros(1, 256, 192, 3, dtype=torch.uint8), NetworkServing(**TILED)
-    found = measure_costs(load, serving, PIXELS, large, [PIXELS])["peak_mib"]
+    found = measure_all(load, serving, PIXELS, large, [PIXELS])["peak_mib"]
     monkeypatch.setattr(costs, "_run_twice", lambda call: call)
-    assert found == measure_costs(load, serving, PIXELS, large, [PIXELS])["peak_mib"] > 256 * 192 * 4 / 2**20
+    assert found == measure_all(load, serving, PIXELS, large, [PIXELS])["peak_mib"] > 256 * 192 * 4 / 2**20
 
 
 def test_a_network_with_batch_norm_has_a_memory_number(tmp_path: Path) -> None:
@@ -184,7 +188,7 @@ def test_a_network_with_batch_norm_has_a_memory_number(tmp_path: Path) -> None:
     save_file(load_file(weights) | own, weights)
     large = torch.zeros(1, 256, 256, 3, dtype=torch.uint8)
     for dtype in ("float32", "bfloat16"):
-        found = measure_costs(load, NetworkServing(dtype=dtype), PIXELS, large, [PIXELS])
+        found = measure_all(load, NetworkServing(dtype=dtype), PIXELS, large, [PIXELS])
         size = 4 if dtype == "float32" else 2
         assert found["peak_mib"] == pytest.approx(3 * 256 * 256 * size / 2**20, rel=0.35), dtype
 
@@ -199,7 +203,7 @@ def test_a_network_that_draws_at_random_is_refused(tmp_path: Path, forward: str)
     load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
     with pytest.raises(EngineError, match=r"adapter.py: two runs of the same pictures differ by .* of the outputs' "
                        "standard deviation, expected at most 0.0001; take what is random out of the module"):
-        measure_costs(load, NetworkServing(), PIXELS, PIXELS[:1], [PIXELS])
+        measure_all(load, NetworkServing(), PIXELS, PIXELS[:1], [PIXELS])
 
 
 def test_shapes_are_read_only_where_something_is_compiled(tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_shapes_are_read_only_where_something_is_compiled(tmp_path: Path) -> Non
         raise AssertionError("nobody asked")
         yield
 
-    assert math.isfinite(measure_costs(make_load(tmp_path), NetworkServing(), PIXELS, PIXELS[:1], read())["work"])
+    assert math.isfinite(measure_all(make_load(tmp_path), NetworkServing(), PIXELS, PIXELS[:1], read())["work"])
 
 
 @pytest.mark.slow
@@ -217,7 +221,7 @@ def test_a_shape_beyond_the_recompile_limit_is_counted(tmp_path: Path) -> None:
     """torch then runs the network uncompiled and only logs it; the first shape's speed stood for all."""
     serving = NetworkServing(batch_size=2, compile_mode="default", compile_dynamic=False)
     shapes = [PIXELS[:, :, :width] for width in (32, 24, 16, 8)]
-    met = measure_costs(make_load(tmp_path), serving, PIXELS, PIXELS[:1], shapes)["compile"]
+    met = measure_all(make_load(tmp_path), serving, PIXELS, PIXELS[:1], shapes)["compile"]
     assert (met["num_graphs"], met["num_recompilations"], met["num_shapes"], met["limit"]) == (1, 1, 4, 2)
     assert met["num_over_limit"] == 1 and met["shape_over_limit"] == 3
 
@@ -232,7 +236,7 @@ def test_what_is_timed_is_what_ran_all_shapes(tmp_path: Path) -> None:
         return load(serving)
 
     serving = NetworkServing(batch_size=2, compile_mode="default")
-    found = measure_costs(count, serving, PIXELS, PIXELS[:1], [PIXELS])
+    found = measure_all(count, serving, PIXELS, PIXELS[:1], [PIXELS])
     assert found["speed"]["timed"] and loaded.count("default") == 1
     assert found["compile"]["num_over_limit"] == 0 and found["compile"]["shape_over_limit"] is None
 

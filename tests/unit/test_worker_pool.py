@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -39,7 +38,7 @@ def test_a_worker_loads_once_and_is_gone_with_the_pool() -> None:
 def test_a_worker_can_keep_the_memory_that_it_frees() -> None:
     """Asked for anew, the arrays of an upscaler took more time of the system than its convolutions took."""
     with start_workers(load, 1, 1, died=DIED) as pool:
-        assert pool.submit(count_new_pages, 64 * 2**20).result() < 64 * 2**20 / resource.getpagesize() / 100
+        assert pool.submit(count_new_pages, 64 * 2**20).result() < 16, "even huge pages are 32"
 
 
 @pytest.mark.parametrize(("order", "error", "said"), [
