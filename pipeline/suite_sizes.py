@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.evalsets import load_evalset
+from pipeline.gate.clusters import hiding_clusters
 from pipeline.gate.plan import Sizes, SuiteSize
-from pipeline.gate.statistics import effective_clusters
 from pipeline.settings import Track
 
 
@@ -19,20 +19,22 @@ def read_sizes(track: Track, root: Path) -> dict[str, Sizes]:
     for name, settings in track.evals.items():
         if hasattr(settings, "evalset"):
             cases = load_evalset(root / settings.evalset).cases
-            sizes[name] = count_sizes([case.cluster for case in cases], [case.buckets for case in cases])
+            sizes[name] = count_sizes([case.cluster for case in cases], [case.buckets for case in cases],
+                                      confidence=1 - track.gate.alpha)
     return sizes
 
 
-def count_sizes(clusters: Sequence[str], buckets: Sequence[Sequence[str]]) -> Sizes:
+def count_sizes(clusters: Sequence[str], buckets: Sequence[Sequence[str]], *, confidence: float = 0.95) -> Sizes:
     """Return the size of an evalset, overall and of each bucket.
 
     Args:
         clusters: of each case.
         buckets: of each case.
+        confidence: of the bounds.
     """
     sizes: Sizes = {}
     for name in [None, *sorted({bucket for own in buckets for bucket in own})]:
         own = [cluster for cluster, carried in zip(clusters, buckets, strict=True) if name is None or name in carried]
         numbers = np.unique(own, return_inverse=True)[1].astype(np.int64)
-        sizes[name] = SuiteSize(len(own), effective_clusters(np.ones(len(own)), numbers))
+        sizes[name] = SuiteSize(len(own), hiding_clusters(numbers, confidence=confidence))
     return sizes

@@ -12,6 +12,8 @@ from pipeline.record_files import Record
 from pipeline.speculation_records import SpeculationCounts
 
 Outcome = Literal["pass", "fail", "inconclusive", "refused", "no gain"]  # of a candidate
+# the tiers of the settings; what is watched has no tolerance of its own, and a fail of it alone counts
+JudgedTier = Literal["critical", "supporting", "advisory", "watched"]
 MIN_POWER = 0.8  # of a canary, to notice the rate that it is there for
 
 
@@ -42,7 +44,7 @@ class Comparison(Record):
     unit: str
     n: int
     num_clusters: int
-    effective_clusters: float  # clusters of equal weight that would carry as much information
+    effective_clusters: float  # equal clusters that are worth as much; of rates: that could hide as large a loss
     design_effect: float = 1.0  # how much wider the harm is than it would be without clusters; of rates
     b: int | None = None  # reference right, candidate wrong
     c: int | None = None  # reference wrong, candidate right
@@ -52,7 +54,7 @@ class Comparison(Record):
     p: float | None = None
     p_holm: float | None = None
     tolerance: float | None  # None: reported, not gated
-    tier: Literal["critical", "supporting", "advisory"] = "critical"  # what it means for the release
+    tier: JudgedTier = "critical"  # what it means for the release
     outcome: Literal["pass", "fail", "inconclusive", "refused", "reported"]
     sentence: str
 
@@ -75,6 +77,9 @@ class Certificate(Record):
     num_block_fails: int
     dependent: tuple[str, ...] = ()  # metrics in which neighbouring clusters move together
     losses: tuple[DetectableLoss, ...]
+    num_passes: int | None = None  # swaps in which all of its family lets the release through: how often no loss passes
+    weakest: str = ""  # the comparison that stops such a release most often
+    num_weakest_passes: int | None = None
 
 
 class CanaryFlip(Record):
@@ -186,5 +191,5 @@ class Verdict(Record):
     metrics: tuple[Metric, ...]
     speed: Speed | None = None  # None: not in benchmark.candidates, or refused
     gain: Gain | None = None  # None: no step of it is there for speed alone
-    total: MedianInterval | None = None  # of a network's time, to that of the same weights run plainly; None: not told
+    total: MedianInterval | None = None  # of a network's time, to that of the reference run plainly; None: not told
     certificate: Certificate | None = None  # None: nothing of it could be measured

@@ -69,7 +69,7 @@ def make_params(candidates: Sequence[str], release: Sequence[str], *, benchmark:
     """Return settings for the four evals of the tree; `benchmark` replaces parts of a grid that times nothing."""
     settings = {"alpha": 0.05, "on_inconclusive": "warn", "tripwires": {"prose/kl_nats_per_token": 0.02},
                 "tolerances": {
-                    "workflows/task_completion_rate": {"overall": 0.02, "buckets": {"constraint_retention": 0.05}},
+                    "workflows/task_completion_rate": {"overall": 0.02, "buckets": {"constraint_retention": 0.06}},
                     "calls/tool_call_exact_match": {"overall": 0.02},
                     "choices/accuracy": {"overall": 0.03},
                     "prose/perplexity_per_token": {"overall": 0.02}}}
@@ -196,7 +196,7 @@ def _documents(path: Path, candidate: Candidate, behaviour: Behaviour, num_docs:
     shared = np.random.default_rng(seed)
     own = np.random.default_rng([seed, *candidate.name.encode()])
     sizes = shared.integers(80, 120, num_docs)
-    nll = shared.normal(1.34, 0.2, num_docs) * sizes
+    nll = shared.normal(0.134, 0.02, num_docs) * sizes  # so little that 40 documents prove a tolerance of 2 %
     logits = shared.normal(0, 2, (int(sizes.sum()), _TOP_K))
     if candidate.name != "reference":
         nll = nll + (behaviour.nll_shift + own.normal(0, 0.004, num_docs)) * sizes

@@ -37,3 +37,8 @@ def parse_rows(data: bytes) -> list[CaseRow] | None:
         return None
     num_ends = data.count(b"}\n{") + 1 if data else 0  # decode_lines skips an empty line, and parts two on one line
     return rows if len(rows) == num_ends == data.removesuffix(b"\n").count(b"\n") + bool(data) else None
+
+
+def change_row(row: CaseRow, **fields: Any) -> CaseRow:
+    """Return a row, or a CaseRecord, with other values in some fields."""
+    return row.model_copy(update=fields) if isinstance(row, CaseRecord) else msgspec.structs.replace(row, **fields)

@@ -4,11 +4,11 @@ A certificate is computed with each verdict from the same records, without a mod
 and candidate were exchangeable, every cluster's harm would be as likely with the opposite sign, so whatever the rule
 fails among such swaps it fails falsely. Within clusters that can't be more than alpha unless the rule or its code is
 broken, as its test assumes just that; in blocks of neighbouring clusters it can, where clusters are less independent
-than the rule takes them for, and a metric whose neighbours move together is named. And losses are planted: into what
-swapping leaves of the flips, cases are lost by chance until the release is stopped.
+than the rule takes them for, and a metric whose neighbours move together is named. A release passes only when every
+metric does, so the swaps say, too, how often a release without a loss goes out. Which losses it misses is in
+`detectable.py`.
 
-Not covered: losses that no case of the suite shows; a loss planted evenly over the cases, as here, is spread wider than
-one that sits in a few clusters, which bounds widen for.
+Not covered: losses that no case of the suite shows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtrc, ndtri
+from scipy.special import bdtrc
 
 from pipeline.gate.decision import Measurement, harm_of
-from pipeline.gate.statistics import count_bounds, holm_columns, mix_effects
-from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
-from pipeline.gate.wording import definition_of, name_metric
-from pipeline.verdict_records import Certificate, DetectableLoss
+from pipeline.gate.detectable import find_losses, find_most_total, must_be_proven
+from pipeline.gate.statistics import holm_columns
+from pipeline.gate.wording import name_metric
+from pipeline.verdict_records import Certificate
 
 Floats = NDArray[np.float64]
 
@@ -48,14 +48,21 @@ def certify(
         blocks_inconclusive: whether a loss that is not proven to be within its tolerance stops the release.
     """
     gated = {name: [m for m in measurements if m.is_decisive] for name, measurements in measured.items()}
-    fails = {size: _count_fails(gated, families, size, alpha) for size in (1, BLOCK)}
-    return {
-        name: Certificate(
-            num_swaps=NUM_SWAPS, num_false_fails=fails[1][name], block=BLOCK, num_block_fails=fails[BLOCK][name],
-            dependent=tuple(name_metric(m.metric, m.bucket) for m in measurements if _moves_in_blocks(m)),
-            losses=tuple(_find_losses(m, alpha, blocks_inconclusive) for m in measurements))
-        for name, measurements in gated.items()
-    }  # fmt: skip
+    swapped, in_blocks = _swap(gated, 1), _swap(gated, BLOCK)
+    certificates = {}
+    for family in families:
+        fails, block_fails = (_count_fails(gated, family, totals, alpha) for totals in (swapped, in_blocks))
+        passes = _find_passes(gated, family, swapped, alpha, blocks_inconclusive)
+        passed_alone = {name_of: int(passed.sum()) for name_of, passed in passes.items()}
+        for name in family:
+            certificates[name] = Certificate(
+                num_swaps=NUM_SWAPS, num_false_fails=fails, block=BLOCK, num_block_fails=block_fails,
+                dependent=tuple(name_metric(m.metric, m.bucket) for m in gated[name] if _moves_in_blocks(m)),
+                losses=tuple(find_losses(m, alpha, blocks_inconclusive) for m in gated[name] if m.tier != "watched"),
+                num_passes=int(np.logical_and.reduce(list(passes.values())).sum()) if passes else None,
+                weakest=min(passed_alone, key=lambda key: passed_alone[key], default=""),
+                num_weakest_passes=min(passed_alone.values(), default=None))
+    return {name: certificates[name] for name in gated}
 
 
 def is_above(count: int, alpha: float) -> bool:
@@ -64,28 +71,47 @@ def is_above(count: int, alpha: float) -> bool:
 
 
 def _count_fails(
-    gated: Mapping[str, Sequence[Measurement]], families: Sequence[Sequence[str]], size: int, alpha: float
-) -> dict[str, int]:
-    """Count the swaps in which any comparison of a candidate's family fails; clusters are swapped in blocks of `size`.
+    gated: Mapping[str, Sequence[Measurement]], family: Sequence[str], swapped: Mapping[str, Sequence[Floats]],
+    alpha: float,
+) -> int:  # fmt: skip
+    """Count the swaps in which any comparison of a family fails.
 
     Evals are swapped independently of each other, and so are the candidates of a family; the metrics of an eval
     together.
     """
-    swapped = _swap(gated, size)
-    counts = dict.fromkeys(gated, 0)
-    for family in families:
-        members = [(i, m, total) for i, name in enumerate(family) for m, total in zip(
-            gated[name], swapped[name], strict=True)]  # fmt: skip
-        if not members:
-            continue
-        # a draw of one candidate beside another draw of the next
-        totals = [np.roll(total, i * (NUM_SWAPS // 7)) for i, _, total in members]
-        p = np.stack([m.tail(total) for (_, m, _), total in zip(members, totals, strict=True)])
-        beyond = np.stack([harm_of(m.metric, total / m.weights.sum()) > (m.tolerance or 0.0)
-                           for (_, m, _), total in zip(members, totals, strict=True)])  # fmt: skip
-        count = int((beyond & (holm_columns(p) <= alpha)).any(axis=0).sum())
-        counts |= dict.fromkeys(family, count)
-    return counts
+    members = _list_members(gated, family, swapped)
+    if not members:
+        return 0
+    p = np.stack([m.tail(total) for _, m, total in members])
+    beyond = np.stack([harm_of(m.metric, total / m.weights.sum()) > (m.tolerance or 0.0) for _, m, total in members])
+    return int((beyond & (holm_columns(p) <= alpha)).any(axis=0).sum())
+
+
+def _list_members(
+    gated: Mapping[str, Sequence[Measurement]], family: Sequence[str], swapped: Mapping[str, Sequence[Floats]]
+) -> list[tuple[str, Measurement, Floats]]:
+    """Return a family's measurements with their totals, a draw of one candidate beside another draw of the next."""
+    return [(name, m, np.roll(total, i * (NUM_SWAPS // 7))) for i, name in enumerate(family)
+            for m, total in zip(gated[name], swapped[name], strict=True)]
+
+
+def _find_passes(
+    gated: Mapping[str, Sequence[Measurement]], family: Sequence[str], swapped: Mapping[str, Sequence[Floats]],
+    alpha: float, blocks_inconclusive: bool,
+) -> dict[str, NDArray[np.bool_]]:  # fmt: skip
+    """Return, of each of a family's comparisons, the swaps in which it lets the release through."""
+    found = {}
+    for name, m, total in _list_members(gated, family, swapped):
+        if m.tier == "watched":
+            continue  # nothing but a fail of it stops a release
+        must = must_be_proven(m, blocks_inconclusive)
+        is_through = total <= find_most_total(m, alpha, must_prove=must) + 1e-9 * float(np.abs(m.sums).sum())
+        if must:  # a gain beyond the tolerance that is no chance
+            is_gain = harm_of(m.metric, total / m.weights.sum()) < -(m.tolerance or 0.0)
+            is_through &= ~(is_gain & (m.tail(-total) <= alpha))
+        shown = name_metric(m.metric, m.bucket)
+        found[shown if len(family) == 1 else f"{shown} of {name}"] = is_through
+    return found
 
 
 def _swap(gated: Mapping[str, Sequence[Measurement]], size: int) -> dict[str, list[Floats]]:
@@ -138,60 +164,3 @@ def _moves_in_blocks(m: Measurement) -> bool:
 def _sum_blocks(sums: Floats) -> float:
     blocks = np.add.reduceat(sums, np.arange(0, len(sums), BLOCK))
     return float(blocks @ blocks)
-
-
-def _find_losses(m: Measurement, alpha: float, blocks_inconclusive: bool) -> DetectableLoss:
-    find = _find_lost_cases if m.b is not None else _find_shift
-    must_prove = blocks_inconclusive and m.tier == "critical"
-    half, most = (find(m, probability, alpha, must_prove) for probability in (0.5, 0.8))
-    return DetectableLoss(metric=m.metric, bucket=m.bucket, k50=half, k80=most)
-
-
-def _find_lost_cases(m: Measurement, probability: float, alpha: float, must_prove: bool) -> float:
-    """Return the smallest true loss that stops the release with a probability: each case is lost by chance.
-
-    What swapping leaves of the flips and the number of lost cases are nearly normal. The verdict is monotone in their
-    sum, so the release is stopped with this probability when it is stopped at that quantile.
-    """
-    assert m.b is not None and m.c is not None
-    tolerance, flips, swapped = m.tolerance or 0.0, m.b + m.c, float(m.sums @ m.sums)
-
-    def is_stopped(lost: int) -> bool:
-        spread = math.sqrt(swapped + lost * (1 - lost / m.n))
-        difference = lost - float(ndtri(probability)) * spread
-        gains = max((flips + lost - difference) / 2, 0.0)
-        losses = gains + difference
-        if difference > tolerance * m.n or not must_prove:
-            return difference > tolerance * m.n
-        deff = _plant_effect(m, swapped, flips, lost)
-        bounds = count_bounds(max(losses, 0.0), gains, m.n, deff, m.effective_clusters, confidence=1 - alpha)
-        return not is_proven(bounds.high, tolerance, m.effective_clusters)
-
-    low, high = -1, m.n
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_stopped(middle) else (middle, high)
-    return high / m.n
-
-
-def _plant_effect(m: Measurement, swapped: float, flips: int, lost: int) -> float:
-    """Return the design effect after `lost` cases, in no cluster more than in others, were planted among the flips."""
-    sizes = m.weights[m.weights > 0]
-    if len(sizes) in (1, m.n):
-        return m.deff
-    clustered = swapped * len(sizes) / (len(sizes) - 1)
-    return mix_effects(clustered, flips * m.n / (m.n - 1), sizes, more=lost * (1 - lost / m.n))
-
-
-def _find_shift(m: Measurement, probability: float, alpha: float, must_prove: bool) -> float:
-    """Return the same for a metric whose bound moves with its estimate: each case loses alike."""
-    assert m.tolerance is not None
-    if must_prove and m.effective_clusters < MIN_CLUSTERS:
-        return 0.0
-    is_relative = definition_of(m.metric).harm == "relative"
-    limit, high, harm = (math.log1p(x) if is_relative else x for x in (m.tolerance, m.high, m.harm))
-    spread = math.sqrt(float(m.sums @ m.sums)) / float(m.weights.sum())
-    room = limit - (high - harm if must_prove else 0.0)
-    loss = max(0.0, room + float(ndtri(probability)) * spread)
-    return math.expm1(loss) if is_relative else loss
-

@@ -29,39 +29,66 @@ def describe_certificate(verdict: Verdict, policy: Policy) -> str:
     certificate = verdict.certificate
     if certificate is None or not certificate.losses:
         return ""
+    said = [_tell_false_fails(certificate, policy.alpha), describe_dependence(certificate)]
+    return " ".join(part for part in (describe_misses(verdict, policy), *said) if part)
+
+
+def describe_misses(verdict: Verdict, policy: Policy) -> str:
+    """Say which losses the gate misses on this suite; nothing of a candidate whose own losses are no noise."""
+    certificate = verdict.certificate
+    if certificate is None or not certificate.losses or verdict.outcome in ("fail", "refused"):
+        return ""
     order = list(policy.tolerances)
-    false_fails = _tell_false_fails(certificate, policy.alpha)
-    if verdict.outcome in ("fail", "refused"):
-        return false_fails  # its own losses are no noise to plant others into
     headline = min(certificate.losses, key=lambda loss: (order.index(loss.metric), loss.bucket or ""))
     widest = max(certificate.losses, key=lambda loss: (is_rate(loss.metric), loss.k80))
     said = [f"On this suite this gate {_tell_loss(headline)}"]
     if widest is not headline:
         said.append(f"; of all rates it is blindest in {_name(widest)}: {_tell_sizes(widest)}")
-    return "".join(said) + ". " + _tell_unseen(verdict, policy.alpha) + false_fails
+    said.append(", whether the lost cases flip beside those seen or are among them.")
+    parts = ("".join(said), _tell_passes(certificate), _tell_unseen(verdict, policy.alpha))
+    return " ".join(part for part in parts if part)
+
+
+def _tell_passes(c: Certificate) -> str:
+    """Say how often a release without a loss passes, and what stops it most."""
+    if c.num_passes is None or c.num_weakest_passes is None:
+        return ""
+    passes, alone = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_passes, c.num_weakest_passes))
+    said = f"A release without a loss, at these flips, passes {passes} of the time"
+    if c.num_weakest_passes == c.num_swaps:
+        return f"{said}."
+    said += f"; {c.weakest}, which stops it most often, passes {alone} by itself"
+    if c.num_passes >= 0.8 * c.num_swaps:
+        return f"{said}."
+    return (f"{said}: more cases there, a wider tolerance, or `tier: supporting` for what need not be proven let more "
+            "of them pass.")
 
 
 def _tell_unseen(verdict: Verdict, alpha: float) -> str:
     """Say which bounds have no room for what no case showed, and how rare a loss may hide so."""
     open_ended = [c for c in verdict.comparisons if c.tolerance is not None and c.bucket is None
-                  and definition_of(c.metric).estimator in ("mean", "ratio")
+                  and definition_of(c.metric).estimator == "mean"
                   and not isinstance(definition_of(c.metric), GradedScore)]  # fmt: skip
     if not open_ended:
         return ""
     share = 1 - alpha ** (1 / min(c.effective_clusters for c in open_ended))
     names = ", ".join(c.metric for c in open_ended)
     return (f"The bounds of {names} rest on what was seen: a loss that hits one case in {1 / share:.0f} is in none of "
-            f"these {100 * alpha:g} % of the time, and goes unseen. ")
+            f"these {100 * alpha:g} % of the time, and goes unseen.")
 
 
 def _tell_false_fails(c: Certificate, alpha: float) -> str:
     within, blocks = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_false_fails, c.num_block_fails))
-    said = (f"Of {c.num_swaps:,} swaps of the labels within clusters, which make both sides equal, it fails {within} "
-            f"(alpha {100 * alpha:g} %), of swaps in blocks of {c.block} neighbouring clusters {blocks}")
-    if c.dependent:
-        said += (f". Neighbouring clusters move together in {', '.join(c.dependent)}: they are less independent than "
-                 "the bounds take them for; put what belongs together into one cluster")
-    return said + "."
+    return (f"Of {c.num_swaps:,} swaps of the labels within clusters, which make both sides equal, it fails {within} "
+            f"(alpha {100 * alpha:g} %), of swaps in blocks of {c.block} neighbouring clusters {blocks}.")
+
+
+def describe_dependence(certificate: Certificate) -> str:
+    """Name the metrics whose clusters are less independent than they are taken for; empty where there are none."""
+    if not certificate.dependent:
+        return ""
+    return (f"Neighbouring clusters move together in {', '.join(certificate.dependent)}: they are less independent "
+            "than the bounds take them for; put what belongs together into one cluster.")
 
 
 def describe_floor(judgement: Judgement) -> str:

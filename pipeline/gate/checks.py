@@ -13,12 +13,15 @@ from pipeline.digests import digest_file, digest_files, digest_json, name_change
 from pipeline.errors import EvidenceError
 from pipeline.fingerprints import find_difference, fingerprint
 from pipeline.gate.speed import list_slow_cells
+from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import (
     FAILED,
+    GatedTolerance,
     Judgement,
     Policy,
     describe_policy,
     gains_nothing,
+    is_decisive,
     is_proven,
     list_gated,
     list_refusals,
@@ -83,7 +86,7 @@ def check_outcomes(judgement: Judgement) -> None:
 
 def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
     """Return the outcome that follows from a verdict's comparisons, reasons and other evidence."""
-    outcomes = {c.outcome for c in verdict.comparisons if c.tolerance is not None and c.tier != "advisory"}
+    outcomes = {c.outcome for c in verdict.comparisons if c.tolerance is not None and is_decisive(c)}
     has_failed = any(reason.startswith(FAILED) for reason in verdict.reasons)
     if has_failed or "fail" in outcomes:
         return "fail"
@@ -131,17 +134,24 @@ def _contradicts(c: Comparison, policy: Policy) -> bool:
     """Say whether a gated comparison does not follow from its own numbers and the policy."""
     allowed = policy.tolerances.get(c.metric)
     tolerance = c.tolerance or 0.0
-    if allowed is None or c.tolerance != (allowed.buckets.get(c.bucket) if c.bucket else allowed.overall):
-        return True
-    if c.tier != allowed.tier:
+    if allowed is None or (c.tolerance, c.tier) != _find_limit(c.bucket, allowed):
         return True
     if not c.low <= c.harm <= c.high or (c.b is not None and abs(c.harm - (c.b - (c.c or 0)) / c.n) > 1e-9):
         return True
     if is_proven(c.high, tolerance, c.effective_clusters):
-        # proven and yet no pass: only a gain larger than the tolerance
-        return c.outcome != "pass" and not (c.outcome == "inconclusive" and c.harm < -tolerance)
-    is_fail = c.harm > tolerance and c.p_holm is not None and c.p_holm <= policy.alpha
+        # proven and yet no pass: only a gain larger than the tolerance that nobody accepts
+        is_open = c.outcome == "inconclusive" and c.harm < -tolerance and allowed.accept_gain is None
+        return c.outcome != "pass" and not is_open
+    is_sure = c.p_holm is not None and c.p_holm <= policy.alpha
+    is_fail = c.harm > tolerance and (is_sure or is_without_output(c.metric, c.bucket, c.reference, c.candidate))
     return c.outcome != ("fail" if is_fail else "inconclusive")
+
+
+def _find_limit(bucket: str | None, allowed: GatedTolerance) -> tuple[float | None, str]:
+    """Return the tolerance and the tier of a metric in a bucket: one without its own is watched by the metric's."""
+    if bucket is None or bucket not in allowed.buckets:
+        return allowed.overall, allowed.tier if bucket is None else "watched"
+    return allowed.buckets[bucket], allowed.tier
 
 
 def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:

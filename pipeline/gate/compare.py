@@ -8,8 +8,9 @@ never raises, so that one broken candidate does not hide the verdicts on the oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +19,19 @@ from pipeline.benchmark_records import Benchmark, describe_work
 from pipeline.errors import EvidenceError
 from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
 from pipeline.gate.case_table import CaseTable
+from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, tell_unwatched
 from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.explanation_records import CandidateExplanation
-from pipeline.gate.headlines import explain_flat_average, explain_flat_perplexity, explain_ungated
+from pipeline.gate.headlines import (
+    explain_flat_average,
+    explain_flat_perplexity,
+    explain_ungated,
+    list_accepted_gains,
+)
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
@@ -42,10 +49,12 @@ from pipeline.gate.verdicts import (
     SPEED_FAILED,
     UNPROVEN,
     UNSOUND,
+    UNTIMED,
     Judgement,
     Policy,
     describe_policy,
     is_blocking,
+    is_open_watched,
     takes_too_long,
 )
 from pipeline.gate.wording import name_comparison
@@ -55,7 +64,17 @@ from pipeline.params import Params
 from pipeline.records import OUTGROWN, CaseRecord
 from pipeline.serving_config import read_track_candidate
 from pipeline.settings import Tolerance, Track
-from pipeline.verdict_records import CanaryComparison, Certificate, Comparison, Gain, Metric, Outcome, Speed, Verdict
+from pipeline.verdict_records import (
+    CanaryComparison,
+    Certificate,
+    Comparison,
+    Gain,
+    JudgedTier,
+    Metric,
+    Outcome,
+    Speed,
+    Verdict,
+)
 
 
 @dataclass
@@ -128,6 +147,7 @@ def _load(build: Path, name: str, params: Track, policy: Policy, *, is_pinned: b
         measured.seconds = _share_seconds(measured.evidence)
         measured.refusals += measured.evidence.problems.values()
         measured.refusals += check_silence(measured.evidence)
+        measured.refusals += check_categories(measured.evidence)
         measured.refusals += check_speculation(measured.evidence)
         if failure := check_acceptance(measured.evidence, policy.min_acceptance.get(name)):
             measured.failures.append(f"{DRAFTS_FAILED}{failure}")
@@ -198,23 +218,23 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Track, k
         if isinstance(params, Params):
             _measure_canary(measured, reference.evidence, params)
         elif isinstance(params, NetworkTrack):
-            _measure_time(measured, params.gate.max_slowdown)
+            _measure_time(measured, reference.evidence, params.gate.max_slowdown)
     if blindness := describe_blindness(reference.evidence, measured.evidence):
         measured.notes.append(blindness)
     return measured
 
 
-def _measure_time(measured: Measured, limit: float | None) -> None:
+def _measure_time(measured: Measured, reference: Evidence, limit: float | None) -> None:
     """Add what a network's steps for speed gain, and a failure or a note where it is slower in total."""
     assert measured.evidence is not None
     try:
         if (notes := read_network_notes(measured.evidence)) is not None:
             measured.gain = measure_gain(measured.evidence, notes)
-            measured.total = measure_total(measured.evidence, notes, limit)
+            measured.total = measure_total(measured.evidence, reference, notes, limit)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     if limit is not None and measured.total is None and (why := tell_untimed(measured.evidence)):
-        measured.notes.append(f"speed: gate.max_slowdown was not applied: {why}")
+        measured.notes.append(f"{UNTIMED.removeprefix('note: ')}: {why}")
     if measured.total is not None and measured.total.low > 1:
         said = describe_total(measured.total, limit)
         if takes_too_long(measured.total, limit):
@@ -257,17 +277,22 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
         asked: dict[str | None, float | None] = {None: tolerance.overall}
         for name in [*list_pair_buckets(pairs, definition), *tolerance.buckets]:
             asked[name] = tolerance.buckets.get(name)
+        is_watching = definition.name == WATCHED_METRIC
+        watched = list_watched(pairs, eval_name, params.gate.tolerances) if is_watching else []
         for bucket, allowed in asked.items():
+            limit, tier = (tolerance.overall, "watched") if bucket in watched else (allowed, tolerance.tier)
             try:
-                measurement = measure_metric(pairs, definition, bucket, eval_name=eval_name, tolerance=allowed,
-                                             alpha=alpha, tier=tolerance.tier)
+                measurement = measure_metric(pairs, definition, bucket, eval_name=eval_name, tolerance=limit,
+                                             alpha=alpha, tier=cast(JudgedTier, tier))
                 check_loss_can_show(measurement, definition)
-                measured.measurements.append(measurement)
+                measured.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
             except EvidenceError as error:
                 # what nothing gates may be too small to compare
                 (measured.notes if allowed is None else measured.refusals).append(str(error))
     if params.evals[eval_name].kind == "images" and (why := explain_unsound(measured.evidence, eval_name)):
         measured.notes.append(f"{UNSOUND.removeprefix('note: ')}{eval_name}: {why}")
+    if unwatched := tell_unwatched(pairs, eval_name, params.gate.tolerances):
+        measured.notes.append(unwatched)
     _measure_tripwires(measured, reference, eval_name, params)
 
 
@@ -329,9 +354,11 @@ def _conclude(
     reasons += measured.unproven
     reasons += [f"{NO_GAIN}{measured.gain.why}"] if measured.gain and idle else []
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
-    reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
+    reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons
+                if c.outcome in shown and not is_open_watched(c)]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
     reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
+    reasons += list_accepted_gains(comparisons, params.gate.tolerances)
     reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, params.gate.alpha), *measured.notes]]
     if measured.evidence and measured.evidence.evaluation.is_declared:
         reasons.append(f"{DECLARED} by params.yaml, not proved: what runs behind "

@@ -4,15 +4,18 @@ With harm D (positive = the candidate is worse), one-sided bounds L and U at con
 and tolerance delta:
 
     pass          U <= delta on at least 30 effective clusters: the loss is proven to be no larger than
-                  tolerated; unless the gain is larger than delta and no chance, which is suspicious
-    fail          D > delta, and the sign-flip test rejects "no difference" after Holm: p <= alpha
+                  tolerated; unless the gain is larger than delta and no chance, which is suspicious until
+                  somebody accepts it (`accept_gain`)
+    fail          D > delta, and the sign-flip test rejects "no difference" after Holm: p <= alpha; or no output is
+                  valid at all (`validity.py`)
     inconclusive  anything else; the sentence says on which side of the tolerance it was seen
     refused       the evidence is not fit to be judged: decided in `pairing.py`, before any number
 
 Holm's family is every gated comparison, buckets included, of every candidate in `release`: the
 whole release is one decision, and its false alarms stay below alpha together. A candidate outside
 the release is judged as if it were released alone, with its own gated comparisons as the family.
-Advisory comparisons stop nothing and are in no family: each is judged by itself.
+Advisory comparisons stop nothing and are in no family: each is judged by itself. Of what is watched (`categories.py`)
+a fail alone counts; it is in the family.
 Numbers are compared as computed, never rounded.
 """
 
@@ -26,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.gate.statistics import Tail, holm
-from pipeline.gate.verdicts import MIN_CLUSTERS, is_proven
-from pipeline.gate.wording import definition_of, format_count, format_harm, format_p, format_tolerance
-from pipeline.settings import Tier
-from pipeline.verdict_records import Comparison
+from pipeline.gate.validity import is_without_output
+from pipeline.gate.verdicts import MIN_CLUSTERS, is_decisive, is_proven
+from pipeline.gate.wording import definition_of, format_count, format_harm, format_p, format_tolerance, format_value
+from pipeline.verdict_records import Comparison, JudgedTier
 
 Floats = NDArray[np.float64]
 Outcome = Literal["pass", "fail", "inconclusive", "refused"]
@@ -49,6 +52,7 @@ class Measurement:
         weights: of each cluster likewise: sum of `sums` over that of `weights` is the harm.
         tail: p-values of totals of `sums` under random signs.
         deff: design effect.
+        accepts_gain: a gain beyond the tolerance is believed.
     """
 
     metric: str
@@ -68,11 +72,12 @@ class Measurement:
     p_gain: float
     tolerance: float | None
     more_cases: int | None
-    tier: Tier
+    tier: JudgedTier
     sums: Floats
     weights: Floats
     tail: Tail
     deff: float = 1.0
+    accepts_gain: bool = False
 
     @property
     def is_decisive(self) -> bool:
@@ -120,16 +125,19 @@ def _decide(
     if m.tolerance is None:
         return "reported", "not gated: no tolerance is set"
     allowed = format_tolerance(m.metric, m.tolerance)
-    if m.harm < -m.tolerance and m.p_gain <= alpha:
+    if m.harm < -m.tolerance and m.p_gain <= alpha and not m.accepts_gain:
         return "inconclusive", (f"suspicious gain: better by {format_harm(m.metric, -m.harm)}, more than the "
-                                f"tolerance of {allowed}; check that both sides did the same work, or pin the better "
-                                "one as the reference")
+                                f"tolerance of {allowed}; check that both sides did the same work, then accept it by "
+                                "`accept_gain` with a reason, or pin the better one as the reference")
     if is_proven(m.high, m.tolerance, m.effective_clusters):
         return "pass", f"proven: the loss is at most {format_harm(m.metric, m.high)}, tolerated {allowed}"
     if m.harm > m.tolerance and p_holm <= alpha:
         flips = f" (b {m.b} against c {m.c})" if m.b is not None else ""
         return "fail", (f"beyond tolerance: lost {format_harm(m.metric, m.harm)}{flips}, tolerated {allowed}, "
                         f"and that there is a loss at all is not chance (p {format_p(p_holm)} after Holm)")
+    if m.harm > m.tolerance and is_without_output(m.metric, m.bucket, m.reference, m.candidate):
+        values = " became ".join(format_value(m.metric, x) for x in (m.reference, m.candidate))
+        return "fail", f"no valid output: {values} in {m.n} cases, which is a fact and no chance, however few there are"
     if m.harm > m.tolerance:
         return "inconclusive", (f"beyond tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
                                 f"could be noise (p {format_p(p_holm)} after Holm)")
@@ -150,7 +158,7 @@ def combine(comparisons: Iterable[Comparison], refusals: Sequence[str], failures
 
     A candidate with nothing gated is refused: no evidence is not a pass.
     """
-    outcomes = {comparison.outcome for comparison in comparisons if comparison.tier != "advisory"} - {"reported"}
+    outcomes = {comparison.outcome for comparison in comparisons if is_decisive(comparison)} - {"reported"}
     if failures or "fail" in outcomes:
         return "fail"
     if refusals or not outcomes or "refused" in outcomes:

@@ -22,16 +22,17 @@ from pipeline.average_precision import average_precision
 from pipeline.detection_params import AREAS
 from pipeline.detections import IOU_THRESHOLDS, MatchTable
 from pipeline.errors import EvidenceError
+from pipeline.gate.clusters import effective_clusters, sum_by_cluster
 from pipeline.gate.decision import Measurement
 from pipeline.gate.influence import harm_by_image, share_of_objects
 from pipeline.gate.metrics import MetricDefinition
+from pipeline.gate.outlook import cases_for_spread
 from pipeline.gate.pairing import PairedCases, select_bucket
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_first
-from pipeline.gate.statistics import cases_for_spread, effective_clusters, sign_flip_tail, sum_by_cluster, tail_at
+from pipeline.gate.statistics import sign_flip_tail, tail_at
 from pipeline.gate.wording import format_value, name_metric
 from pipeline.records import CaseRecord
-from pipeline.settings import Tier
-from pipeline.verdict_records import Metric
+from pipeline.verdict_records import JudgedTier, Metric
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -76,7 +77,7 @@ def _interval(
 
 def measure_precision(
     pairs: PairedCases, definition: MetricDefinition, bucket: str | None, *, eval_name: str, tolerance: float | None,
-    alpha: float, tier: Tier = "critical",
+    alpha: float, tier: JudgedTier = "critical",
 ) -> Measurement:
     """Measure one AP of a candidate against the reference in one bucket.
 
@@ -168,9 +169,14 @@ def _select(table: MatchTable, positions: tuple[int, ...], bucket: str | None) -
     return table if positions == tuple(range(table.num_images)) else table.at(np.array(positions, dtype=np.int64))
 
 
-@lru_cache(maxsize=128)  # the reference's are every candidate's, and all metrics read them
+@lru_cache(maxsize=256)  # the reference's are every candidate's, and all metrics read them; 320 KB each
 def _resample(table: MatchTable, clusters: tuple[int, ...]) -> Floats:
-    return average_precision(table, draw_weights(np.array(clusters)))
+    return average_precision(table, _draw(clusters))
+
+
+@lru_cache(maxsize=4)  # every category is resampled alike
+def _draw(clusters: tuple[int, ...]) -> Floats:
+    return draw_weights(np.array(clusters))
 
 
 @lru_cache(maxsize=128)

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from pipeline.differences import KINDS, classify_difference, first_difference
 from pipeline.errors import EvidenceError
+from pipeline.gate.clusters import effective_clusters
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.gate.statistics import Bounds, effective_clusters, proportion_interval, ratio_bounds
+from pipeline.gate.statistics import Bounds, proportion_interval, ratio_bounds
 from pipeline.gate.wording import definition_of, format_threshold, format_value
 from pipeline.verdict_records import Comparison
 

@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.differences import first_difference
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import PairedCases, read_scores
+from pipeline.gate.verdicts import is_decisive
 from pipeline.gate.wording import definition_of
 from pipeline.verdict_records import Comparison
 
@@ -55,7 +56,7 @@ class WorstCase:
 def list_deciding(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons that a verdict other than pass rests on: those that fail, else those left open."""
     for outcome in ("fail", "inconclusive"):
-        if found := [c for c in comparisons if c.outcome == outcome and c.tier != "advisory"]:
+        if found := [c for c in comparisons if c.outcome == outcome and is_decisive(c)]:
             return found
     return []
 

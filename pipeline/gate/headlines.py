@@ -1,13 +1,14 @@
-"""The sentences of a verdict that say what an average hides: a task, small objects, a bucket that nothing gates."""
+"""The sentences of a verdict that say what an average hides (a task, small objects, a bucket that nothing gates), and
+which gains were accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.gate.statistics import holm
-from pipeline.gate.verdicts import UNGATED
+from pipeline.gate.verdicts import GAIN_ACCEPTED, UNGATED, GatedTolerance
 from pipeline.gate.wording import definition_of, format_harm, format_tolerance, format_value, name_comparison
-from pipeline.settings import Track
+from pipeline.settings import Tolerance, Track
 from pipeline.verdict_records import Comparison
 
 
@@ -54,6 +55,16 @@ def explain_ungated(comparisons: Sequence[Comparison], alpha: float) -> list[str
                          f"{format_tolerance(whole.metric, whole.tolerance)} overall{others}: a bucket that matters "
                          "needs a tolerance of its own")
     return notes
+
+
+def list_accepted_gains(
+    comparisons: Sequence[Comparison], tolerances: Mapping[str, GatedTolerance | Tolerance]
+) -> list[str]:
+    """Return a reason for each gain beyond its tolerance that is accepted, with why it is."""
+    gains = [(c, c.tolerance, tolerances[c.metric].accept_gain) for c in comparisons
+             if c.tolerance is not None and c.harm < -c.tolerance]  # fmt: skip
+    return [f"{GAIN_ACCEPTED}{name_comparison(c)}: better by {format_harm(c.metric, -c.harm)}, more than the tolerance "
+            f"of {format_tolerance(c.metric, limit)}: {why}" for c, limit, why in gains if why is not None]
 
 
 def _is_part(part: Comparison, whole: Comparison) -> bool:

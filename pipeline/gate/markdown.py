@@ -15,7 +15,7 @@ def render_table(rows: Sequence[Sequence[str]]) -> str:
 
 def render_name(name: str) -> str:
     """Return a name in code style; one that would break out of its code span, or of a table's row, is escaped."""
-    if name.isprintable() and not {"`", "|"} & set(name):
+    if name == show_unprintable(name) and not {"`", "|"} & set(name):
         return f"`{name}`"
     return f"<code>{escape_markdown(name)}</code>"
 

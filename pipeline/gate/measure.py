@@ -18,27 +18,25 @@ from numpy.typing import NDArray
 from pipeline.detections import MatchTable
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_table import CaseTable
+from pipeline.gate.clusters import effective_clusters, hiding_clusters, measure_spread, sum_by_cluster
 from pipeline.gate.decision import Measurement
 from pipeline.gate.detection import describe_precision, list_object_buckets, measure_precision
 from pipeline.gate.metrics import MetricDefinition
+from pipeline.gate.outlook import cases_for_spread, cases_to_prove
 from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
+from pipeline.gate.scales import find_document_room, find_room
 from pipeline.gate.statistics import (
     Bounds,
-    cases_for_spread,
-    cases_to_prove,
-    effective_clusters,
     proportion_bounds,
     proportion_interval,
     ratio_bounds,
     ratio_interval,
     sign_flip_tail,
-    sum_by_cluster,
     tail_at,
 )
 from pipeline.gate.wording import name_metric, natural_key
 from pipeline.records import CaseRecord
-from pipeline.settings import Tier
-from pipeline.verdict_records import Metric
+from pipeline.verdict_records import JudgedTier, Metric
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -161,13 +159,13 @@ def _check_finite(name: str, *numbers: float) -> None:
 
 def measure_metric(
     pairs: PairedCases, definition: MetricDefinition, bucket: str | None, *, eval_name: str,
-    tolerance: float | None, alpha: float, tier: Tier = "critical",
+    tolerance: float | None, alpha: float, tier: JudgedTier = "critical",
 ) -> Measurement:
     """Measure one metric of a candidate against the reference in one bucket.
 
     Raises:
-        EvidenceError: no case in the bucket, a score is absent, the two sides did unequal work, or
-            there are too few clusters for an interval.
+        EvidenceError: no case in the bucket, a score is absent, the two sides did unequal work, there are too few
+            clusters for an interval, or a graded score can't lose as much as is tolerated.
     """
     if definition.estimator == "average_precision":
         return measure_precision(pairs, definition, bucket, eval_name=eval_name, tolerance=tolerance, alpha=alpha,
@@ -182,6 +180,8 @@ def measure_metric(
         unequal = pairs.reference[int(positions[np.flatnonzero(reference.weights != candidate.weights)[0]])]
         raise EvidenceError(f"{name}: unequal work: {definition.weight!r} of case {unequal.case_id!r} differs between "
                             "reference and candidate")
+    if isinstance(definition, GradedScore) and tolerance is not None:
+        _check_room(reference, candidate, tolerance, where=name)
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             m = _compare_scores(reference, candidate, bucket, f"{eval_name}/{definition.name}", tolerance, alpha, tier,
@@ -190,6 +190,17 @@ def measure_metric(
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
     _check_finite(name, m.reference, m.candidate, m.harm, m.low, m.high, m.p)
     return m
+
+
+def _check_room(reference: Scores, candidate: Scores, tolerance: float, *, where: str) -> None:
+    with np.errstate(over="ignore"):
+        scores = np.concatenate([side.values / side.weights for side in (reference, candidate)])
+    room = find_room(scores, reference.value(), reference.definition.better)
+    if room <= tolerance:
+        raise EvidenceError(f"{where}: the reference has {reference.value():.4g} and both sides' scores lie between "
+                            f"{scores.min():.4g} and {scores.max():.4g}, so a loss above the tolerance of "
+                            f"{tolerance:g} can't show; it is in the unit of the scores: lower it, or look at the "
+                            "evalset")
 
 
 def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) -> None:
@@ -217,21 +228,23 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) 
 
 def _compare_scores(
     reference: Scores, candidate: Scores, bucket: str | None, name: str, tolerance: float | None, alpha: float,
-    tier: Tier, places: Ints, num_places: int,
+    tier: JudgedTier, places: Ints, num_places: int,
 ) -> Measurement:
     """Measure two sides; `places` are their clusters as numbered among the `num_places` of the whole eval."""
     definition, clusters, n = reference.definition, reference.clusters, len(reference.values)
-    count = effective_clusters(reference.weights, clusters)
+    is_proportion = definition.estimator == "proportion"
+    # the few largest clusters hide most: a loss that sits in them must not pass for want of a rate
+    count = (hiding_clusters(clusters, confidence=1 - alpha, weights=reference.weights)
+             if is_proportion or isinstance(definition, GradedScore) else
+             effective_clusters(reference.weights, clusters))
     d = (reference.values - candidate.values) * definition.sign
     b = c = None
-    if definition.estimator == "proportion":
+    if is_proportion:
         bounds = proportion_bounds(d, clusters, confidence=1 - alpha)
         b, c = int((d > 0).sum()), int((d < 0).sum())
     else:
-        lost = 0.0
-        if isinstance(definition, GradedScore):
-            lost = _span(np.concatenate([reference.values, candidate.values])) / float(reference.weights.mean())
-        bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha, lost=lost)
+        lost = _room_for_loss(reference, candidate, d)
+        bounds = ratio_bounds(d, reference.weights, clusters, confidence=1 - alpha, lost=lost, count=count)
     harm, low, high = (_harm_scale(definition, x) for x in (bounds.harm, bounds.low, bounds.high))
     sums, weights = (sum_by_cluster(values, places, num_places) for values in (d, reference.weights))
     tail = sign_flip_tail(sums)
@@ -240,9 +253,18 @@ def _compare_scores(
         num_clusters=int(clusters.max()) + 1, effective_clusters=count,
         b=b, c=c, harm=harm, low=low, high=high,
         p=tail_at(tail, sums.sum()), p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, tier=tier,
-        more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, clusters, tolerance, alpha),
+        more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, d, clusters, tolerance, alpha),
         sums=sums, weights=weights, tail=tail, deff=bounds.design_effect,
     )
+
+
+def _room_for_loss(reference: Scores, candidate: Scores, d: Floats) -> float:
+    """Return the harm that a case of average weight might have had, though none showed it; 0: there is no saying."""
+    if isinstance(reference.definition, GradedScore):
+        return _span(np.concatenate([reference.values, candidate.values])) / float(reference.weights.mean())
+    if reference.definition.estimator != "ratio":
+        return 0.0
+    return find_document_room((reference.values + candidate.values) / 2, d, reference.weights)
 
 
 def _span(values: Floats) -> float:
@@ -259,16 +281,15 @@ def _harm_scale(definition: MetricDefinition, difference: float) -> float:
 
 
 def _more_cases(
-    definition: MetricDefinition, bounds: Bounds, b: int | None, c: int | None, clusters: Ints, tolerance: float,
-    alpha: float,
+    definition: MetricDefinition, bounds: Bounds, b: int | None, c: int | None, d: Floats, clusters: Ints,
+    tolerance: float, alpha: float,
 ) -> int | None:
     """Return how many more cases would prove the tolerance if flips, spread and clusters stay as seen."""
     n, limit = len(clusters), math.log1p(tolerance) if definition.harm == "relative" else tolerance
     if bounds.harm >= limit or bounds.high <= limit:
         return None
     if b is not None and c is not None:
-        deff, size = bounds.design_effect, n / effective_clusters(np.ones(n), clusters)
-        more = cases_to_prove(b / deff, c / deff, n / deff, limit, confidence=1 - alpha)
-        without_flips = cases_to_prove(0, 0, n / size, limit, confidence=1 - alpha)
-        return None if more is None or without_flips is None else math.ceil(max(more * deff, without_flips * size))
+        count = hiding_clusters(clusters, confidence=1 - alpha)
+        spread = measure_spread(d, clusters) if 1 < count < n else None
+        return cases_to_prove(b, c, n, count, spread, limit, confidence=1 - alpha)
     return cases_for_spread(bounds, limit, n)

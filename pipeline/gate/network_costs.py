@@ -31,15 +31,15 @@ _EMULATED = """- **a convolution policy is emulated**: what comes out, and so ev
 _LEGEND = {  # by column
     _TIME: f"""- **time**: of one batch on this machine, {{shape}}, candidate / baseline in turn, the median of the
   ratios with its 95 % interval. The baseline of a memory format and of compilation is the same candidate without them,
-  of any other the same weights in float32 without a step; **in total** is to those, whatever the baseline, by the
-  wall clock where it is slower by that. A step for speed is a gain where the interval ends below {GAIN_BELOW:g}; what
-  is slower in total has none, and is timed no further. Where the outputs differ by more than rounding explains,
-  nothing is timed.""",
+  of any other the same weights in float32 without a step; **in total** is to the reference in float32 without a step,
+  whatever the baseline, by the wall clock where it is slower by that. A step for speed is a gain where the interval
+  ends below {GAIN_BELOW:g}; what is slower in total has none, and is timed no further. Where outputs of
+  the same weights differ by more than rounding explains, nothing is timed.""",
     _COMPILED: """- **graphs** are all that torch compiled, **graph breaks** those of the first shape,
   **recompilations** the graphs of the others; where the **limit** is reached, the shapes after it run without.""",
     _PEAK: "- **peak** is what running the largest picture holds at most, weights included; counted, not sampled.",
-    _WORK: """- **work**: pixels that the network is run on, per pixel of the largest picture, as tiles overlap. A tiled
-  run is not timed.""",
+    _WORK: """- **work**: pixels that the network is run on, per pixel of the largest picture, as tiles
+  overlap. What tiles alone cost is timed beside whole pictures, other steps within the same tiles.""",
     _FORMATS: """- **modules in another format** write channels first although channels-last was asked for; **reorders**
   are oneDNN's copies of activations between formats, channels first → channels last.""",
     _ERROR: """- **largest relative error** is that of any layer's output against the reference in float32,

@@ -47,11 +47,14 @@ class ClockNotes(_Notes):
 
 
 class SpeedNotes(_Notes):
-    """A candidate timed in turn with its baseline; `timed` is None where the two differ by more than rounding."""
+    """A candidate timed in turn with its baseline; `timed` is None where the two differ by more than rounding.
+
+    `tolerance` is None where their outputs were not compared, as they are of other weights or tiles.
+    """
 
     baseline: str
     difference: float | None
-    tolerance: float
+    tolerance: float | None
     timed: dict[str, ClockNotes] | None
     clock: str = ""  # which decides
 
@@ -109,7 +112,7 @@ class NetworkNotes(_Notes):
     layers: dict[str, LayerNotes]
     shapes: ShapeNotes
     speed: SpeedNotes | None
-    total: SpeedNotes | None  # beside the same weights run plainly; None: that would say nothing
+    total: SpeedNotes | None  # beside the reference run plainly; None: that would say nothing
     compile: CompileNotes | None
     layout: LayoutNotes | None
     peak_mib: float | None

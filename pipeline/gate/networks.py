@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pipeline.errors import EvidenceError
 from pipeline.gate.network_notes import (
     CompileNotes,
@@ -47,12 +49,15 @@ def measure_gain(evidence: Evidence, notes: NetworkNotes) -> Gain | None:
                     f"{end}")  # fmt: skip
 
 
-def measure_total(evidence: Evidence, notes: NetworkNotes, limit: float | None) -> MedianInterval | None:
-    """Return the time of a candidate in total, to that of the same weights run plainly; None where it has none.
+def measure_total(
+    evidence: Evidence, reference: Evidence, notes: NetworkNotes, limit: float | None
+) -> MedianInterval | None:
+    """Return the time of a candidate in total, to that of the reference run plainly; None where it has none.
 
     Args:
         evidence: of the candidate.
-        notes: of its first eval.
+        reference: of the reference.
+        notes: of the candidate's first eval.
         limit: `gate.max_slowdown`.
 
     Raises:
@@ -66,24 +71,24 @@ def measure_total(evidence: Evidence, notes: NetworkNotes, limit: float | None) 
                             f"{total.baseline}")
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
-    if limit is not None and serving.plain_tiled is not None:
-        raise EvidenceError("gate.max_slowdown: expected the time in total, as it is run in another way than in "
-                            f"float32 without a step, found none in {evidence.folder}; run `dvc repro`")
+    is_other = Path(evidence.candidate.checkpoint.path) != Path(reference.candidate.checkpoint.path)
+    if limit is not None and serving.choose_total(is_other=is_other) is not None:
+        what = "is another checkpoint" if is_other else "is run in another way than in float32 without a step"
+        raise EvidenceError(f"gate.max_slowdown: expected the time in total, as it {what}, found none in "
+                            f"{evidence.folder}; run `dvc repro`")
     return None
 
 
 def tell_untimed(evidence: Evidence) -> str | None:
-    """Say why a candidate that is run in another way has no time in total; None where it is not, or is timed."""
+    """Say why a candidate can't have a time in total; None where it can."""
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
-    if serving.conv_policy:
-        return "an emulated policy has no time of its own"
-    return "what tiles alone cost is not timed" if serving.tiling else None
+    return "an emulated policy has no time of its own" if serving.conv_policy else None
 
 
 def describe_total(total: MedianInterval, limit: float | None) -> str:
     """Say how long a candidate takes in total."""
-    said = f"it takes {tell_ratio(total)} of the time of the same weights in float32 without a step"
+    said = f"it takes {tell_ratio(total)} of the time of the reference in float32 without a step"
     return said + ("" if limit is None else f", expected at most {1 + limit:g} (gate.max_slowdown)")
 
 
@@ -140,7 +145,7 @@ def tell_clock(clock: str) -> str:
 
 def tell_difference(speed: SpeedNotes) -> str:
     """Say why two outputs were not timed side by side."""
-    if speed.difference is None:
+    if speed.difference is None or speed.tolerance is None:
         return "are not finite, or of other shapes than"
     return (f"differ by {speed.difference:.2g} of their standard deviation, more than the {speed.tolerance:g} that "
             "rounding explains, from")

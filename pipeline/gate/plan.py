@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 
 from pipeline.errors import EvidenceError, SettingsError
+from pipeline.gate.clusters import Spread
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition
 from pipeline.gate.resampling import bootstrap_bounds
-from pipeline.gate.statistics import count_bounds
+from pipeline.gate.statistics import bound_unseen, count_bounds
 from pipeline.gate.verdicts import MIN_CLUSTERS, Judgement
 from pipeline.gate.wording import format_harm, format_tolerance, name_metric
 from pipeline.record_files import read_record
@@ -29,6 +30,7 @@ from pipeline.verdict_records import Comparison, Verdict
 
 ASSUMED_FLIPS = 0.05  # of the cases: what INT4 changes in a rate that a model is good at, as a first guess
 POWER = 0.8  # that a candidate without a loss passes
+_ALIKE = 1.05  # times: a perplexity's room follows both sides', which differ little
 _MOST = 1_000  # times as many cases: more is no plan
 
 
@@ -56,6 +58,8 @@ class PlanRow:
         needed: cases that would prove the tolerance; None where no affordable number would, or nobody knows.
         minutes: that the eval takes for one candidate; None where no run has told.
         problem: why the tolerance can't be proven at all, or "".
+        power: chance that a candidate without a loss is proven here; None where no run has measured it.
+        is_needed: whether a release is stopped where it is not proven.
     """
 
     metric: str
@@ -69,6 +73,8 @@ class PlanRow:
     needed: int | None
     minutes: float | None
     problem: str
+    power: float | None = None
+    is_needed: bool = True
 
 
 def read_last(track: str, root: Path) -> Judgement | None:
@@ -99,7 +105,9 @@ def plan_gate(
                 size = suites.get(eval_name, {}).get(bucket)
                 if size is None and seen is not None:
                     size = SuiteSize(seen.n, seen.effective_clusters)
-                rows.append(_plan_row(metric, bucket, limit, definition, size, seen, verdict, track.gate.alpha))
+                row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, track.gate.alpha)
+                must = track.gate.on_inconclusive == "block" and tolerance.tier == "critical"
+                rows.append(replace(row, is_needed=must))
     return rows
 
 
@@ -124,16 +132,7 @@ def _plan_row(
                    f"loss is bounded from {MIN_CLUSTERS} on; add cases in clusters of their own")
         return PlanRow(metric, bucket, tolerance, size.n, None, source, None, None, None, minutes, problem)
     if definition.estimator != "proportion":
-        provable = None if seen is None else (seen.high - seen.harm) * (1 + _normal(POWER) / _normal(1 - alpha))
-        least_share = MIN_CLUSTERS / size.effective_clusters
-        needed = None if provable is None else math.ceil(size.n * max(least_share, (provable / tolerance) ** 2))
-        least, problem = _bound_unchanged(definition, size, seen, alpha), ""
-        if least is not None and least > tolerance:
-            needed = max(needed or 0, math.ceil(size.n * least / tolerance))
-            problem = (f"{size.n:,} images can't prove it whatever the candidate: without any change the loss may be "
-                       f"{format_harm(metric, least)}; {needed:,} images like these would, or widen the tolerance")
-        return PlanRow(metric, bucket, tolerance, size.n, None, source if seen else "needs a run", least, provable,
-                       needed, minutes, problem)  # fmt: skip
+        return _plan_spread(metric, bucket, tolerance, definition, size, seen, minutes, source, alpha)
     has_flips = seen is not None and seen.b is not None and seen.c is not None
     flips = ((seen.b or 0) + (seen.c or 0)) / seen.n if seen is not None and has_flips else ASSUMED_FLIPS
     # without a run, cases of a cluster are taken to flip together
@@ -144,29 +143,92 @@ def _plan_row(
         f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it whatever the candidate: "
         f"without a single flip the loss may be {format_harm(metric, least)}"
         + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips, or" if needed else ";") + " widen the tolerance")
-    return PlanRow(metric, bucket, tolerance, size.n, flips, source, least,
-                   _bound(flips, deff, size, 1.0, alpha), needed, minutes, problem)  # fmt: skip
+    return PlanRow(metric, bucket, tolerance, size.n, flips, source, least, _bound(flips, deff, size, 1.0, alpha),
+                   needed, minutes, problem, power=_find_power(flips, deff, size, tolerance, alpha))  # fmt: skip
+
+
+def _plan_spread(
+    metric: str, bucket: str | None, tolerance: float, definition: MetricDefinition, size: SuiteSize,
+    seen: Comparison | None, minutes: float | None, source: str, alpha: float,
+) -> PlanRow:  # fmt: skip
+    """Plan a metric that is no rate: its bound is as far from what is seen as in the last run."""
+    if seen is None:
+        return PlanRow(metric, bucket, tolerance, size.n, None, "needs a run", None, None, None, minutes, "")
+    least = _bound_unchanged(definition, size, seen, alpha)
+    high, harm, limit, room = (
+        math.log1p(x) if definition.harm == "relative" else x for x in (seen.high, seen.harm, tolerance, least or 0.0))
+    reach = high - harm
+    if least is not None and reach <= room * _ALIKE:  # it is all room for what no case showed
+        provable, power, growth = least, float(least <= tolerance), least / tolerance
+    else:
+        error = reach / _normal(1 - alpha)
+        proven = reach + _normal(POWER) * error
+        provable = math.expm1(proven) if definition.harm == "relative" else proven
+        power, growth = float(ndtr((limit - reach) / error)) if error else 1.0, (proven / limit) ** 2
+    needed = math.ceil(size.n * max(MIN_CLUSTERS / size.effective_clusters, growth, (least or 0.0) / tolerance))
+    of = "images" if definition.estimator == "average_precision" else "documents"
+    problem = "" if least is None or least <= tolerance else (
+        f"{size.n:,} {of} can't prove it whatever the candidate: without any change the loss may be "
+        f"{format_harm(metric, least)}; {needed:,} {of} like these would, or widen the tolerance")
+    return PlanRow(metric, bucket, tolerance, size.n, None, source, least, provable, needed, minutes, problem,
+                   power=power)  # fmt: skip
 
 
 def _bound_unchanged(
-    definition: MetricDefinition, size: SuiteSize, seen: Comparison | None, alpha: float
+    definition: MetricDefinition, size: SuiteSize, seen: Comparison, alpha: float
 ) -> float | None:
-    """Return the upper bound of an average precision's loss where every detection stays; None for other metrics.
+    """Return the upper bound of the loss where nothing changes; None for means, which leave no room for the unseen.
 
-    Images count by their objects, as they did in the last run.
+    Images count by their objects, as they did in the last run. Of a perplexity any document might lose its whole loss
+    once more (`scales.find_document_room`).
     """
-    if definition.estimator != "average_precision" or seen is None:
-        return None
     count = seen.effective_clusters * size.n / seen.n
-    return bootstrap_bounds(np.zeros(3), count, lost=seen.reference, gained=0.0, confidence=1 - alpha).high
+    if definition.estimator == "average_precision":
+        return bootstrap_bounds(np.zeros(3), count, lost=seen.reference, gained=0.0, confidence=1 - alpha).high
+    if definition.estimator != "ratio":
+        return None
+    unseen = bound_unseen(size.n, count, confidence=1 - alpha)
+    if definition.harm == "relative":
+        return math.expm1(unseen * abs(math.log(seen.reference)))
+    return unseen * abs(seen.reference)
 
 
-def _bound(flips: float, deff: float, size: SuiteSize, factor: float, alpha: float) -> float:
-    """Return the tolerance that `factor` times as many cases prove for a candidate that loses nothing."""
+def _bound(flips: float, deff: float, size: SuiteSize, factor: float, alpha: float, *, normal: float = 0.0) -> float:
+    """Return the tolerance that `factor` times as many cases prove for a candidate that loses nothing.
+
+    Args:
+        flips: share of the cases.
+        deff: design effect.
+        size: of the suite.
+        factor: that it grows by.
+        alpha: of the bound.
+        normal: how many standard deviations more losses than gains chance gives; 0: what it exceeds one time in five.
+    """
     n, count = size.n * factor, size.effective_clusters * factor
-    by_chance = min(_normal(POWER) * math.sqrt(flips * n * deff), flips * n)
+    spread = _guess_spread(flips * n, deff, n, count)
+    error = math.sqrt(spread.variance if spread else flips * n)
+    by_chance = (normal or _normal(POWER)) * error
+    by_chance = max(-flips * n, min(by_chance, flips * n))
     b, c = (flips * n + by_chance) / 2, (flips * n - by_chance) / 2
-    return count_bounds(b, c, n, deff, count, confidence=1 - alpha).high
+    return count_bounds(b, c, n, count, spread, confidence=1 - alpha).high
+
+
+def _guess_spread(flips: float, deff: float, n: float, count: float) -> Spread | None:
+    """Return the spread of b - c by cluster that so many flips have at a design effect, as `design_effect` has it."""
+    if count >= n:
+        return None
+    size = n / count
+    return Spread(max(deff * (flips + size / 2) - size**2 / 2, flips))
+
+
+def _find_power(flips: float, deff: float, size: SuiteSize, tolerance: float, alpha: float) -> float:
+    """Return the chance that a candidate without a loss is proven: the more chance adds to its harm, the less."""
+    low, high = -8.0, 8.0
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        is_proven = _bound(flips, deff, size, 1.0, alpha, normal=middle) <= tolerance
+        low, high = (middle, high) if is_proven else (low, middle)
+    return float(ndtr(low))
 
 
 def _count_needed(flips: float, deff: float, size: SuiteSize, tolerance: float, alpha: float) -> int | None:
@@ -212,7 +274,23 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(f"{cell:<{w}}" if i in (0, len(head) - 1) else f"{cell:>{w}}"
                        for i, (cell, w) in enumerate(zip(cells, widths, strict=True))).rstrip() for cells in table]
-    return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)])
+    return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)] + _tell_release(rows))
+
+
+def _tell_release(rows: Sequence[PlanRow]) -> list[str]:
+    """Say how often a release without a loss would pass: it must pass in every metric, so each takes its share."""
+    needed = [row for row in rows if row.is_needed and row.power is not None]
+    if not needed:
+        return []
+    weakest = min(needed, key=lambda row: row.power or 0.0)
+    chance = math.prod(row.power or 0.0 for row in needed)
+    said = (f"release: a candidate without a loss passes all {len(needed)} that must be proven {100 * chance:.0f} % of "
+            f"the time, if they were independent; alone the weakest, {name_metric(weakest.metric, weakest.bucket)}, "
+            f"passes {100 * (weakest.power or 0.0):.0f} %")
+    if chance >= POWER:
+        return [said]
+    return [f"{said}. What helps: more cases, a wider tolerance, evals that ask one thing as one pool, or tier: "
+            "supporting for what need not be proven"]
 
 
 def _render_row(row: PlanRow) -> list[str]:

@@ -25,6 +25,7 @@ from pipeline.gate.network_section import describe_network, embed_network_pictur
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.speed_section import describe_measurement, tabulate_speed
+from pipeline.gate.unproven import list_unproven
 from pipeline.gate.verdicts import HEADLINES, Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
@@ -60,7 +61,8 @@ losses of several releases add up there.
 - ✅ **pass**: the loss is proven to be within the tolerance, `at most` ≤ tolerance.
 - ❌ **fail**: the loss seen is beyond the tolerance, and p ≤ {alpha:g}.
 - ❔ **inconclusive**: neither; the sentence says which side it was seen on. Here this {inconclusive} a release; a
-  metric of tier supporting blocks only where the loss is seen beyond its tolerance, an advisory one never.
+  metric of tier supporting blocks only where the loss is seen beyond its tolerance, an advisory one never. A category
+  without a tolerance of its own is watched: judged by that of AP, and only a fail of it counts.
 - ⛔ **refused**: the evidence is not fit to be judged.
 {marks}"""
 _MARKS_OF_TEXT = "- · reported only. Divergence (KL, changed outputs) says where to look and never decides.\n"
@@ -141,6 +143,8 @@ def _headline(judgement: Judgement) -> str:
     lines = ["# Gate report", "", f"Release: {names}. Reference: `{judgement.policy.reference}`. "
              + (f"**Blocked** by {', '.join(f'`{v.candidate}` ({v.outcome})' for v in blocking)}." if blocking
                 else "**Nothing blocks it.**"), ""]
+    lines += [line for said in list_unproven(judgement)
+              for line in (f"**{escape_markdown(said[0].upper() + said[1:])}.**", "")]
     notable = [f"- {escape_markdown(reason[0].upper() + reason[1:])}." for verdict in judgement.verdicts
                for reason in verdict.reasons if reason.startswith(HEADLINES)]
     notable += [f"- Loosened: {escape_markdown(f'{key}, from {reason.was} to {reason.now}: {reason.why}')}"
@@ -178,6 +182,8 @@ def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
     gated = sorted(tolerances, key=lambda m: (m != headline, _KIND_ORDER.index(kinds[m.partition("/")[0]])))
     for metric in gated:
         columns += [(metric, None), *((metric, b) for b in sorted(tolerances[metric].buckets, key=natural_key))]
+    columns += dict.fromkeys((c.metric, c.bucket) for verdict in judgement.verdicts for c in verdict.comparisons
+                             if c.tier == "watched" and c.outcome == "fail")
     columns += [(f"{name}/kl_nats_per_token", None) for name, kind in kinds.items() if kind == "perplexity"]
     return columns
 

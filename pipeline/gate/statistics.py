@@ -11,11 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrc, gammaln, ndtr, ndtri, stdtrit
+
+from pipeline.gate.clusters import (
+    PRIOR_CLUSTERS,
+    Spread,
+    design_effect,
+    effective_clusters,
+    hiding_clusters,
+    measure_spread,
+    sum_by_cluster,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,8 +34,8 @@ Tail = Callable[[Floats], Floats]  # p-values of totals
 _MAX_ENUMERATED = 14  # 2 ** 14 sign patterns are enumerated; more clusters are sampled
 _MAX_LATTICE = 200_000  # longest exact distribution of an integer sum that is worth building
 _CORRECTION = 0.5  # cases: half the step in which b - c moves where nothing is gained
-_PRIOR_CLUSTERS = 0.5  # of half a cluster; with none, 86 % of losses at a tolerance of 3 % pass on 5 clusters of 30
 _NUM_DRAWS = 19_999  # the smallest p that sampling can give is 1 / 20,000
+_MAX_SIGNS = 2_000_000  # in memory at once: 16 MB, twice
 
 
 @dataclass(frozen=True)
@@ -77,13 +87,6 @@ def _tango_upper(b: float, c: float, n: float, z: float, correction: float) -> f
             low = middle
 
 
-def _is_bounded(delta: float, b: float, c: float, n: float, z: float, correction: float) -> bool:
-    """Say whether the upper bound is at most `delta`, without looking for the bound."""
-    if b + c == 0:
-        return _tango_upper(b, c, n, z, correction) <= delta
-    return delta >= 1 or (delta > (b - c) / n and _score_excess(delta, b, c, n, z, correction) > 0)
-
-
 def _score_excess(delta: float, b: float, c: float, n: float, z: float, correction: float) -> float:
     """Return (|b - c - n delta| - correction)^2 - z^2 variance(delta): zero where the score statistic is +-z."""
     linear = -b - c + (2 * n - b + c) * delta
@@ -96,97 +99,83 @@ def _score_excess(delta: float, b: float, c: float, n: float, z: float, correcti
     return distance * distance - z * z * variance
 
 
-def sum_by_cluster(values: Floats, clusters: Ints, num_clusters: int = 0) -> Floats:
-    """Return the sum of each cluster, [num_clusters] or as many as there are."""
-    return np.bincount(clusters, weights=values, minlength=num_clusters).astype(np.float64)
-
-
-def effective_clusters(weights: Floats, clusters: Ints) -> float:
-    """Return how many clusters of equal weight carry as much information: their number where all weigh the same.
-
-    One giant among a hundred small clusters counts for little more than two.
-
-    Reference: L. Kish, Survey Sampling (1965), section 8.2: the squared sum over the sum of squares.
-    """
-    sizes = np.bincount(clusters, weights=weights)
-    return float(sizes.sum() ** 2 / (sizes @ sizes))
-
-
-def design_effect(d: Floats, clusters: Ints) -> float:
-    """Return how much wider the mean of `d` is than it would be without clusters, never below 1.
-
-    The ratio of the cluster-robust variance of the mean to the variance of independent cases, with half
-    a cluster added that flips as one, of the size of an average case's cluster. Where hardly anything
-    flips, the data can't say whether cases of a cluster flip together, and the prior half says that they
-    do: without a single flip n cases count as their effective clusters; many flips outweigh it.
-    """
-    n, num_clusters = len(d), int(clusters.max()) + 1
-    if num_clusters == n:
-        return 1.0
-    if num_clusters == 1:
-        return float(n)
-    residuals = d - d.mean()
-    sums = np.bincount(clusters, weights=residuals)
-    clustered = float(sums @ sums) * num_clusters / (num_clusters - 1)
-    return mix_effects(clustered, float(residuals @ residuals) * n / (n - 1), sum_by_cluster(np.ones(n), clusters))
-
-
-def mix_effects(clustered: float, independent: float, sizes: Floats, *, more: float = 0.0) -> float:
-    """Return the design effect of two variances with the prior half cluster.
-
-    Args:
-        clustered: of the total, by cluster.
-        independent: of the total, by case.
-        sizes: cases of each cluster.
-        more: variance of cases that flip one by one, to be added to both.
-    """
-    n = float(sizes.sum())
-    size = float(sizes @ sizes) / n
-    ratio = (clustered + more + _PRIOR_CLUSTERS * size**2) / (independent + more + _PRIOR_CLUSTERS * size)
-    return min(max(1.0, ratio), n)
-
-
 def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds:
-    """Return the harm of a 0/1 score and its Tango bounds on cluster-adjusted counts, corrected by half a case.
-
-    Counts are whole numbers, and without that half a case the level of Tango's test is 5 % on average and up to 7 %
-    where few cases flip; with it, 5 % at most.
-
-    The bound of a harm in clustered cases is never closer than that of as many clusters without any flip:
-    what they can't prove for a perfect candidate they don't prove for one with a few losses.
+    """Return the harm of a 0/1 score and its bounds, as `count_bounds` says.
 
     Args:
         d: reference minus candidate per case, in {-1, 0, 1}.
         clusters: cluster number per case, 0-based without holes.
         confidence: of each bound alone.
     """
-    n, count = len(d), effective_clusters(np.ones(len(d)), clusters)
+    n, count = len(d), hiding_clusters(clusters, confidence=confidence)
     b, c = float((d > 0).sum()), float((d < 0).sum())
-    return count_bounds(b, c, n, design_effect(d, clusters), count, confidence=confidence)
+    # one cluster has no spread, and could lose everything
+    spread = None if count == n else measure_spread(d, clusters) if count > 1 else Spread(float(n) ** 2)
+    bounds = count_bounds(b, c, n, count, spread, confidence=confidence)
+    return replace(bounds, design_effect=design_effect(d, clusters))
 
 
-def count_bounds(b: float, c: float, n: float, deff: float, count: float, *, confidence: float) -> Bounds:
-    """Return the bounds of `proportion_bounds` from counts.
+def count_bounds(b: float, c: float, n: float, count: float, spread: Spread | None, *, confidence: float) -> Bounds:
+    """Return the harm of a 0/1 score and its bounds from counts.
+
+    Without clusters these are Tango's, corrected by half a case: counts are whole numbers, and without that half the
+    level of Tango's test is 5 % on average and up to 7 % where few cases flip; with it, 5 % at most.
+
+    Clusters only widen them. A few that lose as a whole are easily missed, and then the cases that flip one by one
+    would prove too much. So half a cluster that loses everything is added to the spread seen, a long tail moves the
+    bound on its side (`reach`), and the bound of a loss is never closer to zero than that of as many clusters without
+    any flip: what they can't prove for a perfect candidate they don't prove for one with a few losses. Where gains
+    outweigh the losses it is as far above the harm seen, so that one flip more or less changes little.
 
     Args:
         b: pairs with a loss.
         c: pairs with a gain.
         n: all pairs.
-        deff: design effect.
-        count: effective clusters; n without clusters.
+        count: clusters of equal size that could hide as large a loss (`hiding_clusters`); n without clusters.
+        spread: of b - c by cluster; None without clusters.
         confidence: of each bound alone.
     """
     quantile = _for_few_clusters(confidence, n, count)
-    low, high = tango_bounds(b / deff, c / deff, n / deff, confidence=quantile, correction=_CORRECTION)
-    if count < n:
-        unseen = _bound_unseen_share(count, quantile)
-        low, high = min(low, -unseen) if b <= c else low, max(high, unseen) if b >= c else high
-    return Bounds((b - c) / n, low, high, deff)
+    low, high = tango_bounds(b, c, n, confidence=quantile, correction=_CORRECTION)
+    harm = (b - c) / n
+    if spread is not None:
+        least, most = _bounds_of_clusters(harm, n, count, spread, confidence=confidence)
+        low, high = max(min(low, least), -1.0), min(max(high, most), 1.0)
+    return Bounds(harm, low, high)
 
 
-def _bound_unseen_share(count: float, confidence: float) -> float:
-    """Return the share of cases that may lose where none of `count` clusters showed one that does."""
-    return tango_bounds(0, 0, count, confidence=confidence, correction=_CORRECTION)[1]
+def is_bounded(
+    tolerance: float, b: float, c: float, n: float, count: float, spread: Spread | None, *, confidence: float
+) -> bool:
+    """Say whether the upper bound of `count_bounds` is at most `tolerance`, without looking for the bound."""
+    if tolerance >= 1:
+        return True
+    harm, z = (b - c) / n, float(ndtri(_for_few_clusters(confidence, n, count)))
+    if spread is not None and _bounds_of_clusters(harm, n, count, spread, confidence=confidence)[1] > tolerance:
+        return False
+    if b + c == 0:
+        return _tango_upper(b, c, n, z, _CORRECTION) <= tolerance
+    return tolerance > harm and _score_excess(tolerance, b, c, n, z, _CORRECTION) > 0
+
+
+def _bounds_of_clusters(
+    harm: float, n: float, count: float, spread: Spread, *, confidence: float
+) -> tuple[float, float]:
+    error, t = math.sqrt(spread.variance) / n, _students(count, confidence)
+    tail = spread.cubes / spread.variance**1.5 if spread.variance > 0 else 0.0
+    below, above = (reach(error, side, t, step=1 / count) for side in (-tail, tail))
+    unseen = bound_unseen(n, count, confidence=confidence)
+    return min(harm - below, max(harm, 0.0) - unseen), max(harm + above, min(harm, 0.0) + unseen)
+
+
+def _students(count: float, confidence: float) -> float:
+    return float(stdtrit(max(count - 1, 1.0), confidence))
+
+
+def bound_unseen(n: float, count: float, *, confidence: float) -> float:
+    """Return the share of `n` cases that may lose where none of `count` effective clusters showed one that does."""
+    quantile = _for_few_clusters(confidence, n, count)
+    return tango_bounds(0, 0, count, confidence=quantile, correction=_CORRECTION)[1]
 
 
 def _for_few_clusters(confidence: float, n: float, count: float) -> float:
@@ -194,7 +183,9 @@ def _for_few_clusters(confidence: float, n: float, count: float) -> float:
     return confidence if count == n or count < 2 else float(ndtr(stdtrit(count - 1, confidence)))
 
 
-def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: float, lost: float = 0.0) -> Bounds:
+def ratio_bounds(
+    d: Floats, weights: Floats, clusters: Ints, *, confidence: float, lost: float = 0.0, count: float | None = None
+) -> Bounds:
     """Return sum(d) / sum(weights) with bounds from the linearised cluster-robust standard error.
 
     With one case per cluster and weights of 1 these are the bounds of the paired t test, each moved
@@ -212,6 +203,7 @@ def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: floa
         clusters: cluster number per case, 0-based without holes.
         confidence: of each bound alone.
         lost: harm that any one case might have had, at an average weight of 1; 0: there is no saying.
+        count: clusters that its bounds rest on; None: their effective number.
 
     Raises:
         ValueError: fewer than two clusters, or weights that sum to nothing.
@@ -226,12 +218,12 @@ def ratio_bounds(d: Floats, weights: Floats, clusters: Ints, *, confidence: floa
     residuals = np.bincount(clusters, weights=d - ratio * weights)
     squares = float(residuals @ residuals)
     error = math.sqrt(num_clusters / (num_clusters - 1) * squares) / total
-    count = effective_clusters(weights, clusters)
-    t = float(stdtrit(max(count - 1, 1.0), confidence))
+    count = effective_clusters(weights, clusters) if count is None else count
+    t = _students(count, confidence)
     tail = float((residuals**3).sum()) / squares**1.5 if squares > 0 else 0.0
     below, above = (reach(error, side, t, step=lost / count) for side in (-tail, tail))
     if lost:
-        unseen = lost * _bound_unseen_share(count, _for_few_clusters(confidence, len(d), count))
+        unseen = lost * bound_unseen(len(d), count, confidence=confidence)
         below, above = max(below, unseen), max(above, unseen)
     return Bounds(ratio, ratio - below, ratio + above)
 
@@ -249,10 +241,10 @@ def reach(error: float, tail: float, t: float, *, step: float = 0.0) -> float:
     term, which we use on the side of the tail only.
     """
     if step:
-        wider = math.hypot(error, math.sqrt(_PRIOR_CLUSTERS) * step)
-        tail = tail * (error / wider) ** 3 + _PRIOR_CLUSTERS * (step / wider) ** 3
+        wider = math.hypot(error, math.sqrt(PRIOR_CLUSTERS) * step)
+        tail = tail * (error / wider) ** 3 + PRIOR_CLUSTERS * (step / wider) ** 3
         error = wider
-    return _PRIOR_CLUSTERS * step + error * (t + (1 + 2 * t * t) / 6 * max(tail, 0.0))
+    return PRIOR_CLUSTERS * step + error * (t + (1 + 2 * t * t) / 6 * max(tail, 0.0))
 
 
 def sign_flip_p(d: Floats, clusters: Ints, *, seed: int = 0) -> float:
@@ -315,8 +307,11 @@ def _lattice_tail(sizes: Ints) -> Tail:
 
 
 def _sample_totals(sizes: Floats, seed: int) -> Floats:
+    """Return the totals of sampled sign patterns, some draws at a time: a matrix of signs can be large."""
     rng = np.random.default_rng(seed)
-    totals, chunk = np.empty(_NUM_DRAWS), 2_000
+    totals = np.empty(_NUM_DRAWS)
+    # random bytes come four at a time: with other multiples than these the chunk's size would change the draws
+    chunk = min(2_000, max(_MAX_SIGNS // len(sizes) // 16 * 16, 4))
     for start in range(0, _NUM_DRAWS, chunk):
         num_draws = min(chunk, _NUM_DRAWS - start)
         packed = rng.integers(0, 256, size=(num_draws, (len(sizes) + 7) // 8), dtype=np.uint8)
@@ -362,38 +357,3 @@ def ratio_interval(
     """Return the two-sided interval of sum(scores) / sum(weights), clustered."""
     bounds = ratio_bounds(scores, weights, clusters, confidence=0.5 + confidence / 2)
     return bounds.low, bounds.high
-
-
-def cases_to_prove(b: float, c: float, n: float, tolerance: float, *, confidence: float) -> int | None:
-    """Return how many more cases would bring the upper bound of `proportion_bounds` to the tolerance at the flips seen.
-
-    An even chance, not a promise: it assumes that the new cases flip as the old ones did, and they will
-    as often do worse. Counts are effective counts where cases are clustered; multiply by the design effect.
-
-    Returns:
-        The number of additional cases, or None when more than 1,000 times as many would be needed.
-    """
-    z = float(ndtri(confidence))
-
-    def is_proven(factor: float) -> bool:
-        return _is_bounded(tolerance, b * factor, c * factor, n * factor, z, _CORRECTION)
-
-    low, high = 1.0, 1_000.0
-    if not is_proven(high):
-        return None
-    while (high - low) * n > 0.5:
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_proven(middle) else (middle, high)
-    return math.ceil(n * (high - 1))
-
-
-def cases_for_spread(bounds: Bounds, tolerance: float, n: int) -> int | None:
-    """Return how many more cases would bring an upper bound that shrinks with 1 / sqrt(n) to the tolerance.
-
-    Returns:
-        The number, or None when the bound is there, the harm is beyond it, or 1,000 times as many would be needed.
-    """
-    if bounds.harm >= tolerance or bounds.high <= tolerance:
-        return None
-    factor = ((bounds.high - bounds.harm) / (tolerance - bounds.harm)) ** 2
-    return math.ceil(n * (factor - 1)) if factor <= 1_000 else None

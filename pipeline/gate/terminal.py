@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pipeline.gate.unproven import list_unproven
 from pipeline.gate.verdicts import (
     DECLARED,
     FAILED,
+    GAIN_ACCEPTED,
     HEADLINES,
     NO_GAIN,
     REFUSED,
     UNGATED,
     UNPROVEN,
     UNSOUND,
+    UNTIMED,
     Judgement,
     Policy,
     blocking_verdicts,
     is_blocking,
+    is_open_watched,
     list_refusals,
     released_verdicts,
 )
@@ -25,8 +29,8 @@ from pipeline.gate.wording import (
     format_tolerance,
     format_value,
     name_comparison,
-    show_unprintable,
 )
+from pipeline.plain_text import format_line
 from pipeline.settings import BUILDS
 from pipeline.verdict_records import Comparison, Verdict
 
@@ -53,22 +57,26 @@ def render_verdicts(judgement: Judgement) -> str:
     """Write the released verdicts: a table, and for each that is no pass why."""
     verdicts = released_verdicts(judgement)
     width = max(len("release"), *(len(v.candidate) for v in verdicts))
-    lines = [f"{'release':<{width}}  {'verdict':<12}  gated  fail  inconclusive  refused"]
+    lines = [line for said in list_unproven(judgement) for line in (said, "")]
+    lines.append(f"{'release':<{width}}  {'verdict':<12}  gated  fail  inconclusive  refused")
     lines += [_row(verdict, width) for verdict in verdicts]
     for verdict in verdicts:
         if verdict.outcome != "pass":
             lines += _why(verdict, judgement.policy)
     lines += _describe_limits(judgement, verdicts)
-    return "\n".join(map(show_unprintable, lines))
+    return "\n".join(map(format_line, lines))
 
 
 def _describe_limits(judgement: Judgement, verdicts: list[Verdict]) -> list[str]:
-    """Say what the verdicts do not cover: evals and buckets without a tolerance, endpoints nobody could look into."""
+    """Say what the verdicts do not cover: evals and buckets without a tolerance, endpoints nobody could look into.
+
+    So do gains that somebody said are to be believed.
+    """
     gated = {metric.partition("/")[0] for metric in judgement.policy.tolerances}
     ungated = [name for name in judgement.policy.eval_kinds if name not in gated]
     lines = [f"not gated, as no tolerance is set: {', '.join(ungated)}"] if ungated else []
     lines += [f"{verdict.candidate}: {note}" for verdict in verdicts for note in verdict.reasons
-              if note.startswith((DECLARED, UNGATED))]
+              if note.startswith((DECLARED, GAIN_ACCEPTED, UNGATED, UNTIMED))]
     return ["", *lines] if lines else []
 
 
@@ -88,7 +96,8 @@ def _why(verdict: Verdict, policy: Policy) -> list[str]:
                           ("images", UNSOUND)):
         lines += [f"  {label:<12} {reason.removeprefix('note: ').removeprefix(f'{label}: ')}"
                   for reason in verdict.reasons if reason.startswith(starts)]
-    shown = [c for outcome in ("fail", "inconclusive") for c in verdict.comparisons if c.outcome == outcome]
+    shown = [c for outcome in ("fail", "inconclusive") for c in verdict.comparisons
+             if c.outcome == outcome and not is_open_watched(c)]
     for comparison in shown:
         lines += describe(comparison)
     return lines

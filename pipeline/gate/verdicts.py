@@ -14,7 +14,7 @@ from pipeline.digests import canonical_json, digest_file
 from pipeline.errors import EvidenceError
 from pipeline.files import write_text
 from pipeline.medians import MedianInterval
-from pipeline.network_params import SPEED_STEPS, NetworkCandidateSettings, NetworkTrack, PrecisionStep
+from pipeline.network_params import SPEED_STEPS, NetworkTrack, PrecisionStep
 from pipeline.params import Params
 from pipeline.record_files import Record
 from pipeline.settings import REPORTS, Tier, Track
@@ -29,7 +29,9 @@ SPEED_FAILED = "fail: speed: "  # starts the reason of a candidate that is slowe
 UNPROVEN = "inconclusive: canary: "  # starts the reason of a path that was judged by too few prompts
 NO_GAIN = "no gain: "  # starts the reason of a candidate that is there for speed and has none
 UNSOUND = "note: images: "  # starts the reason that says why images are not sound
+UNTIMED = "note: speed: gate.max_slowdown was not applied"  # starts the reason of what has no time by nature
 UNGATED = "note: not gated: "  # starts the reason that names a bucket which fell unseen
+GAIN_ACCEPTED = "note: gain accepted: "  # starts the reason that names a gain beyond its tolerance, and why it passes
 HEADLINES = ("perplexity flat", "aggregate flat")  # start the reason that says what an average hides
 FAILED = (DRAFTS_FAILED, PATH_FAILED, SPEED_FAILED)  # start the reasons that no comparison stands for
 DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
@@ -41,6 +43,7 @@ class GatedTolerance(Record):
     overall: float | None
     buckets: dict[str, float]
     tier: Tier = "critical"
+    accept_gain: str | None = None  # why a gain beyond it is believed
 
 
 class LoosenedSetting(Record):
@@ -69,7 +72,7 @@ class Policy(Record):
     max_slowdown: float | None = None  # relative: of their throughput, of a network's time
     grid: dict[str, Any] = {}  # of the benchmark: settings that say what is timed, and how often
     for_speed: tuple[str, ...] = ()  # candidates with a step whose only reason is speed
-    timed: tuple[str, ...] = ()  # networks whose steps change how long they take
+    timed: tuple[str, ...] = ()  # networks that may take another time than the reference
     loosened: dict[str, LoosenedSetting] = {}  # by key of params.yaml
 
     @property
@@ -112,15 +115,18 @@ def describe_policy(track: Track) -> Policy:
     )
     if isinstance(track, NetworkTrack):
         names = tuple(name for name, candidate in track.candidates.items() if candidate.is_for_speed)
-        timed = tuple(name for name, candidate in track.candidates.items() if _must_be_timed(candidate))
+        timed = tuple(name for name in track.candidates if _must_be_timed(track, name))
         return shared.model_copy(update={"for_speed": names, "timed": timed, "max_slowdown": track.gate.max_slowdown})
     return shared.model_copy(update=_describe_text(track)) if isinstance(track, Params) else shared
 
 
-def _must_be_timed(candidate: NetworkCandidateSettings) -> bool:
-    """Say whether a candidate's steps change how long real kernels take."""
+def _must_be_timed(track: NetworkTrack, name: str) -> bool:
+    """Say whether a candidate may take another time than the reference: by a step, or as another checkpoint."""
+    candidate, reference = track.candidates[name], track.candidates[track.reference]
     steps = {step.kind for step in candidate.steps if not isinstance(step, PrecisionStep) or step.dtype != "float32"}
-    return "conv_policy" not in steps and bool(steps & {"precision", *SPEED_STEPS})
+    is_other = Path(candidate.checkpoint) != Path(reference.checkpoint) or "tiling" in steps
+    is_asked = track.gate.max_slowdown is not None and is_other
+    return "conv_policy" not in steps and (is_asked or bool(steps & {"precision", *SPEED_STEPS}))
 
 
 def _describe_text(params: Params) -> dict[str, Any]:
@@ -175,9 +181,19 @@ def is_blocking(verdict: Verdict, policy: Policy) -> bool:
             or any(is_stopping(c, policy) for c in verdict.comparisons))
 
 
+def is_decisive(c: Comparison) -> bool:
+    """Say whether a comparison's outcome is part of its candidate's: no advisory one, and of what is watched a fail."""
+    return c.tier != "advisory" and (c.tier != "watched" or c.outcome == "fail")
+
+
+def is_open_watched(c: Comparison) -> bool:
+    """Say whether a comparison is watched and not proven, as most are: no news beside what decides."""
+    return c.tier == "watched" and c.outcome == "inconclusive"
+
+
 def is_stopping(c: Comparison, policy: Policy) -> bool:
     """Say whether one comparison by itself keeps a released candidate from going out."""
-    if c.tier == "advisory" or c.outcome in ("pass", "reported"):
+    if not is_decisive(c) or c.outcome in ("pass", "reported"):
         return False
     is_strict = policy.on_inconclusive == "block" and c.tier == "critical"
     return c.outcome != "inconclusive" or is_strict or c.harm > (c.tolerance or 0.0)

@@ -1,7 +1,7 @@
 """How numbers, harms and names are written for people: points for rates, percent for relative harms.
 
 Names of cases and buckets, failures and outputs are other people's texts: what would break a table, forge a heading
-or steer a terminal is made visible here, where it is shown, and stays as it is in records and verdicts.
+or steer a terminal (`plain_text.py`) is made visible where it is shown, and stays as it is in records and verdicts.
 Rounding happens here and nowhere else; decisions are taken on the numbers before they come here.
 Free of numpy, because the stage that decides the exit code prints through it.
 """
@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from pipeline.gate.explanation_records import ExplainedFlip
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
+from pipeline.plain_text import show_unprintable as show_unprintable
 from pipeline.verdict_records import Comparison
 
 _MAX_DIGITS = 6  # behind the point of a percentage
 # A backtick has no escape that reads well inside and outside of code, and messages quote commands with it.
-_IN_MARKDOWN = str.maketrans({"&": "&amp;", "|": "&#124;", "*": "&#42;", "$": "&#36;", "`": "'"})
+_IN_MARKDOWN = str.maketrans({"&": "&amp;", "|": "&#124;", "*": "&#42;", "$": "&#36;", "~": "&#126;", "`": "'"})
+# GitHub makes links of @name, #12, GH-12, http:// and www. and tells people of them; a space without width prevents it
+_LINKED = re.compile(r"(?<!\w)@(?=\w)|(?<![\w&])#(?=\d)|\b[Gg][Hh]-(?=\d)|:(?=//)|\bwww(?=\.)")
 
 
 _of_others: ContextVar[Mapping[str, MetricDefinition]] = ContextVar("metrics of records that others made", default={})  # noqa: B039
@@ -138,21 +140,13 @@ def describe_place(flip: ExplainedFlip) -> str:
     return f"{said} (token {flip.token}, which was ahead by {flip.margin:.2g} nat)"
 
 
-def show_unprintable(text: str, *, keep: str = "") -> str:
-    r"""Write characters that do not print (control, bidi, line ends) as their escape, ESC as "\x1b"."""
-    if text.isprintable():
-        return text
-    return "".join(ch if ch.isprintable() or ch in keep or unicodedata.category(ch) == "Zs"
-                   else ch.encode("unicode_escape").decode() for ch in text)
-
-
 def escape_markdown(text: str) -> str:
     """Make a text safe for one line of Markdown, be it in a list, a table's cell or an HTML tag's content.
 
     Entities rather than backslashes, which mean nothing between HTML tags. "<" stays before a digit, where it opens
     no tag, as in "p <1e-6".
     """
-    line = show_unprintable(text).translate(_IN_MARKDOWN)
+    line = _LINKED.sub(r"\g<0>&#8203;", show_unprintable(text).translate(_IN_MARKDOWN))
     return re.sub(r"<(?!\d)", "&lt;", line).replace("](", "]&#40;")
 
 

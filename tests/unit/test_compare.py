@@ -11,6 +11,7 @@ from pipeline.differences import first_difference
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.fingerprints import fingerprint
+from pipeline.gate.clusters import sum_by_cluster
 from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import TopTokens, divergence_by_document, top_k_kl
@@ -19,7 +20,7 @@ from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
 from pipeline.gate.plots import plot_completion, plot_harm
 from pipeline.gate.report import render_report
-from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail, sum_by_cluster
+from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
 from pipeline.gate.terminal import render_gate
 from pipeline.gate.verdicts import describe_policy, is_blocking
 from pipeline.record_files import read_record, write_record

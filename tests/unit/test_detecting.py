@@ -15,11 +15,18 @@ from pipeline.detection_params import DetectionEval
 from pipeline.detections import Detections, MatchTable, Objects, load_matches, match_image
 from pipeline.digests import digest_file
 from pipeline.errors import EngineError
-from pipeline.networks.detecting import judge_results, list_categories, match_output, save_tables
+from pipeline.networks.detecting import (
+    Categories,
+    describe_categories,
+    judge_results,
+    match_output,
+    save_tables,
+)
 from pipeline.records import CaseRecord
 
 SETTINGS = DetectionEval(kind="detection", evalset="evalsets/e", areas={"tiny": [0.0, 256.0]})
 CATEGORIES = (3, 7)
+KNOWN = Categories(numbers=CATEGORIES, buckets={}, known=frozenset(CATEGORIES))
 FIELDS = ("offsets", "classes", "scores", "matched", "ignored", "num_objects")
 
 
@@ -53,7 +60,7 @@ def match_directly(case: DetectionCase, results: list[dict[str, Any]]) -> MatchT
 
 
 def judge(case: DetectionCase, results: Any, *, is_finite: bool = True) -> tuple[str, dict[str, float]]:
-    return judge_results(case, results, is_finite=is_finite, settings=SETTINGS, categories=CATEGORIES)
+    return judge_results(case, results, is_finite=is_finite, settings=SETTINGS, categories=KNOWN)
 
 
 def assert_same(a: MatchTable, b: MatchTable) -> None:
@@ -69,7 +76,7 @@ def test_the_output_of_a_record_matches_as_the_results_did() -> None:
     """Were a digit of a float32 lost on the way to JSON, IoUs near a threshold would fall on its other side."""
     for case, results in make_pictures():
         output, scores = judge(case, results)
-        table = match_output(case, output, settings=SETTINGS, categories=CATEGORIES)
+        table = match_output(case, output, settings=SETTINGS, categories=KNOWN)
         assert_same(table, match_directly(case, results))
         assert scores["objects"] == table.num_objects[0, :, 0].sum() and scores["finite"] == 1
         assert scores.keys() >= {"found", "found_tiny", "objects_tiny", "found_50", "false_alarms"}
@@ -105,7 +112,8 @@ def test_a_category_without_annotations_is_left_out_as_coco_does() -> None:
 
 def test_categories_are_those_of_the_evalset_in_order() -> None:
     marked = [Annotation(bbox=(0, 0, 1, 1), category_id=number, area=1) for number in (7, 3, 7)]
-    assert list_categories([make_case(0, marked[:1]), make_case(1, []), make_case(2, marked)]) == [3, 7]
+    cases = [make_case(0, marked[:1]), make_case(1, []), make_case(2, marked)]
+    assert describe_categories(cases, {}, SETTINGS).numbers == (3, 7)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -164,9 +172,9 @@ def test_the_tables_of_all_records_are_one_file_in_their_order(tmp_path: Path) -
                                   scores=scores, fingerprint="f"))  # fmt: skip
         tables.append(match_directly(case, results))
     path = tmp_path / "e.npz"
-    save_tables(path, cases, records, SETTINGS)
+    save_tables(path, cases, records, SETTINGS, KNOWN)
     digest = digest_file(path)
-    save_tables(path, cases, records, SETTINGS)
+    save_tables(path, cases, records, SETTINGS, KNOWN)
     assert digest_file(path) == digest
     whole = load_matches(path, num_images=6)
     for number, table in enumerate(tables):

@@ -18,6 +18,7 @@ from pipeline.gate.detection import measure_precision
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import PairedCases, align
+from pipeline.gate.validity import is_without_output
 from pipeline.records import CaseRecord
 from tests.synthetic_detections import Change, make_pair
 from tests.synthetic_records import make_cases
@@ -53,7 +54,8 @@ def test_swapping_the_labels_inverts_the_ratio_of_perplexities(rows, size):
     sides = documents_of(rows, size, 0), documents_of(rows, size, 1)
     there, back = measure_documents(*sides), measure_documents(*reversed(sides))
     assert (1 + there.harm) * (1 + back.harm) == pytest.approx(1, rel=1e-9)
-    assert (1 + back.low) * (1 + there.high) == pytest.approx(1, rel=1e-9)
+    # few clusters leave much room, and e to its power leaves few digits
+    assert math.log1p(back.low) + math.log1p(there.high) == pytest.approx(0, abs=1e-4)
     assert (there.p, there.p_gain) == pytest.approx((back.p_gain, back.p), abs=0.02)  # sampled beyond 14 clusters
 
 
@@ -63,18 +65,20 @@ def test_the_order_of_documents_does_not_matter(rows, size, rng):
     reference, candidate = documents_of(rows, size, 0), documents_of(rows, size, 1)
     expected = measure_documents(reference, candidate)
     found = measure_documents(rng.sample(reference, len(reference)), rng.sample(candidate, len(candidate)))
-    assert (found.harm, found.low, found.high) == pytest.approx((expected.harm, expected.low, expected.high), abs=1e-9)
+    assert (found.harm, found.low) == pytest.approx((expected.harm, expected.low), abs=1e-9)
+    assert found.high == pytest.approx(expected.high, rel=1e-9, abs=1e-9)
     assert found.p == pytest.approx(expected.p, abs=1e-9) and judge(found) == judge(expected)
 
 
 @settings(max_examples=40, deadline=None)
 @given(documents, cluster_sizes, st.floats(0.001, 0.5))
 def test_documents_that_all_lose_more_never_fare_better(rows, size, more):
-    """A shift of every token moves the estimate and both bounds by as much, whatever the spread."""
+    """A shift of every token moves the estimate by as much, and the bounds by more, as the room grows with the loss."""
     worse = [(nll, shift + more, tokens) for nll, shift, tokens in rows]
     before, after = (measure_documents(documents_of(r, size, 0), documents_of(r, size, 1)) for r in (rows, worse))
-    for a, b in ((before.harm, after.harm), (before.low, after.low), (before.high, after.high)):
-        assert math.log1p(b) - math.log1p(a) == pytest.approx(more, abs=1e-9)
+    moved = [math.log1p(getattr(after, side)) - math.log1p(getattr(before, side)) for side in ("harm", "low", "high")]
+    assert moved[0] == pytest.approx(more, abs=1e-9)
+    assert moved[1] <= more + 1e-9 and moved[2] >= more - 1e-9
     assert after.p <= before.p + 0.02
     assert judge(after) != "pass" or judge(before) == "pass" or before.harm < -0.05  # a suspicious gain is no pass
 
@@ -97,7 +101,8 @@ def test_a_rate_of_which_less_is_better_is_the_mirror_of_one_of_which_more_is(pa
     completed = measure_metric(align(*sides, where="w"), COMPLETION, None, eval_name="w", tolerance=0.05, alpha=0.05)
     assert (burnt.b, burnt.c, burnt.harm, burnt.low, burnt.high, burnt.p) == (
         completed.b, completed.c, completed.harm, completed.low, completed.high, completed.p)
-    assert judge(burnt) == judge(completed)
+    is_nothing_valid = is_without_output("w/oversaturated_image_rate", None, burnt.reference, burnt.candidate)
+    assert judge(burnt) == ("fail" if is_nothing_valid else judge(completed))
 
 
 @settings(max_examples=30, deadline=None)

@@ -102,8 +102,8 @@ TOLERANCES = {name: t.model_dump() for name, t in make_params(["good"], ["good"]
     ({"gate": {"tolerances": TOLERANCES | {"calls/tool_call_exact_match": {"overall": 0.3}}}},
      "tolerances.calls/tool_call_exact_match.overall 0.02, params.yaml says 0.3"),
     ({"gate": {"tolerances": {"prose/perplexity_per_token": {"overall": 0.02}}}},
-     "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.05}, "
-     "'tier': 'critical'}, params.yaml says nothing"),
+     "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.06}, "
+     "'tier': 'critical', 'accept_gain': None}, params.yaml says nothing"),
     ({"gate": {"tolerances": TOLERANCES | {"choices/accuracy": {"overall": 0.03, "buckets": {"easy": 0.1}}}}},
      "tolerances.choices/accuracy.buckets.easy nothing, params.yaml says 0.1"),
     ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive 'warn', params.yaml says 'block'"),
@@ -204,9 +204,10 @@ def test_a_bound_below_the_tolerance_on_few_clusters_is_no_forgery(project, tmp_
     """The gate once called an honest run edited when 25 documents bounded a loss."""
     for name in ("reference", "good", "bad"):
         rewrite_records(tmp_path / "build", name, "prose", lambda records: records[:25])
-    judgement = project("good", on_inconclusive="warn")
+    judgement = project("good", on_inconclusive="warn", tolerances=TOLERANCES | {
+        "prose/perplexity_per_token": {"overall": 0.05}})
     prose = next(c for c in judgement.verdicts[0].comparisons if c.metric == "prose/perplexity_per_token")
-    assert prose.high <= 0.02 and prose.outcome == "inconclusive"
+    assert prose.high <= 0.05 and prose.outcome == "inconclusive"
     assert run_gate()[0] == 0
     assert "too few to bound a loss" in capsys.readouterr().out
 

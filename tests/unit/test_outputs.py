@@ -230,7 +230,7 @@ def test_every_tolerance_of_the_shipped_settings_has_its_line() -> None:
 def test_a_message_can_not_forge_an_annotation(compared: ReleaseComparison) -> None:
     judgement = replace_verdict(compared.judgement, "broken", reasons=(REFUSED + HOSTILE,))
     messages = [m for _, _, m in read_annotations(render_annotations(judgement, "gate: {}\n")) if "forged" in m]
-    assert len(messages) == 1 and "%0A::error::forged" in messages[0] and "%250A" in messages[0]
+    assert len(messages) == 1 and "%0A\\x3a:error::forged" in messages[0] and "%250A" in messages[0]
     assert not UNPRINTABLE.search(messages[0]), "they steer the terminal of whoever reads the log"
     lines = render_annotations(judgement, "gate: {}\n", file="a,b:c%\n.yaml")
     assert all("file=a%2Cb%3Ac%25\\n.yaml,line=" in line for line in lines)

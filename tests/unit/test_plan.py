@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from pipeline.errors import SettingsError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.plan import SuiteSize, check_plan, plan_gate, read_last, render_plan
-from pipeline.gate.statistics import tango_bounds
+from pipeline.gate.statistics import proportion_bounds, tango_bounds
 from pipeline.record_files import write_record
 from pipeline.suite_sizes import count_sizes
 from tests.paths import ROOT
@@ -25,9 +27,13 @@ def plan(suites=SUITES, last=None, **gate):
     return plan_gate(make_params(["a"], ["a"], **({"tolerances": TOLERANCES} | gate)), suites, last)
 
 
-def test_sizes_are_cases_and_effective_clusters() -> None:
+def test_sizes_are_cases_and_the_equal_clusters_that_hide_as_much() -> None:
     sizes = count_sizes(["a", "a", "a", "b"], [["x"], ["x"], [], ["x"]])
-    assert sizes == {None: SuiteSize(4, 16 / 10), "x": SuiteSize(3, 9 / 5)}
+    # of clusters of 3 and 1 the largest loss that nobody sees is 3 + 1 - 2 sqrt(0.05 * 3 * 1)
+    shares = {None: 1 - math.sqrt(0.05 * 3) / 2, "x": 1 - 2 * math.sqrt(0.05 * 2) / 3}
+    hiding = {name: math.log(0.05) / math.log1p(-share) for name, share in shares.items()}
+    assert {name: (size.n, size.effective_clusters) for name, size in sizes.items()} == {
+        None: (4, pytest.approx(hiding[None])), "x": (3, pytest.approx(hiding["x"]))}
 
 
 def test_without_a_run_flips_are_assumed_and_unknown_suites_say_so() -> None:
@@ -110,3 +116,39 @@ def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_
 def test_its_command_tells_what_it_takes_before_any_plan(argv: list[str], code: int, said: str) -> None:
     child = subprocess.run([sys.executable, "scripts/plan.py", *argv], cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == code and said in child.stdout + child.stderr and "cases for it" not in child.stdout
+
+
+def test_the_chance_that_a_lossless_candidate_is_proven_is_the_gates(tmp_path) -> None:
+    """Catches a plan whose chance is of another bound: flips are drawn, half of them losses on average, and judged."""
+    rng = np.random.default_rng(5)
+    for sizes, tolerance in (([1] * 1_000, 0.025), ([4] * 250, 0.04)):
+        n, clusters = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
+        row = plan({"workflows": {None: SuiteSize(n, float(len(sizes)))}}, tolerances={
+            "workflows/task_completion_rate": {"overall": tolerance}})[0]
+        shared = len(sizes) < n  # without a run, cases of a cluster are taken to flip together
+        passes = 0
+        for _ in range(1_500):
+            drawn = rng.random(len(sizes))
+            d = np.where(drawn < 0.025, 1.0, np.where(drawn < 0.05, -1.0, 0.0))[clusters if shared else np.arange(n)]
+            passes += proportion_bounds(d, clusters, confidence=0.95).high <= tolerance
+        assert row.power == pytest.approx(passes / 1_500, abs=0.06)
+
+
+def test_a_perplexity_that_is_all_room_is_proven_whenever_there_are_documents_enough(tmp_path, monkeypatch) -> None:
+    """The room for a document lost is no spread: taken for one, a release that always passes had 64 %."""
+    monkeypatch.chdir(tmp_path)
+    write_tree(tmp_path / "build", {"a": Behaviour()})
+    params = make_params(["a"], ["a"])
+    last = compare_release(params, tmp_path / "build").judgement
+    row = next(row for row in plan_gate(params, {}, last) if row.metric == "prose/perplexity_per_token")
+    seen = next(c for c in last.verdicts[0].comparisons if c.metric == row.metric)
+    assert row.power == 1.0 and row.provable == row.least == pytest.approx(seen.high - seen.harm, rel=0.05)
+
+
+def test_a_release_is_said_to_pass_as_often_as_all_of_its_metrics() -> None:
+    rows = plan({"workflows": {None: SuiteSize(1_000, 1_000.0)}, "choices": {None: SuiteSize(1_000, 1_000.0)}},
+                on_inconclusive="block")
+    powers = [row.power or 0.0 for row in rows]
+    said = render_plan(rows).splitlines()[-1]
+    assert f"passes all 2 that must be proven {100 * powers[0] * powers[1]:.0f} % of the time" in said
+    assert "release:" not in render_plan(plan(on_inconclusive="warn"))

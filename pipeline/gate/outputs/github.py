@@ -20,15 +20,19 @@ from ruamel.yaml import YAML
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.markdown import render_name, render_table, show_flip
 from pipeline.gate.outputs import EXPLANATION
+from pipeline.gate.unproven import describe_unproven, list_unproven
 from pipeline.gate.verdicts import (
     FAILED,
+    GAIN_ACCEPTED,
     NO_GAIN,
     REFUSED,
     UNGATED,
     UNPROVEN,
+    UNTIMED,
     Judgement,
     blocking_verdicts,
     is_blocking,
+    is_open_watched,
     is_stopping,
     released_verdicts,
 )
@@ -110,10 +114,12 @@ def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
     candidate = (*section, "candidates", verdict.candidate)
     found = [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", reason)
              for reason in verdict.reasons if reason.startswith((REFUSED, *FAILED, UNPROVEN, NO_GAIN))]  # fmt: skip
+    if level == "warning" and (unproven := describe_unproven(verdict)):
+        found.append(Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", unproven))
     for outcome in ("fail", "inconclusive"):
         found += [Annotation("error" if is_stopping(c, judgement.policy) else "warning", (*section, *_locate(c)),
                              f"{verdict.candidate}: {c.outcome}", f"{name_comparison(c)}: {c.sentence}")
-                  for c in verdict.comparisons if c.outcome == outcome]  # fmt: skip
+                  for c in verdict.comparisons if c.outcome == outcome and not is_open_watched(c)]  # fmt: skip
     said = "; ".join(verdict.reasons) or "the verdict gives no reason"
     if found or verdict.outcome == "pass":
         return found
@@ -155,10 +161,11 @@ def render_summary(judgement: Judgement, explanation: Explanation) -> str:
     blocking = ", ".join(f"{render_name(v.candidate)} ({v.outcome})" for v in blocking_verdicts(judgement))
     title = "Gate" if policy.track == "text" else f"Gate: {policy.track}"
     parts = [f"## {title}\n\n" + (f"**Blocked** by {blocking}.\n" if blocking else "**Nothing blocks the release.**\n"),
+             *(f"**{escape_markdown(said[0].upper() + said[1:])}.**\n" for said in list_unproven(judgement)),
              _tabulate(judgement)]  # fmt: skip
     parts += [f"{render_name(v.candidate)}: {escape_markdown(cut_text(reason.removeprefix('note: '), _MAX_MESSAGE))}\n"
               for v in released_verdicts(judgement) for reason in v.reasons
-              if v.outcome == "pass" and reason.startswith(UNGATED)]  # fmt: skip
+              if v.outcome == "pass" and reason.startswith((GAIN_ACCEPTED, UNGATED, UNTIMED))]  # fmt: skip
     parts += [_explain(v, explanation) for v in released_verdicts(judgement) if v.outcome != "pass"]
     return _fit(parts, report=judgement.path.with_name("report.md").as_posix())
 

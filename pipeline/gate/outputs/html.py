@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from pipeline.gate.certificate_section import describe_certificate
 from pipeline.gate.explanation_records import Explanation
+from pipeline.gate.unproven import list_unproven
 from pipeline.gate.verdicts import Judgement, blocking_verdicts, is_blocking
 from pipeline.gate.wording import (
     cut_text,
@@ -87,7 +88,7 @@ def render_html(judgement: Judgement, explanation: Explanation, pictures: Mappin
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     blocking = [verdict.candidate for verdict in blocking_verdicts(judgement)]
     return template.render(
-        judgement=judgement, policy=judgement.policy, blocking=blocking,
+        judgement=judgement, policy=judgement.policy, blocking=blocking, unproven=list_unproven(judgement),
         candidates=[_describe(judgement, verdict.candidate, explanation) for verdict in judgement.verdicts],
         pictures=embed_pictures(pictures))  # fmt: skip
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from pipeline.gate.terminal import describe
+from pipeline.gate.unproven import describe_unproven
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking, is_stopping, list_gated
 from pipeline.gate.wording import cut_text, name_metric, show_unprintable
 from pipeline.verdict_records import Verdict
@@ -43,7 +44,7 @@ def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) ->
     classname = show_unprintable(f"quantgate.{_name_source(policy)}.{verdict.candidate}")
     found = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
     tests: list[tuple[str, str, tuple[str, ...], bool]] = [
-        ("verdict", verdict.outcome, verdict.reasons, is_blocking(verdict, policy))]
+        ("verdict", verdict.outcome, _tell(verdict, policy), is_blocking(verdict, policy))]
     tests += [(name_metric(*key), c.outcome, (c.sentence, describe(c)[1].strip()), is_stopping(c, policy))
               for key, c in found.items()]  # fmt: skip
     tests += [(name_metric(*key), "refused", (_REFUSED,), True) for key in list_gated(policy) if key not in found]
@@ -51,6 +52,12 @@ def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) ->
         test = ElementTree.SubElement(suite, "testcase", classname=classname, name=show_unprintable(name))
         if outcome in _TAGS:
             _judge(test, outcome, lines, why_skipped=_tell_skipped(verdict, stops))
+
+
+def _tell(verdict: Verdict, policy: Policy) -> tuple[str, ...]:
+    """Return a verdict's reasons; where it does not block, first that little of it was proven."""
+    unproven = None if is_blocking(verdict, policy) else describe_unproven(verdict)
+    return (unproven, *verdict.reasons) if unproven else verdict.reasons
 
 
 def _tell_skipped(verdict: Verdict, stops: bool) -> str:
