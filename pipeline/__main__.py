@@ -2,6 +2,7 @@
 
     quantgate compare REFERENCE CANDIDATE [--metric NAME] [--tolerance 0.03] ...
     quantgate gate [TRACK]
+    quantgate --version
 
 `python -m pipeline` is the same in a clone. Exit codes, which DVC would turn into 255:
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +30,11 @@ from pipeline.gate.standing import read_judgement
 from pipeline.gate.terminal import render_gate
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
 from pipeline.params import get_track, load_params
+from pipeline.plain_text import format_line
 from pipeline.settings import TRACKS, Tier, Track
 
 EXIT_CODES = {"pass": 0, "inconclusive": 10, "refused": 30, "fail": 20, "no gain": 20}  # the worst is last
+_PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"  # of a clone
 REFUSED, NO_VERDICT, INTERRUPTED = EXIT_CODES["refused"], 1, 130
 
 
@@ -41,6 +45,29 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message}; see `{self.prog} --help`")
 
 
+class _ShowVersion(argparse.Action):
+    """Looks the version up when it is asked for, and not at every start."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        print(f"quantgate {find_version()}")
+        raise SystemExit(0)
+
+
+def find_version() -> str:
+    """Return the version: of this clone, else of the installed package; "unknown" where neither tells."""
+    import tomllib
+    from importlib import metadata
+
+    if _PYPROJECT.is_file():
+        project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == "quantgate":
+            return str(project["version"])
+    try:
+        return metadata.version("quantgate")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code."""
     try:
@@ -48,10 +75,10 @@ def main(argv: Sequence[str]) -> int:
         code: int = options.run(options)
         return code
     except EvidenceError as error:
-        print(f"quantgate: refused: {error}", file=sys.stderr)
+        print(f"quantgate: refused: {format_line(str(error))}", file=sys.stderr)
         return REFUSED
     except (QuantgateError, OSError) as error:
-        print(f"quantgate: {error}", file=sys.stderr)
+        print(f"quantgate: {format_line(str(error))}", file=sys.stderr)
         return NO_VERDICT
     except KeyboardInterrupt:
         print("quantgate: interrupted", file=sys.stderr)
@@ -114,13 +141,13 @@ def _write_forms(compared: Any, options: argparse.Namespace) -> None:
 def _check_outputs(options: argparse.Namespace) -> None:
     """Refuse to write over what is read, or twice to one file."""
     inputs = (options.reference, options.candidate, options.policy)
-    taken = {file.resolve(): "read" for path in inputs if path for file in _list_read(path)}
+    taken = {os.path.realpath(file): "read" for path in inputs if path for file in _list_read(path)}
     for name in ("json", "html", "junit", "summary"):
         path = getattr(options, name)
-        if path and (use := taken.get(path.resolve())):
+        if path and (use := taken.get(os.path.realpath(path))):
             raise SettingsError(f"--{name}: expected a file of its own, {str(path)!r} is {use}; name another")
         if path:
-            taken[path.resolve()] = f"written as --{name}"
+            taken[os.path.realpath(path)] = f"written as --{name}"
 
 
 def _list_read(path: Path) -> list[Path]:
@@ -134,15 +161,18 @@ def _list_read(path: Path) -> list[Path]:
 
 def _read_sides(options: argparse.Namespace) -> Any:
     from pipeline.outcomes.cases import Grouping
+    from pipeline.outcomes.pools import pool_sides
     from pipeline.outcomes.registry import match_names, read_paired_table, read_side
 
     grouping = Grouping(options.cluster_by, tuple(options.buckets_by))
     if options.candidate is None:
         return read_paired_table(options.reference, grouping)
-    if options.reference.resolve() == options.candidate.resolve():
+    if os.path.realpath(options.reference) == os.path.realpath(options.candidate):
         raise SettingsError(f"{options.candidate} is both reference and candidate; a comparison with itself proves "
                             "nothing")
-    return match_names(read_side(options.reference, grouping), read_side(options.candidate, grouping))
+    sides = match_names(read_side(options.reference, grouping), read_side(options.candidate, grouping))
+    pools = {name: names.split(",") for name, names in _read_pairs("--pool", options.pool).items()}
+    return pool_sides(*sides, pools) if pools else sides
 
 
 def _read_rules(options: argparse.Namespace, reference: Any, candidate: Any) -> Any:
@@ -156,6 +186,8 @@ def _read_rules(options: argparse.Namespace, reference: Any, candidate: Any) -> 
     if options.bucket:
         given["buckets"] = {name: _number(f"--bucket {name}", value)
                             for name, value in _read_pairs("--bucket", options.bucket).items()}
+    if options.accept_gain:
+        given["accept_gain"] = _read_pairs("--accept-gain", options.accept_gain, first=True, value="REASON")
     if options.policy is None:
         return plan_rules(Asked(better=better, **given), reference, candidate)
     if given:
@@ -163,16 +195,18 @@ def _read_rules(options: argparse.Namespace, reference: Any, candidate: Any) -> 
     return load_rules(options.policy, better, reference, candidate)
 
 
-def _read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """Split each NAME=VALUE at its last equals sign."""
+def _read_pairs(
+    option: str, given: Sequence[str], *, first: bool = False, value: str = "VALUE"
+) -> dict[str, str]:
+    """Split each NAME=VALUE at its last equals sign, or at its first where a value may hold one."""
     pairs = {}
     for text in given:
-        name, sign, value = text.rpartition("=")
+        name, sign, right = text.partition("=") if first else text.rpartition("=")
         if not sign or not name:
-            raise SettingsError(f"{option}: expected NAME=VALUE, got {text!r}")
+            raise SettingsError(f"{option}: expected NAME={value}, got {text!r}")
         if name in pairs:
             raise SettingsError(f"{option}: {name} is there twice; remove one")
-        pairs[name] = value
+        pairs[name] = right
     return pairs
 
 
@@ -193,6 +227,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = (__doc__ or "").split("\n\n")
     parser = _Parser(prog="quantgate", description=about[0], epilog="\n\n".join(about[2:4]),
                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version, and end")
     commands = parser.add_subparsers(required=True, metavar="{compare,gate}")
     _add_compare(commands.add_parser("compare", help="judge records that lm-eval, inspect_ai or anything else made"))
     own = commands.add_parser("gate", help="tell the verdict on this project's release, as the stage gate does")
@@ -203,8 +238,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.description = ("Judge a candidate's outcomes against the reference's: lm-eval's samples_*.jsonl, logs of "
-                          "inspect_ai, tables (.csv, .jsonl), quantgate's own case records, or folders of them.")
+    from pipeline.outcomes.examples import EXAMPLES
+
+    parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    parser.description = ("Judge a candidate's outcomes against the reference's: lm-eval's samples_*.jsonl, logs of\n"
+                          "inspect_ai, tables (.csv, .tsv, .jsonl), quantgate's own case records, or folders of them.")
     parser.set_defaults(run=compare)
     add = parser.add_argument
     add("reference", type=Path, metavar="REFERENCE", help="a file or folder; alone, a table of both sides")
@@ -217,8 +255,12 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add("--on-inconclusive", choices=("block", "warn"), help="(block)")
     add("--policy", type=Path, metavar="FILE", help="instead of the above: YAML with the key `gate` of params.yaml")
     add("--better", action="append", default=[], metavar="NAME=higher|lower", help="direction of a metric; repeatable")
+    add("--accept-gain", action="append", default=[], metavar="NAME=REASON",
+        help="a gain beyond the tolerance passes, and the reason is printed; repeatable")
     add("--cluster-by", metavar="FIELD", help="of the document, metadata or table: equal values are one cluster")
     add("--buckets-by", action="append", default=[], metavar="FIELD", help="likewise, buckets FIELD/value; repeatable")
+    add("--pool", action="append", default=[], metavar="NAME=EVAL,EVAL",
+        help="judge evals as one, each a bucket of it; shell patterns, as mmlu=mmlu_*; repeatable")
     add("--json", type=Path, metavar="FILE", help="write the judgement")
     add("--html", type=Path, metavar="FILE", help="write it as one page, with the cases that flipped side by side")
     add("--junit", type=Path, metavar="FILE", help="write it as JUnit XML")

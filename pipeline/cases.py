@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.digests import digest_json
 from pipeline.errors import EvalsetError
-from pipeline.files import line_of, read_lines
+from pipeline.files import line_of, open_bounded, read_lines
 from pipeline.record_files import Record, first_problem
 
 Kind = Literal["documents", "choices", "tool_calls", "trajectories", "prompts", "detection", "upscaling"]
@@ -233,7 +233,9 @@ def check_distinct(path: Path, cases: Iterable[Case]) -> None:
 
 
 def _read_lines(path: Path) -> list[str]:
-    if path.read_bytes()[:3] == codecs.BOM_UTF8:
+    with open_bounded(path) as file:
+        start = file.read(3)
+    if start == codecs.BOM_UTF8:
         raise EvalsetError(f"{path}:1: expected UTF-8 without a byte-order mark, found one; save the cases without it")
     try:
         return read_lines(path)
@@ -247,9 +249,11 @@ def _read_case(where: str, line: str, kind: type[Case]) -> Case:
     try:
         return kind.model_validate(json.loads(line))
     except json.JSONDecodeError as error:
-        raise EvalsetError(f"{where}: not JSON ({error.msg} at column {error.colno}): {line[:60]!r}") from None
+        raise EvalsetError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     except ValidationError as error:
         raise EvalsetError(f"{where}: {first_problem(error)}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand levels
+        raise EvalsetError(f"{where}: a value that can't be read: {' '.join(str(error).split())}") from None
 
 
 def _check_state_fields(where: str, case: TrajectoryCase) -> None:

@@ -1,7 +1,8 @@
-"""Write files and folders whole or not at all, and read text by lines.
+"""Write files and folders whole or not at all, and read what others wrote: as much as there is memory for.
 
 A killed stage leaves no half file and no half folder behind: what is written goes under a temporary name and is
-moved into place.
+moved into place. What is read may come from anybody: a pipe would never end, and a small archive may unpack to more
+than fits into memory. So there is one limit, of a file and of what it unpacks to, in MiB: QUANTGATE_MAX_MIB.
 """
 
 from __future__ import annotations
@@ -9,8 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+from pipeline.errors import EvidenceError, SettingsError
+
+LIMIT = "QUANTGATE_MAX_MIB"
+_MAX_MIB = 512  # a million cases with short texts are 160 MiB
+_MIB = 1 << 20
 
 
 @contextlib.contextmanager
@@ -55,9 +64,57 @@ def replace_folder(folder: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def check_size(num_bytes: int, where: str) -> None:
+    """Refuse what is larger than the limit, before it is read or unpacked.
+
+    Raises:
+        EvidenceError: it is.
+        SettingsError: the limit is no number of MiB.
+    """
+    said = os.environ.get(LIMIT, str(_MAX_MIB))
+    if not (said.isascii() and said.isdigit() and 0 < len(said) < 10 and int(said)):
+        raise SettingsError(f"{LIMIT}: expected a whole number of MiB above 0, got {said[:40]!r}")
+    if num_bytes > int(said) * _MIB:
+        raise EvidenceError(f"{where}: expected {said} MiB at most, got {-(-num_bytes // _MIB):,} MiB; if it is what "
+                            f"you mean and memory allows, raise {LIMIT}")
+
+
+@contextlib.contextmanager
+def open_bounded(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to be read, unless it is a pipe or a device, or too large.
+
+    Raises:
+        EvidenceError: it is no regular file, or larger than the limit.
+        OSError: the system's.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise EvidenceError(f"{path}: expected a file, got something else, such as a folder, a pipe or a device")
+    check_size(status.st_size, str(path))
+    with path.open("rb") as file:
+        yield file
+
+
+def read_bounded(path: Path) -> bytes:
+    """Return what is in a file that `open_bounded` opens."""
+    with open_bounded(path) as file:
+        return file.read()
+
+
+def check_link(path: Path, folder: Path) -> None:
+    """Refuse a file of a folder that lies elsewhere: what is wrong with it would be told with its words.
+
+    Raises:
+        EvidenceError: a link leads out of the folder.
+    """
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise EvidenceError(f"{path}: expected a file of this folder, got a link that leads out of it; copy the file "
+                            "to its place")
+
+
 def read_lines(path: Path) -> list[str]:
     """Split a text file at newlines only: `str.splitlines` also cuts at U+2028 inside a JSON string."""
-    text = path.read_text(encoding="utf-8")
+    text = read_bounded(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     return text.removesuffix("\n").split("\n") if text else []
 
 

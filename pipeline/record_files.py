@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.digests import canonical_json
 from pipeline.errors import EvidenceError, describe_problem
-from pipeline.files import line_of, read_lines, write_text
+from pipeline.files import line_of, read_bounded, read_lines, write_text
 
 
 class Record(BaseModel):
@@ -38,7 +38,7 @@ def read_record(path: Path, kind: type[R]) -> R:
         EvidenceError: the file is missing, not JSON, or not a record of this kind.
     """
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_bounded(path))
     except FileNotFoundError:
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise EvidenceError(f"{path}: expected {article} {kind.__name__}, found no file; run `dvc repro`") from None

@@ -21,13 +21,21 @@ INDEX = "evaluation.json"
 
 def recognizes(path: Path) -> bool:
     """Say whether the first line of a JSONL file looks like a case record."""
-    return path.suffix == ".jsonl" and {"input_digest", "scores", "fingerprint"} <= read_first_keys(path)
+    return path.suffix.lower() == ".jsonl" and {"input_digest", "scores", "fingerprint"} <= read_first_keys(path)
 
 
 def list_files(folder: Path) -> Iterator[Path]:
     """Yield the records that a folder's index names."""
-    if (folder / INDEX).is_file():
-        yield from (folder / file.records for file in read_record(folder / INDEX, Evaluation).evals.values())
+    yield from (folder / file.records for file in read_record(folder / INDEX, Evaluation).evals.values())
+
+
+def list_sealed(folder: Path) -> Iterator[Path]:
+    """Yield what an evaluation keeps beside its records: arrays and notes, the canary, the server's settings."""
+    index = read_record(folder / INDEX, Evaluation)
+    for file in index.evals.values():
+        yield from ((folder / file.records).with_suffix(suffix) for suffix in (".npz", ".json"))
+    yield from (folder / "config" / name for name in index.config)
+    yield from (folder / index.canary.records,) if index.canary else ()
 
 
 def read(path: Path, grouping: Grouping) -> Outcomes:

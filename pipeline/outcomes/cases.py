@@ -1,7 +1,8 @@
 """What a reader of other people's records hands on: the cases of one eval of one side, and what they can be judged by.
 
 A reader yields a `Case` per case as it found it, and `build_outcomes` makes the gate's own records of them: a case
-that is there twice, or that has no judgement, is refused here, for every format alike. A score that is not a finite
+that is there twice, or that has no judgement, is refused here, for every format alike, and equal questions are made to
+weigh alike (`questions.py`). A score that is not a finite
 number is left out of its record and remembered, so that it stands in the way of its own metric and of no other.
 Not covered: whether two sides belong together; `judging.py` asks that.
 """
@@ -12,20 +13,28 @@ import codecs
 import io
 import json
 import math
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from pipeline.digests import digest_json, digest_text
 from pipeline.errors import EvidenceError
-from pipeline.files import line_of
+from pipeline.files import open_bounded
+from pipeline.gate.case_rows import CaseRow, change_row
 from pipeline.gate.metrics import MetricDefinition
+from pipeline.outcomes.questions import Question, join_clusters, sort_by_id, weigh_alike
 from pipeline.records import CaseRecord, describe_failures
 
 Direction = Literal["higher", "lower"]
 _MAX_SHOWN = 60  # characters of a value that is no score
+_MAX_NAMES = 300  # characters of a list of names
+_MAX_BUCKETS = 1_000  # a number a cluster is kept of each
+_HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON spells a surrogate
 
 
 @dataclass(frozen=True)
@@ -41,13 +50,15 @@ class Grouping:
     buckets: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(slots=True)
 class Case:
-    """One case as its file has it.
+    """One case as its file has it; `condense_case` keeps of it what there is memory for.
 
     Attributes:
         where: file and line, for messages.
-        asked: what makes it the same case on both sides, part by part; JSON data.
+        asked: what makes it the same case on both sides, part by part; JSON data, condensed the digest of each.
+        tells: parts of `asked`, alone or together, that tell the question: cases that are equal in one of these ask
+            the same. The part `target`, where there is one, is what is expected.
         scores: by name; anything that the file may hold.
         fields: what a `Grouping` may name.
     """
@@ -57,6 +68,7 @@ class Case:
     asked: dict[str, Any]
     scores: dict[str, Any]
     cluster: str
+    tells: tuple[tuple[str, ...], ...] = ()
     buckets: tuple[str, ...] = ()
     prompt: str = ""
     output: str = ""
@@ -77,6 +89,8 @@ class Outcomes:
         better: per score, the direction that the file tells.
         definitions: metrics whose arithmetic the format knows.
         weight: the score that every other one is divided by, where the file has one.
+        note: what was done to its cases, in one line.
+        parts: evals that are pooled in it.
     """
 
     name: str
@@ -89,6 +103,8 @@ class Outcomes:
     better: dict[str, Direction] = field(default_factory=dict)
     definitions: dict[str, MetricDefinition] = field(default_factory=dict)
     weight: str | None = None
+    note: str | None = None
+    parts: tuple[Outcomes, ...] = ()
 
     @property
     def scores(self) -> list[str]:
@@ -96,16 +112,49 @@ class Outcomes:
         return list(dict.fromkeys([*(name for r in self.records for name in r.scores), *self.problems]))
 
 
-def build_outcomes(name: str, path: Path, cases: Iterable[Case], *, format: str, grouping: Grouping,
-                   task: dict[str, Any], **known: Any) -> Outcomes:
+def condense_case(case: Case, grouping: Grouping) -> Case:
+    """Return a case with what records are made of: digests of what it asks, its cluster and its buckets.
+
+    Raises:
+        EvidenceError: it lacks a field to group by.
+    """
+    cluster, buckets = _group(case, grouping)
+    return replace(case, asked=digest_asked(case.asked), cluster=cluster, buckets=buckets, fields={},
+                   scores=condense_scores(case.scores))
+
+
+def condense_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Return scores as numbers; of what is none, as much as a message shows."""
+    return {sys.intern(clean(name)): _condense_value(value) for name, value in scores.items()}
+
+
+class _Shown(str):
+    """A value that is no number, as a message shows it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _condense_value(value: Any) -> Any:
+    number = read_number(value)
+    if number is not None:
+        return number if math.isfinite(number) else value
+    return value if value in (None, "") else _Shown(clean(repr(value)[:_MAX_SHOWN]))
+
+
+def build_outcomes(name: str, path: Path, cases: Iterable[Case], *, format: str, task: dict[str, Any],
+                   **known: Any) -> Outcomes:
     """Make records of cases, in their order.
 
     Args:
         name: of the eval.
+        cases: condensed.
         known: `better`, `definitions` and `weight` of the outcomes.
 
     Raises:
-        EvidenceError: no case, one that is there twice, or one without a judgement.
+        EvidenceError: no case, one that is there twice, one without a judgement, or too many buckets.
     """
     found = list(cases)
     if not found:
@@ -113,22 +162,43 @@ def build_outcomes(name: str, path: Path, cases: Iterable[Case], *, format: str,
     _check_once(found)
     numeric = _find_numeric(found)
     problems: dict[str, str] = {}
-    records = []
-    repeats: dict[str, int] = {}
-    for case in found:
-        digest = digest_json(digest_asked(case.asked))
-        repeats[digest] = repeats.get(digest, -1) + 1  # only their place tells equal questions of a task apart
-        records.append(_make_record(case, digest if not repeats[digest] else digest_json([digest, repeats[digest]]),
-                                    numeric, problems, grouping))
+    records = [_make_record(case, digest_json(case.asked), numeric, problems) for case in found]
     if failed := describe_failures(records):
         raise EvidenceError(f"{path}: {failed}")
-    asked = {case.case_id: digest_asked(case.asked) for case in found}
-    return Outcomes(name.replace("/", "."), path, format, records, task, asked, problems, **known)
+    asks = [_tell_question(case) for case in found]
+    records, note = weigh_alike(join_clusters(_number_equal(records), asks), asks)
+    if (num_buckets := len({bucket for record in records for bucket in record.buckets})) > _MAX_BUCKETS:
+        raise EvidenceError(f"{path}: expected {_MAX_BUCKETS:,} buckets at most, as each is judged and shown, got "
+                            f"{num_buckets:,}; group by a field of fewer values")
+    asked = {clean(case.case_id): case.asked for case in found}
+    return Outcomes(clean(name).replace("/", "."), path, format, records, task, asked, problems, note=note, **known)
+
+
+def _tell_question(case: Case) -> Question:
+    """Return what a condensed case asks, by the digests of its parts; a part that is empty tells nothing."""
+    parts = case.asked
+    keys = [digest_json([*names, *(parts[name] for name in names)]) for names in case.tells
+            if parts.get(names[0]) not in (None, *_NOTHING)]  # fmt: skip
+    return Question(tuple(keys), parts.get("target", ""))
+
+
+def _number_equal(records: list[CaseRecord]) -> list[CaseRecord]:
+    """Number the records whose digests are equal, as lm-eval's are: only their ids tell such questions apart."""
+    counts: Counter[str] = Counter()
+    for i in sort_by_id(records):
+        digest = records[i].input_digest
+        counts[digest] += 1
+        if counts[digest] > 1:
+            records[i] = change_row(records[i], input_digest=digest_json([digest, counts[digest] - 1]))
+    return records
 
 
 def digest_asked(asked: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of each part of what a case asks."""
     return {part: digest_text(json.dumps(value, sort_keys=True, default=str)) for part, value in asked.items()}
+
+
+_NOTHING = tuple(digest_asked({"null": None, "text": "", "list": [], "object": {}}).values())
 
 
 def _check_once(cases: Iterable[Case]) -> None:
@@ -156,9 +226,7 @@ def read_number(value: Any) -> float | None:
     return None
 
 
-def _make_record(
-    case: Case, digest: str, numeric: set[str], problems: dict[str, str], grouping: Grouping
-) -> CaseRecord:
+def _make_record(case: Case, digest: str, numeric: set[str], problems: dict[str, str]) -> CaseRecord:
     scores = {}
     for name in sorted(numeric):
         number = read_number(case.scores.get(name))
@@ -168,42 +236,57 @@ def _make_record(
             came = repr(case.scores[name])[:_MAX_SHOWN] if case.scores.get(name) not in (None, "") else "none"
             problems.setdefault(name, f"{case.where}: case {case.case_id!r}: expected a finite number as {name!r}, "
                                       f"got {came}")
-    cluster, buckets = _group(case, grouping)
-    return CaseRecord(case_id=clean(case.case_id), input_digest=digest, cluster=clean(cluster), buckets=buckets,
-                      prompt=clean(case.prompt), output=clean(case.output), scores={} if case.failure else scores,
-                      failure=case.failure, fingerprint="")
+    return CaseRow(case_id=clean(case.case_id), input_digest=digest, cluster=case.cluster, buckets=case.buckets,
+                   prompt=clean(case.prompt), output=clean(case.output), scores={} if case.failure else scores,
+                   failure=clean(case.failure) if case.failure else case.failure, fingerprint="")
 
 
 def _group(case: Case, grouping: Grouping) -> tuple[str, tuple[str, ...]]:
     for name in (*((grouping.cluster,) if grouping.cluster else ()), *grouping.buckets):
         if case.fields.get(name) in (None, ""):
             raise EvidenceError(f"{case.where}: case {case.case_id!r}: expected a field {name!r} to group by, found "
-                                f"none; it has {sorted(map(str, case.fields))}")
-    cluster = str(case.fields[grouping.cluster]) if grouping.cluster else case.cluster
+                                f"none; it has {show_names(sorted(map(str, case.fields)))}")
+    cluster = clean(str(case.fields[grouping.cluster]) if grouping.cluster else case.cluster)
     named = (clean(f"{name}/{case.fields[name]}") for name in grouping.buckets)
     return cluster, tuple(dict.fromkeys((*map(clean, case.buckets), *named)))
 
 
+def show_names(names: Iterable[str]) -> str:
+    """Write names for a message, as far as they fit."""
+    said = repr(list(names))
+    return said if len(said) <= _MAX_NAMES else f"{said[:_MAX_NAMES]}..."
+
+
 def clean(text: str) -> str:
     """Replace what can't be written as UTF-8: half a surrogate pair, which JSON can spell."""
-    return text.encode("utf-8", "replace").decode()
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _clean_all(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    return [_clean_all(part) for part in value] if isinstance(value, list) else value
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON; NaN and infinity become what they say, for the reader to refuse by name.
+    """Parse JSON; NaN and infinity become what they say, for the reader to refuse by name, half a surrogate pair "?".
 
     Raises:
         EvidenceError: it is none, or an object has a key twice.
     """
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if is_halved:
+            pairs = [(clean(key), _clean_all(value)) for key, value in pairs]
         found = dict(pairs)
         if len(found) < len(pairs):
             twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-            raise EvidenceError(f"{where}: key {twice!r} is there twice; name it once")
+            raise EvidenceError(f"{where}: key {twice[:_MAX_SHOWN]!r} is there twice; name it once")
         return found
 
     try:
+        text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
+        is_halved = _HALF_A_PAIR.search(text) is not None
         return json.loads(text, object_pairs_hook=build)
     except (ValueError, RecursionError) as error:
         raise EvidenceError(f"{where}: expected JSON, got something else: {' '.join(str(error).split())}; "
@@ -211,8 +294,12 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def read_first_keys(path: Path) -> set[str]:
-    """Return the keys of the first object of a JSONL file, without reading the rest; none where it is no object."""
-    with path.open("rb") as file:
+    """Return the keys of the first object of a JSONL file, without reading the rest; none where it is no object.
+
+    Raises:
+        EvidenceError: it is no regular file, or larger than the limit.
+    """
+    with open_bounded(path) as file:
         line = next((line for line in file if line.strip()), b"{}")
     try:
         first = parse_json(line, str(path))
@@ -221,19 +308,37 @@ def read_first_keys(path: Path) -> set[str]:
     return set(first) if isinstance(first, dict) else set()
 
 
-def read_text(path: Path) -> str:
-    """Read a file in UTF-8, with a byte-order mark or without.
+@contextmanager
+def open_text(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
+    """Open a file in UTF-8, with a byte-order mark or without, to be read line by line.
+
+    Args:
+        newline: as for `open`.
 
     Raises:
-        EvidenceError: it is in another encoding.
+        EvidenceError: it is no regular file, too large, or, when it is read, in another encoding.
     """
-    data = path.read_bytes()
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:2]:
-        raise EvidenceError(f"{path}: expected UTF-8, got what looks like UTF-16; save it as UTF-8")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise EvidenceError(f"{path}:{line_of(error)}: not UTF-8 ({error.reason})") from None
+    with open_bounded(path) as file:
+        start = file.read(2)
+        if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in start:
+            raise EvidenceError(f"{path}: expected UTF-8, got what looks like UTF-16; save it as UTF-8")
+        file.seek(0)
+        try:
+            with io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text:
+                yield text
+        except UnicodeDecodeError as error:
+            raise EvidenceError(f"{path}:{_find_broken_line(path)}: not UTF-8 ({error.reason})") from None
+
+
+def _find_broken_line(path: Path) -> int:
+    """Return the line, counted from 1, in which a file stops being text."""
+    with open_bounded(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def iterate_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -243,10 +348,11 @@ def iterate_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         EvidenceError: no file, not UTF-8, or a line that is no JSON object.
     """
     # of all that `str.splitlines` cuts at, a JSON string may hold U+2028
-    for number, line in enumerate(io.StringIO(read_text(path), newline=None), start=1):
-        if line.strip():
-            where = f"{path}:{number}"
-            value = parse_json(line, where)
-            if not isinstance(value, dict):
-                raise EvidenceError(f"{where}: expected a JSON object, got {type(value).__name__}")
-            yield where, value
+    with open_text(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}:{number}"
+                value = parse_json(line, where)
+                if not isinstance(value, dict):
+                    raise EvidenceError(f"{where}: expected a JSON object, got {type(value).__name__}")
+                yield where, value

@@ -1,9 +1,11 @@
 """Logs of inspect_ai, `.eval` (a zip of JSON files) and `.json`, read without inspect_ai.
 
-A case is a sample in an epoch; the epochs of a sample are one cluster. Each scorer is a score; one that gives several
+A case is a sample in an epoch; the epochs of a sample are one cluster, and so are samples of one input, one set of
+choices, files and setup. Each scorer is a score; one that gives several
 values by name gives `<scorer>.<name>`. "C", "P", "I" and "N" count as 1, 0.5, 0 and 0, as in inspect_ai's own accuracy.
 A log that did not end in success, that somebody marked as invalid or that holds fewer samples than it says is refused.
-Both sides must have run the same task with the same arguments, solvers, scorers and generation settings.
+Both sides must have run the same task with the same arguments, solvers, scorers, generation settings, limits of work
+and other models (a grader).
 
 Not covered: scores that were edited by hand are taken as they are; which direction is better is not in a log.
 `.eval` files are compressed by Zstandard, which Python reads from 3.14 on; before, pyarrow does.
@@ -11,36 +13,38 @@ Not covered: scores that were edited by hand are taken as they are; which direct
 
 from __future__ import annotations
 
+import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.outcomes.cases import Case, Grouping, Outcomes, build_outcomes, parse_json
+from pipeline.files import check_size, open_bounded, read_bounded
+from pipeline.outcomes.cases import Case, Grouping, Outcomes, build_outcomes, condense_case, parse_json
 
 FORMAT = "inspect_ai"
 _LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 _ZSTANDARD = 93  # a zip's number of that compression
+_ENCRYPTED = 1  # flag of a file in a zip
 _LOCAL_HEADER_BYTES = 30  # of a file in a zip, before its name
+_LIMITS = ("message_limit", "token_limit", "time_limit", "working_limit", "cost_limit")  # of a sample's work
 # settings of a run that change no answer
 _TRANSPORT = {"max_connections", "adaptive_connections", "max_retries", "timeout", "attempt_timeout", "batch"}
 
 
 def recognizes(path: Path) -> bool:
     """Say whether a file looks like a log: an `.eval`, or a `.json` that starts as one does."""
-    if path.suffix == ".json":
-        with path.open("rb") as file:
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        with open_bounded(path) as file:
             start = file.read(4096)
         return re.search(rb'"status":', start) is not None and re.search(rb'"eval":', start) is not None
-    return path.suffix == ".eval"
-
-
-def list_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that are of this format."""
-    yield from (path for path in sorted(folder.rglob("*")) if path.suffix in (".eval", ".json") and recognizes(path))
+    return suffix == ".eval"
 
 
 def read(path: Path, grouping: Grouping) -> Outcomes:
@@ -49,34 +53,61 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
     Raises:
         EvidenceError: it is damaged, did not end in success, or lacks samples.
     """
-    log, samples = _read_zip(path) if path.suffix == ".eval" else _read_json(path)
-    _check_complete(log, len(samples), path)
+    log, num_samples, samples = _read_zip(path) if path.suffix.lower() == ".eval" else _read_json(path)
+    _check_complete(log, num_samples, path)
     about = log["eval"]
-    cases = [_read_case(sample, f"{path}: sample {i}") for i, sample in enumerate(samples, start=1)]
+    cases = [condense_case(_read_case(sample, f"{path}: sample {i}"), grouping)
+             for i, sample in enumerate(samples, start=1)]  # fmt: skip
     return build_outcomes(str(about.get("task", path.stem)).rpartition("/")[2], path, cases, format=FORMAT,
-                          grouping=grouping, task=_describe_task(log))
+                          task=_describe_task(log))
 
 
-def _read_json(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    log = parse_json(path.read_bytes(), str(path))
+def _read_json(path: Path) -> tuple[dict[str, Any], int, Iterable[Any]]:
+    log = parse_json(read_bounded(path), str(path))
     _check_shape(log, path)
-    return log, log.get("samples") or []
+    samples = log.get("samples") or []
+    if not isinstance(samples, list):
+        raise EvidenceError(f"{path}: expected a list of samples, got {type(samples).__name__}")
+    return log, len(samples), samples
 
 
-def _read_zip(path: Path) -> tuple[dict[str, Any], list[Any]]:
+def _read_zip(path: Path) -> tuple[dict[str, Any], int, Iterable[Any]]:
+    """Return the log, how many samples it has, and the samples, each read when it is its turn."""
+    with _open_archive(path) as archive:
+        names = [name for name in archive.namelist() if name.startswith("samples/") and name.endswith(".json")]
+        if "header.json" not in archive.namelist():
+            raise EvidenceError(f"{path}: expected a log that has ended, found no header.json in it: the run is "
+                                "under way or was killed")
+        log = parse_json(_extract(archive, "header.json", path), f"{path}: header.json")
+    _check_shape(log, path)
+    return log, len(names), _iterate_samples(path, names)
+
+
+def _iterate_samples(path: Path, names: Iterable[str]) -> Iterator[Any]:
+    with _open_archive(path) as archive:
+        for name in names:
+            yield parse_json(_extract(archive, name, path), f"{path}: {name}")
+
+
+@contextmanager
+def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a zip whose files are there once, unpack to what there is memory for, and are not encrypted.
+
+    Raises:
+        EvidenceError: they are not, or what is read within is damaged.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.startswith("samples/") and name.endswith(".json")]
-            if "header.json" not in archive.namelist():
-                raise EvidenceError(f"{path}: expected a log that has ended, found no header.json in it: the run is "
-                                    "under way or was killed")
-            log = parse_json(_extract(archive, "header.json", path), f"{path}: header.json")
-            samples = [parse_json(_extract(archive, name, path), f"{path}: {name}") for name in names]
-    except zipfile.BadZipFile as error:
-        raise EvidenceError(f"{path}: expected a log of inspect_ai, which is a zip file, got something else: {error}; "
-                            "was it cut off?") from None
-    _check_shape(log, path)
-    return log, samples
+        with open_bounded(path) as file, zipfile.ZipFile(file) as archive:
+            names = Counter(archive.namelist())
+            if twice := next((name for name, count in names.items() if count > 1), None):
+                raise EvidenceError(f"{path}: {twice[:100]!r} is there twice in it; a log holds each file once")
+            if any(info.flag_bits & _ENCRYPTED for info in archive.infolist()):
+                raise EvidenceError(f"{path}: it is encrypted; unpack it with its password and give the log as JSON")
+            check_size(sum(info.file_size for info in archive.infolist()), f"{path}: unpacked")
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError, NotImplementedError) as error:
+        raise EvidenceError(f"{path}: expected a log of inspect_ai, which is a zip file, got something else: "
+                            f"{' '.join(str(error).split())}; was it cut off?") from None
 
 
 def _extract(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
@@ -132,14 +163,33 @@ def _check_complete(log: dict[str, Any], num_samples: int, path: Path) -> None:
 
 def _describe_task(log: dict[str, Any]) -> dict[str, Any]:
     """Return what both sides must share."""
-    about, plan = log["eval"], log.get("plan") or {}
-    settings = {**(plan.get("config") or {}), **(about.get("model_generate_config") or {})}
+    about, plan = log["eval"], _take_object(log, "plan")
+    settings = {**_take_object(plan, "config"), **_take_object(about, "model_generate_config")}
     return {
         "task": about.get("task"), "version": about.get("task_version"), "arguments": about.get("task_args"),
-        "solvers": [[step.get("solver"), step.get("params")] for step in plan.get("steps") or []],
-        "scorers": [[scorer.get("name"), scorer.get("options")] for scorer in about.get("scorers") or []],
+        "solvers": [[step.get("solver"), step.get("params")] for step in _list_objects(plan, "steps")],
+        "scorers": [[scorer.get("name"), scorer.get("options")] for scorer in _list_objects(about, "scorers")],
+        "limits": {key: given for key in _LIMITS if (given := _take_object(about, "config").get(key)) is not None},
+        "other models": _describe_roles(about),
         "generation": {key: value for key, value in settings.items() if key not in _TRANSPORT},
     }
+
+
+def _describe_roles(about: dict[str, Any]) -> dict[str, Any]:
+    """Return which models have a part beside the one that is evaluated, such as a grader."""
+    roles = {role: found.get("model") if isinstance(found, dict) else found
+             for role, found in _take_object(about, "model_roles").items()}  # fmt: skip
+    return {role: "itself" if model == about.get("model") else model for role, model in roles.items()}
+
+
+def _take_object(section: dict[str, Any], key: str) -> dict[str, Any]:
+    found = section.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _list_objects(section: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    found = section.get(key)
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _read_case(sample: Any, where: str) -> Case:
@@ -152,11 +202,14 @@ def _read_case(sample: Any, where: str) -> Case:
         failure = f"infrastructure: {message}"
     asked = {"id": sample["id"], "epoch": sample["epoch"], "input": _strip(sample["input"]),
              "target": sample["target"], "choices": sample.get("choices")}
+    asked |= {part: sample[part] for part in ("files", "setup") if sample.get(part)}
     metadata = sample.get("metadata")
     name = str(sample["id"])
     return Case(
         name if sample["epoch"] == 1 else f"{name} (epoch {sample['epoch']})", where, asked,
-        _read_scores(sample.get("scores")), cluster=name, prompt=_show_input(sample["input"]), failure=failure,
+        _read_scores(sample.get("scores")), cluster=name,
+        tells=(("id",), tuple(part for part in ("input", "choices", "files", "setup") if part in asked)),
+        prompt=_show_input(sample["input"]), failure=failure,
         output=str(output.get("completion", "")) if isinstance(output, dict) else "",
         fields=metadata if isinstance(metadata, dict) else {})
 

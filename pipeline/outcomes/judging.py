@@ -7,7 +7,7 @@ weights, speeds. Evidence that is not fit makes the verdict "refused" and is nam
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pipeline.digests import digest_file
@@ -17,12 +17,12 @@ from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.compare import Measured, ReleaseComparison, number_clusters
 from pipeline.gate.decision import combine, judge_all
-from pipeline.gate.headlines import explain_ungated
+from pipeline.gate.headlines import explain_ungated, list_accepted_gains
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.verdicts import REFUSED, Judgement, Policy, is_blocking
 from pipeline.gate.wording import name_comparison
-from pipeline.outcomes.cases import Outcomes
+from pipeline.outcomes.cases import Outcomes, clean
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules, list_metrics
 from pipeline.verdict_records import Certificate, Comparison, Metric, Verdict
@@ -35,16 +35,20 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
     measured = Measured(metrics=_describe_side(candidate, rules))
     measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.problems]
     measured.refusals += candidate.problems
+    measured.refusals += _list_unpaired(reference, candidate, rules)
     for eval_name in dict.fromkeys(full.partition("/")[0] for full in rules.tolerances):
         if any(eval_name not in side.outcomes and side.problems for side in (reference, candidate)):
             continue  # refused for that
         try:
             _check_there(eval_name, reference, candidate)
             ours, theirs = reference.outcomes[eval_name], candidate.outcomes[eval_name]
+            if not reference.is_half:
+                _check_other_file(ours, theirs)
             measured.pairs[eval_name] = pair_outcomes(ours, theirs)
         except EvidenceError as error:
             measured.refusals.append(str(error))
             continue
+        measured.notes += [f"{eval_name}: {ours.note}"] if ours.note else []
         measured.notes += _describe_sameness(measured.pairs[eval_name], eval_name)
         for full in rules.tolerances:
             if full.startswith(f"{eval_name}/"):
@@ -52,7 +56,7 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
     certificate = _certify(measured, candidate.name, rules)
     comparisons = judge_all({candidate.name: measured.measurements}, [candidate.name], alpha=rules.alpha)
     policy = _describe_policy(reference, candidate, rules)
-    verdict = _conclude(candidate, measured, comparisons[candidate.name], certificate, rules.alpha)
+    verdict = _conclude(candidate, measured, comparisons[candidate.name], certificate, rules)
     is_blocked = is_blocking(verdict, policy)
     unmeasured = Measured(metrics=_describe_side(reference, rules))
     judgement = Judgement(
@@ -111,6 +115,25 @@ def _check_there(eval_name: str, reference: Side, candidate: Side) -> None:
                                 + ("; one eval has one name on both sides: rename a file" if side.outcomes else ""))
 
 
+def _list_unpaired(reference: Side, candidate: Side, rules: Rules) -> list[str]:
+    """Say which evals only one side has, whether they are gated or not; those of unfit files are refused already."""
+    gated = {full.partition("/")[0] for full in rules.tolerances}
+    return [f"{name}: the {which} has no outcomes of it, the other side has ({mine.outcomes[name].path}): it was not "
+            "judged; add or remove it, or give one eval one name on both sides"
+            for which, mine, other in (("candidate", reference, candidate), ("reference", candidate, reference))
+            for name in mine.outcomes if name not in other.outcomes and name not in gated and not other.problems]
+
+
+def _check_other_file(ours: Outcomes, theirs: Outcomes) -> None:
+    """Refuse a candidate's file that is the reference's: a copy or a link proves nothing of a model."""
+    for mine, other in zip(ours.parts, theirs.parts, strict=True):
+        _check_other_file(mine, other)
+    if not ours.parts and digest_file(ours.path) == digest_file(theirs.path):
+        raise EvidenceError(f"{theirs.path}: holds the same bytes as the reference's {ours.path}, and a comparison "
+                            "with itself proves nothing; give the candidate's own (tables of two models that answer "
+                            "alike differ by a column that names the model)")
+
+
 def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, rules: Rules) -> None:
     """Measure one metric, overall and in every bucket that the cases carry."""
     metric = full.partition("/")[2]
@@ -131,7 +154,7 @@ def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, ru
             measurement = measure_metric(pairs, definition, bucket, eval_name=ours.name, tolerance=allowed,
                                          alpha=rules.alpha, tier=tolerance.tier)
             check_loss_can_show(measurement, definition)
-            measured.measurements.append(measurement)
+            measured.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
         except EvidenceError as error:
             # what nothing gates may be too small to compare
             (measured.notes if allowed is None else measured.refusals).append(str(error))
@@ -158,7 +181,7 @@ def _certify(measured: Measured, name: str, rules: Rules) -> Certificate | None:
 
 
 def _conclude(
-    candidate: Side, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None, alpha: float
+    candidate: Side, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None, rules: Rules
 ) -> Verdict:
     outcome = combine(comparisons, measured.refusals)
     if outcome == "refused" and not measured.refusals:
@@ -167,7 +190,8 @@ def _conclude(
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
     reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
-    reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, alpha), *measured.notes]]
+    reasons += list_accepted_gains(comparisons, rules.tolerances)
+    reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, rules.alpha), *measured.notes]]
     facts = _describe_files(candidate)
     return Verdict(candidate=candidate.name, fingerprint=fingerprint(facts), facts=facts, outcome=outcome,
                    is_release=True, reasons=tuple(reasons), comparisons=tuple(comparisons), certificate=certificate,
@@ -186,7 +210,8 @@ def _describe_side(side: Side, rules: Rules) -> list[Metric]:
 
 
 def _describe_files(side: Side) -> dict[str, Any]:
-    return {"records": {o.path.name: digest_file(o.path) for o in side.outcomes.values()}}
+    files = [part.path for outcomes in side.outcomes.values() for part in outcomes.parts or (outcomes,)]
+    return {"records": {clean(path.name): digest_file(path) for path in files}}
 
 
 def _describe_policy(reference: Side, candidate: Side, rules: Rules) -> Policy:

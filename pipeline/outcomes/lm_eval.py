@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
+from pipeline.files import read_bounded
 from pipeline.gate.metrics import MetricDefinition
 from pipeline.outcomes.cases import (
     Case,
@@ -26,6 +26,9 @@ from pipeline.outcomes.cases import (
     Grouping,
     Outcomes,
     build_outcomes,
+    condense_case,
+    condense_scores,
+    digest_asked,
     iterate_objects,
     parse_json,
     read_first_keys,
@@ -42,7 +45,7 @@ _LIKELIHOODS = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte":
 
 def recognizes(path: Path) -> bool:
     """Say whether the first line of a JSONL file looks like a sample of lm-eval."""
-    return path.suffix == ".jsonl" and {"doc_id", "filter"} <= read_first_keys(path)
+    return path.suffix.lower() == ".jsonl" and {"doc_id", "filter"} <= read_first_keys(path)
 
 
 def read(path: Path, grouping: Grouping) -> Outcomes:
@@ -51,22 +54,28 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
     Raises:
         EvidenceError: a line is malformed, or a document is there twice under one filter.
     """
-    documents: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {}
+    places: dict[tuple[int, str], str] = {}
+    documents: dict[int, Case] = {}
     definitions: dict[str, MetricDefinition] = {}
     for where, sample in iterate_objects(path):
         _check(sample, where)
-        filters = documents.setdefault(sample["doc_id"], {})
-        if sample["filter"] in filters:
-            raise EvidenceError(f"{where}: document {sample['doc_id']} is there twice under the filter "
-                                f"{sample['filter']!r}, first in {filters[sample['filter']][0]}; every case may "
-                                "count once")
-        filters[sample["filter"]] = (where, sample)
-    cases = [_read_case(doc_id, filters, definitions) for doc_id, filters in documents.items()]
+        doc_id, name = sample["doc_id"], sample["filter"]
+        if first := places.get((doc_id, name)):
+            raise EvidenceError(f"{where}: document {doc_id} is there twice under the filter {name!r}, first in "
+                                f"{first}; every case may count once")
+        places[doc_id, name] = where
+        if doc_id not in documents:
+            documents[doc_id] = condense_case(_read_case(sample, where), grouping)
+        elif documents[doc_id].asked != digest_asked(_list_asked(sample)):
+            raise EvidenceError(f"{where}: document {doc_id}: expected what it asks under its first filter, got "
+                                f"something else under {name!r}; are these samples of two runs? Run the task again")
+        documents[doc_id].scores |= condense_scores(_read_scores(sample, definitions))
+    cases = list(documents.values())
     named = _NAME.fullmatch(path.stem)
     task = named["task"] if named else path.stem
     facts, better = _read_results(path.with_name(f"results_{named['date']}.json"), task) if named else ({}, {})
     facts |= {"task": task} if named else {}
-    return build_outcomes(task, path, cases, format=FORMAT, grouping=grouping, task=facts,
+    return build_outcomes(task, path, cases, format=FORMAT, task=facts,
                           better={name: better[name.partition(",")[0]] for case in cases for name in case.scores
                                   if name.partition(",")[0] in better}, definitions=definitions)
 
@@ -81,23 +90,28 @@ def _check(sample: dict[str, Any], where: str) -> None:
                             f"{sample['filter']!r}")
 
 
-def _read_case(
-    doc_id: int, filters: dict[str, tuple[str, dict[str, Any]]], definitions: dict[str, MetricDefinition]
-) -> Case:
-    where, first = next(iter(filters.values()))
-    document = first["doc"] if isinstance(first.get("doc"), dict) else {}
+def _read_scores(sample: dict[str, Any], definitions: dict[str, MetricDefinition]) -> dict[str, Any]:
     scores: dict[str, Any] = {}
-    for name, (_, sample) in filters.items():
-        for metric in sample.keys() - _FIELDS:
-            full = metric if name == "none" else f"{metric},{name}"
-            scores |= _read_score(full, metric, sample[metric], definitions)
-    asked = {part: first[key] for part, key in _HASHES.items()} | {"request": first.get("arguments")}
+    for metric in sample.keys() - _FIELDS:
+        full = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
+        scores |= _read_score(full, metric, sample[metric], definitions)
+    return scores
+
+
+def _read_case(first: dict[str, Any], where: str) -> Case:
+    """Read a document from the first of its samples, without scores."""
+    document = first["doc"] if isinstance(first.get("doc"), dict) else {}
     buckets = document.get("buckets")
     return Case(
-        str(doc_id), where, asked, scores, cluster=str(document.get("cluster", first["doc_hash"])),
+        str(first["doc_id"]), where, _list_asked(first), {}, tells=(("document",), ("request",)),
+        cluster=str(document.get("cluster", first["doc_hash"])),
         buckets=tuple(map(str, buckets)) if isinstance(buckets, list) else (),
         prompt=next((str(request["arg_0"]) for request in _list_requests(first) if "arg_0" in request), ""),
         output=_describe_answer(first), fields=document)
+
+
+def _list_asked(sample: dict[str, Any]) -> dict[str, Any]:
+    return {part: sample[key] for part, key in _HASHES.items()} | {"request": sample.get("arguments")}
 
 
 def _read_score(
@@ -139,7 +153,7 @@ def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Dire
     """Read what lm-eval's results file tells of a task: what both sides must share, and the better directions."""
     if not path.is_file():
         return {}, {}
-    results = parse_json(path.read_bytes(), str(path))
+    results = parse_json(read_bounded(path), str(path))
 
     def find(*keys: str) -> Any:
         value = results
@@ -148,14 +162,9 @@ def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Dire
         return value
 
     facts = {"version": find("versions", task), "filters": find("configs", task, "filter_list"),
-             "metrics": find("configs", task, "metric_list")}
+             "repeats": find("configs", task, "repeats"), "metrics": find("configs", task, "metric_list")}
     directions = find("higher_is_better", task)
     better: dict[str, Direction] = {metric: "higher" if is_higher else "lower" for metric, is_higher
                                     in (directions.items() if isinstance(directions, dict) else ())
                                     if isinstance(is_higher, bool)}
     return {key: value for key, value in facts.items() if value is not None}, better
-
-
-def list_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that are of this format."""
-    yield from sorted(folder.rglob("samples_*.jsonl"))

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from pipeline.gate.certificate_section import describe_certificate
+from pipeline.gate.certificate_section import describe_dependence, describe_misses
 from pipeline.gate.terminal import describe, render_verdicts
-from pipeline.gate.verdicts import UNGATED, Judgement
-from pipeline.gate.wording import show_unprintable
+from pipeline.gate.verdicts import GAIN_ACCEPTED, UNGATED, Judgement
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules
+from pipeline.plain_text import format_line
 
 
 def render_outcomes(judgement: Judgement, reference: Side, rules: Rules) -> str:
-    """Write what was judged by what, the table of verdicts, a sentence per gated comparison, and the certificate.
+    """Write what was judged by what, the table of verdicts, a sentence per gated comparison, and what it would miss.
 
-    To be called within `wording.use_metrics(rules.definitions)`.
+    How often the rule fails equal sides, which is about the rule, is in the page's certificate. To be called within
+    `wording.use_metrics(rules.definitions)`.
     """
     verdict = judgement.verdicts[0]
     lines = [f"reference {reference.name}", *_describe_metrics(reference, rules), ""]
     told = render_verdicts(judgement)
     passed = [c for c in verdict.comparisons if c.outcome == "pass"]
     rest = ["", *(line for c in passed for line in describe(c))] if passed else []
-    # what is suspicious stands beside its comparison already, and what nothing gates under the table
-    rest += [reason for reason in verdict.reasons
-             if reason.startswith("note: ") and ": suspicious" not in reason and not reason.startswith(UNGATED)]
-    if said := describe_certificate(verdict, judgement.policy):
-        rest += ["", said]
-    return "\n".join([*map(show_unprintable, lines), told, *map(show_unprintable, rest)])
+    # what is suspicious stands beside its comparison already, what nothing gates and what is accepted under the table
+    rest += [reason for reason in verdict.reasons if reason.startswith("note: ") and ": suspicious" not in reason
+             and not reason.startswith((GAIN_ACCEPTED, UNGATED))]  # fmt: skip
+    said = [describe_misses(verdict, judgement.policy)]
+    said += [describe_dependence(verdict.certificate)] if verdict.certificate else []
+    rest += [line for text in said if text for line in ("", text)]
+    return "\n".join([*map(format_line, lines), told, *map(format_line, rest)])
 
 
 def _describe_metrics(reference: Side, rules: Rules) -> list[str]:

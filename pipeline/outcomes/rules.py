@@ -6,7 +6,7 @@ every case has 0 or 1 (of the reference alone, where nothing tells a direction),
 column `weight`, of which any case may lose as much as the scores span. A table's column that bears the name of one of
 quantgate's scores may mean anything: it is its own metric, and quantgate's is computed only where it is named. Which
 direction is better must be known: from the records, from quantgate's own metrics, or said; 1 is better than 0 where
-nothing else is said.
+nothing else is said and the name does not sound of harm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError
@@ -25,13 +24,16 @@ from pipeline.gate.measure import GradedScore
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.gate.verdicts import GatedTolerance
 from pipeline.outcomes.cases import Direction, Outcomes
+from pipeline.outcomes.directions import looks_lower
 from pipeline.outcomes.registry import Side
-from pipeline.outcomes.table import FORMAT
+from pipeline.outcomes.table import FORMAT, SCORE
 from pipeline.record_files import first_problem
-from pipeline.settings import GateSettings, Tier, describe_yaml_error
+from pipeline.settings import MIN_REASON, GateSettings, Tier, describe_yaml_error
+from pipeline.yaml_files import read_yaml
 
 DEFAULT_TOLERANCE = 0.03  # of a rate: 3 points
 DEFAULT_ALPHA = 0.05
+_PLAIN_NAMES = {SCORE, "label", "rate", "rating", "result", "value"}  # of which only the file tells what is counted
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Asked:
         tolerance: of each metric; None: `DEFAULT_TOLERANCE` for rates, and said for others.
         buckets: tolerances of buckets, of each metric in an eval that has them.
         better: direction by metric.
+        accept_gain: by metric, why a gain beyond its tolerance is believed.
     """
 
     metrics: tuple[str, ...] = ()
@@ -52,6 +55,7 @@ class Asked:
     better: Mapping[str, Direction] = field(default_factory=dict)
     alpha: float = DEFAULT_ALPHA
     on_inconclusive: Literal["block", "warn"] = "block"
+    accept_gain: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def plan_rules(asked: Asked, reference: Side, candidate: Side) -> Rules:
     _check_numbers(asked)
     _check_directions(asked.better, reference)
     chosen = _choose_metrics(asked, reference)
+    _check_reasons(asked.accept_gain, chosen)
     definitions = _define(chosen, asked.better, reference, candidate)
     tolerances = {}
     for full in chosen:
@@ -84,7 +89,7 @@ def plan_rules(asked: Asked, reference: Side, candidate: Side) -> Rules:
         for name, tolerance in buckets.items():
             _check_share(f"--bucket {name}", tolerance, definitions.get(full), full)
         tolerances[full] = GatedTolerance(overall=_find_tolerance(asked, definitions.get(full), full), buckets=buckets,
-                                          tier=asked.tier)
+                                          tier=asked.tier, accept_gain=_find_reason(asked, full))
     known = {name for full in chosen for name in _list_buckets(reference, full)}
     if chosen and (unknown := sorted(asked.buckets.keys() - known)):
         raise SettingsError(f"--bucket {unknown[0]}: no case carries it; the buckets are "
@@ -99,14 +104,14 @@ def load_rules(path: Path, better: Mapping[str, Direction], reference: Side, can
         SettingsError: the file is missing, not YAML, or not what it must be.
     """
     try:
-        content: Any = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        content: Any = read_yaml(path)
         section = content["gate"]
         gate = GateSettings.model_validate(section)
     except FileNotFoundError:
         raise SettingsError(f"{path}: expected a policy, found no file") from None
     except OSError as error:
         raise SettingsError(f"{path}: expected a policy, a YAML file: {error.strerror}") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except YAMLError as error:
         raise SettingsError(f"{path}: not YAML: {describe_yaml_error(error)}") from None
     except (TypeError, KeyError):
         raise SettingsError(f"{path}: expected the key `gate` with alpha, on_inconclusive and tolerances, as in "
@@ -148,6 +153,21 @@ def _check_numbers(asked: Asked) -> None:
     for name, value in numbers.items():
         if value is not None and not 0 < value < float("inf"):
             raise SettingsError(f"{name}: expected a number above 0, got {value:g}")
+
+
+def _check_reasons(reasons: Mapping[str, str], chosen: list[str]) -> None:
+    """Refuse to accept a gain without a reason, or of a metric that is not gated."""
+    for name, why in reasons.items():
+        if len(why.strip()) < MIN_REASON:
+            raise SettingsError(f"--accept-gain {name}: expected a reason, a sentence of {MIN_REASON} characters or "
+                                f"more, got {why!r}")
+        if chosen and not any(name in (full, full.partition("/")[2]) for full in chosen):
+            raise SettingsError(f"--accept-gain {name}: no such metric is gated; those that are: {', '.join(chosen)}")
+
+
+def _find_reason(asked: Asked, full: str) -> str | None:
+    why = asked.accept_gain.get(full, asked.accept_gain.get(full.partition("/")[2]))
+    return None if why is None else why.strip()
 
 
 def _check_directions(better: Mapping[str, Direction], reference: Side) -> None:
@@ -212,7 +232,9 @@ def _define_metric(
     sides = (ours, theirs) if told else (ours,)
     values = {record.scores.get(name, 0.0) for side in sides for record in side.records}
     is_rate = values <= {0.0, 1.0} and ours.weight is None
-    direction = told or ("higher" if is_rate else None)
+    files = " ".join(part.path.stem for part in (ours, *ours.parts))
+    sounds_lower = looks_lower(f"{ours.name} {files}" if name in _PLAIN_NAMES else name)
+    direction = told or ("higher" if is_rate and not sounds_lower else None)
     if direction is None:
         raise SettingsError(f"--metric {name}: the records don't say which direction is better: give --better "
                             f"{name}=higher or --better {name}=lower")

@@ -22,28 +22,12 @@ from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import definition_of
 from pipeline.record_files import read_record, write_record
 from pipeline.records import read_cases
+from tests.outcome_tables import run, write_outcomes
 from tests.paths import ROOT
 from tests.synthetic_records import EVAL_KINDS, Behaviour, make_params, write_tree
 
 REAL = ROOT / "tests/golden/records"
 LOSSES = {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2}), "dear": Behaviour(nll_shift=0.05)}
-
-
-def write_outcomes(path: Path, scores: list[float], *, name: str = "score", **columns: list[str]) -> Path:
-    """Write a table of cases "c0", "c1", ... with one score and other columns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["case_id", name, *columns])
-        writer.writerows([f"c{i}", score, *(column[i] for column in columns.values())]
-                         for i, score in enumerate(scores))  # fmt: skip
-    return path
-
-
-def run(*argv: object, capsys) -> tuple[int, str]:
-    code = command.main([str(argument) for argument in argv])
-    said = capsys.readouterr()
-    return code, said.out + said.err
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +51,9 @@ def export_tables(folder: Path, target: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["case_id", "cluster", "buckets", *columns])
-            writer.writerows([r.case_id, r.cluster, ";".join(r.buckets), *(column[i] for column in columns.values())]
-                             for i, r in enumerate(records))  # fmt: skip
+            writer.writerow(["case_id", "run", "cluster", "buckets", *columns])
+            writer.writerows([r.case_id, f"run {folder.name}", r.cluster, ";".join(r.buckets),
+                              *(column[i] for column in columns.values())] for i, r in enumerate(records))
     return target
 
 
@@ -147,8 +131,8 @@ def test_order_of_cases_does_not_matter_and_clusters_do(tmp_path, capsys):
 def test_lm_eval_samples_of_other_work_are_refused(tmp_path, capsys, change, said):
     samples = REAL / "samples_gen_2026-11-22T05-25-09.325403.jsonl"
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
-    for row in rows:
-        if row["filter"] == "strict-match":
+    for row in rows:  # what is asked is the same under every filter
+        if row["filter"] == "strict-match" or not change.keys() & {"exact_match", "filter"}:
             row |= change
     write_text(tmp_path / samples.name, "".join(json.dumps(row) + "\n" for row in rows))
     sides = (tmp_path / samples.name, samples) if "filter" in change else (samples, tmp_path / samples.name)
@@ -311,7 +295,7 @@ def test_a_hostile_file_name_breaks_neither_xml_nor_markdown(tmp_path, capsys):
 ])  # fmt: skip
 def test_unfit_tables_are_refused(tmp_path, capsys, ours, theirs, said):
     for name, rows in (("a", ours), ("b", theirs)):
-        write_text(tmp_path / f"{name}.csv", f"case_id,score\n{rows}\n")
+        write_text(tmp_path / f"{name}.csv", f"case_id,score\n{rows}\n" + "\n" * (name == "b"))
     code, text = run("compare", tmp_path / "a.csv", tmp_path / "b.csv", capsys=capsys)
     assert code == 30 and said in text and "REFUSED" in text and "no fit outcomes" not in text
 
@@ -336,7 +320,7 @@ def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "3"], "expected less than 1"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "easy=3"], "expected less than 1 for outcomes/one"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--better", "ome=lower"], "--better ome: no such metric"),
-    (["compare", "a.csv", "b.csv", "--policy", "."], ".: expected a policy, a YAML file: Is a directory"),
+    (["compare", "a.csv", "b.csv", "--policy", "."], ".: not YAML: expected a file, got something else"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "-1"], "expected a number above 0"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "nan"], "expected a number above 0"),
     (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "x"], "expected NAME=VALUE"),

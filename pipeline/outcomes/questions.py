@@ -1,0 +1,87 @@
+"""Equal questions are one cluster and weigh alike, whatever their ids.
+
+Twenty ids of one question are no more evidence than one, and questions that are there three times hide the loss of
+others. So cases that ask the same stand in one cluster; what a file or an option says about clusters joins more and
+splits none. And every question counts as often as the one that is there least often: where each is there five times,
+as trials are, all count; where few are repeated, as in most benchmarks, each counts once. Repeats are left out in the
+order of their ids, so that both sides leave out the same ones and no score has a say.
+
+A case whose question is not told (a table without a `prompt`) is taken for a question of its own.
+Not covered: questions that are nearly equal.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeline.gate.case_rows import change_row
+from pipeline.gate.wording import natural_key
+from pipeline.records import CaseRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a case asks.
+
+    Attributes:
+        keys: digests of what tells it; two cases that share one ask the same.
+        target: digest of what is expected: one answer may be judged by several, which are cases of their own.
+    """
+
+    keys: tuple[str, ...]
+    target: str
+
+
+def sort_by_id(records: Sequence[CaseRecord]) -> list[int]:
+    """Return the positions of records in the order of their ids, which is that of both sides."""
+    return sorted(range(len(records)), key=lambda i: (natural_key(records[i].case_id), records[i].case_id))
+
+
+def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) -> list[CaseRecord]:
+    """Give records that ask the same, or are in one cluster already, one cluster."""
+    groups = _join(len(records), ([("cluster", record.cluster), *question.keys]
+                                  for record, question in zip(records, questions, strict=True)))  # fmt: skip
+    names: dict[int, str] = {}
+    for record, group in zip(records, groups, strict=True):
+        names[group] = min(names.get(group, record.cluster), record.cluster)
+    return [record if record.cluster == names[group] else change_row(record, cluster=names[group])
+            for record, group in zip(records, groups, strict=True)]  # fmt: skip
+
+
+def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) -> tuple[list[CaseRecord], str | None]:
+    """Leave out repeats until every question is there equally often, and say in one line what is repeated."""
+    repeats: dict[int, list[int]] = defaultdict(list)
+    groups = _join(len(questions), ([(key, question.target) for key in question.keys] for question in questions))
+    for i in sort_by_id(records):
+        repeats[groups[i]].append(i)
+    least = min(map(len, repeats.values()))
+    first = {i: places[0] for places in repeats.values() for i in places[least:]}
+    if not first:
+        return list(records), None if least == 1 else (
+            f"its {len(records):,} cases ask {len(repeats):,} questions, {least} times each: equal questions are one "
+            "cluster; if they are not equal, let the prompt say what tells them apart")
+    left_out = min(first)
+    often = "once" if least == 1 else f"{least} times"
+    note = (f"{len(first):,} of {len(records):,} cases were left out, first {records[left_out].case_id!r}, which asks "
+            f"what {records[first[left_out]].case_id!r} asks: every question counts {often}, as often as the one that "
+            "is there least often")
+    return [record for i, record in enumerate(records) if i not in first], note
+
+
+def _join(num: int, keys: Iterable[Iterable[Hashable]]) -> list[int]:
+    """Return a number for each of `num` items: one for all that are connected by shared keys."""
+    parents = list(range(num))
+
+    def find(i: int) -> int:
+        while parents[i] != i:
+            parents[i] = parents[parents[i]]
+            i = parents[i]
+        return i
+
+    holders: dict[Hashable, int] = {}
+    for i, own in enumerate(keys):
+        for key in own:
+            parents[find(i)] = find(holders.setdefault(key, i))
+    return [find(i) for i in range(num)]

@@ -1,0 +1,110 @@
+"""Evals judged as one: the pool has the bound of all cases, its evals are buckets, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.outcome_tables import run, write_outcomes
+
+SUBJECTS = ("algebra", "law", "logic")
+
+
+def write_sides(tmp_path, *, losses=(2, 2, 2), gains=(2, 2, 2), n=120, **columns):
+    """Write a table a subject of both sides: 10 wrong at first, of which some are gained, others are lost."""
+    for side, lost, gained in (("before", (0, 0, 0), (0, 0, 0)), ("after", losses, gains)):
+        for subject, b, c in zip(SUBJECTS, lost, gained, strict=True):
+            scores = [1.0] * c + [0.0] * (10 - c) + [0.0] * b + [1.0] * (n - 10 - b)
+            own = {name: values(subject) for name, values in columns.items()}
+            write_outcomes(tmp_path / side / f"{subject}.csv", scores, **own)
+    return tmp_path / "before", tmp_path / "after"
+
+
+def test_a_pool_proves_what_its_evals_alone_do_not(tmp_path, capsys) -> None:
+    sides = write_sides(tmp_path)
+    alone, said = run("compare", *sides, "--metric", "score", capsys=capsys)
+    assert alone == 10 and said.count("not proven") >= 3
+    code, said = run("compare", *sides, "--pool", "school=algebra,law,logic", "--json", tmp_path / "v.json",
+                     capsys=capsys)
+    assert code == 0
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    comparisons = {(c["metric"], c["bucket"]): c for v in verdict["verdicts"] for c in v["comparisons"]}
+    whole = comparisons["school/score", None]
+    assert (whole["n"], whole["num_clusters"], whole["b"], whole["c"]) == (360, 360, 6, 6)
+    assert {bucket for _, bucket in comparisons} == {None, *SUBJECTS}
+    files = verdict["verdicts"][0]["facts"]["records"]
+    assert sorted(files) == ["algebra.csv", "law.csv", "logic.csv"]
+
+
+def test_an_eval_that_falls_in_a_pool_is_named_and_may_be_gated(tmp_path, capsys) -> None:
+    """Catches a pool that hides one subject's loss behind the gains of others."""
+    sides = write_sides(tmp_path, losses=(0, 12, 0), gains=(4, 0, 4))
+    pool = ("--pool", "school=*", "--tolerance", 0.05)
+    code, said = run("compare", *sides, *pool, capsys=capsys)
+    assert code == 0 and "law" in said and "10.00 points" in said
+    code, said = run("compare", *sides, *pool, "--bucket", "law=0.05", capsys=capsys)
+    assert code == 20 and "[law]" in said
+
+
+def test_questions_that_several_evals_share_are_one_cluster(tmp_path, capsys) -> None:
+    shared = {"prompt": lambda _: [f"question {i}" for i in range(120)]}
+    other = {"prompt": lambda subject: [f"{subject} {i}" for i in range(120)]}
+    counts = []
+    for name, columns in (("shared", shared), ("other", other)):
+        sides = write_sides(tmp_path / name, **columns)
+        run("compare", *sides, "--pool", "school=*", "--json", tmp_path / f"{name}.json", capsys=capsys)
+        whole = json.loads((tmp_path / f"{name}.json").read_text())["verdicts"][0]["comparisons"][0]
+        counts.append((whole["n"], whole["num_clusters"]))
+    assert counts == [(360, 120), (360, 360)]
+
+
+@pytest.mark.parametrize("absent", ["before", "after"])
+def test_an_eval_of_a_pool_that_a_side_lacks_is_refused(tmp_path, capsys, absent) -> None:
+    sides = write_sides(tmp_path)
+    (tmp_path / absent / "law.csv").unlink()
+    code, said = run("compare", *sides, "--pool", "school=*", capsys=capsys)
+    assert code == 30 and "no fit outcomes of law" in said
+
+
+def test_a_copied_file_within_a_pool_is_refused(tmp_path, capsys) -> None:
+    ours, theirs = write_sides(tmp_path)
+    (theirs / "law.csv").write_bytes((ours / "law.csv").read_bytes())
+    code, said = run("compare", ours, theirs, "--pool", "school=*", capsys=capsys)
+    assert code == 30 and "same bytes" in said
+
+
+def test_evals_that_are_scored_otherwise_are_no_pool(tmp_path, capsys) -> None:
+    ours, theirs = write_sides(tmp_path)
+    for side in (ours, theirs):
+        write_outcomes(side / "logic.csv", [float(side == ours)] + [1.0] * 59, name="accuracy")
+    code, said = run("compare", ours, theirs, "--pool", "school=*", capsys=capsys)
+    assert code == 30 and "only evals that are scored alike are one pool" in said
+
+
+@pytest.mark.parametrize(("pools", "message"), [
+    (["school=algebra"], "expected two evals or more, got algebra"), (["school=algebra,art"], "no eval is named 'art'"),
+    (["law=algebra,logic"], "expected a name of its own"), (["a=algebra,law", "b=l*"], "law is in pool a already"),
+    (["a/b=algebra,law"], "without '/'"),
+])  # fmt: skip
+def test_a_pool_that_can_not_be_is_one_line(tmp_path, capsys, pools, message) -> None:
+    sides = write_sides(tmp_path)
+    code, said = run("compare", *sides, *(word for pool in pools for word in ("--pool", pool)), capsys=capsys)
+    assert code == 1 and message in said and said.count("\n") == 1
+
+
+def test_a_bucket_that_bears_another_evals_name_is_refused(tmp_path, capsys) -> None:
+    """Sound cases of other evals that call themselves `law` filled its bucket, and its loss passed."""
+    sides = write_sides(tmp_path, losses=(0, 30, 0), gains=(1, 1, 1),
+                        buckets=lambda subject: ["law" if subject != "law" else "other"] * 120)  # fmt: skip
+    code, said = run("compare", *sides, "--pool", "school=*", "--bucket", "law=0.1", "--tolerance", "0.2",
+                     capsys=capsys)  # fmt: skip
+    assert code == 30 and "expected buckets that bear no other eval's name, got 'law'" in said
+
+
+def test_a_pool_of_which_any_file_sounds_of_harm_asks_for_its_direction(tmp_path, capsys) -> None:
+    for side in ("before", "after"):
+        for name in ("answers", "toxicity"):
+            write_outcomes(tmp_path / side / f"{name}.csv", [0.0, 1.0] * 60)
+    code, said = run("compare", tmp_path / "before", tmp_path / "after", "--pool", "all=*", capsys=capsys)
+    assert code == 1 and "give --better score=higher" in said
