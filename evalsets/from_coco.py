@@ -3,7 +3,8 @@
     python -m evalsets.from_coco instances.json IMAGES_FOLDER evalsets/mine
 
 Boxes without a width, a height or an area are left out, as COCO's own files hold a few, and those of images that are
-not listed. Each image is a cluster of its own. Not covered: masks, key points, the names of the categories.
+not listed. Each image is a cluster of its own. The card names the
+categories. Not covered: masks, key points.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def convert(annotations: Path, images: Path, out: Path) -> str:
     try:
         data = json.loads(annotations.read_text(encoding="utf-8"))
         listed, boxes = data["images"], _group(data["annotations"])
+        names = {category["name"]: category["id"] for category in data.get("categories", [])}
         cases = [_make_case(image, boxes.get(image["id"], []), images) for image in listed]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise EvalsetError(f"{annotations}: expected COCO's annotations, got {type(error).__name__}: {error}") from None
@@ -50,7 +52,8 @@ def convert(annotations: Path, images: Path, out: Path) -> str:
     write_text(out / CASES_FILE, "".join(f"{case.model_dump_json()}\n" for case in cases))
     write_text(out / CARD_FILE, render_card({
         "name": out.name, "version": "1.0", "licence": "TODO", "kind": "detection", "description": "TODO",
-        "made_by": f"python -m evalsets.from_coco {annotations.name}", "cluster": "an image"}))  # fmt: skip
+        "made_by": f"python -m evalsets.from_coco {annotations.name}", "cluster": "an image",
+        **({"categories": names} if names else {})}))  # fmt: skip
     left_out = len(data["annotations"]) - sum(len(case.annotations) for case in cases)
     return f"{describe(seal(out))}; boxes left out: {left_out}; write licence and description into {out / CARD_FILE}"
 

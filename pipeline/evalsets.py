@@ -21,24 +21,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import jsonschema
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline.cases import CASES_FILE, Case, Kind, read_cases
-from pipeline.digests import canonical_json, digest_file, digest_folder, digest_json
-from pipeline.errors import EvalsetError, describe_problem
-from pipeline.params import Params
+from pipeline.cases import CASES_FILE, Bucket, Case, Kind, read_cases
+from pipeline.digests import canonical_json, digest_file, digest_json
+from pipeline.errors import EvalsetError, EvidenceError, describe_problem
+from pipeline.files import check_link, read_bounded
 from pipeline.record_files import Record
 from pipeline.settings import describe_yaml_error
-from pipeline.text_params import HarnessEval
+from pipeline.yaml_files import parse_yaml
 
 CARD_FILE = "card.yaml"
-_NOTES = frozenset({"README.md"})  # prose beside the cases: editing it changes no result
+NOTES = frozenset({"README.md"})  # prose beside the cases: editing it changes no result
 
 
 class Effect(Record):
@@ -86,6 +85,7 @@ class CardText(Record):
     made_by: str  # the command that wrote it
     cluster: str  # what a cluster is, in words
     tools: dict[str, Tool] = Field(default={}, validate_default=True)
+    categories: dict[Bucket, Annotated[int, Field(ge=0)]] = {}  # of detection: name -> category_id
 
     @field_validator("tools")
     @classmethod
@@ -121,7 +121,7 @@ C = TypeVar("C", bound=CardText)
 _BY_HAND = {"licence": "under which terms the cases may be used, got {!r}; write them, for example CC-BY-4.0",
             "description": "what the cases are, got {!r}; write it in a sentence"}  # fmt: skip
 _UNWRITTEN = ("", "TODO")
-_WRITTEN = [name for name in CardText.model_fields if name != "tools"]
+_WRITTEN = [name for name in CardText.model_fields if name not in ("tools", "categories")]
 
 
 def load_card(folder: Path) -> Card:
@@ -142,14 +142,16 @@ def read_card(folder: Path) -> str:
     """Return the text of `card.yaml`.
 
     Raises:
-        EvalsetError: no file, or not UTF-8.
+        EvalsetError: no file, something else, or not UTF-8.
     """
     path = folder / CARD_FILE
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path).decode()
     except FileNotFoundError:
         raise EvalsetError(f"{path}: expected an evalset card, found no file; write one with {', '.join(_WRITTEN)}, "
                            f"and for trajectories tools, then run `python -m evalsets.seal {folder}`") from None
+    except EvidenceError as error:
+        raise EvalsetError(str(error)) from None
     except UnicodeDecodeError as error:
         raise EvalsetError(f"{path}: not valid YAML: {error}") from None
 
@@ -162,7 +164,7 @@ def parse_card(text: str, folder: Path, kind: type[C]) -> C:
     """
     path = folder / CARD_FILE
     try:
-        data = YAML(typ="safe").load(text)
+        data = parse_yaml(text)
         if isinstance(data, dict) and not issubclass(kind, Seal):
             data = {key: value for key, value in data.items() if key not in Seal.model_fields}
         card = kind.model_validate({} if data is None else data)
@@ -203,14 +205,9 @@ def load_evalset(folder: Path) -> Evalset:
     path = folder / CASES_FILE
     cases = load_cases(folder, card)
     _check_seal(path, card, compute_seal(path, cases))
-    digest = digest_json([card.model_dump(), [case.digest for case in cases]])
+    unnamed = set() if card.categories else {"categories"}  # cards of before names had none to digest
+    digest = digest_json([card.model_dump(exclude=unnamed), [case.digest for case in cases]])
     return Evalset(card=card, cases=tuple(cases), digest=digest)
-
-
-def digest_evalsets(params: Params, root: Path) -> dict[str, str]:
-    """Return the digest of the folder that each eval reads, empty for a built-in task: DVC watches these."""
-    folders = {name: e.include_path if isinstance(e, HarnessEval) else e.evalset for name, e in params.evals.items()}
-    return {name: digest_folder(root / folder, ignore=_NOTES) if folder else "" for name, folder in folders.items()}
 
 
 def load_cases(folder: Path, card: CardText) -> list[Any]:
@@ -218,6 +215,7 @@ def load_cases(folder: Path, card: CardText) -> list[Any]:
     path = folder / CASES_FILE
     if not path.is_file():
         raise EvalsetError(f"{path}: expected the cases of evalset {card.name!r}, found no file")
+    check_link(path, folder)
     return read_cases(path, card.kind)
 
 

@@ -22,8 +22,8 @@ from pipeline.digests import digest_file, digest_json, digest_text
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.evals.canary import Prompt, ask_canary, make_records, measure_margins, merge_records, pick_prompts
 from pipeline.evals.context import EvalContext
-from pipeline.evals.harness import task_digest
 from pipeline.evals.journal import Journal, lock_journals
+from pipeline.evals.material import digest_task
 from pipeline.evals.registry import EVALS
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
@@ -134,7 +134,7 @@ async def _evaluate(
 
 def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Path, code: str) -> _Eval:
     evalset = None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
-    digest = evalset.digest if evalset else task_digest(settings) if isinstance(settings, HarnessEval) else ""
+    digest = evalset.digest if evalset else digest_task(name, settings) if isinstance(settings, HarnessEval) else ""
     key = digest_json([settings.model_dump(), candidate.serving.max_tokens, digest, code])
     return _Eval(name, settings, evalset, digest, key)
 

@@ -11,22 +11,19 @@ on the server (an answer is cut at its stop string after it was generated).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import json
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lm_eval.api.model import LM
 
-from pipeline.digests import digest_json, digest_text
-from pipeline.errors import QuantgateError, SettingsError
+from pipeline.digests import digest_json
+from pipeline.errors import SettingsError
 from pipeline.evals.context import EvalContext
-from pipeline.evals.perplexity import read_prefix_token, rolling_windows
+from pipeline.evals.framing import read_frame, rolling_windows
+from pipeline.evals.material import explain_problems, index_tasks, read_fresh
 from pipeline.records import CaseRecord
 from pipeline.serving.client import TokenScores
 from pipeline.text_params import HarnessEval
@@ -45,7 +42,7 @@ class EndpointLM(LM):
         super().__init__()
         self._context = context
         self._loop = loop
-        self._prefix = self._wait(read_prefix_token(context.client, context.checkpoint))
+        self._frame = self._wait(read_frame(context.client, context.checkpoint))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (sum of log-probabilities, whether greedy decoding gives it) of each continuation."""
@@ -64,8 +61,8 @@ class EndpointLM(LM):
 
         def ask(texts: list[tuple[str]]) -> list[float]:
             size = self._context.context_length
-            tokens = self._tokenize([text for (text,) in texts])
-            windows = [rolling_windows(t, prefix_token=self._prefix, max_tokens=size) for t in tokens]
+            tokens = [self._frame.frame_document(ids) for ids in self._tokenize([text for (text,) in texts])]
+            windows = [rolling_windows(t, first=self._frame.first, max_tokens=size) for t in tokens]
             flat = [ids for document in windows for ids, _ in document]
             scores = iter(self._wait(self._context.client.score(flat, top_logprobs=1)))
             return [sum(float(next(scores).token_logprobs[-n:].sum()) for _, n in document) for document in windows]
@@ -109,21 +106,21 @@ class EndpointLM(LM):
         """Split each text where lm-eval does: spaces at the end of a context go to the continuation."""
         moved = [(c.rstrip(), c[len(c.rstrip()):] + t) if c.rstrip() else ("", c + t) for c, t in pairs]
         contexts = list(dict.fromkeys(c for c, _ in moved if c))
-        context_ids = dict(zip(contexts, self._tokenize(contexts), strict=True))
-        whole = iter(self._tokenize([c + t for c, t in moved if c]))
-        bare = iter(self._tokenize([t for c, t in moved if not c], add_special_tokens=False))
+        sizes = {c: len(self._frame.frame_context(ids))
+                 for c, ids in zip(contexts, self._tokenize(contexts), strict=True)}  # fmt: skip
+        whole = iter(self._tokenize([c + t for c, t in moved]))
         result = []
         for context, _ in moved:
             if context:
-                ids, size = next(whole), len(context_ids[context])
+                ids, size = self._frame.frame_context(next(whole)), sizes[context]
                 result.append((ids[:size], ids[size:]))
                 continue
-            ids = next(bare)
-            result.append((ids[:1], ids[1:]) if ids[0] == self._prefix else ([self._prefix], ids))
+            ids, first = next(whole), self._frame.first
+            result.append((ids[:1], ids[1:]) if ids[0] == first else ([first], ids))
         return result
 
-    def _tokenize(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        return self._wait(self._context.client.tokenize(texts, add_special_tokens=add_special_tokens)) if texts else []
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        return self._wait(self._context.client.tokenize(texts, add_special_tokens=False)) if texts else []
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -133,14 +130,8 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     """Run one lm-eval task; the score of a record is `accuracy`."""
     assert isinstance(context.settings, HarnessEval)
     start = time.perf_counter()
-    try:
+    with explain_problems(context.name, "run", context.settings.task):
         samples = await asyncio.to_thread(_run_task, context, context.settings, asyncio.get_running_loop())
-    except QuantgateError:
-        raise
-    except Exception as error:  # a task's YAML is full of templates and code, and lm-eval has no errors of its own
-        reason = " ".join(str(error).split())[:300]
-        raise SettingsError(f"evals.{context.name}.task: lm-eval can't run {context.settings.task!r}: "
-                            f"{type(error).__name__}: {reason}") from error  # fmt: skip
     seconds = (time.perf_counter() - start) / max(1, len(samples))
     records = [_record(context, context.settings, sample, seconds) for sample in samples]
     seen: dict[str, int] = {}
@@ -154,17 +145,9 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
 
 def _run_task(context: EvalContext, settings: HarnessEval, loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
     from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=settings.include_path, include_defaults=settings.include_path is None)
-    if settings.task not in manager.all_tasks:
-        # lm-eval passes over a YAML file that it can't read
-        near = ", ".join(sorted(manager.all_tasks)[:8]) or "no file there is the valid YAML of a task"
-        near = near if settings.include_path else "see `lm-eval ls tasks`"
-        raise SettingsError(f"evals.{context.name}.task: lm-eval knows no task {settings.task!r} "
-                            f"({settings.include_path or 'built in'}: {near})")  # fmt: skip
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars; what goes wrong is an exception
+    manager = index_tasks(context.name, settings)
+    with read_fresh():
         results = simple_evaluate(
             model=EndpointLM(context, loop),
             tasks=[settings.task],
@@ -217,12 +200,3 @@ def _cut(text: str, stops: list[str]) -> str:
     for stop in stops:
         text = text.split(stop)[0] if stop else text
     return text
-
-
-def task_digest(settings: HarnessEval) -> str:
-    """Return a digest of a task's own files, or of its name when it is built into lm-eval."""
-    if settings.include_path is None:
-        return digest_text(settings.task)
-    folder = Path(settings.include_path)
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in {".yaml", ".yml", ".py", ".jsonl"})
-    return digest_json([(p.relative_to(folder).as_posix(), digest_text(p.read_text(encoding="utf-8"))) for p in files])

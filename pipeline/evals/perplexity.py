@@ -1,8 +1,9 @@
 """Likelihood of held-out documents: the material for perplexity, bits per byte and divergence.
 
-Each document is scored on its own, from the tokenizer's BOS (or EOS) token on, in windows that
+Each document is scored on its own, behind one BOS (or EOS) token, in windows that
 predict every token exactly once with as much left context as fits; these are the rolling windows
-of lm-eval's `loglikelihood_rolling`, so the numbers agree with its. Per-token top-k log-probabilities
+of lm-eval's `loglikelihood_rolling`. Its numbers are ours where the tokenizer adds no BOS by itself; of one that
+does, lm-eval counts the probability of a second BOS. Per-token top-k log-probabilities
 go to `<eval>.npz`, from which the gate stage computes KL against the reference.
 
 Not covered: turning scores into metrics, which the gate does.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 import time
 import zipfile
@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.cases import DocumentCase
-from pipeline.errors import CheckpointError
 from pipeline.evals.context import EvalContext
+from pipeline.evals.framing import read_frame, rolling_windows
 from pipeline.evals.runner import run_cases
 from pipeline.files import replace_whole
 from pipeline.records import CaseRecord
-from pipeline.serving.client import Client, TokenScores
+from pipeline.serving.client import TokenScores
 from pipeline.text_params import PerplexityEval
 
 PROMPT_CHARS = 2000  # of a document's text kept in its record
@@ -41,13 +41,14 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     settings = context.settings
     assert isinstance(settings, PerplexityEval) and context.evalset is not None
     cases: Sequence[DocumentCase] = context.evalset.cases
-    prefix = await read_prefix_token(context.client, context.checkpoint)
-    tokens = dict(zip((c.id for c in cases), await context.client.tokenize([c.text for c in cases]), strict=True))
+    frame = await read_frame(context.client, context.checkpoint)
+    texts = await context.client.tokenize([c.text for c in cases], add_special_tokens=False)
+    tokens = {case.id: frame.frame_document(ids) for case, ids in zip(cases, texts, strict=True)}
     attachments: dict[str, str] = {}
 
     async def judge(case: DocumentCase) -> CaseRecord:
         start = time.perf_counter()
-        windows = rolling_windows(tokens[case.id], prefix_token=prefix, max_tokens=context.context_length)
+        windows = rolling_windows(tokens[case.id], first=frame.first, max_tokens=context.context_length)
         scores = await context.client.score([w for w, _ in windows], top_logprobs=settings.top_logprobs)
         parts = [_last(s, n) for s, (_, n) in zip(scores, windows, strict=True)]
         attachments[case.id] = _encode(parts)
@@ -75,32 +76,6 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
     if len(attachments) == len(cases):
         _write_arrays(context.folder / f"{context.name}.npz", [attachments[c.id] for c in cases])
     return [records[c.id] for c in cases]
-
-
-async def read_prefix_token(client: Client, checkpoint: Path) -> int:
-    """Return the id of the token that stands before a text: BOS, or EOS where there is no BOS."""
-    path = checkpoint / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected the tokenizer's settings: {error}") from None
-    token = config.get("bos_token") or config.get("eos_token")
-    text = token["content"] if isinstance(token, dict) else token
-    if not text:
-        raise CheckpointError(f"{path}: expected a bos_token or an eos_token, found neither")
-    ids = (await client.tokenize([text], add_special_tokens=False))[0]
-    if len(ids) != 1:
-        raise CheckpointError(f"{path}: expected {text!r} to be one token, the server reads it as {ids!r}")
-    return ids[0]
-
-
-def rolling_windows(tokens: list[int], *, prefix_token: int, max_tokens: int) -> list[tuple[list[int], int]]:
-    """Return windows of at most `max_tokens` + 1 ids, and how many of each one's last ids it predicts."""
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    windows = get_rolling_token_windows(tokens, prefix_token, max_tokens, 1)
-    pairs = (make_disjoint_window(window) for window in windows)
-    return [(context + continuation, len(continuation)) for context, continuation in pairs]
 
 
 def _last(scores: TokenScores, count: int) -> TokenScores:

@@ -268,7 +268,7 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     assert refusal(folder) == "cases.jsonl: expected at least one case, found none"
     for content, said in ((b"name: [", "card.yaml: not valid YAML: "), (b"name: \xff", "card.yaml: not valid YAML: "),
                           (b"", "card.yaml: expected name, version, "), (b"[name]", "card.yaml: (whole): "),
-                          (b"name: 2026-02-31", "card.yaml: a value that JSON can't hold")):  # fmt: skip
+                          (b"name: 2026-02-31", "card.yaml: not valid YAML: a value that can't be read")):  # fmt: skip
         (folder / "card.yaml").write_bytes(content)
         assert refusal(folder).startswith(said)
     (folder / "card.yaml").unlink()

@@ -16,12 +16,10 @@ from filelock import FileLock
 import pipeline.evals.evaluate as evaluate_module
 from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
-from pipeline.evals.harness import task_digest
 from pipeline.params import Params
 from pipeline.records import Candidate, CaseRecord, Evaluation
 from pipeline.serving.client import Reply
 from pipeline.serving_records import ServingConfig
-from pipeline.text_params import HarnessEval
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evalsets import write
 
@@ -223,11 +221,3 @@ def test_a_case_that_can_not_fit_is_told_before_any_is_asked(tmp_path: Path, end
     with pytest.raises(SettingsError, match=r"^evals\.first: case 't1' has 1200 tokens; with serving\.max_tokens 128 "):
         run(tmp_path)
     assert endpoint.asked == []
-
-
-def test_the_digest_of_a_task_follows_its_files(tmp_path: Path) -> None:
-    settings = HarnessEval(kind="harness", task="t", include_path=str(tmp_path))
-    (tmp_path / "t.yaml").write_text("task: t")
-    before = task_digest(settings)
-    (tmp_path / "t.yaml").write_text("task: t\nnum_fewshot: 1")
-    assert task_digest(settings) != before
