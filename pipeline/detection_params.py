@@ -5,6 +5,7 @@ Free of numpy, as all settings are. What needs the evalset is checked where that
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,6 +15,11 @@ from pipeline.settings import Settings
 _LARGEST = 1e5**2
 # COCO's, in square pixels, smallest and largest inclusive: an object of exactly 32^2 is both small and medium
 AREAS = {"all": (0.0, _LARGEST), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, _LARGEST)}
+
+# clusters that hold a category: ten that all lose are p = 0.001, no chance even beside 50 other comparisons
+MIN_CATEGORY_CLUSTERS = 10
+UNKNOWN = "unknown_categories"  # score of a record: detections of a category that the evalset does not have
+AT_ONE_IOU = ("50", "75")  # end the names of scores at one threshold: no bucket may be called so
 
 _Area = Annotated[float, Field(ge=0)]
 
@@ -34,12 +40,27 @@ class DetectionEval(Settings):
         return AREAS | {name: (low, high) for name, (low, high) in self.areas.items()}
 
 
+def name_categories(settings: DetectionEval, names: Mapping[str, int], present: Collection[int]) -> dict[str, int]:
+    """Return bucket -> category_id of those that are compared: the settings', and of several all that are there.
+
+    Args:
+        settings: of the eval, whose names come first.
+        names: name -> category_id, of the evalset's card.
+        present: those of its objects. A single one is no part of the whole.
+    """
+    if len(present) < 2:
+        return dict(settings.categories)
+    by_number = {number: name for name, number in names.items()}
+    rest = sorted(set(present) - set(settings.categories.values()))
+    return settings.categories | {by_number.get(number, f"category {number}"): number for number in rest}
+
+
 def find_bucket_problems(settings: DetectionEval) -> list[str]:
     """Return what is wrong with the areas and categories of an eval, one line each, starting with the key's path."""
     problems = [f"areas.{name}: expected another name than COCO's own ({', '.join(AREAS)}); rename it"
                 for name in settings.areas if name in AREAS]
     problems += [f"{section}.{name}: expected another name than those of scores at one IoU (50, 75); rename it"
-                 for section in ("areas", "categories") for name in getattr(settings, section) if name in ("50", "75")]
+                 for section in ("areas", "categories") for name in getattr(settings, section) if name in AT_ONE_IOU]
     problems += [f"areas.{name}: expected the smaller area first, got {list(bounds)!r}; swap them"
                  for name, bounds in settings.areas.items() if bounds[0] >= bounds[1]]
     problems += [f"categories.{name}: expected another name than an area's ({', '.join(settings.all_areas)}); rename it"

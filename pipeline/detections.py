@@ -176,8 +176,8 @@ def score_image(table: MatchTable) -> dict[str, float]:
     """Return the scores of a case record from the table of its image, for people: what was found of what is there.
 
     `objects` and `found`, the mean over thresholds of the objects found, are followed by "_<bucket>" for areas other
-    than "all" and for categories; `found_50` and `found_75` are at one threshold, `false_alarms` at 0.5. AP
-    does not follow from them: it needs the ranking over all images.
+    than "all" and for categories that are there; `found_50` and `found_75` are at one threshold, `false_alarms` at 0.5.
+    AP does not follow from them: it needs the ranking over all images.
     """
     flags = unpack(table.matched)
     scores = {"false_alarms": float((~flags[:, 0, 0] & ~unpack(table.ignored)[:, 0, 0]).sum())}
@@ -187,6 +187,8 @@ def score_image(table: MatchTable) -> dict[str, float]:
         scores |= {f"objects{suffix}": float(table.num_objects[:, :, number].sum()),
                    f"found{suffix}": float(flags[:, number].sum(axis=0).mean())}
     for name, number in table.categories.items():
+        if not table.num_objects[:, number, 0].any():
+            continue
         scores |= {f"objects_{name}": float(table.num_objects[:, number, 0].sum()),
                    f"found_{name}": float(flags[table.classes == number, 0].sum(axis=0).mean())}
     return scores

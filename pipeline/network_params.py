@@ -113,7 +113,7 @@ class UpscalingEval(Settings):
 class NetworkGateSettings(GateSettings):
     """The decision rule's settings, and how slow a candidate may be."""
 
-    # of the time of one batch, to that of the same weights in float32 without a step: surely more fails
+    # of the time of one batch, to that of the reference in float32 without a step: surely more fails
     max_slowdown: float | None = Field(default=None, gt=0, le=10)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cases import CASES_FILE, check_distinct
-from pipeline.detection_params import AREAS, DetectionEval
+from pipeline.detection_params import AREAS, AT_ONE_IOU, MIN_CATEGORY_CLUSTERS, DetectionEval, name_categories
 from pipeline.digests import digest_checkpoint, digest_file, digest_folder
 from pipeline.environment import Machine
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
-from pipeline.evalsets import Evalset, load_evalset
+from pipeline.evalsets import CARD_FILE, Evalset, load_evalset
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.network_files import read_config
 from pipeline.network_params import NetworkTrack, PrecisionStep, TilingStep, UpscalingEval
@@ -24,7 +24,7 @@ ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")
 
 
 def check_network(track: NetworkTrack, root: Path) -> list[str]:
-    """Refuse settings that the named files contradict; return a warning for each eval of categories without buckets.
+    """Refuse settings that the named files contradict; return a warning for each eval of categories in few clusters.
 
     Raises:
         SettingsError: with the path of the key, what it names, and what there is.
@@ -70,14 +70,18 @@ def _list_categories(evalset: Evalset) -> list[int]:
 
 
 def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list[str]:
-    """Say which categories have no bucket, where there are several: AP hides what one of many loses."""
+    """Say which categories are held by too few clusters to be judged, where there are several: AP hides their loss."""
     found = _list_categories(evalset)
-    unnamed = [number for number in found if number not in settings.categories.values()]
-    if len(found) < 2 or not unnamed:
+    clusters = {number: {case.cluster for case in evalset.cases for a in case.annotations
+                         if a.category_id == number and not a.iscrowd} for number in found}  # fmt: skip
+    few = [name for name, number in name_categories(settings, evalset.card.categories, found).items()
+           if len(clusters[number]) < MIN_CATEGORY_CLUSTERS]  # fmt: skip
+    if len(found) < 2 or not few:
         return []
-    listed = ", ".join(map(str, unnamed[:5])) + (" ..." if len(unnamed) > 5 else "")
-    return [f"{where}.categories: AP is the mean of {len(found)} categories, and {len(unnamed)} of them ({listed}) "
-            f"have no bucket: one that is lost altogether takes 1/{len(found)} of it; name those that matter"]
+    listed = ", ".join(few[:5]) + (" ..." if len(few) > 5 else "")
+    return [f"{where}.categories: AP is the mean of {len(found)} categories, and {len(few)} of them ({listed}) are in "
+            f"fewer than {MIN_CATEGORY_CLUSTERS} clusters each, so that one that is lost, 1/{len(found)} of AP, may "
+            "not show; add pictures of those that matter"]
 
 
 def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
@@ -135,15 +139,33 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
     if not any(case.annotations for case in evalset.cases):
         raise SettingsError(f"{where}.evalset: expected an object on some picture, evalset {evalset.card.name!r} has "
                             "none, and AP is about nothing; annotate what should be found")  # fmt: skip
-    for bucket in (settings.all_areas.keys() | settings.categories.keys()) & set(evalset.card.buckets):
-        key, what = ("categories", "a category") if bucket in settings.categories else ("areas", "an area")
+    known = _list_categories(evalset)
+    _check_card(folder / CARD_FILE, settings, evalset)
+    named = name_categories(settings, evalset.card.categories, known)
+    for bucket in sorted((settings.all_areas.keys() | named.keys()) & set(evalset.card.buckets)):
+        key, what = ("categories", "a category") if bucket in named else ("areas", "an area")
         raise SettingsError(f"{where}.{key}: {bucket!r} is {what} of objects, and a bucket of pictures in evalset "
                             f"{evalset.card.name!r}; rename one")  # fmt: skip
-    known = _list_categories(evalset)
     for bucket, number in settings.categories.items():
         if number not in known:
             raise SettingsError(f"{where}.categories.{bucket}: expected a category that evalset {evalset.card.name!r} "
                                 f"has ({', '.join(map(str, known))}), got {number}")  # fmt: skip
+
+
+def _check_card(path: Path, settings: DetectionEval, evalset: Evalset) -> None:
+    """Refuse names of categories that are no buckets, an id with two names, and an annotation of an unknown id."""
+    names = evalset.card.categories
+    for name, number in names.items():
+        if name in settings.all_areas or name in AT_ONE_IOU:
+            raise EvalsetError(f"{path}: categories.{name}: expected another name than an area's or a threshold's; "
+                               "rename it")  # fmt: skip
+        if (first := next(other for other, same in names.items() if same == number)) != name:
+            raise EvalsetError(f"{path}: categories.{name}: category {number} is {first!r} already; remove one")
+    strangers = [(case.id, a.category_id) for case in evalset.cases for a in case.annotations
+                 if a.category_id not in names.values()] if names else []  # fmt: skip
+    if strangers:
+        raise EvalsetError(f"{path}: categories: {len(strangers)} annotations have a category_id that is not there, "
+                           f"first {strangers[0][1]} of case {strangers[0][0]!r}; add it, or correct the case")
 
 
 def _check_functions(where: str, path: Path, tree: ast.Module) -> None:

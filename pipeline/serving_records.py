@@ -151,12 +151,25 @@ class NetworkServing(Record):
 
     @property
     def plain_tiled(self) -> NetworkServing | None:
-        """The run without a step in the same tiles, beside which the time in total is told.
+        """The run without a step in the same tiles.
 
         None where it would say nothing: of an emulated policy, and of what is run that way itself.
         """
         plain = self.plain.model_copy(update={"tiling": self.tiling})
         return None if self.conv_policy or self == plain else plain
+
+    def choose_total(self, *, is_other: bool) -> NetworkServing | None:
+        """Return the run of the reference beside which the time in total is told.
+
+        Without a step, in the same tiles; whole pictures where tiles are the only step. None where it would say
+        nothing: of an emulated policy, and of the reference's own weights run plainly.
+
+        Args:
+            is_other: the candidate's checkpoint is not the reference's.
+        """
+        if self.conv_policy or self.plain_tiled is not None:
+            return self.plain_tiled
+        return self.plain if is_other or self.tiling else None
 
     @property
     def speculative(self) -> None:

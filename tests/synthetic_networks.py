@@ -54,6 +54,7 @@ class Way:
         seam: grey levels by which an upscaler's picture steps at every stitch.
         notes: what differs from `NOTES`.
         fallbacks: of its record.
+        checkpoint: folder of its weights; the reference's are models/net.
     """
 
     steps: Sequence[dict[str, Any]] = ()
@@ -61,6 +62,7 @@ class Way:
     seam: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     fallbacks: Sequence[Fallback] = ()
+    checkpoint: str = "models/net"
 
 
 def time_notes(**ratio: float) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def make_network_track(kind: str, ways: dict[str, Way], tolerances: dict[str, An
     return model.model_validate({
         "adapter": "models/net.py", "reference": REFERENCE, "release": list(ways),
         "candidates": {REFERENCE: {"checkpoint": "models/net", "steps": []}} | {
-            name: {"checkpoint": "models/net", "steps": list(way.steps)} for name, way in ways.items()},
+            name: {"checkpoint": way.checkpoint, "steps": list(way.steps)} for name, way in ways.items()},
         "running": {"batch_size": 1, "num_workers": 1, "num_threads": 1}, "evals": evals,
         "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances or usual, **gate},
     })  # fmt: skip
@@ -183,8 +185,8 @@ def _write_candidate(build: Path, track: NetworkTrack, name: str, way: Way) -> t
         steps.append(step | {"serving": changes})
     built = BuiltCandidate(
         name=name, steps=tuple(steps), coverage=tuple(coverage), fallbacks=tuple(way.fallbacks),
-        checkpoint=Checkpoint(path="models/net", kind=track.name, format="dense", dtype="float32", num_parameters=1,
-                              num_bytes=4, digest=digest_text("net")))  # fmt: skip
+        checkpoint=Checkpoint(path=way.checkpoint, kind=track.name, format="dense", dtype="float32", num_parameters=1,
+                              num_bytes=4, digest=digest_text(way.checkpoint)))  # fmt: skip
     write_record(build / "candidates" / name / "candidate.json", built)
     folder = build / "evaluations" / name
     folder.mkdir(parents=True, exist_ok=True)

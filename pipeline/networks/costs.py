@@ -2,12 +2,14 @@
 
 The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand;
 that of any other is the same weights run plainly, in float32 without a step, in the same tiles where there are any.
-What a candidate takes in total is told beside those, too: channels-last may be five times as fast as bfloat16 without
-it where float32 is forty times as fast. What is slower in total has no gain, and is timed no further.
+What a candidate takes in total is told beside the reference run plainly, too: channels-last may be five times as fast
+as bfloat16 without it where float32 is forty times as fast. What is slower in total has no gain, and is timed no
+further.
 
-Time is of one batch, in pairs whose order alternates, and is told only where both outputs are equal within the number
-format's rounding (`rounding.py`). An emulated policy has no speed of its own (`benchmarks/winograd_speed.py` measures
-real kernels); what tiles alone cost is counted in pixels instead, as their outputs are others.
+Time is of one batch, in pairs whose order alternates. Of the same weights it is told only where both outputs are equal
+within the number format's rounding (`rounding.py`). Another checkpoint, as an INT8 artefact is, and tiles beside whole
+pictures give other outputs by nature: what those lose is the gate's matter. An emulated policy has no speed of its own
+(`benchmarks/winograd_speed.py` measures real kernels).
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
 
 
 def measure_costs(
-    load: Load, network: Network, timed: torch.Tensor, largest: torch.Tensor, batches: Iterable[torch.Tensor]
+    load: Load, network: Network, timed: torch.Tensor, largest: torch.Tensor, batches: Iterable[torch.Tensor], *,
+    load_reference: Load | None = None,
 ) -> dict[str, Any]:
     """Return what is noted of a candidate's costs, as JSON.
 
@@ -57,12 +60,13 @@ def measure_costs(
         timed: batch of uint8 pixels, (pictures, rows, columns, 3).
         largest: the largest picture, (1, rows, columns, 3), whose memory is weighed.
         batches: one of each shape that the eval meets; read only where something is compiled.
+        load_reference: sets the reference's weights up, where the candidate's are others.
     """
     serving = network.serving
     # first: what is timed then is what has met every shape, as the network that serves has
     compilations = _count_compilations(network, batches)
     _check_repeats(network, timed)
-    speed, total = _measure_speeds(load, serving, timed, network)
+    speed, total = _measure_speeds(load, serving, timed, network, load_reference)
     return {
         "speed": speed,
         "total": total,
@@ -75,12 +79,12 @@ def measure_costs(
 
 
 def _measure_speeds(
-    load: Load, serving: NetworkServing, pixels: torch.Tensor, network: Network
+    load: Load, serving: NetworkServing, pixels: torch.Tensor, network: Network, load_reference: Load | None
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the times beside the candidate's baseline and beside the same weights run plainly."""
-    baseline, plain = choose_baseline(serving), serving.plain_tiled
-    total = measure_speed(load, serving, plain, pixels, network) if plain else None
-    if baseline == plain:
+    """Return the times beside the candidate's baseline and beside the reference run plainly."""
+    baseline, plain = choose_baseline(serving), serving.choose_total(is_other=load_reference is not None)
+    total = measure_speed(load, serving, plain, pixels, network, load_base=load_reference) if plain else None
+    if baseline == plain and load_reference is None:
         return total, total
     if baseline is None or is_surely_slower(total):
         return None, total
@@ -105,28 +109,33 @@ def _check_repeats(network: Network, pixels: torch.Tensor) -> None:
 
 
 def measure_speed(
-    load: Load, serving: NetworkServing, base: NetworkServing, pixels: torch.Tensor, network: Network | None = None
+    load: Load, serving: NetworkServing, base: NetworkServing, pixels: torch.Tensor, network: Network | None = None, *,
+    load_base: Load | None = None,
 ) -> dict[str, Any]:
     """Return the times of a candidate and of its baseline on one batch, in CPU seconds and by the wall clock, as JSON.
 
-    `timed` is None where the outputs differ by more than rounding. A network that is given is the candidate's, loaded
-    before.
+    `timed` is None where the outputs differ by more than rounding; those of other weights or tiles are not compared. A
+    network that is given is the candidate's, loaded before; `load_base` loads the baseline where its weights are
+    others.
     """
-    ours, theirs = network or load(serving), load(base)
+    ours, theirs = network or load(serving), (load_base or load)(base)
     x, y = ours.prepare(pixels), theirs.prepare(pixels)
-    differences = differ(ours.run(x), theirs.run(y))
-    exact = load(serving.model_copy(update=_LAYOUT | {"dtype": "float32", "autocast": False}))
-    limits = limit_rounding(exact, pixels, getattr(torch, serving.dtype), len(differences))
-    worst = int(np.argmax(differences / limits))  # NaN is the largest
-    found = {"baseline": base.summary, "difference": _finite(differences[worst]),
-             "tolerance": _finite(limits[worst]), "timed": None}  # fmt: skip
-    if not (differences <= limits).all():
-        return found
+    found: dict[str, Any] = {"baseline": f"the reference, {base.summary}" if load_base else base.summary,
+                             "difference": None, "tolerance": None, "timed": None}  # fmt: skip
+    if load_base is None and base.tiling == serving.tiling:
+        differences = differ(ours.run(x), theirs.run(y))
+        exact = load(serving.model_copy(update=_LAYOUT | {"dtype": "float32", "autocast": False}))
+        limits = limit_rounding(exact, pixels, getattr(torch, serving.dtype), len(differences))
+        worst = int(np.argmax(differences / limits))  # NaN is the largest
+        found |= {"difference": _finite(differences[worst]), "tolerance": _finite(limits[worst])}
+        if not (differences <= limits).all():
+            return found
 
     def clock() -> Floats:
         return np.array([read_seconds(ours.device), time.perf_counter()])
 
-    rounds = ROUNDS if base == serving.model_copy(update=_LAYOUT) else MIN_ROUNDS
+    decides = base == serving.model_copy(update=_LAYOUT) and load_base is None
+    rounds = ROUNDS if decides else MIN_ROUNDS
     # [round, theirs or ours, clock]
     pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock))
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")

@@ -2,7 +2,8 @@
 
 A record's output is the results as JSON, so nothing else has to be kept to match them again. Results that hold NaN or
 infinity are no results: they are left out, and the picture's output counts as not finite. Categories that no
-annotation of the evalset has are left out, as COCO's own evaluation does.
+annotation of the evalset has are left out, as COCO's own evaluation does; those that its card does not name either are
+counted, and the gate refuses them.
 """
 
 from __future__ import annotations
@@ -11,28 +12,57 @@ import json
 import math
 import operator
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.cases import DetectionCase
-from pipeline.detection_params import DetectionEval
+from pipeline.detection_params import UNKNOWN, DetectionEval, name_categories
 from pipeline.detections import Detections, MatchTable, Objects, join_tables, match_image, save_matches, score_image
 from pipeline.digests import canonical_json
 from pipeline.errors import EngineError
 from pipeline.records import CaseRecord
 
 _BYTES = (bytes, bytearray, memoryview)
+_LARGEST_CATEGORY = 2**31 - 1
 
 
-def list_categories(cases: Sequence[DetectionCase]) -> list[int]:
-    """Return the categories of an evalset's annotations, in order; a class is a position in this list."""
-    return sorted({annotation.category_id for case in cases for annotation in case.annotations})
+@dataclass(frozen=True)
+class Categories:
+    """The categories of an evalset.
+
+    Attributes:
+        numbers: category_id of each class: those of the annotations, in order.
+        buckets: name -> class, of those that are compared.
+        known: category_ids that a detection may have.
+    """
+
+    numbers: tuple[int, ...]
+    buckets: dict[str, int]
+    known: frozenset[int]
+
+
+def describe_categories(
+    cases: Sequence[DetectionCase], names: Mapping[str, int], settings: DetectionEval
+) -> Categories:
+    """Return the categories of an evalset.
+
+    Args:
+        cases: all of them.
+        names: name -> category_id, of its card.
+        settings: the eval's.
+    """
+    numbers = sorted({a.category_id for case in cases for a in case.annotations})
+    present = {a.category_id for case in cases for a in case.annotations if not a.iscrowd}
+    named = name_categories(settings, names, present)
+    return Categories(numbers=tuple(numbers), known=frozenset(numbers) | frozenset(names.values()),
+                      buckets={name: numbers.index(number) for name, number in named.items()})  # fmt: skip
 
 
 def judge_results(
-    case: DetectionCase, results: Any, *, is_finite: bool, settings: DetectionEval, categories: Sequence[int]
+    case: DetectionCase, results: Any, *, is_finite: bool, settings: DetectionEval, categories: Categories
 ) -> tuple[str, dict[str, float]]:
     """Return the output and the scores of a record.
 
@@ -50,14 +80,15 @@ def judge_results(
     sound = [r for r in read if all(map(math.isfinite, (*r["bbox"], r["score"])))]
     output = canonical_json(sound)
     scores = score_image(match_output(case, output, settings=settings, categories=categories))
+    scores[UNKNOWN] = float(sum(r["category_id"] not in categories.known for r in read))
     return output, scores | {"finite": float(is_finite and len(sound) == len(read))}
 
 
 def match_output(
-    case: DetectionCase, output: str, *, settings: DetectionEval, categories: Sequence[int]
+    case: DetectionCase, output: str, *, settings: DetectionEval, categories: Categories
 ) -> MatchTable:
     """Match the results that a record holds with what is on its picture."""
-    places = {category: number for number, category in enumerate(categories)}
+    places = {category: number for number, category in enumerate(categories.numbers)}
     results = [r for r in json.loads(output) if r["category_id"] in places]
     found = Detections(np.array([r["bbox"] for r in results], dtype=np.float64).reshape(-1, 4),
                        np.array([places[r["category_id"]] for r in results], dtype=np.int64),
@@ -67,15 +98,14 @@ def match_output(
                     np.array([places[a.category_id] for a in marked], dtype=np.int64),
                     np.array([a.area for a in marked], dtype=np.float64),
                     np.array([a.iscrowd for a in marked], dtype=bool))  # fmt: skip
-    named = {name: places[category] for name, category in settings.categories.items()}
-    return match_image(there, found, num_classes=len(places), areas=settings.all_areas, categories=named)
+    return match_image(there, found, num_classes=len(places), areas=settings.all_areas, categories=categories.buckets)
 
 
 def save_tables(
-    path: Path, cases: Sequence[DetectionCase], records: Sequence[CaseRecord], settings: DetectionEval
+    path: Path, cases: Sequence[DetectionCase], records: Sequence[CaseRecord], settings: DetectionEval,
+    categories: Categories,
 ) -> None:
     """Write the matched detections of all records."""
-    categories = list_categories(cases)
     save_matches(path, join_tables([match_output(case, record.output, settings=settings, categories=categories)
                                     for case, record in zip(cases, records, strict=True)]))  # fmt: skip
 
@@ -113,9 +143,12 @@ def _read_category(value: Any) -> int:
     try:
         if _is_boolean(value):
             raise TypeError
-        return operator.index(value)  # of a tensor or of numpy, too; a float has none
+        number = operator.index(value)  # of a tensor or of numpy, too; a float has none
     except TypeError:
         raise TypeError(f"category_id is a whole number, got {value!r}") from None
+    if not 0 <= number <= _LARGEST_CATEGORY:
+        raise ValueError(f"category_id is 0 or more and below 2^31, got {number}")
+    return number
 
 
 def _is_boolean(value: Any) -> bool:

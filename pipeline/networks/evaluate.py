@@ -24,7 +24,7 @@ from pipeline.evalsets import Evalset, load_evalset
 from pipeline.evaluation_folder import make_evaluation
 from pipeline.files import write_text
 from pipeline.network_params import NetworkTrack, UpscalingEval
-from pipeline.networks.detecting import list_categories, save_tables
+from pipeline.networks.detecting import Categories, describe_categories, save_tables
 from pipeline.networks.workers import (
     Order,
     PictureCase,
@@ -65,7 +65,8 @@ def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: 
     with make_evaluation(candidate, build) as working:
         for name, settings in track.evals.items():
             evalset = load_evalset(root / settings.evalset)
-            categories = tuple(list_categories(evalset.cases)) if isinstance(settings, DetectionEval) else ()
+            categories = (describe_categories(evalset.cases, evalset.card.categories, settings)
+                          if isinstance(settings, DetectionEval) else None)  # fmt: skip
             order = Order(candidate, track.name, root, track.adapter, source, settings, categories)
             key = digest_work(track, settings, evalset, root)
             # what one process compiles, another would compile again
@@ -74,14 +75,14 @@ def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: 
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(name, settings, evalset, pool, journal, working.path, candidate.serving.batch_size,
-                              root / settings.evalset)  # fmt: skip
+                              root / settings.evalset, categories)  # fmt: skip
             files[name] = working.describe_eval(name, settings, evalset, key=key)
         return working.finish(files, facts, proof="loaded and run by the processes that judged")
 
 
 def _run_eval(
     name: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, pool: ProcessPoolExecutor, journal: Journal,
-    working: Path, batch_size: int, pictures: Path,
+    working: Path, batch_size: int, pictures: Path, categories: Categories | None,
 ) -> None:  # fmt: skip
     """Run what the journal does not hold, and write the eval's records, tables or pictures, and notes to a folder."""
     start = time.monotonic()
@@ -100,8 +101,8 @@ def _run_eval(
         if picture is not None:
             (working / name).mkdir(exist_ok=True)
             (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
-    if isinstance(settings, DetectionEval):
-        save_tables(path.with_suffix(".npz"), evalset.cases, records, settings)
+    if isinstance(settings, DetectionEval) and categories is not None:
+        save_tables(path.with_suffix(".npz"), evalset.cases, records, settings, categories)
     write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
     finite = sum(r.scores["finite"] for r in records)
     print(f"  {name}: n={len(records)}, {finite:.0f} finite, {time.monotonic() - start:.1f} s", file=sys.stderr)

@@ -29,7 +29,7 @@ from pipeline.fingerprints import fingerprint
 from pipeline.network_params import UpscalingEval
 from pipeline.networks.adapters import Adapter, load_adapter
 from pipeline.networks.costs import measure_costs
-from pipeline.networks.detecting import judge_results
+from pipeline.networks.detecting import Categories, judge_results
 from pipeline.networks.layer_numerics import compare_layers, describe_layers
 from pipeline.networks.loading import Network, list_tensors, load_network
 from pipeline.networks.upscaling import judge_picture
@@ -53,7 +53,7 @@ class Order:
     adapter: str  # relative to the root, as are the others
     source: str  # folder of the reference, which layers are compared with in float32
     settings: DetectionEval | UpscalingEval
-    categories: tuple[int, ...] = ()  # of a detection evalset
+    categories: Categories | None = None  # of a detection evalset
 
 
 @dataclass
@@ -192,7 +192,7 @@ def _judge(
 ) -> tuple[str, dict[str, float], bytes | None]:
     order = loaded.order
     if isinstance(case, DetectionCase):
-        assert isinstance(order.settings, DetectionEval)
+        assert isinstance(order.settings, DetectionEval) and order.categories is not None
         found = [] if result is _UNTAKEN else result
         output, scores = judge_results(case, found, is_finite=is_finite, settings=order.settings,
                                        categories=order.categories)  # fmt: skip
@@ -255,11 +255,14 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
     batches = [shape.cases for shape in shapes]
     largest = max(batches, key=lambda batch: np.prod(measure_picture(folder / batch[0].image)))[:1]
     common = max(shapes, key=lambda shape: shape.num_pictures)  # of equals the first
-    timed = read(common.cases)
+    timed, order = read(common.cases), loaded.order
+    is_other = Path(order.candidate.checkpoint.path) != Path(order.source)
+    load_reference = partial(loaded.load, folder=order.source) if is_other else None
     return {"layers": _compare_layers(loaded, cases),
             "shapes": {"num_shapes": len(shapes), "timed": list(timed.shape[:3]), "num_timed": common.num_pictures,
                        "num_pictures": sum(shape.num_pictures for shape in shapes)},
-            **measure_costs(loaded.load, loaded.network, timed, read(largest), map(read, batches))}  # fmt: skip
+            **measure_costs(loaded.load, loaded.network, timed, read(largest), map(read, batches),
+                            load_reference=load_reference)}  # fmt: skip
 
 
 def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:

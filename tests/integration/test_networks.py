@@ -56,6 +56,7 @@ from pipeline.serving.engines.keeper import list_descendants
 from pipeline.settings import BUILDS
 from tests.paths import ROOT
 from tests.tiny_networks import (
+    DETECTOR,
     NUM_PICTURES,
     describe_detector,
     make_detector,
@@ -601,13 +602,32 @@ def test_a_sound_project_is_let_through(project: Path) -> None:
     assert not check_network(track, project) and not check_network(make_upscaler(), project)
 
 
-def test_several_categories_without_a_bucket_are_warned_of(project: Path) -> None:
-    """AP is their mean: one of eighty could be lost within a tolerance of two points."""
-    rewrite_cases(project, lambda i, case: [a.update(category_id=4) for a in case["annotations"] if i % 2])
+def test_several_categories_in_few_clusters_are_warned_of(project: Path) -> None:
+    """Nothing judges them: one of eighty could be lost within a tolerance of two points."""
+    rewrite_cases(project, lambda i, case: [a.update(category_id=4) for a in case["annotations"] if i < 9])
     [warning] = check_network(make_detector(), project)
-    assert warning.startswith("detector.evals.squares.categories: AP is the mean of 2 categories, and 2 of them (1, 4)")
-    named = {"squares": {"kind": "detection", "evalset": "evalsets/squares", "categories": {"one": 1, "four": 4}}}
-    assert not check_network(make_detector(evals=named), project)
+    assert warning.startswith("detector.evals.squares.categories: AP is the mean of 2 categories, and 1 of them "
+                              "(category 4) are in fewer than 10 clusters each")  # fmt: skip
+    rewrite_cases(project, lambda i, case: [a.update(category_id=4) for a in case["annotations"] if i < 10])
+    assert not check_network(make_detector(), project)
+
+
+@pytest.mark.parametrize(("names", "said"), [
+    ({"person": 1}, None),
+    ({"small": 1}, "categories.small: expected another name than an area's"),
+    ({"person": 1, "human": 1}, "categories.human: category 1 is 'person' already"),
+    ({"person": 2}, "annotations have a category_id that is not there, first 1 of case 'c00'"),
+])  # fmt: skip
+def test_a_card_names_the_categories_of_its_annotations(project: Path, names: dict[str, int], said: str | None) -> None:
+    path = project / "evalsets/squares/card.yaml"
+    card = YAML(typ="safe").load(path.read_text())
+    path.write_text(json.dumps(card | {"categories": names}))
+    if said is None:
+        assert not check_network(make_detector(), project)
+        return
+    with pytest.raises(EvalsetError) as error:
+        check_network(make_detector(), project)
+    assert said in say(error)
 
 
 def test_pictures_that_are_evaluated_on_are_not_calibrated_on(project: Path) -> None:
@@ -810,7 +830,8 @@ def test_what_is_timed_allocates_memory_as_a_server_does(
     calls: list[str] = []
     measure = workers.measure_costs
     monkeypatch.setattr(workers, "keep_freed_memory", lambda: calls.append("keep"))
-    monkeypatch.setattr(workers, "measure_costs", lambda *given: calls.append("time") or measure(*given))
+    monkeypatch.setattr(workers, "measure_costs",
+                        lambda *given, **named: calls.append("time") or measure(*given, **named))  # fmt: skip
     run(project, make_detector({"half": [HALF]}), "half")
     assert calls[0] == "time" and calls.count("time") == 1 and "keep" in calls
 
@@ -1089,3 +1110,24 @@ def test_the_shipped_upscaler_writes_the_pictures_of_its_own_code(shipped: Path,
     assert all(record.scores["psnr_db"] > 20 and record.scores["seam_levels"] == 0 for record in whole)
     cut, soft = (sum(record.scores["seam_levels"] for record in side) for side in (tiled, blended))
     assert cut > soft + 0.5
+
+
+SLEEPY = DETECTOR.replace("import torch\n", "import time\n\nimport torch\n").replace(
+    "        return self.pool", "        time.sleep(self.wait)\n        return self.pool").replace(
+    "        self.blur =", "        self.wait = config.get('wait', 0)\n        self.blur =")  # fmt: skip
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("steps", [[], [LAST]], ids=["no-step", "a-step"])
+def test_another_checkpoint_that_sleeps_is_slower_than_the_reference(project: Path, steps: list[Any]) -> None:
+    """It was timed beside its own weights, which sleep as long, or without a step not at all: it passed."""
+    (project / DETECTOR_FILE).write_text(SLEEPY)
+    (project / "detector/hot/config.json").write_text(json.dumps({"cell": 8, "least": 0.3, "wait": 0.05}))
+    gate = describe_detector()["gate"] | {"max_slowdown": 0.25}
+    track = make_detector({"hot": steps}, gate=gate)
+    run(project, track)
+    compared = compare_release(track, project / BUILDS[track.name])
+    verdict = compared.judgement.verdicts[0]
+    assert verdict.outcome == "fail" and verdict.total is not None and verdict.total.low > 5
+    assert any(reason.startswith("fail: speed: ") for reason in verdict.reasons)
+    check_outcomes(compared.judgement)

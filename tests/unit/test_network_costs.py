@@ -57,9 +57,33 @@ def test_what_runs_in_tiles_is_timed_beside_float32_in_the_same_tiles() -> None:
     assert choose_baseline(serving) == NetworkServing(batch_size=8, dtype="bfloat16", **TILED)
 
 
-@pytest.mark.parametrize("changes", [POLICY, TILED, {}])
-def test_what_computes_something_else_has_no_time_in_total(changes: dict[str, Any]) -> None:
-    assert NetworkServing(batch_size=8, **changes).plain_tiled is None
+@pytest.mark.parametrize(("changes", "same", "other"), [
+    pytest.param(POLICY, None, None, id="an-emulation-has-no-time"),
+    pytest.param({}, None, {}, id="weights-alone"),
+    pytest.param(TILED, {}, {}, id="tiles-beside-whole-pictures"),
+    pytest.param(TILED | {"channels_last": True}, TILED, TILED, id="a-step-within-its-tiles"),
+    pytest.param({"dtype": "bfloat16"}, {}, {}, id="a-number-format"),
+])  # fmt: skip
+def test_the_time_in_total_is_told_beside_the_reference(changes: dict[str, Any], same: Any, other: Any) -> None:
+    """Another checkpoint without a step had none, and an overlap of a half cost nothing."""
+    serving = NetworkServing(batch_size=8, **changes)
+    for expected, is_other in ((same, False), (other, True)):
+        found = serving.choose_total(is_other=is_other)
+        assert found == (None if expected is None else NetworkServing(batch_size=8, **expected))
+
+
+def test_other_weights_are_timed_beside_the_reference_whatever_they_give(tmp_path: Path) -> None:
+    """Their outputs differ by nature: demanding equal ones would leave every INT8 artefact untimed."""
+    write_detector(tmp_path / "louder", gain=3.0)
+    tensors = load_file(tmp_path / "louder/model.safetensors")
+    save_file(tensors | {"scale.bias": torch.ones(1)}, tmp_path / "louder/model.safetensors")
+    load = make_load(tmp_path)
+    other = partial(load_network, tmp_path / "louder", load_adapter(tmp_path / "adapter.py"))
+    for changes, speed in (({}, None), ({"channels_last": True}, "torch float32")):
+        network = other(NetworkServing(**changes))
+        found = measure_costs(other, network, PIXELS, PIXELS[:1], [PIXELS], load_reference=load)
+        assert found["total"]["baseline"] == "the reference, torch float32" and found["total"]["timed"]
+        assert found["speed"] is None or found["speed"]["baseline"] == speed
 
 
 def test_a_candidate_is_timed_in_total_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,11 @@ from pipeline.gate import network_plots
 from pipeline.gate.boxes import find_lost, list_losses, read_found
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.flips import list_worst_images, worst_cases
 from pipeline.gate.network_costs import tabulate_network_costs
 from pipeline.gate.network_section import describe_fallbacks
+from pipeline.gate.outputs.github import render_summary
 from pipeline.gate.pictures import LARGEST_SHOWN, crop_most_different
 from pipeline.gate.report import render_report
 from pipeline.gate.seams import cut_strip
@@ -168,9 +170,9 @@ def test_the_time_in_total_stands_in_the_table_of_what_was_timed_no_further(tmp_
 
 
 @pytest.mark.parametrize(("max_slowdown", "outcome", "said"), [
-    (None, "pass", "note: speed: it takes 9.000 (8.000 to 10.000) of the time of the same weights in float32 without"),
+    (None, "pass", "note: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32 without"),
     (8.0, "pass", "note: speed: it takes 9.000"),
-    (6.9, "fail", "fail: speed: it takes 9.000 (8.000 to 10.000) of the time of the same weights in float32 without a "
+    (6.9, "fail", "fail: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32 without a "
                   "step, expected at most 7.9 (gate.max_slowdown)"),
 ])  # fmt: skip
 def test_a_number_format_that_is_slow_fails_where_that_matters(
@@ -194,9 +196,23 @@ def test_users_wait_by_the_wall_clock_too(tmp_path: Path) -> None:
     assert costs_of(compared, "slow")["in total"] == "9.000 (8.000 to 10.000) wall"
 
 
-def test_a_limit_on_time_that_was_not_applied_is_said(tmp_path: Path) -> None:
-    verdict = judge_slow(tmp_path, Way([TILED]), max_slowdown=0.2)
-    assert "note: speed: gate.max_slowdown was not applied: what tiles alone cost is not timed" in verdict.reasons
+def test_a_limit_on_time_that_was_not_applied_is_said_where_the_verdict_is(tmp_path: Path) -> None:
+    """It stood in the report alone: at the terminal an emulated candidate had kept a limit that nothing measured."""
+    ways = {"policy": Way([POLICY])}
+    track = make_network_track("upscaler", ways, max_slowdown=0.2)
+    judgement = compare_release(track, write_upscaler(tmp_path, track, ways)).judgement
+    check_outcomes(judgement)
+    said = "speed: gate.max_slowdown was not applied: an emulated policy has no time of its own"
+    assert judgement.outcome == "pass" and f"note: {said}" in judgement.verdicts[0].reasons
+    assert f"policy: note: {said}" in render_gate(judgement)
+    assert said in render_summary(judgement, Explanation(candidates=()))
+
+
+def test_tiles_alone_are_timed_or_refused_where_there_is_a_limit(tmp_path: Path) -> None:
+    """An overlap of a half is four times the work, and was let through with a note."""
+    assert judge_slow(tmp_path / "untimed", Way([TILED]), max_slowdown=0.2).outcome == "refused"
+    assert judge_slow(tmp_path / "slow", Way([TILED], notes={"total": SLOW}), max_slowdown=0.2).outcome == "fail"
+    assert judge_slow(tmp_path / "unlimited", Way([TILED])).outcome == "pass"
 
 
 def test_a_slow_candidate_is_none_that_passes_by_an_edit(tmp_path: Path) -> None:
@@ -227,6 +243,33 @@ def test_a_limit_on_time_refuses_notes_without_it(tmp_path: Path) -> None:
     assert judgement.outcome == "pass"
     without = judgement.verdicts[0].model_copy(update={"total": None})
     with pytest.raises(EvidenceError, match="slow: the verdict contradicts"):
+        check_outcomes(judgement.model_copy(update={"verdicts": (without,)}))
+
+
+@pytest.mark.parametrize("steps", [[], [HALF], [HALF, LAST]], ids=["no-step", "number-format", "for-speed"])
+def test_another_checkpoint_is_timed_or_refused_where_there_is_a_limit(tmp_path: Path, steps: list[Any]) -> None:
+    """What every INT8 artefact is, a checkpoint of its own without a step, had no time and passed without a note."""
+    def way(total: Any) -> Way:
+        return Way(steps, notes={"speed": time_notes(), "total": total}, checkpoint="models/int8")
+
+    untimed = judge_slow(tmp_path / "untimed", way(None), max_slowdown=0.25)
+    assert untimed.outcome == "refused" and "gate.max_slowdown: expected the time in total" in untimed.reasons[0]
+    slow = judge_slow(tmp_path / "slow", way(SLOW), max_slowdown=0.25)
+    assert slow.outcome == "fail"
+    assert "fail: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32" in slow.reasons[0]
+    assert judge_slow(tmp_path / "fast", way(time_notes()), max_slowdown=0.25).outcome == "pass"
+    if not steps:
+        assert judge_slow(tmp_path / "unlimited", way(None)).outcome == "pass"
+
+
+def test_another_checkpoint_without_a_time_is_none_that_passes_by_an_edit(tmp_path: Path) -> None:
+    """The steps do not tell that it had to be timed."""
+    way = Way(notes={"total": time_notes()}, checkpoint="models/int8")
+    track = make_network_track("upscaler", {"int8": way}, max_slowdown=0.25)
+    judgement = compare_release(track, write_upscaler(tmp_path, track, {"int8": way})).judgement
+    assert judgement.outcome == "pass"
+    without = judgement.verdicts[0].model_copy(update={"total": None})
+    with pytest.raises(EvidenceError, match="int8: the verdict contradicts"):
         check_outcomes(judgement.model_copy(update={"verdicts": (without,)}))
 
 
