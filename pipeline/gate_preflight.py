@@ -1,8 +1,13 @@
-"""Checks of what is asked of the gate, before any model runs: it can be proven, and was not loosened in silence."""
+"""Checks of what is asked of the gate, before any model runs: it can be proven, and was not loosened in silence.
+
+Nor is a stage of dvc.yaml frozen, whose results DVC would keep whatever is asked.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
 from pipeline.gate.loosening import check_loosening
@@ -18,10 +23,10 @@ def check_gates(params: Params, root: Path) -> list[str]:
 
     Raises:
         SettingsError: a tolerance that must be proven can't be, a setting is looser than at the last release, or a
-            released candidate is not timed though it may be too slow.
+            stage is frozen.
     """
     warnings = []
-    _check_timed(params)
+    _check_frozen(root / "dvc.yaml")
     for track in [get_track(params, name, kind=Track) for name in TRACKS
                   if name == "text" or getattr(params, name) is not None]:  # fmt: skip
         check_loosening(describe_policy(track), root, material={})
@@ -29,10 +34,10 @@ def check_gates(params: Params, root: Path) -> list[str]:
     return warnings
 
 
-def _check_timed(params: Params) -> None:
-    """Refuse a limit on slowness that a released candidate escapes, as nobody times it."""
-    timed = params.benchmark
-    untimed = [name for name in params.release if name not in timed.candidates]
-    if timed.max_slowdown is not None and untimed:
-        raise SettingsError(f"benchmark.candidates: expected every released candidate, as benchmark.max_slowdown is "
-                            f"{timed.max_slowdown:g}, found no {untimed[0]!r}; add it")
+def _check_frozen(path: Path) -> None:
+    """Refuse a stage that DVC never runs, so that results of other settings would be judged."""
+    stages = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else {}
+    frozen = [name for name, stage in stages.items() if stage.get("do", stage).get("frozen")]
+    if frozen:
+        raise SettingsError(f"{path}: stages.{frozen[0]}.frozen: expected a stage that runs when it is out of date, "
+                            "got true; remove the line")

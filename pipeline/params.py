@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError, describe_problem
@@ -20,6 +19,7 @@ from pipeline.network_params import NETWORK_STEP_KINDS, DetectorTrack, UpscalerT
 from pipeline.settings import TRACKS, Track, describe_yaml_error
 from pipeline.text_params import TextTrack
 from pipeline.text_problems import find_text_problems
+from pipeline.yaml_files import read_yaml
 
 T = TypeVar("T", bound=Track)
 
@@ -40,10 +40,10 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         SettingsError: with the key's path, what was expected and what came.
     """
     try:
-        data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        data = read_yaml(path)
     except FileNotFoundError:
         raise SettingsError(f"{path}: expected the settings file, found none; run from the project root") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except YAMLError as error:
         raise SettingsError(f"{path}: not valid YAML: {describe_yaml_error(error)}") from None
     return parse_params(data, where=str(path))
 

@@ -35,6 +35,7 @@ from pipeline.text_params import (
     Step,
     VllmEngine,
 )
+from pipeline.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
 
@@ -219,8 +220,10 @@ def _check_task(where: str, task: str, folder: Path) -> None:
     broken = ""
     for path in sorted(folder.rglob("*.yaml")):
         try:
-            names |= dict.fromkeys(_task_names(yaml.load(path.read_text(encoding="utf-8"))))
-        except (YAMLError, UnicodeDecodeError) as error:
+            text = read_text(path)
+            check_extent(text)
+            names |= dict.fromkeys(_task_names(yaml.load(text)))
+        except YAMLError as error:
             broken += f"; {path} is not valid YAML: {describe_yaml_error(error)}"
     if task not in names:
         raise SettingsError(f"{where}: expected a task, group or tag that a *.yaml file in {folder} defines, got "

@@ -27,6 +27,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
 Tier = Literal["critical", "supporting", "advisory"]  # of a metric
+MIN_REASON = 10  # characters: a sentence
+Reason = Annotated[str, StringConstraints(strip_whitespace=True, min_length=MIN_REASON)]
 
 
 class Settings(BaseModel):
@@ -39,12 +41,14 @@ class Tolerance(Settings):
     """The loss that a metric may show: absolute, in the metric's unit where it has one, relative for perplexity.
 
     A critical metric must be proven to be within it; a supporting one must not be seen beyond it, as if
-    `on_inconclusive` were warn; an advisory one is judged and shown, and stops nothing.
+    `on_inconclusive` were warn; an advisory one is judged and shown, and stops nothing. A gain larger than it is
+    inconclusive, unless `accept_gain` says why it is believed.
     """
 
     overall: float | None = Field(default=None, gt=0)
     buckets: dict[str, Annotated[float, Field(gt=0)]] = {}
     tier: Tier = "critical"
+    accept_gain: Reason | None = None
 
     def find_too_high(self) -> list[str]:
         """Return what is wrong for a metric of which 1 is all there is, one line each, starting with the key."""
@@ -58,7 +62,7 @@ class Loosened(Settings):
 
     was: float | str
     now: float | str  # a reason holds for this value alone
-    why: Annotated[str, StringConstraints(strip_whitespace=True, min_length=10)]  # a sentence
+    why: Reason
 
 
 class GateSettings(Settings):
@@ -138,8 +142,10 @@ def find_unwatched_evals(track: Track, metric: str, harm: str) -> list[str]:
         harm: what would pass, for the message.
     """
     tolerances = {name: track.gate.tolerances.get(f"{name}/{metric}") for name in track.evals}
-    return [f"gate.tolerances: expected {name}/{metric} with an overall tolerance, found none; {harm} must not pass "
-            "for want of one" for name, found in tolerances.items() if found is None or found.overall is None]
+    return [f"gate.tolerances: expected {name}/{metric} with an overall tolerance that can stop a release, found "
+            f"{'an advisory one' if found and found.overall else 'none'}; {harm} must not pass for want of one"
+            for name, found in tolerances.items()
+            if found is None or found.overall is None or found.tier == "advisory"]
 
 
 def find_repeated_steps(steps: Sequence[Any]) -> list[str]:

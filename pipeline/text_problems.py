@@ -58,6 +58,10 @@ def _benchmark_problems(params: TextTrack) -> list[str]:
                             f"got {name!r}")
         if name in benchmark.candidates[:i]:
             problems.append(f"candidates.{i}: {name!r} is listed twice; remove one")
+    untimed = [name for name in params.release if name not in benchmark.candidates and name in params.candidates]
+    if benchmark.max_slowdown is not None and untimed:
+        problems.append(f"max_slowdown: expected every released candidate among benchmark.candidates, as a limit asks "
+                        f"for its time, found no {untimed[0]!r}; add it, or remove the limit")
     if benchmark.candidates and not params.chat_evals:
         problems.append("candidates: the prompts are those of evals of kind tool_calls or trajectories, found none; "
                         "add one, or list no candidate")

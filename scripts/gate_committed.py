@@ -3,25 +3,24 @@
     python -m scripts.gate_committed [--markdown FILE]
 
 A release may go out when
-1. DVC finds nothing out of date by dvc.lock: the committed results are of this code, these settings and this data;
+1. no stage is out of date by dvc.lock: the committed results are of this code, these settings and this data;
 2. the gate of every track of params.yaml passes on the committed verdict;
-3. every track's release bundle is there, verifies, and is about that verdict; it is signed by the key in `release.pub`,
-   where that file is committed;
+3. every track's release bundle is there, verifies, and is about that verdict, these settings, weights and cases; it is
+   signed by the key in `release.pub`, where that file is committed;
 4. in a pull request (GITHUB_BASE_REF names the branch it goes to): no setting is looser than at that branch's last
    release without its reason in `gate.loosened`, no release of that branch was deleted, and `release.pub` is its own.
 DVC alone would not do: where data is missing it stops ahead of a gate that has to run, and it skips a stage whose
-committed report was deleted. Ends with 1 when anything is wrong.
+committed report was deleted. Ends with 1 when anything is wrong, or when nobody can say.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,30 +29,35 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.digests import digest_file  # noqa: E402
 from pipeline.errors import QuantgateError  # noqa: E402
+from pipeline.evalsets import load_evalset  # noqa: E402
 from pipeline.files import write_text  # noqa: E402
 from pipeline.gate.loosening import MANIFEST, compare_with_release, name_material  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
 from pipeline.gate.wording import escape_markdown, show_unprintable  # noqa: E402
+from pipeline.network_params import NetworkTrack  # noqa: E402
 from pipeline.params import Params, get_track, load_params  # noqa: E402
 from pipeline.record_files import read_record  # noqa: E402
 from pipeline.release.manifest import Manifest  # noqa: E402
+from pipeline.release.recipe import find_other_material, find_other_recipe  # noqa: E402
 from pipeline.release.verification import verify_bundle  # noqa: E402
-from pipeline.settings import RELEASES, REPORTS, TRACKS, Track  # noqa: E402
+from pipeline.settings import RELEASES, REPORTS, TRACKS, Track, name_stage  # noqa: E402
+from pipeline.staleness import find_stale, read_commands  # noqa: E402
 
-DVC = (sys.executable, "-m", "dvc", "repro", "--allow-missing")
 KEY = Path("release.pub")
-LOCK = Path("dvc.lock")
-_STALE = re.compile(r"(?:Running stage|failed to reproduce) '([^']+)'")
-_RUNS_HERE = re.compile(r"env|gate(?:_[a-z]+)?")  # stages that may be out of date in a clone
+ENV_FILES = Path("build/env")
+ENV = "env"  # the stage that reads code and libraries, which other stages are compared with
+_ANNOTATIONS = ("::error file=", "::warning file=")  # the stage writes out what others' names say of this kind
+JUDGING = ("compare", "gate", "release")  # stages that every track has
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: its name, whether it is right, and what it said."""
+    """One thing that was looked at: its name, whether it is right, what it said, and GitHub's commands in that."""
 
     name: str
     is_right: bool
     said: str
+    annotations: tuple[str, ...] = ()
 
 
 def run(*command: str) -> tuple[int, str]:
@@ -62,54 +66,77 @@ def run(*command: str) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
-@contextmanager
-def _keep_lock() -> Iterator[None]:
-    """Leave dvc.lock as it was found: reading this machine's libraries writes them there."""
-    found = LOCK.read_bytes() if LOCK.is_file() else None
-    try:
-        yield
-    finally:
-        if found is not None:
-            LOCK.write_bytes(found)
-        else:
-            LOCK.unlink(missing_ok=True)
+def check_results(tracks: Sequence[str], *, blocked: Collection[str] = ()) -> Check:
+    """Say which stages would have to run, after reading this machine's libraries, which could make them all.
 
-
-def check_results() -> Check:
-    """Ask DVC which stages would have to run, after reading this machine's libraries, which could make them all."""
+    Args:
+        tracks: that the project has.
+        blocked: those whose gate does not pass: their last release is another one, as it has to be.
+    """
     name = "results belong to this code and these settings"
-    with _keep_lock():
-        code, said = run(*DVC, "--single-item", "env")
-        if code:
-            return Check(name, False, said)
-        code, said = run(*DVC, "--dry", "--keep-going")
-    found = dict.fromkeys(_STALE.findall(said))
-    if code and not found:
-        return Check(name, False, said)
-    if stale := [stage for stage in found if not _RUNS_HERE.fullmatch(stage)]:
-        return Check(name, False, f"out of date: {', '.join(stale)}\nrun `make repro` where the weights are, and "
-                                  "commit what it writes")  # fmt: skip
-    return Check(name, True, "nothing is out of date")
+    gates = [name_stage("gate", track) for track in tracks]
+    try:
+        commands = read_commands(Path())
+        shutil.rmtree(ENV_FILES, ignore_errors=True)  # none that somebody committed stands for this code's own
+        for command in commands.get(ENV, [f"echo dvc.yaml: expected a stage {ENV}, found none; exit 1"]):
+            code, said = run("sh", "-c", command)
+            if code:
+                return Check(name, False, f"stage {ENV} ended with {code}\n{said}")
+        stale = find_stale(Path(), runs_here={ENV, *gates})
+        for track in blocked:
+            stale.pop(name_stage("release", track), None)
+    except QuantgateError as error:
+        return Check(name, False, str(error))
+    lines = [f"out of date: {', '.join(stale)}"] if stale else []
+    lines += [f"{stage}: {'; '.join(problems)}" for stage, problems in stale.items() if problems]
+    asked = {name_stage(stage, track): f"python -m stages.{stage}" + ("" if track == "text" else f" {track}")
+             for track in tracks for stage in JUDGING}  # fmt: skip
+    if Path("stages").is_dir():  # the project's own, whose digests nothing else can tell
+        asked[ENV] = f"python -m stages.{ENV}"
+    lines += _find_other_commands(commands, asked)
+    if not lines:
+        return Check(name, True, "nothing is out of date")
+    return Check(name, False, "\n".join([*lines, "run `make repro` where the weights are, and commit what it writes"]))
+
+
+def _find_other_commands(commands: Mapping[str, list[str]], asked: Mapping[str, str]) -> list[str]:
+    """Return the stages that are not what they have to be, whatever dvc.lock says: those that judge, and env."""
+    return [f"dvc.yaml: {stage}.cmd: expected {command!r}, got {'; '.join(commands.get(stage, ['no such stage']))!r}"
+            for stage, command in asked.items() if commands.get(stage) != [command]]
 
 
 def check_gate(track: str) -> Check:
-    """Run the gate of a track on the committed verdict."""
-    code, said = run(sys.executable, "-m", "stages.gate", *([] if track == "text" else [track]))
-    return Check(f"{track}: gate", code == 0, said)
+    """Run the gate of a track on the committed verdict; what it tells GitHub is handed on."""
+    command = (sys.executable, "-m", "stages.gate", *([] if track == "text" else [track]))
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    lines = done.stdout.splitlines()
+    told = tuple(line for line in lines if line.startswith(_ANNOTATIONS))
+    said = "\n".join([*(line for line in lines if line not in told), done.stderr]).strip()
+    return Check(f"{track}: gate", done.returncode == 0, said, told)
 
 
-def check_release(track: str) -> Check:
-    """Check the bundle of a track, that it is about the committed verdict, and its signature where a key is kept."""
+def check_release(params: Params, track: str) -> Check:
+    """Check the bundle of a track, that it is about what is committed beside it, and its signature where a key is."""
     bundle, name = RELEASES[track], f"{track}: release"
     try:
         found = verify_bundle(bundle, public_key=KEY if KEY.is_file() else None)
-        problems = found.problems[:]
-        if not problems and read_record(bundle / MANIFEST, Manifest).verdict_sha256 != digest_file(
-                REPORTS[track] / "verdict.json"):
-            problems.append(f"{bundle}: it is about another verdict than the committed one; run `dvc repro`")
+        problems = found.problems or _find_other_release(bundle, get_track(params, track, kind=Track))
     except (QuantgateError, OSError) as error:
         return Check(name, False, str(error))
     return Check(name, not problems, "\n".join(problems or found.notes))
+
+
+def _find_other_release(bundle: Path, track: Track) -> list[str]:
+    """Return in what a bundle that verifies differs from the committed verdict, settings, weights and cases."""
+    manifest = read_record(bundle / MANIFEST, Manifest)
+    problems = []
+    if manifest.verdict_sha256 != digest_file(REPORTS[track.name] / "verdict.json"):
+        problems.append(f"{bundle}: it is about another verdict than the committed one; run `dvc repro`")
+    folders = {name: Path(folder) for name, e in track.evals.items() if (folder := getattr(e, "evalset", None))}
+    cases = {name: load_evalset(folder).digest for name, folder in folders.items() if folder.is_dir()}
+    adapter = Path(track.adapter) if isinstance(track, NetworkTrack) else None
+    problems += find_other_recipe(bundle, track)
+    return problems + find_other_material(manifest, Path(), cases=cases, adapter=adapter)
 
 
 def check_base(params: Params, base: str) -> Check:
@@ -154,14 +181,13 @@ def check_all() -> list[Check]:
         params = load_params()
     except QuantgateError as error:
         return [Check("settings", False, str(error))]
-    checks = [check_results()]
+    tracks = [track for track in TRACKS if track == "text" or getattr(params, track) is not None]
+    gates = {track: check_gate(track) for track in tracks}
+    checks = [check_results(tracks, blocked=[track for track, check in gates.items() if not check.is_right])]
     if base := os.environ.get("GITHUB_BASE_REF"):
         checks.append(check_base(params, base))
-    for track in TRACKS:
-        if track == "text" or getattr(params, track) is not None:
-            checks.append(check_gate(track))
-            if checks[-1].is_right:
-                checks.append(check_release(track))
+    for track, check in gates.items():
+        checks += [check, check_release(params, track)] if check.is_right else [check]
     return checks
 
 
@@ -185,6 +211,8 @@ def main(argv: list[str]) -> int:
     for check in checks:
         print(f"{'pass   ' if check.is_right else 'BLOCKED'}  {check.name}")
         print(show_unprintable("\n".join(f"    {line}" for line in check.said.split("\n")), keep="\n"))
+        for annotation in check.annotations:
+            print(annotation)
     if given.markdown:
         write_text(given.markdown, render_markdown(checks))
     return 0 if all(check.is_right for check in checks) else 1

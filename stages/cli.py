@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from pipeline.errors import QuantgateError
+from pipeline.plain_text import format_line
 
 
 def run_stage(name: str, main: Callable[[list[str]], int], *, is_short: bool = False) -> None:
@@ -23,10 +24,11 @@ def run_stage(name: str, main: Callable[[list[str]], int], *, is_short: bool = F
     try:
         sys.exit(main(sys.argv[1:]))
     except QuantgateError as error:
-        print(f"quantgate {name}: {error}", file=sys.stderr)
+        print(f"quantgate {name}: {format_line(str(error))}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
-        print(f"quantgate {name}: {error}; finished work is kept, run `dvc repro` to go on", file=sys.stderr)
+        said = format_line(str(error))
+        print(f"quantgate {name}: {said}; finished work is kept, run `dvc repro` to go on", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"quantgate {name}: interrupted; finished work is kept, run `dvc repro` to go on", file=sys.stderr)

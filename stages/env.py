@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline import image_preflight, network_preflight
 from pipeline.drafts import digest_drafts
 from pipeline.environment import describe_problems, read_libraries, read_machine, write_if_changed
-from pipeline.evalsets import digest_evalsets
+from pipeline.evals.material import digest_evalsets
 from pipeline.gate_preflight import check_gates
 from pipeline.memory import check_needs, estimate_needs, read_available_mib
 from pipeline.params import load_params

@@ -1,15 +1,17 @@
 """A small project whose release passes, as the stages before `release` leave it: for tests of the bundle.
 
-It has no weights but a text file, no model and no DVC. Every test gets a copy of its own.
+It has no weights but a text file and no model, and stages only after `write_stages`. Every test gets a copy of its own.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from ruamel.yaml import YAML
 
 from pipeline.files import write_text
 from pipeline.gate.compare import compare_release
@@ -17,6 +19,7 @@ from pipeline.gate.verdicts import Judgement, write_marker
 from pipeline.params import Params, load_params
 from pipeline.record_files import write_record
 from pipeline.release.bundle import write_bundle
+from tests.paths import ROOT
 from tests.synthetic_records import Behaviour, make_params, write_tree
 
 NAME = "good"
@@ -24,6 +27,7 @@ NAME = "good"
 TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.15}, "calls/tool_call_exact_match": {"overall": 0.15},
               "choices/accuracy": {"overall": 0.15}, "prose/perplexity_per_token": {"overall": 0.02}}  # fmt: skip
 VERDICT = Path("reports/verdict.json")
+_EVALUATED = ["build/candidates", "build/evaluations"]
 
 
 def write_project(root: Path, *, num_cases: int = 80, loss: float = 0.01) -> Params:
@@ -64,3 +68,26 @@ def write_keys(folder: Path, name: str) -> tuple[Path, Path]:
     public.write_bytes(key.public_key().public_bytes(serialization.Encoding.PEM,
                                                      serialization.PublicFormat.SubjectPublicKeyInfo))  # fmt: skip
     return private, public
+
+
+def write_stages(root: Path) -> None:
+    """Write a dvc.yaml whose judging stages are the repository's own, and what its other stages read."""
+    known = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    write_text(root / "cases.txt", "1")
+    write_text(root / "code.json", json.dumps({"compare": "1", "gate": "1", "release": "1"}))
+    stages = {
+        "env": {"cmd": "mkdir -p build/env && cp code.json build/env && "
+                       "echo '{\"torch\": \"2.13.0\"}' > build/env/libraries.json",
+                "outs": ["build/env/libraries.json", "build/env/code.json"], "always_changed": True},
+        "evaluate": {"cmd": "test -d build/evaluations && test -d build/candidates", "deps": ["cases.txt"],
+                     "outs": [{place: {"persist": True}} for place in _EVALUATED]},
+        "compare": _take_stage(known["compare"]) | {"deps": _EVALUATED},
+        "gate": _take_stage(known["gate"]), "release": _take_stage(known["release"]),
+    }  # fmt: skip
+    write_text(root / "dvc.yaml", json.dumps({"stages": stages}))
+
+
+def _take_stage(stage: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage without what no stage makes here."""
+    return {key: [entry for entry in value if entry not in ("build/benchmarks", "build/tracked.txt")]
+            if key == "deps" else value for key, value in stage.items()}

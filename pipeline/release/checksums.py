@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.digests import digest_file
-from pipeline.files import write_text
+from pipeline.errors import EvidenceError
+from pipeline.files import read_bounded, write_text
 from pipeline.gate.wording import show_unprintable
 
 SUMS = "SHA256SUMS"
@@ -23,8 +24,8 @@ def write_sums(folder: Path) -> None:
 def find_changes(folder: Path) -> list[str]:
     """Return what is not as it was when the sums were written, one line each, in the order of names."""
     try:
-        text = (folder / SUMS).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        text = read_bounded(folder / SUMS).decode()
+    except (OSError, UnicodeDecodeError, EvidenceError):
         return [f"{folder / SUMS}: expected the digests of all files, found no text file of that name"]
     if links := [f"{show_unprintable(str(path))}: a link; a bundle holds its files itself"
                  for path in sorted(folder.rglob("*")) if path.is_symlink()]:  # fmt: skip

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.digests import digest_file, digest_text
 from pipeline.errors import EvidenceError
-from pipeline.files import write_text
+from pipeline.files import check_size, write_text
 from pipeline.record_files import read_record, write_cases, write_record
 from pipeline.records import OUTGROWN, CaseRecord, Evaluation, read_cases
 
@@ -72,7 +72,7 @@ def restore_records(folder: Path, build: Path) -> None:
             shutil.copytree(folder / part, build / part)
     for path in sorted(build.rglob(f"*{PACKED}")):
         try:
-            write_text(path.with_suffix(""), gzip.decompress(path.read_bytes()).decode("utf-8"))
+            write_text(path.with_suffix(""), _unpack(path).decode("utf-8"))
         except (OSError, EOFError, ValueError, zlib.error) as error:
             raise EvidenceError(f"{folder / path.relative_to(build)}: expected packed records, got "
                                 f"{type(error).__name__} while unpacking them") from None
@@ -80,8 +80,19 @@ def restore_records(folder: Path, build: Path) -> None:
         _seal(path)
 
 
+def _unpack(path: Path) -> bytes:
+    """Return what was packed, a piece at a time: a small file may unpack to more than fits into memory."""
+    found = bytearray()
+    with gzip.open(path) as file:
+        while piece := file.read(1 << 20):
+            found += piece
+            check_size(len(found), f"{path.name}: unpacked")
+    return bytes(found)
+
+
 def _seal(index: Path) -> None:
     evaluation = read_record(index, Evaluation)
+    _check_inside(index, evaluation)
     evals = {}
     for eval_name, file in evaluation.evals.items():
         records = index.parent / file.records
@@ -90,6 +101,15 @@ def _seal(index: Path) -> None:
         kept_arrays = file.arrays_sha256 if file.kind == "detection" else None
         evals[eval_name] = file.model_copy(update={"sha256": digest_file(records), "arrays_sha256": kept_arrays})
     write_record(index, evaluation.model_copy(update={"evals": evals}))
+
+
+def _check_inside(index: Path, evaluation: Evaluation) -> None:
+    """Refuse an index that names files elsewhere: what is wrong with them would be told with their words."""
+    names = [*evaluation.evals, *evaluation.config, *(file.records for file in evaluation.evals.values()),
+             *([evaluation.canary.records] if evaluation.canary else [])]  # fmt: skip
+    if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None):
+        raise EvidenceError(f"{Path(*index.parts[-3:])}: expected names of files beside it, got {outside!r}; take the "
+                            "bundle from git again")
 
 
 def _strip(record: CaseRecord) -> CaseRecord:

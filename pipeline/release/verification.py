@@ -78,7 +78,7 @@ def verify_bundle(
             _check_weights(manifest, name, folder, done)
         if not weights:
             done.notes.append("the weights were not looked at")
-    except (QuantgateError, OSError, KeyError) as error:
+    except (QuantgateError, OSError, KeyError, MemoryError) as error:
         done.problems.append(f"{bundle}: can't be judged again: {error}")
     return done
 

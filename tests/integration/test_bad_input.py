@@ -276,8 +276,8 @@ def test_an_endpoint_that_is_not_there_is_one_line(
 BAD_TASKS: dict[str, tuple[str, str, str]] = {
     "unknown": ("task: choices", "task: chioces", "lm-eval knows no task 'choices' .evalsets/choices: chioces"),
     "not-yaml": ("task: choices", "task: [choices", "knows no task 'choices' .*: no file there is the valid YAML"),
-    "unknown-field": ("{{question}}", "{{no.such}}", "lm-eval can't run 'choices': UndefinedError: 'no' is undefined"),
-    "no-data": ("cases.jsonl", "gone.jsonl", "lm-eval can't run 'choices': FileNotFoundError: "),
+    "unknown-field": ("{{question}}", "{{no.such}}", "lm-eval can't load 'choices': UndefinedError: 'no' is undefined"),
+    "no-data": ("cases.jsonl", "gone.jsonl", "lm-eval can't load 'choices': FileNotFoundError: "),
 }
 
 

@@ -18,19 +18,18 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gate_edits import forge
 from pipeline.gate.loosening import MANIFEST
 from pipeline.model_registry import RELEASED
 from pipeline.record_files import read_record
 from pipeline.release.manifest import Manifest
 from tests.paths import ROOT
-from tests.release_project import NAME, write_keys, write_project
-from tests.structure.test_stages import DVC_STAGES
+from tests.release_project import NAME, write_keys, write_project, write_stages
 from tests.synthetic_records import Behaviour, write_tree
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 _OWN = ("DVC_", "GIT_", "GITHUB_", "MLFLOW_", "QUANTGATE_")  # of whoever runs the tests
-EVALUATED = ["build/candidates", "build/evaluations"]
 
 
 @dataclass(frozen=True)
@@ -69,26 +68,6 @@ class Project:
         return done.returncode, done.stdout, (self.root / "gate.md").read_text()
 
 
-def take_stage(name: str) -> dict[str, Any]:
-    """Return a stage of the repository, without what no stage makes here."""
-    stage = DVC_STAGES[name]
-    return {key: [entry for entry in value if entry not in ("build/benchmarks", "build/tracked.txt")]
-            if key == "deps" else value for key, value in stage.items()}
-
-
-def write_stages(root: Path) -> None:
-    stages = {
-        "env": {"cmd": "mkdir -p build/env && cp code.json build/env && "
-                       "echo '{\"torch\": \"2.13.0\"}' > build/env/libraries.json",
-                "outs": ["build/env/libraries.json", "build/env/code.json"], "always_changed": True},
-        "evaluate": {"cmd": "test -d build/evaluations && test -d build/candidates", "deps": ["cases.txt"],
-                     "outs": [{place: {"persist": True}} for place in EVALUATED]},
-        "compare": take_stage("compare") | {"deps": EVALUATED}, "gate": take_stage("gate"),
-        "release": take_stage("release"),
-    }  # fmt: skip
-    (root / "dvc.yaml").write_text(json.dumps({"stages": stages}))
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project in which nothing has run."""
@@ -97,8 +76,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     write_project(root)
     shutil.rmtree(root / "reports")
     (root / "build/gate.ok").unlink()
-    (root / "cases.txt").write_text("1")
-    (root / "code.json").write_text(json.dumps({"compare": "1", "gate": "1", "release": "1"}))
     (root / ".gitignore").write_text("/build/\n/mlflow.db*\n/.mlflow.lock\n/mlartifacts/\n/gate.md\n")
     shutil.copytree(ROOT / ".ci", root / ".ci")
     write_stages(root)
@@ -171,7 +148,8 @@ def test_ci_evaluates_nothing_and_names_what_would_have_to_run(clone: Project) -
     shutil.rmtree(clone.root / "release")
     code, said, comment = clone.gate()
     clone.git("checkout", "-q", ".")
-    assert code == 1 and "out of date: evaluate\n" in said and "out of date: evaluate" in comment
+    assert code == 1 and "out of date: evaluate, compare, gate, release\n" in said
+    assert "out of date: evaluate, compare" in comment and "evaluate: cases.txt modified\n" in said
     assert "pass     text: gate" in said and "BLOCKED  text: release" in said, "a bundle that is gone proves nothing"
 
 
@@ -180,7 +158,28 @@ def test_ci_names_the_stages_whose_code_was_changed(clone: Project) -> None:
     (clone.root / "code.json").write_text(json.dumps({"compare": "2", "gate": "1", "release": "1"}))
     code, said, _ = clone.gate()
     clone.git("checkout", "-q", ".")
-    assert code == 1 and "out of date: compare\n" in said, said
+    assert code == 1 and "out of date: compare, gate, release\n" in said, said
+
+
+def test_ci_misses_none_of_several_stages_that_can_not_run_here(clone: Project) -> None:
+    """Where data is missing DVC says so of all of them in one sentence, of another form than of one."""
+    (clone.root / "code.json").write_text(json.dumps({"compare": "2", "gate": "1", "release": "2"}))
+    code, said, comment = clone.gate()
+    clone.git("checkout", "-q", ".")
+    assert code == 1 and "out of date: compare, gate, release\n" in said, said
+    assert "compare: build/env/code.json: compare modified" in said and "blocked by results" in comment
+
+
+def test_ci_compares_the_recipe_with_the_release_where_dvc_lock_says_that_nothing_changed(clone: Project) -> None:
+    """As after a merge that kept one side's dvc.lock and the other's params.yaml."""
+    params = json.loads((clone.root / "params.yaml").read_text())
+    params["candidates"][NAME]["steps"][0]["group_size"] = 64
+    (clone.root / "params.yaml").write_text(json.dumps(params))
+    forge(clone.root)
+    code, said, _ = clone.gate()
+    clone.git("checkout", "-q", ".")
+    assert "pass     results belong" in said and "pass     text: gate" in said, said
+    assert code == 1 and "BLOCKED  text: release" in said and f"candidates.{NAME}.steps.0.group_size: " in said, said
 
 
 def test_a_fail_releases_nothing_and_ci_fails_on_its_clone(

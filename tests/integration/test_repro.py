@@ -25,7 +25,7 @@ from evalsets.seal import seal
 from pipeline.evalsets import CASES_FILE
 from scripts.repro_rejected import copy_project
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NUM_CASES = {"workflows": 90, "tool_calls": 40, "choices": 40, "prose": 40, "shots": 8, "scenes": 8, "panoramas": 4}
 TEXT_EVALS = ("workflows", "tool_calls", "choices", "prose")

@@ -15,11 +15,12 @@ from tests.paths import ROOT
 
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
-    ("errors", "digests", "differences", "files", "fingerprints", "record_files", "speculation_records",
-     "serving_records", "canary_records", "records", "settings", "text_params", "text_problems", "image_params",
-     "network_params", "params", "built_candidates", "image_serving", "network_serving", "serving_config",
-     "gate.metrics", "gate.rates", "benchmark_records", "verdict_records", "medians", "recall", "detection_params",
-     "detections", "average_precision", "tile_grid", "harm_stop", "sweep.settings"),
+    ("errors", "digests", "differences", "files", "plain_text", "yaml_files", "fingerprints", "record_files",
+     "speculation_records", "serving_records", "canary_records", "records", "settings", "text_params",
+     "text_problems", "image_params", "network_params", "params", "built_candidates", "image_serving",
+     "network_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
+     "medians", "recall", "detection_params", "detections", "average_precision", "tile_grid", "harm_stop",
+     "sweep.settings"),
     ("numerics", "environment", "timing", "memory_format", "worker_pool", "stage_code"),
     ("weight_files", "weight_folders", "network_files", "memory", "checkpoints", "drafts", "cases", "pictures",
      "evalsets"),
@@ -28,7 +29,7 @@ LAYERS = (
     ("images", "networks"),
     ("first_turns",),
     ("preflight", "image_preflight", "network_preflight", "drift", "benchmark", "sweep.rendering",
-     "suite_sizes", "gate_preflight"),
+     "suite_sizes", "gate_preflight", "staleness"),
 )
 PLANNING = ("suite_sizes", "gate_preflight")  # these ask the gate what it can prove
 # These judge and show records; the model is none of their business.

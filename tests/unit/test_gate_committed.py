@@ -6,13 +6,18 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.params import load_params
+from pipeline.record_files import read_record
+from pipeline.release.manifest import Manifest
+from pipeline.release.recipe import find_other_material
 from scripts import gate_committed
-from tests.release_project import VERDICT, bundle_project, judge_project, write_keys, write_project
+from tests.release_project import NAME, VERDICT, bundle_project, judge_project, write_keys, write_project
 
 ACCURACY = "choices/accuracy"
 KEY = f"tolerances.{ACCURACY}.overall"
@@ -56,6 +61,10 @@ def release_with(root: Path, *, overall: float, loosened: dict[str, object]) -> 
 
 def check_base(base: str = "main") -> gate_committed.Check:
     return gate_committed.check_base(load_params(Path("params.yaml")), base)
+
+
+def check_release() -> gate_committed.Check:
+    return gate_committed.check_release(load_params(Path("params.yaml")), "text")
 
 
 def test_a_release_in_the_pull_request_itself_excuses_no_looser_setting(released):
@@ -118,10 +127,125 @@ def test_where_a_key_is_kept_the_release_must_be_signed_by_it(tmp_path, monkeypa
     write_project(tmp_path)
     private, public = write_keys(tmp_path, "owner")
     bundle_project(tmp_path)
-    assert VERDICT.is_file() and gate_committed.check_release("text").is_right
+    assert VERDICT.is_file() and check_release().is_right
     public.rename("release.pub")
-    found = gate_committed.check_release("text")
+    found = check_release()
     assert not found.is_right and "expected a signature, as a public key is given" in found.said
     bundle_project(tmp_path, private_key=private)
-    found = gate_committed.check_release("text")
+    found = check_release()
     assert found.is_right and "signed by the owner of release.pub" in found.said
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project with its release, as it lies in a clone: no records."""
+    monkeypatch.chdir(tmp_path)
+    write_project(tmp_path)
+    bundle_project(tmp_path)
+    shutil.rmtree(tmp_path / "build")
+    return tmp_path
+
+
+def edit_params(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    params = json.loads((root / "params.yaml").read_text())
+    change(params)
+    (root / "params.yaml").write_text(json.dumps(params, indent=1))
+
+
+def _calibrate(params: dict[str, Any]) -> None:
+    params["candidates"][NAME]["steps"][0]["calibration"]["num_samples"] = 7
+
+
+@pytest.mark.parametrize(("change", "key"), [
+    (lambda p: p["candidates"][NAME]["steps"][0].update(group_size=64), f"candidates.{NAME}.steps.0.group_size"),
+    (_calibrate, f"candidates.{NAME}.steps.0.calibration.num_samples"),
+    (lambda p: p["candidates"][NAME].update(checkpoint="models/other"), f"candidates.{NAME}.checkpoint"),
+    (lambda p: p["candidates"][NAME].update(exact=True), f"candidates.{NAME}.exact"),
+    (lambda p: p["candidates"]["reference"].update(checkpoint="models/other"), "candidates.reference.checkpoint"),
+    (lambda p: p["optimize"].update(num_threads=9), "optimize.num_threads"),
+    (lambda p: p["serving"].update(dtype="bfloat16"), "serving.dtype"),
+    (lambda p: p["serving"].update(max_tokens=65), "serving.max_tokens"),
+    (lambda p: p["evals"]["workflows"].update(max_turns=3), "evals.workflows.max_turns"),
+    (lambda p: p["evals"]["choices"].update(num_fewshot=2), "evals.choices.num_fewshot"),
+    (lambda p: p["canary"].update(num_prompts=99), "canary.num_prompts"),
+])  # fmt: skip
+def test_a_release_is_of_the_recipe_that_stands_in_params_yaml(project, change, key):
+    """Whatever dvc.lock says: a merge by "ours" leaves it as if the new recipe had run."""
+    assert check_release().is_right, check_release().said
+    edit_params(project, change)
+    found = check_release()
+    assert not found.is_right and found.said.startswith(f"params.yaml: {key}: release/text/params.yaml has ")
+    assert "run `make repro`" in found.said and "\n" not in found.said
+
+
+@pytest.mark.parametrize("change", [
+    lambda params: params["candidates"].update(other={"checkpoint": "models/other", "steps": []}),
+    lambda params: params["candidates"]["reference"].update(engine={"kind": "transformers"}, exact=False),
+    lambda params: params["evals"]["choices"].pop("num_fewshot", None),
+    lambda params: params["gate"].update(loosened={}),
+])  # fmt: skip
+def test_other_candidates_and_defaults_that_are_written_out_are_the_same_recipe(project, change):
+    """A bundle of a time before a setting was there has its default."""
+    edit_params(project, change)
+    assert check_release().is_right, check_release().said
+
+
+def test_cases_and_weights_that_lie_beside_a_release_are_those_that_it_is_about(project):
+    manifest = read_record(project / "release/text/manifest.json", Manifest)
+    right = {name: kept.digest for name, kept in manifest.evalsets.items()}
+    assert find_other_material(manifest, project, cases=right, adapter=None) == []
+    assert find_other_material(manifest, project, cases={}, adapter=None) == [], "kept elsewhere, and not here"
+    [problem] = find_other_material(manifest, project, cases=right | {"choices": "0" * 64}, adapter=None)
+    assert problem.startswith("evals.choices: its cases are not those of the release (")
+    weights = project / manifest.reference.weights_path
+    weights.mkdir(parents=True, exist_ok=True)
+    (weights / "model.safetensors").write_text("others")
+    problems = find_other_material(manifest, project, cases=right, adapter=None)
+    assert problems[0].startswith(f"{manifest.reference.weights_path}: not the weights of reference")
+
+
+def write_stages(root: Path, **changed: str) -> None:
+    stages = {"env": "true", "compare": "python -m stages.compare", "gate": "python -m stages.gate",
+              "release": "python -m stages.release"} | changed  # fmt: skip
+    (root / "dvc.yaml").write_text(json.dumps({"stages": {name: {"cmd": cmd} for name, cmd in stages.items() if cmd}}))
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({}, "nothing is out of date"),
+    ({"gate": "true"}, "dvc.yaml: gate.cmd: expected 'python -m stages.gate', got 'true'"),
+    ({"compare": "true"}, "dvc.yaml: compare.cmd: expected 'python -m stages.compare', got 'true'"),
+    ({"release": ""}, "dvc.yaml: release.cmd: expected 'python -m stages.release', got 'no such stage'"),
+    ({"env": "echo no memory; exit 3"}, "stage env ended with 3\nno memory"),
+    ({"env": ""}, "stage env ended with 1\ndvc.yaml: expected a stage env, found none"),
+])  # fmt: skip
+def test_what_judges_must_be_there_and_run_whatever_dvc_lock_says(tmp_path, monkeypatch, changed, said):
+    """Written into both files, DVC sees no difference."""
+    monkeypatch.chdir(tmp_path)
+    write_stages(tmp_path, **changed)
+    monkeypatch.setattr(gate_committed, "find_stale", lambda root, runs_here: {})
+    found = gate_committed.check_results(["text"])
+    assert found.said.startswith(said) and found.is_right == (not changed)
+
+
+def test_what_digests_the_code_must_run_and_nothing_stands_for_it(tmp_path, monkeypatch):
+    """With another command in dvc.yaml and dvc.lock, digests of old code stayed, and edited code was not seen."""
+    monkeypatch.chdir(tmp_path)
+    write_stages(tmp_path)
+    (tmp_path / "stages").mkdir()
+    committed = tmp_path / "build/env/code.json"
+    committed.parent.mkdir(parents=True)
+    committed.write_text("{}")
+    monkeypatch.setattr(gate_committed, "find_stale", lambda root, runs_here: {})
+    found = gate_committed.check_results(["text"])
+    assert not found.is_right and "dvc.yaml: env.cmd: expected 'python -m stages.env', got 'true'" in found.said
+    assert not committed.exists()
+
+
+def test_what_is_out_of_date_is_named_in_order_and_why(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_stages(tmp_path)
+    monkeypatch.setattr(gate_committed, "find_stale", lambda root, runs_here: {
+        "evaluate@a": ["serving.dtype modified"], "compare": []})  # fmt: skip
+    found = gate_committed.check_results(["text"])
+    assert not found.is_right
+    assert found.said.startswith("out of date: evaluate@a, compare\nevaluate@a: serving.dtype modified\nrun `make ")

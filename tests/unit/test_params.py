@@ -350,3 +350,12 @@ def test_decoding_tiles_that_can_not_blend_is_refused(window: str, is_refused: b
                                         f"{window} to blend, got 0 of a tile of 32")  # fmt: skip
     else:
         parse_params(data)
+
+
+def test_a_limit_on_speed_asks_for_the_time_of_everything_that_is_released() -> None:
+    """What no benchmark timed had no speed to be judged, and compare called it a pass."""
+    limited = edited("benchmark//max_slowdown", 0.1)
+    parse_params(limited)
+    limited["benchmark"]["candidates"] = []
+    with pytest.raises(SettingsError, match="benchmark.max_slowdown: expected every released candidate among"):
+        parse_params(limited)

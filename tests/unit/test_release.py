@@ -144,6 +144,26 @@ def test_a_bundle_that_points_outside_of_itself_is_no_bundle(bundle, tmp_path):
     assert f"{bundle / 'verdict.json'}: a link; a bundle holds its files itself" in verify_bundle(bundle).problems
 
 
+def test_records_that_an_index_names_elsewhere_are_not_read(bundle, tmp_path):
+    """What is wrong with a line was told with the line, whosever file it was."""
+    (tmp_path / "elsewhere.jsonl").write_text("a word of nobody's business\n")
+    edit_json(bundle / f"evaluations/{NAME}/evaluation.json",
+              lambda e: e["evals"]["choices"].update(records=str(tmp_path / "elsewhere.jsonl")))  # fmt: skip
+    write_sums(bundle)
+    said = "\n".join(verify_bundle(bundle).problems)
+    assert "evaluation.json: expected names of files beside it" in said and "nobody's business" not in said
+
+
+def test_what_asks_for_more_memory_than_there_is_is_a_problem(bundle, monkeypatch):
+    """An array may say that it has 10^13 numbers."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("Unable to allocate 72.8 TiB")
+
+    monkeypatch.setattr("pipeline.release.verification.compare_release", fail)
+    assert "can't be judged again: Unable to allocate 72.8 TiB" in "\n".join(verify_bundle(bundle).problems)
+
+
 def test_two_digests_that_differ_late_are_shown_whole(bundle):
     sums = bundle / "SHA256SUMS"
     first, rest = sums.read_text().split("\n", 1)

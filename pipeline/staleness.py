@@ -1,0 +1,186 @@
+"""Which stages are out of date by dvc.lock, and why, where weights and records are not there. The only importer of DVC.
+
+What is asked of DVC is data: how it resolves dvc.yaml, and whether a file or a setting differs from what dvc.lock says
+of it. A stage is out of date when
+- its entry in dvc.lock is missing, or names another command, or other settings, dependencies or outputs than dvc.yaml;
+- a setting, a dependency or an output that is here is another one;
+- a dependency that is not here is not what its own stage's entry says, or no stage makes it;
+- an output is not here that git keeps (`cache: false`);
+- dvc.yaml takes it from what DVC watches: `frozen`, a `wdir` of its own, or no dependency at all;
+- a stage that it depends on is out of date.
+Of a folder that several stages fill dvc.lock has one digest: size and number of files must be theirs together.
+Whoever writes dvc.lock to match is not seen here; `release/recipe.py` compares with what went out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import networkx
+from dvc.dependency import ParamsDependency
+from dvc.output import Output
+from dvc.repo import Repo
+from dvc.stage import PipelineStage, Stage
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from pipeline.errors import EvidenceError
+from pipeline.settings import describe_yaml_error
+
+Entry = Mapping[str, Any]  # of a stage, in dvc.lock
+_STAGES, _LOCK = "dvc.yaml", "dvc.lock"
+
+
+def find_stale(root: Path, *, runs_here: Collection[str]) -> dict[str, list[str]]:
+    """Return the stages that are out of date in the order in which they run, each with what is wrong with itself.
+
+    Args:
+        root: of the project.
+        runs_here: stages that are run anyway: their contents may differ from dvc.lock, their definition may not.
+
+    Raises:
+        EvidenceError: DVC can't say.
+    """
+    try:
+        with Repo(str(root)) as repo:
+            return _find_stale(repo, runs_here)
+    except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
+        said = " ".join(str(error).split())
+        raise EvidenceError(f"{root / _STAGES}: expected stages that DVC can compare with {_LOCK}, got "
+                            f"{type(error).__name__}: {said}; run `dvc status`") from error
+
+
+def read_commands(root: Path) -> dict[str, list[str]]:
+    """Return the commands of each stage as they stand in dvc.yaml, without those of stages under `foreach`.
+
+    Raises:
+        EvidenceError: the file can't be read, or has no stages.
+    """
+    path = root / _STAGES
+    try:
+        stages = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["stages"]
+        found = {name: stage["cmd"] for name, stage in stages.items() if "cmd" in stage}
+    except (OSError, UnicodeDecodeError, YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise EvidenceError(f"{path}: expected DVC's stages, found none ({type(error).__name__}: "
+                            f"{describe_yaml_error(error)}); take it from git again") from None
+    return {name: [cmd] if isinstance(cmd, str) else [str(line) for line in cmd] for name, cmd in found.items()}
+
+
+def _find_stale(repo: Repo, runs_here: Collection[str]) -> dict[str, list[str]]:
+    stages, graph = repo.index.stages, repo.index.graph
+    entries = {path: _read_lock(Path(path)) for path in {stage.path for stage in stages}}
+    outs = [out for stage in stages for out in stage.outs]
+    stale: dict[str, list[str]] = {}
+    # depth first, as `dvc repro` runs them
+    for stage in networkx.dfs_postorder_nodes(graph):
+        found = _find_own(stage, entries[stage.path], outs, may_differ=_name(stage) in runs_here)
+        if found or any(_name(other) in stale for other in graph.successors(stage)):
+            stale[_name(stage)] = found
+    return stale
+
+
+def _name(stage: Stage) -> str:
+    """Name a stage as on the command line of DVC in the project's root: one of a file elsewhere by that file."""
+    name = stage.name if isinstance(stage, PipelineStage) else ""
+    return name if stage.path_in_repo == _STAGES else ":".join(filter(None, (stage.path_in_repo, name)))
+
+
+def _read_lock(stages: Path) -> Mapping[str, Entry]:
+    """Return the entries of the stages of one dvc.yaml; a .dvc file, which is its own entry, has none."""
+    path = stages.with_name(_LOCK)
+    found = YAML(typ="safe").load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return dict(found.get("stages") or {})
+
+
+def _find_own(stage: Stage, entries: Mapping[str, Entry], outs: Sequence[Output], *, may_differ: bool) -> list[str]:
+    """Say what is wrong with a stage, whatever is with those before it."""
+    if not isinstance(stage, PipelineStage):
+        return [f"{out.def_path} is another file" for out in stage.outs if _compare(out) == "modified"]
+    entry = entries.get(stage.name)
+    problems = _find_unwatched(stage, may_differ=may_differ)
+    if entry is None:
+        return [*problems, f"no entry in {_LOCK}"]
+    problems += _find_redefined(stage, entry)
+    if not may_differ:
+        problems += [problem for dep in stage.deps for problem in _find_other_dependency(dep, outs)]
+        problems += [problem for out in stage.outs for problem in _find_other_output(out)]
+    return problems
+
+
+def _find_unwatched(stage: Stage, *, may_differ: bool) -> list[str]:
+    """Say how dvc.yaml takes a stage from what DVC watches."""
+    problems = ["frozen: DVC would never run it"] if stage.frozen else []
+    if Path(stage.wdir) != Path(stage.path).parent:
+        problems.append(f"wdir: expected the folder of dvc.yaml, got {stage.wdir!r}")
+    if not may_differ and (stage.always_changed or not stage.deps):
+        problems.append("always changed: nobody can say whether it is what would be made now")
+    return problems
+
+
+def _find_redefined(stage: PipelineStage, entry: Entry) -> Iterator[str]:
+    """Yield what dvc.yaml says of a stage and its entry does not, or the other way round."""
+    if stage.cmd != entry.get("cmd"):
+        yield f"cmd is {stage.cmd!r}, {_LOCK} has {entry.get('cmd')!r}"
+    watched = [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
+    lists = {"deps": [dep.def_path for dep in stage.deps if dep not in watched],
+             "outs": [out.def_path for out in stage.outs], "params": [dep.def_path for dep in watched]}  # fmt: skip
+    recorded = {part: [item["path"] for item in entry.get(part, [])] for part in ("deps", "outs")}
+    recorded["params"] = list(entry.get("params", {}))
+    for part, names in lists.items():
+        yield from _find_unequal(part, names, recorded[part])
+    for dep in watched:
+        if dep.params:  # else every key of the file
+            yield from _find_unequal(dep.def_path, dep.params, entry.get("params", {}).get(dep.def_path, {}))
+
+
+def _find_unequal(part: str, asked: Collection[str], recorded: Collection[str]) -> Iterator[str]:
+    for names, where in ((set(asked) - set(recorded), _LOCK), (set(recorded) - set(asked), "dvc.yaml")):
+        if names:
+            yield f"{part}: {', '.join(sorted(names))} not in {where}"
+
+
+def _find_other_dependency(dep: Output, outs: Sequence[Output]) -> Iterator[str]:
+    """Say how a setting or a dependency differs from dvc.lock."""
+    found = _compare(dep)
+    if isinstance(found, dict):
+        yield f"{dep.def_path}: {', '.join(f'{key} {how}' for key, how in found.items())}"
+    elif found == "deleted" and not isinstance(dep, ParamsDependency):
+        yield from _find_unexplained(dep, outs)
+    elif found:
+        yield f"{dep.def_path} {found}"
+
+
+def _find_unexplained(dep: Output, outs: Sequence[Output]) -> Iterator[str]:
+    """Say why a dependency that is not here is not what the stages before say that it was."""
+    same = [out for out in outs if out.fs_path == dep.fs_path]
+    parts = [out for out in outs if Path(dep.fs_path) in Path(out.fs_path).parents]
+    if not dep.hash_info:
+        yield f"{dep.def_path}: {_LOCK} has no digest of it"
+    elif same:
+        if same[0].hash_info != dep.hash_info:
+            yield f"{dep.def_path} is not what {_LOCK} has of {_name(same[0].stage)}"
+    elif not parts:
+        yield f"{dep.def_path} is missing, and no stage makes it"
+    elif any(not out.hash_info for out in parts) or _count(parts) != _count([dep]):
+        yield f"{dep.def_path} is not what {_LOCK} has of {', '.join(_name(out.stage) for out in parts)} together"
+
+
+def _compare(file: Output) -> Any:
+    """Return how a file differs from dvc.lock ("deleted", "modified", "new"), settings by key; None: it does not."""
+    return next(iter(file.workspace_status().values()), None)
+
+
+def _count(outs: Sequence[Output]) -> tuple[int, int]:
+    """Return bytes and number of files."""
+    return sum(out.meta.size or 0 for out in outs), sum(out.meta.nfiles or 1 for out in outs)
+
+
+def _find_other_output(out: Output) -> Iterator[str]:
+    """Say how an output differs from dvc.lock; one that DVC keeps may be missing."""
+    found = _compare(out)
+    if not out.hash_info:
+        yield f"{out.def_path}: {_LOCK} has no digest of it"
+    elif found and not (found == "deleted" and out.use_cache):
+        yield f"{out.def_path} {found}"

@@ -1,0 +1,28 @@
+"""What is refused before any model runs: stages that would keep results whatever is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.errors import SettingsError
+from pipeline.gate_preflight import check_gates
+from pipeline.params import load_params
+from tests.release_project import write_project
+
+STAGES = "stages:\n  evaluate:\n    foreach: [a]\n    do:\n      cmd: 'true'\n{}  compare:\n    cmd: 'true'\n{}"
+
+
+def test_a_stage_that_is_frozen_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.gate_preflight.check_plan", lambda *given: [])
+    monkeypatch.setattr("pipeline.gate_preflight.plan_gate", lambda *given: [])
+    monkeypatch.setattr("pipeline.gate_preflight.read_sizes", lambda *given: {})
+    write_project(tmp_path)
+    params, path = load_params(tmp_path / "params.yaml"), tmp_path / "dvc.yaml"
+    for text in (STAGES.format("", ""), STAGES.format("      frozen: false\n", "")):
+        path.write_text(text)
+        assert check_gates(params, tmp_path) == []
+    for text, name in ((STAGES.format("      frozen: true\n", ""), "evaluate"),
+                       (STAGES.format("", "    frozen: true\n"), "compare")):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(SettingsError, match=rf"dvc.yaml: stages.{name}.frozen: expected a stage that runs when"):
+            check_gates(params, tmp_path)

@@ -1,0 +1,220 @@
+"""What is out of date in a clone without data: a project that DVC ran, then cloned and edited in one place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline.errors import EvidenceError
+from pipeline.staleness import find_stale, read_commands
+
+# of DVC's own
+pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")
+
+RUNS_HERE = {"env", "gate"}
+KEPT = {"cache": False, "persist": True}
+STAGES: dict[str, Any] = {
+    "env": {"cmd": "mkdir -p build && cp code.json build", "always_changed": True,
+            "outs": [{"build/code.json": {"persist": True}}]},
+    "make": {"foreach": ["a", "b"], "do": {
+        "cmd": "mkdir -p build/made/${item} && cp data.txt build/made/${item}", "deps": ["data.txt"],
+        "params": ["steps", {"build/code.json": ["make"]}], "outs": ["build/made/${item}"]}},
+    "compare": {"cmd": "cat build/made/*/* > verdict.json && cp verdict.json report.md", "deps": ["build/made"],
+                "params": ["limit", {"build/code.json": ["compare"]}],
+                "outs": [{"verdict.json": KEPT}, {"report.md": KEPT}]},
+    "gate": {"cmd": "cp verdict.json build/gate.ok", "deps": ["verdict.json"],
+             "params": ["limit", {"build/code.json": ["gate"]}], "outs": ["build/gate.ok"]},
+    "release": {"cmd": "cp build/gate.ok bundle.json", "deps": ["build/gate.ok", "verdict.json"],
+                "params": [{"build/code.json": ["release"]}], "outs": [{"bundle.json": KEPT}]},
+}  # fmt: skip
+ALL = ["make@a", "make@b", "compare", "gate", "release"]
+JUDGING = ALL[2:]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose stages all ran."""
+    root = tmp_path_factory.mktemp("stale") / "project"
+    root.mkdir()
+    (root / "data.txt").write_text("1\n")
+    (root / "params.yaml").write_text("steps: [1]\nlimit: 0.1\nother: 1\n")
+    (root / "code.json").write_text(json.dumps({"make": "1", "compare": "1", "gate": "1", "release": "1"}))
+    (root / "dvc.yaml").write_text(json.dumps({"stages": STAGES}))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GIT_"))} | {"DVC_NO_ANALYTICS": "1"}
+    for words in (["init", "--no-scm", "-q"], ["repro", "-q"]):
+        done = subprocess.run([sys.executable, "-m", "dvc", *words], cwd=root, env=kept, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return root
+
+
+@pytest.fixture
+def clone(project: Path, tmp_path: Path) -> Path:
+    """What git would keep of it, with what stage env writes."""
+    root = tmp_path / "clone"
+    shutil.copytree(project, root, ignore=shutil.ignore_patterns("build", "cache", "tmp"))
+    return root
+
+
+def find(root: Path) -> dict[str, list[str]]:
+    (root / "build").mkdir(exist_ok=True)
+    shutil.copy(root / "code.json", root / "build/code.json")
+    return find_stale(root, runs_here=RUNS_HERE)
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def edit(root: Path, name: str, change: Change) -> None:
+    """Change the content of a file of YAML or JSON."""
+    content = YAML(typ="safe").load((root / name).read_text())
+    change(content)
+    (root / name).write_text(json.dumps(content))
+
+
+def of(part: str, name: str) -> Callable[[dict[str, Any]], Any]:
+    """Return the digests of an entry of dvc.lock."""
+    return lambda stage: next(item for item in stage[part] if item["path"] == name)
+
+
+def test_of_a_clone_nothing_is_out_of_date(clone):
+    assert find(clone) == {} and not (clone / "build/made").exists()
+
+
+def test_what_was_made_here_is_compared_too(project, tmp_path):
+    """Where weights and records are, they are looked at, and a marker that another verdict left is seen."""
+    root = tmp_path / "whole"
+    shutil.copytree(project, root)
+    assert find(root) == {}
+    (root / "build/made/b/data.txt").write_text("2\n")
+    assert list(find(root)) == ["make@b", "compare", "gate", "release"]
+
+
+@pytest.mark.parametrize(("name", "change", "stale"), [
+    ("params.yaml", lambda p: p.update(steps=[2]), ALL),
+    ("params.yaml", lambda p: p.update(limit=0.2), ["compare", "gate", "release"]),
+    ("params.yaml", lambda p: p.pop("limit"), ["compare", "gate", "release"]),
+    ("params.yaml", lambda p: p.update(other=2), []),
+    ("code.json", lambda c: c.update(make="2", compare="2"), ALL),
+    ("code.json", lambda c: c.update(compare="2"), ["compare", "gate", "release"]),
+    ("code.json", lambda c: c.update(compare="2", release="2"), ["compare", "gate", "release"]),
+    ("code.json", lambda c: c.update(release="2"), ["release"]),
+    ("code.json", lambda c: c.update(gate="2"), []),  # it runs here
+    ("code.json", lambda c: c.update(other="2"), []),
+])  # fmt: skip
+def test_a_setting_or_code_makes_its_stages_and_all_behind_them_stale(clone, name, change, stale):
+    edit(clone, name, change)
+    assert list(find(clone)) == stale
+
+
+@pytest.mark.parametrize(("name", "stale"), [
+    ("data.txt", ALL), ("report.md", ["compare", "gate", "release"]), ("verdict.json", ["compare", "gate", "release"]),
+    ("bundle.json", ["release"]),
+])  # fmt: skip
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_committed_file_that_is_another_one_or_gone_is_stale(clone, name, stale, is_deleted):
+    """DVC itself skips a stage whose committed report was deleted."""
+    if is_deleted:
+        (clone / name).unlink()
+    else:
+        (clone / name).write_text("edited\n")
+    assert list(find(clone)) == stale
+
+
+@pytest.mark.parametrize(("stage", "change", "stale", "said"), [
+    ("make@a", lambda s: s["outs"][0].update(md5="0" * 32 + ".dir", size=9), JUDGING, "of make@a, make@b together"),
+    ("make@a", lambda s: s["outs"][0].pop("md5"), ["make@a", *JUDGING], "dvc.lock has no digest of it"),
+    ("make@b", lambda s: s.update(cmd="true"), ["make@b", *JUDGING], "dvc.lock has 'true'"),
+    ("make@b", lambda s: s["params"]["params.yaml"].update(steps=[2]), ["make@b", *JUDGING], "steps modified"),
+    ("make@b", lambda s: s["params"]["params.yaml"].update(limit=0.1), ["make@b", *JUDGING], "limit not in dvc.yaml"),
+    ("compare", lambda s: s["deps"][0].update(nfiles=3), JUDGING, "of make@a, make@b together"),
+    ("compare", lambda s: s.pop("deps"), JUDGING, "deps: build/made not in dvc.lock"),
+    ("compare", lambda s: s["outs"].pop(), JUDGING, "not in dvc.lock"),
+    ("release", lambda s: of("deps", "build/gate.ok")(s).update(md5="0" * 32), ["release"], "dvc.lock has of gate"),
+    ("release", lambda s: of("deps", "build/gate.ok")(s).pop("md5"), ["release"], "no digest of it"),
+    ("gate", lambda s: s["outs"][0].update(md5="0" * 32), ["release"], "dvc.lock has of gate"),
+    ("gate", lambda s: s.update(cmd="true"), ["gate", "release"], "dvc.lock has 'true'"),
+])  # fmt: skip
+def test_an_entry_of_dvc_lock_that_does_not_fit_the_others_is_stale(clone, stage, change, stale, said):
+    """As a merge by "ours" leaves it."""
+    edit(clone, "dvc.lock", lambda lock: change(lock["stages"][stage]))
+    found = find(clone)
+    assert list(found) == stale and said in found[stale[0]][0], found
+
+
+@pytest.mark.parametrize(("stage", "stale"), [("make@b", ["make@b", *JUDGING]), ("compare", JUDGING),
+                                              ("gate", ["gate", "release"]), ("release", ["release"])])  # fmt: skip
+def test_a_stage_that_dvc_lock_does_not_have_is_stale(clone, stage, stale):
+    edit(clone, "dvc.lock", lambda lock: lock["stages"].pop(stage))
+    found = find(clone)
+    assert list(found) == stale and found[stage] == ["no entry in dvc.lock"]
+
+
+def test_without_dvc_lock_everything_is_stale(clone):
+    (clone / "dvc.lock").unlink()
+    assert list(find(clone)) == ["env", *ALL]
+
+
+def define(name: str, **changed: Any) -> Change:
+    return lambda file: (file["stages"][name].get("do") or file["stages"][name]).update(changed)
+
+
+@pytest.mark.parametrize(("change", "stale", "said"), [
+    (define("make", frozen=True), ALL, "frozen"),
+    (define("gate", frozen=True), ["gate", "release"], "frozen"),
+    (define("env", frozen=True), ["env", *ALL], "frozen"),
+    (define("compare", cmd="true"), JUDGING, "cmd is 'true'"),
+    (define("gate", cmd="true"), ["gate", "release"], "cmd is 'true'"),
+    (define("env", cmd="true"), ["env", *ALL], "cmd is 'true'"),
+    (define("compare", params=["limit"]), JUDGING, "params: build/code.json not in dvc.yaml"),
+    (define("compare", params=[{"build/code.json": ["compare"]}]), JUDGING, "params: params.yaml not in dvc.yaml"),
+    (define("compare", params=["limit", "other", {"build/code.json": ["compare"]}]), JUDGING, "other not in dvc.lock"),
+    (define("compare", deps=["build/made", "data.txt"]), JUDGING, "data.txt not in dvc.lock"),
+    (define("compare", deps=[]), JUDGING, "deps: build/made not in dvc.yaml"),
+    (define("compare", outs=[{"verdict.json": KEPT}]), JUDGING, "report.md not in dvc.yaml"),
+    (define("release", deps=["verdict.json"]), ["release"], "build/gate.ok not in dvc.yaml"),
+    (define("compare", always_changed=True), JUDGING, "always changed"),
+    (lambda file: file["stages"].pop("make"), JUDGING, "build/made is missing, and no stage makes it"),
+    (lambda file: file["stages"].pop("gate"), ["release"], "build/gate.ok is missing, and no stage makes it"),
+])  # fmt: skip
+def test_a_stage_that_dvc_yaml_defines_otherwise_than_it_ran_is_stale(clone, change, stale, said):
+    edit(clone, "dvc.yaml", change)
+    found = find(clone)
+    assert set(found) == set(stale) and any(said in problem for problem in found[stale[0]]), found
+
+
+def test_a_stage_may_not_be_moved_to_a_folder_where_nothing_changes(clone):
+    """Its paths, which are all that dvc.lock has, would stay what they are."""
+    shutil.copytree(clone, clone / "old", ignore=shutil.ignore_patterns("old", "dvc.*", ".dvc"))
+    edit(clone, "params.yaml", lambda params: params.update(limit=0.2))
+    edit(clone, "dvc.yaml", define("compare", wdir="old"))
+    assert any(problem.startswith("wdir: ") for problem in find(clone)["compare"])
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("dvc.yaml", "stages: ["), ("dvc.yaml", "stages: {compare: 3}"), ("dvc.lock", "schema: '2.0'\nstages: ["),
+    ("dvc.lock", "<<<<<<< ours\n"), ("params.yaml", "steps: ["),
+    ("dvc.yaml", '{"stages": {"a": {"cmd": "true", "deps": ["x"], "outs": ["y"]}, '
+                 '"b": {"cmd": "true", "deps": ["y"], "outs": ["x"]}}}'),
+])  # fmt: skip
+def test_what_dvc_can_not_read_is_not_up_to_date(clone, name, text):
+    (clone / name).write_text(text)
+    with pytest.raises(EvidenceError) as found:
+        find(clone)
+    assert "expected stages that DVC can compare with dvc.lock, got" in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_commands_are_those_of_the_file(clone):
+    assert read_commands(clone) == {name: [stage["cmd"]] for name, stage in STAGES.items() if "cmd" in stage}
+    (clone / "dvc.yaml").write_text("stages: [")
+    with pytest.raises(EvidenceError, match=r"dvc.yaml: expected DVC's stages, found none \(ParserError: line 1"):
+        read_commands(clone)
