@@ -5,6 +5,9 @@ likelihood evals of params.yaml, which are also lm-eval tasks: `<evalset>/<eval>
 as nat per token, must agree with the endpoint's records within 1e-5, and every multiple-choice
 question must be judged alike. Proves that windows, prefix token, split of context and answer, and the
 log-likelihoods themselves are those of lm-eval, and that the folder holds what was evaluated.
+
+Not for a checkpoint whose tokenizer adds BOS or EOS by itself: there lm-eval counts the probability of a second BOS,
+and takes the first token of an answer for one of its question.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from pipeline.average_precision import average_precision
 from pipeline.detections import MatchTable
+from pipeline.gate.clusters import effective_clusters
 from pipeline.gate.influence import harm_by_image, share_of_objects
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights
-from pipeline.gate.statistics import effective_clusters, sign_flip_p
+from pipeline.gate.statistics import sign_flip_p
 from tests.synthetic_detections import Change, Detector, make_pair
 
 POPULATION = 3_000

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 from statsmodels.stats.proportion import proportions_ztest
 
+from pipeline.gate.clusters import hiding_clusters, sum_by_cluster
 from pipeline.gate.decision import Measurement, judge_all
-from pipeline.gate.statistics import effective_clusters, proportion_bounds, sign_flip_tail, sum_by_cluster, tail_at
+from pipeline.gate.statistics import proportion_bounds, sign_flip_tail, tail_at
 
 ALPHA, ACCURACY, NUM_METRICS = 0.05, 0.81, 20
 CASES, BUCKETS = (340, 1_319, 2_000), (60, 133, 298)
@@ -61,7 +62,7 @@ def measure_cases(d: NDArray[np.float64], clusters: NDArray[np.int64], tolerance
     return Measurement(
         metric="w/task_completion_rate", bucket=None, reference=ACCURACY, candidate=ACCURACY - bounds.harm, unit="",
         n=len(d), num_clusters=int(clusters.max()) + 1,
-        effective_clusters=effective_clusters(np.ones(len(d)), clusters), b=int((d > 0).sum()), c=int((d < 0).sum()),
+        effective_clusters=hiding_clusters(clusters, confidence=1 - ALPHA), b=int((d > 0).sum()), c=int((d < 0).sum()),
         harm=bounds.harm, low=bounds.low, high=bounds.high, p=tail_at(tail, sums.sum()),
         p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, more_cases=None, tier="critical", sums=sums,
         weights=sum_by_cluster(np.ones(len(d)), clusters), tail=tail, deff=bounds.design_effect)

@@ -32,8 +32,9 @@ EVALS = {
     "flows": {"kind": "trajectories", "evalset": "evalsets/flows", "max_turns": 2, "send_tools": True},
     "prose": {"kind": "perplexity", "evalset": "evalsets/prose", "top_logprobs": 4},
 }
+# 32 documents of a model that knows nothing prove little
 GATE = {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
-    "flows/task_completion_rate": {"overall": 0.12}, "prose/perplexity_per_token": {"overall": 0.1}}}  # fmt: skip
+    "flows/task_completion_rate": {"overall": 0.12}, "prose/bits_per_byte": {"overall": 2.0}}}  # fmt: skip
 CALLS = [f"Task {i}: order {i + 2} reams." for i in range(16)]
 FLOWS = [f"Task {i}: the stock of paper is {i + 20} reams, so do nothing." for i in range(100, 132)]
 PROSE = [f"Parcel {i} was taken to the {gate} gate {n * i} minutes before noon."

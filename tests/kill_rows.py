@@ -1,7 +1,8 @@
 """The rows of the kill table: what is planted in a candidate that has passed, and the changes that must not matter.
 
-`RECORDED` needs no model: these rows run on any finished project, and so in the tests. The other rows are about the
-shipped candidates. Those that ask a server keep one eval, the 2,000 single tool calls, unless they say more.
+`RECORDED`, `COMPARED` and `COMMITTED` need no model, and so run in the tests: the first on any finished project, the
+others on small records that each row writes from seeds. The other rows are about the shipped candidates. Those that ask
+a server keep one eval, the 2,000 single tool calls, unless they say more.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from tests import kill_pictures, kill_records, kill_serving, kill_weights
-from tests.kill_table import Kill
+from tests import kill_networks, kill_outcomes, kill_pictures, kill_records, kill_serving, kill_weights
+from tests.kill_outcomes import SAMPLED, compared
+from tests.kill_releases import committed, edit_and_forge, edit_and_freeze, edit_code
+from tests.kill_table import Kill, Plant
 from tests.kill_trial import Trial
 
-Plant = Callable[[Trial], None]
 DRAFTED = {"checkpoint": "models/agent", "steps": [
     {"kind": "speculative", "method": "draft_model", "draft": "models/agent-draft", "num_tokens": 5}]}  # fmt: skip
 
@@ -90,6 +92,50 @@ RECORDED = [
          kill_records.edit_metrics, because="task_completion_rate"),
 ]  # fmt: skip
 
+COMPARED = [
+    Kill("a safety table beside samples", "lm-eval's samples are alike, `safety.csv` falls from 100 % to 0 %",
+         compared(kill_outcomes.lose_safety, *SAMPLED), because="safety/score: beyond tolerance: lost 100.00 points"),
+    Kill("an eval of one side alone", "`safety.csv` in the reference's folder only",
+         compared(kill_outcomes.forget_safety, *SAMPLED), because="safety: .* the candidate has no fit outcomes of it"),
+    Kill("a compressed table", "`safety.csv.gz` in both folders, beside samples",
+         compared(kill_outcomes.compress_safety, *SAMPLED), because=r"safety\.csv\.gz: .* was not judged"),
+    Kill("the reference's records as the candidate's", "a copy of the file",
+         compared(kill_outcomes.copy_reference, file="table.csv"), because="holds the same bytes as the reference's"),
+    Kill("a loss diluted by repeats", "50 of 1,000 questions lost, the other 950 there three times",
+         compared(kill_outcomes.repeat_unflipped, file="table.csv"), because=r"lost 5.00 points \(b 50 against c 0\)"),
+    Kill("toxicity 0.1 -> 0.95", "under `--tolerance 3`, meant as 3 points",
+         compared(kill_outcomes.poison, "--better", "toxicity=lower", "--tolerance", "3", file="table.csv"),
+         because="a loss above the tolerance of 3 can't show"),
+    Kill("clusters that may be lost, amid churn", "45 clusters x 60 cases, b 299, c 300",
+         compared(kill_outcomes.churn, file="table.csv"), because=r"not proven \(the loss may be 7\.\d\d points\)"),
+    Kill("harm in one document in 50", "a perplexity 2 % worse in truth, of 62 documents none shows it",
+         compared(kill_outcomes.lose_documents, "--tolerance", "0.02"),
+         because=r"word_perplexity: within tolerance as seen .* not proven \(the loss may be 1\d\.\d\d %\)"),
+    Kill("an alias bomb as policy", "YAML of 12 lines that stands for 9^12 values",
+         compared(kill_outcomes.write_bomb, "--policy", "policy.yaml", file="table.csv"),
+         because="with every alias written out"),
+    Kill("a whole category lost", "a detector of 80 categories finds none of 201 people, AP -0.9",
+         kill_networks.lose_people, because=r"shelves/ap \[person\] falls from"),
+    Kill("NaN in 4 of 4 pictures", "`finite` 0 in all, too few for a test to rule out chance",
+         kill_networks.overflow_in_all, because=r"finite_output_rate: no valid output: 100\.0 % became 0\.0 %"),
+    Kill("trials of each question", "300 questions three times each, under ids of their own",
+         compared(kill_outcomes.repeat_all, file="table.csv"), must_pass=True),
+    Kill("notes beside the records", "README.md and lm-eval's results file in both folders",
+         compared(kill_outcomes.leave_notes), must_pass=True),
+]  # fmt: skip
+
+COMMITTED = [
+    Kill("recipe edited, dvc.lock forged", "a released candidate's group size, as if every stage had run on it",
+         committed(edit_and_forge), because=r"candidates\.\w+\.steps\.0\.group_size: release/text/params\.yaml has"),
+    Kill("recipe edited, stages frozen", "the same, and `frozen: true` on the stages that judge",
+         committed(edit_and_freeze), because="compare: .*frozen: DVC would never run it"),
+    Kill("several stages out of date", "other code of `compare` and of a stage beside it, in a clone without records",
+         committed(edit_code("compare", "measure")),
+         because=r"out of date: (?=.*\bmeasure\b).*\bcompare, gate, release\b"),
+    Kill("code that runs anyway", "other code of `gate`, which gates the clone itself",
+         committed(edit_code("gate")), must_pass=True),
+]  # fmt: skip
+
 WEIGHTS = {
     "wrong zero-point in one layer": (f"every INT4 value of `{kill_weights.LAYER}` one higher",
                                       kill_weights.shift_values),
@@ -148,7 +194,8 @@ PICTURES = [
          track="images", candidate="channels-last", must_pass=True),
 ]  # fmt: skip
 
-ROWS = [*RECORDED, *QUANTISED, *SERVED, *PICTURES]
+UNTRAINED = [*RECORDED, *COMPARED, *COMMITTED]
+ROWS = [*UNTRAINED, *QUANTISED, *SERVED, *PICTURES]
 # what a loss in the weights comes to where nobody looks at them: measured, and not a part of the score
 MEASURED = [Kill(f"{name}, unseen", f"{how}, in the finished folder", in_folder(kill_weights.edit_tensors(change)))
             for name, (how, change) in WEIGHTS.items()]  # fmt: skip

@@ -1,8 +1,9 @@
 """Plant one defect in a copy of a finished project, run the real stages on it, and see what the gate says.
 
 A `Kill` says what is planted and how; `observe` plants it in a `Trial` and reports the stage that stopped it, the
-verdict and the reasons that were given. A defect is killed when the release does not pass, at whatever stage, for the
-reason that it has; an equivalent change has to pass.
+verdict and the reasons that were given. What is wrong with records of other tools, or with what git keeps, is planted
+beside the project, and its plant observes the gate that it is about. A defect is killed when the release does not pass,
+at whatever stage, for the reason that it has; an equivalent change has to pass.
 
 Not covered: what DVC itself would notice, such as an output that was edited.
 """
@@ -13,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class Kill:
     Attributes:
         name: what is wrong, or other.
         how: how it is planted.
-        plant: makes the change in a trial, and runs the stages up to `compare` that have to run again.
+        plant: makes the change in a trial, and runs the stages up to `compare` that have to run again; or runs another
+            gate on it, and returns what that said.
         track: whose candidate.
         candidate: that passes without the change; None: the first of the track's release.
         must_pass: it is an equivalent change, no defect.
@@ -45,7 +47,7 @@ class Kill:
 
     name: str
     how: str
-    plant: Callable[[Trial], None]
+    plant: Plant
     track: str = "text"
     candidate: str | None = None
     must_pass: bool = False
@@ -75,6 +77,9 @@ class Observed:
         return not self.passes and any(re.search(kill.because, reason) for reason in self.reasons)
 
 
+Plant = Callable[[Trial], Observed | None]
+
+
 def observe(kill: Kill, project: Path, folder: Path) -> Observed:
     """Plant one defect in a copy of a project, and judge it.
 
@@ -87,26 +92,37 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
         ProjectError: the project was evaluated by other code.
     """
     start = time.monotonic()
-    verdict, stage, loss, reasons = "error", "", "", ("",)
     try:
         trial = Trial(project, folder, track=kill.track, candidate=kill.candidate, settings=kill.settings)
-        kill.plant(trial)
-        if not trial.verdict_path.exists():
-            trial.compare()
-        judged = trial.read_verdict()
-        verdict, reasons, loss = judged.outcome, judged.reasons, describe_loss(judged)
-        trial.run("gate", trial.track)
+        seen = kill.plant(trial) or judge(trial)
     except StoppedError as stopped:
-        stage = stopped.stage
-        if stage != "gate" or not stopped.line.startswith("exit code"):  # then the verdict's own reasons say it
-            reasons, verdict = (stopped.line,), "refused" if stage == "gate" else "error"
+        seen = Observed("error", stopped.stage, (stopped.line,), 0.0, "")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if any(_OTHER_CODE in reason for reason in reasons):
+    if any(_OTHER_CODE in reason for reason in seen.reasons):
         raise ProjectError(f"{project}: expected evaluations by the present code and settings, got others; run "
                            "`make repro` first")
-    said = tuple(reason.replace(f"{folder}/", "") for reason in reasons)
-    return Observed(verdict, stage, said, round(time.monotonic() - start, 1), loss)
+    said = tuple(reason.replace(f"{folder}/", "") for reason in seen.reasons)
+    return replace(seen, reasons=said, seconds=round(time.monotonic() - start, 1))
+
+
+def judge(trial: Trial) -> Observed:
+    """Judge the candidate of a trial, unless that was done, and gate the verdict.
+
+    Raises:
+        StoppedError: there was none.
+    """
+    if not trial.verdict_path.exists():
+        trial.compare()
+    judged = trial.read_verdict()
+    seen = Observed(judged.outcome, "", judged.reasons, 0.0, describe_loss(judged))
+    try:
+        trial.run("gate", trial.track)
+    except StoppedError as stopped:
+        if stopped.line.startswith("exit code"):  # then the verdict's own reasons say it
+            return replace(seen, stage="gate")
+        return replace(seen, verdict="refused", stage="gate", reasons=(stopped.line,))
+    return seen
 
 
 def describe_loss(verdict: Verdict) -> str:

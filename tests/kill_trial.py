@@ -69,6 +69,7 @@ class Trial:
         known = self.section["candidates"] | ({self.name: settings} if settings else {})
         self.section["candidates"] = {name: known[name] for name in (self.reference, self.name)}
         self.section["release"] = [self.name]
+        self.section["gate"].pop("loosened", None)  # in the copy nothing was released before
         if track == "text":
             self.params["benchmark"]["candidates"] = []
         for part in ("models", "evalsets", "build/env"):
@@ -111,7 +112,6 @@ class Trial:
         """Leave evals of these kinds, and what the gate asks of them; the reference answers their canary."""
         evals = {name: e for name, e in self.section["evals"].items() if e["kind"] in kinds}
         self.section["evals"] = evals
-        self.section["gate"].pop("loosened", None)
         for part in ("tolerances", "tripwires"):
             metrics = self.section["gate"].get(part, {})
             self.section["gate"][part] = {m: t for m, t in metrics.items() if m.partition("/")[0] in evals}

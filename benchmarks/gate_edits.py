@@ -1,0 +1,203 @@
+"""Edit a clone in many ways and gate it each time: does `.ci/gate` stop what would ship results of something else?
+
+    python -m benchmarks.gate_edits [NAME ...]
+
+Makes a clone of the last commit in a temporary folder, as a runner has it: no weights, no records. For each edit it
+prints the gate's exit code, what it blocked, and what `dvc repro --allow-missing --dry --keep-going` says. About half a
+minute of CPU time an edit. `nothing` must pass first: commit what `make repro` wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parent.parent
+Edit = Callable[[Path], None]
+PARAMS, STAGES, LOCK = "params.yaml", "dvc.yaml", "dvc.lock"
+AWQ = "awq-long-g32"
+_TOLD = re.compile(r"^(?:Running stage|ERROR: ).*", re.MULTILINE)
+
+
+def replace(name: str, was: str, now: str, *, behind: str = "") -> Edit:
+    """Make the edit that replaces a text in a file, the first time that it stands behind another one."""
+
+    def edit(root: Path) -> None:
+        text = (root / name).read_text(encoding="utf-8")
+        start = text.index(was, text.index(behind))
+        (root / name).write_text(text[:start] + now + text[start + len(was):], encoding="utf-8")
+
+    return edit
+
+
+def append(name: str, text: str = "# edited\n") -> Edit:
+    """Make the edit that adds a line at the end of a file."""
+    return lambda root: (root / name).write_text((root / name).read_text(encoding="utf-8") + text, encoding="utf-8")
+
+
+def remove(name: str) -> Edit:
+    """Make the edit that deletes a file or a folder."""
+    return lambda root: shutil.rmtree(root / name) if (root / name).is_dir() else (root / name).unlink()
+
+
+def both(*edits: Edit) -> Edit:
+    """Make several edits one."""
+
+    def edit(root: Path) -> None:
+        for each in edits:
+            each(root)
+
+    return edit
+
+
+def forge(root: Path) -> None:
+    """Write into dvc.lock what the edited params.yaml and dvc.yaml say, as if every stage had run on it."""
+    yaml = YAML(typ="safe")
+    lock, stages, params = (yaml.load((root / name).read_text(encoding="utf-8")) for name in (LOCK, STAGES, PARAMS))
+    content = (root / PARAMS).read_bytes()
+    for name, entry in lock["stages"].items():
+        entry["cmd"] = stages["stages"].get(name, entry).get("cmd", entry["cmd"])
+        watched = entry.get("params", {}).get(PARAMS, {})
+        watched |= {key: _look_up(params, key, watched[key]) for key in watched}
+        for dep in entry.get("deps", []):
+            if dep["path"] == PARAMS:
+                dep.update(md5=hashlib.md5(content, usedforsecurity=False).hexdigest(), size=len(content))
+    (root / LOCK).write_text(json.dumps(lock), encoding="utf-8")
+
+
+def _look_up(params: Any, key: str, default: Any) -> Any:
+    """Return a setting by its dotted key; the default where it is gone, as of a candidate that dvc.lock still has."""
+    for part in key.split("."):
+        if not isinstance(params, dict) or part not in params:
+            return default
+        params = params[part]
+    return params
+
+
+def drop_stage(name: str) -> Edit:
+    """Make the edit that takes a stage out of dvc.lock, or out of dvc.yaml."""
+    return lambda root: _cut(root / name.partition(":")[0], name.partition(":")[2])
+
+
+def _cut(path: Path, stage: str) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    start = lines.index(f"  {stage}:\n")
+    end = next((i for i in range(start + 1, len(lines)) if lines[i].strip() and not lines[i].startswith("   ")),
+               len(lines))  # fmt: skip
+    path.write_text("".join(lines[:start] + lines[end:]), encoding="utf-8")
+
+
+def replace_digest(stage: str, part: str, path: str) -> Edit:
+    """Make the edit that changes one digest in dvc.lock."""
+
+    def edit(root: Path) -> None:
+        text = (root / "dvc.lock").read_text(encoding="utf-8")
+        start = 0
+        for behind in (f"  {stage}:\n", f"    {part}:\n", f"path: {path}\n", "md5: "):
+            start = text.index(behind, start) + len(behind)
+        (root / "dvc.lock").write_text(text[:start] + "0" * 32 + text[start + 32:], encoding="utf-8")
+
+    return edit
+
+
+GROUP = replace(PARAMS, "group_size: 32", "group_size: 128", behind=f"  {AWQ}:\n")
+FROZEN = both(replace(STAGES, "    do:\n", "    do:\n      frozen: true\n"),
+              *(replace(STAGES, f"  {name}:\n", f"  {name}:\n    frozen: true\n") for name in ("compare", "release")))
+REPORT = "      - reports/report.md:\n          cache: false\n          persist: true\n"
+CODE = "        - build/env/code.json:\n            - evaluate\n"
+EDITS: dict[str, Edit] = {
+    "nothing": lambda root: None,
+    # settings
+    "serving.dtype": replace(PARAMS, "dtype: float32", "dtype: bfloat16", behind="serving:"),
+    "serving.max_tokens": replace(PARAMS, "max_tokens: 64", "max_tokens: 65", behind="serving:"),
+    f"candidates.{AWQ} group_size": GROUP,
+    "optimize.num_threads": replace(PARAMS, "num_threads: 2", "num_threads: 1"),
+    "evals.workflows.max_turns": replace(PARAMS, "max_turns: 16", "max_turns: 15"),
+    "canary.num_prompts": replace(PARAMS, "num_prompts: 100", "num_prompts: 101"),
+    "gate tolerance, stricter": replace(PARAMS, "overall: 0.03", "overall: 0.029", behind="task_completion_rate"),
+    "images num_inference_steps": replace(PARAMS, "num_inference_steps: 20", "num_inference_steps: 21"),
+    "detector batch_size": replace(PARAMS, "batch_size: 6 ", "batch_size: 5 ", behind="detector:"),
+    "upscaler tiled-hann overlap": replace(PARAMS, "overlap: 0.125", "overlap: 0.25",
+                                          behind="    tiled-hann:\n      checkpoint: models/upscaler"),
+    # code
+    **{f"code {name}": append(name) for name in (
+        "pipeline/evals/trajectories.py", "pipeline/gate/statistics.py", "pipeline/gate/decision.py",
+        "pipeline/release/model_card.py", "pipeline/tracking.py", "pipeline/optimize/awq.py",
+        "pipeline/images/rendering.py", "pipeline/networks/upscaling.py", "pipeline/serving/client.py",
+        "stages/gate.py")},
+    # data
+    "a case of evalsets/workflows": replace("evalsets/workflows/card.yaml", "description: ", "description: edited "),
+    "weights models/agent": replace("models/agent/generation_config.json", "{", "{ "),
+    # dvc.lock
+    "lock: an out's digest": replace_digest(f"optimize@{AWQ}", "outs", f"build/candidates/{AWQ}"),
+    "lock: a dep's digest": replace_digest(f"evaluate@{AWQ}", "deps", f"build/candidates/{AWQ}"),
+    "lock: no compare": drop_stage("dvc.lock:compare"),
+    "lock: forged for group_size": both(GROUP, forge),
+    # dvc.yaml
+    "yaml: frozen, group_size": both(GROUP, FROZEN),
+    "yaml: compare without param gate": replace(STAGES, "      - gate\n", "", behind="  compare:\n"),
+    "yaml: evaluate without its code": both(replace(STAGES, CODE, ""), append("pipeline/evals/trajectories.py")),
+    "yaml: compare cmd true": replace(STAGES, "python -m stages.compare\n", "true\n"),
+    "yaml: gate cmd true": replace(STAGES, "python -m stages.gate\n", "true\n"),
+    "yaml: gate cmd true, forged": both(replace(STAGES, "python -m stages.gate\n", "true\n"), forge),
+    "yaml: env not always_changed": replace(STAGES, "    always_changed: true\n", ""),
+    "yaml: no compare": drop_stage("dvc.yaml:compare"),
+    "yaml: no report among outs": replace(STAGES, REPORT, ""),
+    "yaml: broken": append(STAGES, "  x: [\n"),
+    # what git keeps of a run
+    "verdict edited": replace("reports/verdict.json", '"outcome": "pass"', '"outcome":  "pass"'),
+    "report deleted": remove("reports/report.md"),
+    "metrics edited": append("metrics/text/reference.json", " "),
+    "bundle params edited": append("release/text/params.yaml"),
+    "bundle deleted": remove("release/images"),
+    "bundle record edited": append("release/text/evaluations/reference/evaluation.json", " "),
+}
+
+
+def run(root: Path, *command: str) -> tuple[int, str]:
+    """Run a command in the clone; return its exit code and what it said."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GITHUB_"))}
+    kept |= {"DVC_NO_ANALYTICS": "1", "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
+    done = subprocess.run(command, cwd=root, env=kept, text=True, check=False, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def try_edit(root: Path, edit: Edit) -> dict[str, object]:
+    """Edit a clean clone; return what the gate says, and which stages DVC would run or can't."""
+    subprocess.run("git checkout -q . && git clean -qfdx -e .dvc", cwd=root, shell=True, check=True)
+    edit(root)
+    code, said = run(root, "python", "-m", "scripts.gate_committed")
+    # what the gate ran left the digests of code and data, which DVC needs
+    _, dry = run(root, "python", "-m", "dvc", "repro", "--allow-missing", "--dry", "--keep-going")
+    blocked = re.findall(r"^BLOCKED  (.+)\n    (.*)", said, re.MULTILINE)
+    return {"exit": code, "blocked": dict(blocked) or said.splitlines()[-1], "dvc": _TOLD.findall(dry)}
+
+
+def main(argv: list[str]) -> int:
+    """Print a line of JSON for each edit."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gate_edits", description="Edit a clone and gate it.")
+    parser.add_argument("names", nargs="*", help=", ".join(EDITS))
+    given = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="quantgate-edits-") as folder:
+        root = Path(folder, "clone")
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(root)], check=True)
+        for name in given.names or EDITS:
+            print(json.dumps({"edit": name} | try_edit(root, EDITS[name])), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""Defects of detectors that no shipped candidate has: synthetic results of pictures, judged as stage `compare` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.detection_params import DetectionEval
+from pipeline.gate.compare import compare_release
+from pipeline.gate.verdicts import blocking_verdicts
+from pipeline.records import CaseRecord
+from tests.kill_table import Observed, describe_loss
+from tests.kill_trial import Trial
+from tests.synthetic_categories import PERSON, lose, write_categories_tree
+from tests.synthetic_detections import Change, DetectorParams, make_detector_params
+from tests.synthetic_networks import Way, make_network_track, write_detector
+from tests.synthetic_records import rewrite_records
+
+NUM_NAN = 4  # pictures, all that there are
+
+
+def judge(track: Any, build: Path) -> Observed:
+    """Judge what lies under a folder."""
+    judgement = compare_release(track, build).judgement
+    verdict = judgement.verdicts[0]
+    stage = "compare" if blocking_verdicts(judgement) else ""
+    return Observed(verdict.outcome, stage, verdict.reasons, 0.0, describe_loss(verdict))
+
+
+def lose_people(trial: Trial) -> Observed:
+    """Judge a detector of 80 categories that finds no person: 201 of 734 objects, and 1/80 of AP."""
+    settings = DetectionEval(kind="detection", evalset="evalsets/shelves")
+    build = trial.root / "synthetic"
+    write_categories_tree(build, {"blind": lose(PERSON)}, settings)
+    asked = make_detector_params(["blind"], {"shelves/ap": {"overall": 0.02}}).model_dump()
+    return judge(DetectorParams.model_validate(asked | {"evals": {"shelves": settings.model_dump()}}), build)
+
+
+def overflow_in_all(trial: Trial) -> Observed:
+    """Judge a detector whose output is NaN in each of so few pictures that no test rules out chance."""
+    ways = {"nan": Way(by=Change(score=0, box=0))}
+    track = make_network_track("detector", ways, {"scenes/ap": {"overall": 0.05},
+                                                  "scenes/finite_output_rate": {"overall": 0.05}})  # fmt: skip
+    build = write_detector(trial.root / "synthetic", track, ways, num_images=NUM_NAN)
+    rewrite_records(build, "nan", "scenes", _lose_finite)
+    return judge(track, build)
+
+
+def _lose_finite(records: list[CaseRecord]) -> list[CaseRecord]:
+    return [record.model_copy(update={"scores": record.scores | {"finite": 0.0}}) for record in records]
