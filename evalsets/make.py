@@ -79,7 +79,7 @@ def make_tool_calls(rng: Random, *, num: int = 2000) -> Cases:
                "expected": {"name": call.name, "arguments": call.arguments}, "accepted": call.accepted}
 
 
-def make_documents(rng: Random, *, num: int = 200) -> Cases:
+def make_documents(rng: Random, *, num: int = 300) -> Cases:
     """Draw prose for perplexity; a document is a cluster."""
     for i in range(num):
         text = _draw(lambda: make_prose(rng), str, "eval")
