@@ -130,6 +130,8 @@ def _decide(
                                 f"tolerance of {allowed}; check that both sides did the same work, then accept it by "
                                 "`accept_gain` with a reason, or pin the better one as the reference")
     if is_proven(m.high, m.tolerance, m.effective_clusters):
+        if m.high < 0:
+            return "pass", f"proven: a gain of at least {format_harm(m.metric, -m.high)}, and no loss"
         return "pass", f"proven: the loss is at most {format_harm(m.metric, m.high)}, tolerated {allowed}"
     if m.harm > m.tolerance and p_holm <= alpha:
         flips = f" (b {m.b} against c {m.c})" if m.b is not None else ""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipeline.detections import MatchTable
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.clusters import effective_clusters, hiding_clusters, measure_spread, sum_by_cluster
+from pipeline.gate.clusters import hiding_clusters, measure_spread, sum_by_cluster
 from pipeline.gate.decision import Measurement
 from pipeline.gate.detection import describe_precision, list_object_buckets, measure_precision
 from pipeline.gate.metrics import MetricDefinition
@@ -234,13 +234,11 @@ def _compare_scores(
     definition, clusters, n = reference.definition, reference.clusters, len(reference.values)
     is_proportion = definition.estimator == "proportion"
     # the few largest clusters hide most: a loss that sits in them must not pass for want of a rate
-    count = (hiding_clusters(clusters, confidence=1 - alpha, weights=reference.weights)
-             if is_proportion or isinstance(definition, GradedScore) else
-             effective_clusters(reference.weights, clusters))
+    count = hiding_clusters(clusters, confidence=1 - alpha, weights=reference.weights)
     d = (reference.values - candidate.values) * definition.sign
     b = c = None
     if is_proportion:
-        bounds = proportion_bounds(d, clusters, confidence=1 - alpha)
+        bounds = proportion_bounds(d, clusters, confidence=1 - alpha, count=count)
         b, c = int((d > 0).sum()), int((d < 0).sum())
     else:
         lost = _room_for_loss(reference, candidate, d)
@@ -253,7 +251,8 @@ def _compare_scores(
         num_clusters=int(clusters.max()) + 1, effective_clusters=count,
         b=b, c=c, harm=harm, low=low, high=high,
         p=tail_at(tail, sums.sum()), p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, tier=tier,
-        more_cases=None if tolerance is None else _more_cases(definition, bounds, b, c, d, clusters, tolerance, alpha),
+        more_cases=(None if tolerance is None else
+                    _more_cases(definition, bounds, b, c, d, clusters, count, tolerance, alpha)),
         sums=sums, weights=weights, tail=tail, deff=bounds.design_effect,
     )
 
@@ -282,14 +281,13 @@ def _harm_scale(definition: MetricDefinition, difference: float) -> float:
 
 def _more_cases(
     definition: MetricDefinition, bounds: Bounds, b: int | None, c: int | None, d: Floats, clusters: Ints,
-    tolerance: float, alpha: float,
+    count: float, tolerance: float, alpha: float,
 ) -> int | None:
     """Return how many more cases would prove the tolerance if flips, spread and clusters stay as seen."""
     n, limit = len(clusters), math.log1p(tolerance) if definition.harm == "relative" else tolerance
     if bounds.harm >= limit or bounds.high <= limit:
         return None
     if b is not None and c is not None:
-        count = hiding_clusters(clusters, confidence=1 - alpha)
         spread = measure_spread(d, clusters) if 1 < count < n else None
         return cases_to_prove(b, c, n, count, spread, limit, confidence=1 - alpha)
     return cases_for_spread(bounds, limit, n)

@@ -99,15 +99,17 @@ def _score_excess(delta: float, b: float, c: float, n: float, z: float, correcti
     return distance * distance - z * z * variance
 
 
-def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float) -> Bounds:
+def proportion_bounds(d: Floats, clusters: Ints, *, confidence: float, count: float | None = None) -> Bounds:
     """Return the harm of a 0/1 score and its bounds, as `count_bounds` says.
 
     Args:
         d: reference minus candidate per case, in {-1, 0, 1}.
         clusters: cluster number per case, 0-based without holes.
         confidence: of each bound alone.
+        count: their `hiding_clusters`, where they are known already.
     """
-    n, count = len(d), hiding_clusters(clusters, confidence=confidence)
+    n = len(d)
+    count = hiding_clusters(clusters, confidence=confidence) if count is None else count
     b, c = float((d > 0).sum()), float((d < 0).sum())
     # one cluster has no spread, and could lose everything
     spread = None if count == n else measure_spread(d, clusters) if count > 1 else Spread(float(n) ** 2)
@@ -203,7 +205,7 @@ def ratio_bounds(
         clusters: cluster number per case, 0-based without holes.
         confidence: of each bound alone.
         lost: harm that any one case might have had, at an average weight of 1; 0: there is no saying.
-        count: clusters that its bounds rest on; None: their effective number.
+        count: their `hiding_clusters`, where they are known already.
 
     Raises:
         ValueError: fewer than two clusters, or weights that sum to nothing.
@@ -218,7 +220,7 @@ def ratio_bounds(
     residuals = np.bincount(clusters, weights=d - ratio * weights)
     squares = float(residuals @ residuals)
     error = math.sqrt(num_clusters / (num_clusters - 1) * squares) / total
-    count = effective_clusters(weights, clusters) if count is None else count
+    count = hiding_clusters(clusters, confidence=confidence, weights=weights) if count is None else count
     t = _students(count, confidence)
     tail = float((residuals**3).sum()) / squares**1.5 if squares > 0 else 0.0
     below, above = (reach(error, side, t, step=lost / count) for side in (-tail, tail))
@@ -299,11 +301,19 @@ def _lattice_tail(sizes: Ints) -> Tail:
     for size, count in zip(distinct.tolist(), counts.tolist(), strict=True):
         positives = np.arange(count + 1)
         log_p = gammaln(count + 1) - gammaln(positives + 1) - gammaln(count - positives + 1) - count * math.log(2)
-        spread = np.zeros(size * count + 1)
-        spread[::size] = np.exp(log_p)
-        distribution = np.convolve(distribution, spread)
+        distribution = _convolve(distribution, np.exp(log_p), size)
     tail = np.minimum(np.append(np.cumsum(distribution[::-1])[::-1], 0.0), 1.0)  # of the sizes that come out positive
     return lambda observed: tail[np.clip((np.rint(observed).astype(np.int64) + total + 1) // 2, 0, total + 1)]
+
+
+def _convolve(distribution: Floats, steps: Floats, size: int) -> Floats:
+    """Return the distribution of a sum when a number of steps of `size`, with the chances `steps`, is added."""
+    if size == 1:
+        return np.convolve(distribution, steps)
+    wider = np.zeros(len(distribution) + size * (len(steps) - 1))
+    for number, chance in enumerate(steps.tolist()):
+        wider[number * size : number * size + len(distribution)] += chance * distribution
+    return wider
 
 
 def _sample_totals(sizes: Floats, seed: int) -> Floats:

@@ -42,6 +42,7 @@ def test_an_accepted_gain_passes_and_its_reason_is_printed(sides, tmp_path, caps
     assert verdict.outcome == "pass" and f"note: {SHOWN}" in verdict.reasons
     assert SHOWN in forms["summary"].read_text().replace("\\", "")
     assert "gain accepted" in forms["html"].read_text()
+    assert "proven: a gain of at least 21" in verdict.comparisons[0].sentence  # it spoke of a negative loss
 
 
 def test_a_policy_accepts_a_gain(sides, tmp_path, capsys):
