@@ -27,7 +27,7 @@ from pipeline.errors import EvidenceError
 from pipeline.files import open_bounded
 from pipeline.gate.case_rows import CaseRow, change_row
 from pipeline.gate.metrics import MetricDefinition
-from pipeline.outcomes.questions import Question, join_clusters, sort_by_id, weigh_alike
+from pipeline.outcomes.questions import Question, join_clusters, sort_by_id, tell_question, weigh_alike
 from pipeline.records import CaseRecord, describe_failures
 
 Direction = Literal["higher", "lower"]
@@ -74,6 +74,7 @@ class Case:
     output: str = ""
     failure: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    question: Question = Question((), "")  # known when it is condensed
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def condense_case(case: Case, grouping: Grouping) -> Case:
     """
     cluster, buckets = _group(case, grouping)
     return replace(case, asked=digest_asked(case.asked), cluster=cluster, buckets=buckets, fields={},
-                   scores=condense_scores(case.scores))
+                   question=tell_question(case.asked, case.tells), scores=condense_scores(case.scores))
 
 
 def condense_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,21 +166,13 @@ def build_outcomes(name: str, path: Path, cases: Iterable[Case], *, format: str,
     records = [_make_record(case, digest_json(case.asked), numeric, problems) for case in found]
     if failed := describe_failures(records):
         raise EvidenceError(f"{path}: {failed}")
-    asks = [_tell_question(case) for case in found]
+    asks = [case.question for case in found]
     records, note = weigh_alike(join_clusters(_number_equal(records), asks), asks)
     if (num_buckets := len({bucket for record in records for bucket in record.buckets})) > _MAX_BUCKETS:
         raise EvidenceError(f"{path}: expected {_MAX_BUCKETS:,} buckets at most, as each is judged and shown, got "
                             f"{num_buckets:,}; group by a field of fewer values")
     asked = {clean(case.case_id): case.asked for case in found}
     return Outcomes(clean(name).replace("/", "."), path, format, records, task, asked, problems, note=note, **known)
-
-
-def _tell_question(case: Case) -> Question:
-    """Return what a condensed case asks, by the digests of its parts; a part that is empty tells nothing."""
-    parts = case.asked
-    keys = [digest_json([*names, *(parts[name] for name in names)]) for names in case.tells
-            if parts.get(names[0]) not in (None, *_NOTHING)]  # fmt: skip
-    return Question(tuple(keys), parts.get("target", ""))
 
 
 def _number_equal(records: list[CaseRecord]) -> list[CaseRecord]:
@@ -196,9 +189,6 @@ def _number_equal(records: list[CaseRecord]) -> list[CaseRecord]:
 def digest_asked(asked: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of each part of what a case asks."""
     return {part: digest_text(json.dumps(value, sort_keys=True, default=str)) for part, value in asked.items()}
-
-
-_NOTHING = tuple(digest_asked({"null": None, "text": "", "list": [], "object": {}}).values())
 
 
 def _check_once(cases: Iterable[Case]) -> None:

@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from pipeline.errors import EvidenceError
@@ -170,7 +170,7 @@ def _describe_task(log: dict[str, Any]) -> dict[str, Any]:
         "solvers": [[step.get("solver"), step.get("params")] for step in _list_objects(plan, "steps")],
         "scorers": [[scorer.get("name"), scorer.get("options")] for scorer in _list_objects(about, "scorers")],
         "limits": {key: given for key in _LIMITS if (given := _take_object(about, "config").get(key)) is not None},
-        "other models": _describe_roles(about),
+        "other models": _describe_roles(about), "sandbox": _describe_sandbox(about.get("sandbox")),
         "generation": {key: value for key, value in settings.items() if key not in _TRANSPORT},
     }
 
@@ -180,6 +180,14 @@ def _describe_roles(about: dict[str, Any]) -> dict[str, Any]:
     roles = {role: found.get("model") if isinstance(found, dict) else found
              for role, found in _take_object(about, "model_roles").items()}  # fmt: skip
     return {role: "itself" if model == about.get("model") else model for role, model in roles.items()}
+
+
+def _describe_sandbox(sandbox: Any) -> Any:
+    """Return a sandbox's type and the name of its file, wherever that lies."""
+    if not isinstance(sandbox, dict):
+        return sandbox
+    config = sandbox.get("config")
+    return [sandbox.get("type"), PurePath(config).name if isinstance(config, str) else config]
 
 
 def _take_object(section: dict[str, Any], key: str) -> dict[str, Any]:

@@ -149,6 +149,14 @@ def _describe_answer(sample: dict[str, Any]) -> str:
     return str(requests[best].get("arg_1", "")).strip()
 
 
+def _describe_code(config: Any) -> Any:
+    """Return the source of a task's function that judges answers; None where nobody knows whether it has one."""
+    if not isinstance(config, dict):
+        return None
+    code = config.get("process_results", "its metrics alone")
+    return None if re.fullmatch(r"<.* at 0x[0-9a-f]+>", str(code)) else code  # where it was, not what it did
+
+
 def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:
     """Read what lm-eval's results file tells of a task: what both sides must share, and the better directions."""
     if not path.is_file():
@@ -162,7 +170,8 @@ def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Dire
         return value
 
     facts = {"version": find("versions", task), "filters": find("configs", task, "filter_list"),
-             "repeats": find("configs", task, "repeats"), "metrics": find("configs", task, "metric_list")}
+             "repeats": find("configs", task, "repeats"), "metrics": find("configs", task, "metric_list"),
+             "judging": _describe_code(find("configs", task))}
     directions = find("higher_is_better", task)
     better: dict[str, Direction] = {metric: "higher" if is_higher else "lower" for metric, is_higher
                                     in (directions.items() if isinstance(directions, dict) else ())

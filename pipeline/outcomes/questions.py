@@ -6,16 +6,21 @@ splits none. And every question counts as often as the one that is there least o
 as trials are, all count; where few are repeated, as in most benchmarks, each counts once. Repeats are left out in the
 order of their ids, so that both sides leave out the same ones and no score has a say.
 
-A case whose question is not told (a table without a `prompt`) is taken for a question of its own.
+A case whose question is not told (a table without a `prompt`) is taken for a question of its own. White space and the
+way in which a letter is composed make no other question.
 Not covered: questions that are nearly equal.
 """
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from pipeline.digests import digest_text
 from pipeline.gate.case_rows import change_row
 from pipeline.gate.wording import natural_key
 from pipeline.records import CaseRecord
@@ -32,6 +37,32 @@ class Question:
 
     keys: tuple[str, ...]
     target: str
+
+
+def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]]) -> Question:
+    """Return what a case asks; a part that is empty tells nothing.
+
+    Args:
+        asked: its parts, JSON data; `target`, where there is one, is what is expected.
+        tells: the parts, alone or together, that tell the question; the first of them must not be empty.
+    """
+    keys = [_digest([*names, *(asked[name] for name in names)])
+            for names in tells if _fold(asked.get(names[0])) not in (None, "", [], {})]  # fmt: skip
+    return Question(tuple(keys), _digest(asked.get("target")))
+
+
+def _digest(value: Any) -> str:
+    """Return 128 bits: each case keeps some of these."""
+    return digest_text(json.dumps(_fold(value), sort_keys=True, default=str))[:32]
+
+
+def _fold(value: Any) -> Any:
+    """Return JSON data whose texts are composed, with one space wherever they have white space."""
+    if isinstance(value, str):
+        return " ".join(unicodedata.normalize("NFC", value).split())
+    if isinstance(value, dict):
+        return {key: _fold(part) for key, part in value.items()}
+    return [_fold(part) for part in value] if isinstance(value, list) else value
 
 
 def sort_by_id(records: Sequence[CaseRecord]) -> list[int]:

@@ -85,6 +85,30 @@ def test_unflipped_questions_repeated_do_not_dilute_a_loss(tmp_path, capsys, for
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("spell", [
+    lambda asked, i: asked + " " * i, lambda asked, i: asked.replace(" ", "\n" * (i + 1)),
+    lambda asked, i: asked.replace("\u00e9", "e\u0301"),
+], ids=["trailing spaces", "line breaks", "composed letters"])  # fmt: skip
+def test_the_same_question_spelled_otherwise_does_not_dilute(tmp_path, capsys, format, spell):
+    """Five points of 1,000 questions: with a space more in each copy they were other questions, and 1.7 points."""
+    def build(lost: int) -> list[tuple[str, float]]:
+        rows = [(f"question {i} du caf\u00e9", float(i >= lost)) for i in range(1000)]
+        return rows + [(spell(asked, times), score) for times in (1, 2) for asked, score in rows[50:]]
+
+    code, said = compare(tmp_path, build(0), build(50), capsys, format=format)
+    assert code == 20 and "b 50, c 0 of n 1000" in said, said
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_questions_of_other_words_stay_others(tmp_path, capsys, format):
+    """The other side: a square is no two, and other letters are other questions."""
+    spellings = ("what is {} x\u00b2?", "what is {} x2?", "what is {}x2?")
+    rows = [(spelling.format(i), 1.0) for i in range(200) for spelling in spellings]
+    code, said = compare(tmp_path, rows, rows, capsys, format=format)
+    assert code == 0 and "n 600" in said and "left out" not in said, said
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_flipped_questions_repeated_do_not_make_a_loss(tmp_path, capsys, format):
     """The other side: five lost of 1,000, each there 20 times more, are five."""
     rows = [(f"question {i}", float(i >= 5)) for i in range(1000)]

@@ -309,9 +309,12 @@ def test_a_paired_table_keeps_weights_and_groups(tmp_path):
     ({"config": {"token_limit": 500}}, {"config": {}}, "limits"),
     ({"model_roles": {"grader": {"model": "a/strict"}}}, {"model_roles": {"grader": {"model": "a/kind"}}},
      "other models"),
+    ({"sandbox": {"type": "docker", "config": "/a/compose.yaml"}}, {"sandbox": {"type": "local"}}, "sandbox"),
+    ({"sandbox": {"type": "docker", "config": "strict.yaml"}}, {"sandbox": {"type": "docker", "config": "kind.yaml"}},
+     "sandbox"),
 ])  # fmt: skip
-def test_logs_of_other_limits_or_another_grader_do_not_compare(tmp_path, capsys, ours, theirs, said):
-    """A candidate that may work longer, or is graded more kindly, hides what it lost."""
+def test_logs_of_other_limits_another_grader_or_sandbox_do_not_compare(tmp_path, capsys, ours, theirs, said):
+    """A candidate that may work longer, elsewhere, or is graded more kindly, hides what it lost."""
     for name, about in (("a", ours), ("b", theirs)):
         log = json.loads((REAL / "sums.json").read_text())
         log["eval"] |= {**about, "model": name}
@@ -321,9 +324,11 @@ def test_logs_of_other_limits_or_another_grader_do_not_compare(tmp_path, capsys,
 
 
 def test_a_role_of_the_evaluated_model_itself_is_the_same_on_both_sides(tmp_path, capsys):
+    """As is a sandbox by one file, wherever it lies."""
     for name in "ab":
         log = json.loads((REAL / "sums.json").read_text())
-        log["eval"] |= {"model": name, "model_roles": {"solver": {"model": name}}}
+        log["eval"] |= {"model": name, "model_roles": {"solver": {"model": name}},
+                        "sandbox": {"type": "docker", "config": f"/home/{name}/compose.yaml"}}
         (tmp_path / f"{name}.json").write_text(json.dumps(log))
     code, _ = run("compare", tmp_path / "a.json", tmp_path / "b.json", "--metric", "match", capsys=capsys)
     assert code == 10  # six cases prove nothing
@@ -350,6 +355,26 @@ def test_runs_of_other_numbers_of_answers_do_not_compare(tmp_path, capsys):
     code, said = run("compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match",
                      capsys=capsys)  # fmt: skip
     assert code == 30 and "gen: repeats: the reference has 1, the candidate 8" in said
+
+
+@pytest.mark.parametrize(("ours", "theirs", "differ"), [
+    ("def judge(doc, results): return strict(results)", "def judge(doc, results): return True", True),
+    (None, "def judge(doc, results): return True", True),
+    ("<function judge at 0x7f10>", "<function judge at 0x7f22>", False),  # where it was tells nothing
+    ("def judge(doc, results): return 1", "def judge(doc, results): return 1", False),
+])
+def test_answers_that_other_code_judged_do_not_compare(tmp_path, capsys, ours, theirs, differ):
+    """`process_results` gives the scores: an edit of it passed as a better or equal candidate."""
+    for side, code in (("before", ours), ("after", theirs)):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / SAMPLES.name).write_text(SAMPLES.read_text() + "\n" * len(side))
+        results = json.loads((REAL / RESULTS).read_text())
+        results["configs"]["gen"] |= {} if code is None else {"process_results": code}
+        (tmp_path / side / RESULTS).write_text(json.dumps(results))
+    code, said = run("compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match",
+                     capsys=capsys)  # fmt: skip
+    assert ("gen: judging: the reference has" in said) == differ, said
+    assert code == 30 if differ else code in (10, 30)  # the same answers twice are refused, too
 
 
 def test_more_buckets_than_can_be_judged_are_refused(tmp_path):
