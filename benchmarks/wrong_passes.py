@@ -37,6 +37,7 @@ GRID_SIZES = ((20,) * 60, (10,) * 150, (3,) * 400, (30,) * 40 + (3,) * 300, UNEV
 GRID_CHURN, GRID_TOLERANCES = (0.02, 0.1, 0.3), (0.03, 0.06)
 NUM_DOCUMENTS, PPL_TOLERANCE = (62, 200, 350, 500, 1_000, 2_000), math.log(1.02)
 NATS_PER_TOKEN = (2.0, 0.9)  # what an 8B model needs for a token of plain English, about; the shipped agent for its own
+LENGTHS = {"equal": 0.0, "log-sd 0.6": 0.6}
 
 
 @dataclass(frozen=True)
@@ -129,20 +130,20 @@ DOCUMENT_HARMS: dict[str, Harms] = {
 def run_perplexity(runs: int) -> None:
     """Print how often a candidate passes whose perplexity is 2 % worse, by documents and how the harm is spread."""
     columns = " | ".join(f"{num} documents" for num in NUM_DOCUMENTS)
-    print(f"| nats a token | harm | {columns} |\n|---:|---|{'---:|' * len(NUM_DOCUMENTS)}")
+    print(f"| nats a token | lengths | harm | {columns} |\n|---:|---|---|{'---:|' * len(NUM_DOCUMENTS)}")
     harms_by_name = [*DOCUMENT_HARMS.items(), ("none", lambda rng, tokens: rng.normal(0, 1, len(tokens)))]
-    for nats, (name, harms) in itertools.product(NATS_PER_TOKEN, harms_by_name):
+    for nats, (lengths, log_sd), (name, harms) in itertools.product(NATS_PER_TOKEN, LENGTHS.items(), harms_by_name):
         cells = []
         for num in NUM_DOCUMENTS:
             rng = np.random.default_rng(num)
-            cells.append(np.mean([passes_documents(rng, num, harms, nats) for _ in range(runs)]))
-        print(f"| {nats} | {name} | {' | '.join(f'{100 * cell:.1f} %' for cell in cells)} |", flush=True)
+            cells.append(np.mean([passes_documents(rng, num, harms, nats, log_sd) for _ in range(runs)]))
+        print(f"| {nats} | {lengths} | {name} | {' | '.join(f'{100 * cell:.1f} %' for cell in cells)} |", flush=True)
     print()
 
 
-def passes_documents(rng: np.random.Generator, num: int, harms: Harms, nats: float) -> bool:
+def passes_documents(rng: np.random.Generator, num: int, harms: Harms, nats: float, log_sd: float) -> bool:
     """Say whether one draw of documents, of lognormal length and `nats` a token, is proven."""
-    tokens = np.rint(rng.lognormal(5.5, 0.6, num)) + 1
+    tokens = np.rint(rng.lognormal(5.5, log_sd, num)) + 1
     nll = rng.normal(nats, 0.15 * nats, num) * tokens
     d = PPL_TOLERANCE * harms(rng, tokens) * tokens
     room = find_document_room(nll + d / 2, d, tokens)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.outcomes.cases import Grouping, Outcomes, read_first_keys
+from pipeline.outcomes.cases import Grouping, Outcomes
+from pipeline.outcomes.reading import read_first_keys
 from pipeline.record_files import read_record
 from pipeline.records import Evaluation, describe_failures, read_cases
 

@@ -22,7 +22,8 @@ from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_bu
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.verdicts import REFUSED, Judgement, Policy, is_blocking
 from pipeline.gate.wording import name_comparison
-from pipeline.outcomes.cases import Outcomes, clean
+from pipeline.outcomes.cases import Outcomes
+from pipeline.outcomes.reading import clean
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules, list_metrics
 from pipeline.verdict_records import Certificate, Comparison, Metric, Verdict

@@ -29,11 +29,9 @@ from pipeline.outcomes.cases import (
     condense_case,
     condense_scores,
     digest_asked,
-    iterate_objects,
-    parse_json,
-    read_first_keys,
     read_number,
 )
+from pipeline.outcomes.reading import iterate_objects, parse_json, read_first_keys
 
 FORMAT = "lm_eval"
 _NAME = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)")

@@ -27,16 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.outcomes.cases import (
-    Case,
-    Grouping,
-    Outcomes,
-    build_outcomes,
-    condense_case,
-    iterate_objects,
-    open_text,
-    show_names,
-)
+from pipeline.outcomes.cases import Case, Grouping, Outcomes, build_outcomes, condense_case, show_names
+from pipeline.outcomes.reading import iterate_objects, open_text
 
 FORMAT = "table"
 SCORE = "score"  # the name of the one metric of a paired table
