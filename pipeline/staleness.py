@@ -65,7 +65,8 @@ def read_commands(root: Path) -> dict[str, list[str]]:
     except (OSError, UnicodeDecodeError, YAMLError, KeyError, TypeError, AttributeError) as error:
         raise EvidenceError(f"{path}: expected DVC's stages, found none ({type(error).__name__}: "
                             f"{describe_yaml_error(error)}); take it from git again") from None
-    return {name: [cmd] if isinstance(cmd, str) else [str(line) for line in cmd] for name, cmd in found.items()}
+    # what is no command, as the `true` of YAML, is left for DVC to refuse
+    return {name: [str(line) for line in cmd] if isinstance(cmd, list) else [str(cmd)] for name, cmd in found.items()}
 
 
 def _find_stale(repo: Repo, runs_here: Collection[str]) -> dict[str, list[str]]:

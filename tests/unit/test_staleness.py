@@ -215,6 +215,12 @@ def test_what_dvc_can_not_read_is_not_up_to_date(clone, name, text):
 
 def test_commands_are_those_of_the_file(clone):
     assert read_commands(clone) == {name: [stage["cmd"]] for name, stage in STAGES.items() if "cmd" in stage}
+    path = clone / "dvc.yaml"
+    whole = path.read_text()
+    for cmd, expected in (("true", ["True"]), ("3", ["3"]), ('["a", "b"]', ["a", "b"]), ("null", ["None"])):
+        path.write_text(f'{{"stages": {{"gate": {{"cmd": {cmd}}}}}}}')  # a boolean was a traceback
+        assert read_commands(clone) == {"gate": expected}
+    path.write_text(whole)
     (clone / "dvc.yaml").write_text("stages: [")
     with pytest.raises(EvidenceError, match=r"dvc.yaml: expected DVC's stages, found none \(ParserError: line 1"):
         read_commands(clone)
