@@ -138,7 +138,7 @@ EDITS: dict[str, Edit] = {
         "pipeline/images/rendering.py", "pipeline/networks/upscaling.py", "pipeline/serving/client.py",
         "stages/gate.py")},
     # data
-    "a case of evalsets/workflows": replace("evalsets/workflows/card.yaml", "description: ", "description: edited "),
+    "a case of evalsets/workflows": replace("evalsets/workflows/cases.jsonl", '"cluster"', ' "cluster"'),
     "weights models/agent": replace("models/agent/generation_config.json", "{", "{ "),
     # dvc.lock
     "lock: an out's digest": replace_digest(f"optimize@{AWQ}", "outs", f"build/candidates/{AWQ}"),
@@ -183,8 +183,9 @@ def try_edit(root: Path, edit: Edit) -> dict[str, object]:
     code, said = run(root, "python", "-m", "scripts.gate_committed")
     # what the gate ran left the digests of code and data, which DVC needs
     _, dry = run(root, "python", "-m", "dvc", "repro", "--allow-missing", "--dry", "--keep-going")
-    blocked = re.findall(r"^BLOCKED  (.+)\n    (.*)", said, re.MULTILINE)
-    return {"exit": code, "blocked": dict(blocked) or said.splitlines()[-1], "dvc": _TOLD.findall(dry)}
+    blocked = re.findall(r"^BLOCKED  (.+)\n((?:    .*\n?)*)", said, re.MULTILINE)
+    told = {name: "; ".join(line.strip() for line in lines.splitlines()) for name, lines in blocked}
+    return {"exit": code, "blocked": told or said.splitlines()[-1], "dvc": _TOLD.findall(dry)}
 
 
 def main(argv: list[str]) -> int:
