@@ -56,7 +56,8 @@ class Cell:
         clusters = np.repeat(np.arange(len(sizes)), sizes)
         may_lose = sizes >= sizes.max() / 2 if self.only_large else sizes > 0
         rate = loss * self.whole * sizes.sum() / sizes[may_lose].sum()
-        drawn, by_case = rng.random(len(clusters)), loss * (1 - self.whole)
+        # the cases of the clusters that are not lost
+        drawn, by_case = rng.random(len(clusters)), loss * (1 - self.whole) / (1 - loss * self.whole)
         own = np.where(drawn < self.churn / 2 + by_case, 1.0, np.where(drawn < self.churn + by_case, -1.0, 0.0))
         return np.where((may_lose & (rng.random(len(sizes)) < rate))[clusters], 1.0, own), clusters
 

@@ -172,7 +172,7 @@ def _read_sides(options: argparse.Namespace) -> Any:
                             "nothing")
     sides = match_names(read_side(options.reference, grouping), read_side(options.candidate, grouping))
     pools = {name: names.split(",") for name, names in _read_pairs("--pool", options.pool).items()}
-    return pool_sides(*sides, pools) if pools else sides
+    return pool_sides(*sides, pools, have_own_clusters=grouping.cluster is None) if pools else sides
 
 
 def _read_rules(options: argparse.Namespace, reference: Any, candidate: Any) -> Any:

@@ -22,7 +22,7 @@ from pipeline.digests import digest_json, digest_text
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_rows import CaseRow, change_row
 from pipeline.gate.metrics import MetricDefinition
-from pipeline.outcomes.questions import Question, join_clusters, sort_by_id, tell_question, weigh_alike
+from pipeline.outcomes.questions import Question, join_clusters, sort_by_id, tell_alike, tell_question, weigh_alike
 from pipeline.outcomes.reading import clean
 from pipeline.records import CaseRecord, describe_failures
 
@@ -81,6 +81,7 @@ class Outcomes:
         format: key of `registry.READERS`.
         task: what both sides must share for their cases to be comparable, as far as the file tells.
         asked: per case id, a digest of each part of what it was asked.
+        questions: of the records, in their order.
         problems: per score that is not a finite number everywhere, the first place where it is not.
         better: per score, the direction that the file tells.
         definitions: metrics whose arithmetic the format knows.
@@ -95,6 +96,7 @@ class Outcomes:
     records: list[CaseRecord]
     task: dict[str, Any]
     asked: dict[str, dict[str, str]]
+    questions: list[Question]
     problems: dict[str, str]
     better: dict[str, Direction] = field(default_factory=dict)
     definitions: dict[str, MetricDefinition] = field(default_factory=dict)
@@ -115,8 +117,10 @@ def condense_case(case: Case, grouping: Grouping) -> Case:
         EvidenceError: it lacks a field to group by.
     """
     cluster, buckets = _group(case, grouping)
-    return replace(case, asked=digest_asked(case.asked), cluster=cluster, buckets=buckets, fields={},
-                   question=tell_question(case.asked, case.tells), scores=condense_scores(case.scores))
+    digests = digest_asked(case.asked)
+    question = tell_question(case.asked, case.tells, target=digests.get("target", ""))
+    return replace(case, asked=digests, cluster=cluster, buckets=buckets, fields={}, question=question,
+                   scores=condense_scores(case.scores))
 
 
 def condense_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,13 +165,16 @@ def build_outcomes(name: str, path: Path, cases: Iterable[Case], *, format: str,
     records = [_make_record(case, digest_json(case.asked), numeric, problems) for case in found]
     if failed := describe_failures(records):
         raise EvidenceError(f"{path}: {failed}")
-    asks = [case.question for case in found]
-    records, note = weigh_alike(join_clusters(_number_equal(records), asks), asks)
+    asks = {record.case_id: case.question for record, case in zip(records, found, strict=True)}
+    questions = list(asks.values())
+    records, note = weigh_alike(join_clusters(_number_equal(records), questions), questions)
+    note = "; ".join(filter(None, (note, tell_alike(questions)))) or None
     if (num_buckets := len({bucket for record in records for bucket in record.buckets})) > _MAX_BUCKETS:
         raise EvidenceError(f"{path}: expected {_MAX_BUCKETS:,} buckets at most, as each is judged and shown, got "
                             f"{num_buckets:,}; group by a field of fewer values")
     asked = {clean(case.case_id): case.asked for case in found}
-    return Outcomes(clean(name).replace("/", "."), path, format, records, task, asked, problems, note=note, **known)
+    return Outcomes(clean(name).replace("/", "."), path, format, records, task, asked,
+                    [asks[record.case_id] for record in records], problems, note=note, **known)
 
 
 def _number_equal(records: list[CaseRecord]) -> list[CaseRecord]:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import re
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-_STARTS = ("abus", "anomal", "attack", "bias", "complain", "contaminat", "corrupt", "crash", "danger", "defect",
-           "degrad", "deviat", "discriminat", "err", "fail", "false", "fault", "flag", "halluc", "harm", "hate",
-           "illegal", "incident", "incorrect", "infring", "insecur", "invalid", "jailbr", "laten", "leak", "misinf",
-           "mistake", "nonsens", "offens", "overrefus", "penalt", "perplex", "profan", "racis", "refus", "regress",
-           "reject", "repetit", "sexis", "slur", "stereotyp", "timed", "timeout", "tox", "truncat", "unfaith",
-           "unground", "unresolv", "unsafe", "unsound", "unsupport", "violat", "vulnerab", "wrong")  # fmt: skip
-_WORDS = {"bad", "broken", "bug", "bugs", "cer", "cost", "costs", "distance", "duration", "edits", "eer", "exception",
-          "exceptions", "fnr", "fpr", "loss", "losses", "mae", "mer", "miss", "missed", "misses", "missing", "mse",
-          "nll", "nsfw", "ppl", "rmse", "seconds", "spam", "ter", "time", "wer"}  # fmt: skip
+_STARTS = ("abus", "anomal", "attack", "bias", "complain", "contaminat", "contradict", "corrupt", "crash", "danger",
+           "defect", "degrad", "deviat", "disallow", "discriminat", "err", "fail", "false", "fault", "flag",
+           "gibberish", "halluc", "harm", "hate", "illegal", "inaccura", "incident", "incomplet", "incorrect",
+           "infring", "insecur", "invalid", "jailbr", "laten", "leak", "malform", "misinf", "mistake", "noncompli",
+           "nonsens", "offens", "overrefus", "penalt", "perplex", "plagiar", "profan", "racis", "refus", "regress",
+           "reject", "repetit", "sexis", "sexual", "slur", "stereotyp", "threat", "timed", "timeout", "tox",
+           "truncat", "unfaith", "unfinish", "unground", "unresolv", "unsafe", "unsound", "unsupport", "violat",
+           "violen", "vulnerab", "wrong")  # fmt: skip
+_WORDS = {"asr", "bad", "broken", "bug", "bugs", "cer", "cost", "costs", "distance", "duration", "edits", "eer",
+          "exception", "exceptions", "fnr", "fpr", "loss", "losses", "mae", "mer", "miss", "missed", "misses",
+          "missing", "mse", "nll", "nsfw", "pii", "ppl", "risk", "risks", "rmse", "seconds", "spam", "ter", "time",
+          "wer"}  # fmt: skip
 
 
 def looks_lower(name: str) -> bool:

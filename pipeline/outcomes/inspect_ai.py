@@ -44,7 +44,7 @@ def recognizes(path: Path) -> bool:
     if suffix == ".json":
         with open_bounded(path) as file:
             start = file.read(4096)
-        return re.search(rb'"status":', start) is not None and re.search(rb'"eval":', start) is not None
+        return re.search(rb'"status"\s*:', start) is not None and re.search(rb'"eval"\s*:', start) is not None
     return suffix == ".eval"
 
 
@@ -172,6 +172,7 @@ def _describe_task(log: dict[str, Any]) -> dict[str, Any]:
         "scorers": [[scorer.get("name"), scorer.get("options")] for scorer in _list_objects(about, "scorers")],
         "limits": {key: given for key in _LIMITS if (given := _take_object(about, "config").get(key)) is not None},
         "other models": _describe_roles(about), "sandbox": _describe_sandbox(about.get("sandbox")),
+        "approval": _take_object(about, "config").get("approval"),
         "generation": {key: value for key, value in settings.items() if key not in _TRANSPORT},
     }
 
@@ -212,12 +213,13 @@ def _read_case(sample: Any, where: str) -> Case:
     asked = {"id": sample["id"], "epoch": sample["epoch"], "input": _strip(sample["input"]),
              "target": sample["target"], "choices": sample.get("choices")}
     asked |= {part: sample[part] for part in ("files", "setup") if sample.get(part)}
+    asked |= {"sandbox": _describe_sandbox(sample["sandbox"])} if sample.get("sandbox") else {}
     metadata = sample.get("metadata")
     name = str(sample["id"])
     return Case(
         name if sample["epoch"] == 1 else f"{name} (epoch {sample['epoch']})", where, asked,
         _read_scores(sample.get("scores")), cluster=name,
-        tells=(("id",), tuple(part for part in ("input", "choices", "files", "setup") if part in asked)),
+        tells=(("id",), tuple(part for part in ("input", "choices", "files", "setup", "sandbox") if part in asked)),
         prompt=_show_input(sample["input"]), failure=failure,
         output=str(output.get("completion", "")) if isinstance(output, dict) else "",
         fields=metadata if isinstance(metadata, dict) else {})

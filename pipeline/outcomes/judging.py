@@ -20,7 +20,7 @@ from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_ungated, list_accepted_gains
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
-from pipeline.gate.verdicts import REFUSED, Judgement, Policy, is_blocking
+from pipeline.gate.verdicts import REFUSED, UNGATED, Judgement, Policy, is_blocking
 from pipeline.gate.wording import name_comparison
 from pipeline.outcomes.cases import Outcomes
 from pipeline.outcomes.reading import clean
@@ -29,6 +29,7 @@ from pipeline.outcomes.rules import Rules, list_metrics
 from pipeline.verdict_records import Certificate, Comparison, Metric, Verdict
 
 KIND = "outcomes"  # of an eval whose records others made
+_MAX_NAMED = 10  # scores
 
 
 def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseComparison:
@@ -54,6 +55,7 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
         for full in rules.tolerances:
             if full.startswith(f"{eval_name}/"):
                 _measure(measured, full, ours, theirs, rules)
+        measured.notes += _list_left_out(ours, rules)
     certificate = _certify(measured, candidate.name, rules)
     comparisons = judge_all({candidate.name: measured.measurements}, [candidate.name], alpha=rules.alpha)
     policy = _describe_policy(reference, candidate, rules)
@@ -123,6 +125,13 @@ def _list_unpaired(reference: Side, candidate: Side, rules: Rules) -> list[str]:
             "judged; add or remove it, or give one eval one name on both sides"
             for which, mine, other in (("candidate", reference, candidate), ("reference", candidate, reference))
             for name in mine.outcomes if name not in other.outcomes and name not in gated and not other.problems]
+
+
+def _list_left_out(ours: Outcomes, rules: Rules) -> list[str]:
+    """Name the scores of an eval that no tolerance is set for."""
+    names = [name for name in list_metrics(ours) if f"{ours.name}/{name}" not in rules.tolerances]
+    shown = ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+    return [f"{UNGATED.removeprefix('note: ')}{ours.name}: {shown}: no tolerance is set"] if names else []
 
 
 def _check_other_file(ours: Outcomes, theirs: Outcomes) -> None:

@@ -102,7 +102,7 @@ def _read_case(first: dict[str, Any], where: str) -> Case:
     buckets = document.get("buckets")
     return Case(
         str(first["doc_id"]), where, _list_asked(first), {}, tells=(("document",), ("request",)),
-        cluster=str(document.get("cluster", first["doc_hash"])),
+        cluster=str(first["doc_hash"] if document.get("cluster") is None else document["cluster"]),
         buckets=tuple(map(str, buckets)) if isinstance(buckets, list) else (),
         prompt=next((str(request["arg_0"]) for request in _list_requests(first) if "arg_0" in request), ""),
         output=_describe_answer(first), fields=document)
@@ -147,12 +147,13 @@ def _describe_answer(sample: dict[str, Any]) -> str:
     return str(requests[best].get("arg_1", "")).strip()
 
 
-def _describe_code(config: Any) -> Any:
-    """Return the source of a task's function that judges answers; None where nobody knows whether it has one."""
-    if not isinstance(config, dict):
-        return None
-    code = config.get("process_results", "its metrics alone")
-    return None if re.fullmatch(r"<.* at 0x[0-9a-f]+>", str(code)) else code  # where it was, not what it did
+def _drop_addresses(value: Any) -> Any:
+    """Return settings without the addresses of functions, as `<function f at 0x7f..>`: they are another in each run."""
+    if isinstance(value, str):
+        return re.sub(r" at 0x[0-9a-f]+", "", value)
+    if isinstance(value, dict):
+        return {key: _drop_addresses(part) for key, part in value.items()}
+    return [_drop_addresses(part) for part in value] if isinstance(value, list) else value
 
 
 def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:
@@ -169,9 +170,9 @@ def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Dire
 
     facts = {"version": find("versions", task), "filters": find("configs", task, "filter_list"),
              "repeats": find("configs", task, "repeats"), "metrics": find("configs", task, "metric_list"),
-             "judging": _describe_code(find("configs", task))}
+             "judging": find("configs", task, "process_results") or (find("configs", task) and "its metrics alone")}
     directions = find("higher_is_better", task)
     better: dict[str, Direction] = {metric: "higher" if is_higher else "lower" for metric, is_higher
                                     in (directions.items() if isinstance(directions, dict) else ())
                                     if isinstance(is_higher, bool)}
-    return {key: value for key, value in facts.items() if value is not None}, better
+    return {key: _drop_addresses(value) for key, value in facts.items() if value is not None}, better

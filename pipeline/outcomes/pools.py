@@ -18,15 +18,23 @@ from pipeline.digests import digest_json
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.case_rows import change_row
 from pipeline.outcomes.cases import Outcomes
-from pipeline.outcomes.questions import Question, join_clusters
+from pipeline.outcomes.questions import join_clusters
 from pipeline.outcomes.registry import Side
 from pipeline.records import CaseRecord
 
 Pools = Mapping[str, Sequence[str]]  # names of evals, or shell patterns, by the name of their pool
 
 
-def pool_sides(reference: Side, candidate: Side, pools: Pools) -> tuple[Side, Side]:
+def pool_sides(
+    reference: Side, candidate: Side, pools: Pools, *, have_own_clusters: bool = True
+) -> tuple[Side, Side]:
     """Put the evals of each pool into one, on both sides; they are no evals of their own any more.
+
+    Args:
+        reference: a side.
+        candidate: the other one.
+        pools: their evals.
+        have_own_clusters: whether clusters of one name in two evals are two, as those that nobody named are.
 
     Raises:
         SettingsError: a pool has an eval's name, fewer than two evals, or one of another pool.
@@ -39,7 +47,7 @@ def pool_sides(reference: Side, candidate: Side, pools: Pools) -> tuple[Side, Si
             if name in taken:
                 raise SettingsError(f"--pool {pool}: {name} is in pool {taken[name]} already; an eval is in one pool")
             taken[name] = pool
-    ours, theirs = (_pool_side(side, members) for side in (reference, candidate))
+    ours, theirs = (_pool_side(side, members, have_own_clusters) for side in (reference, candidate))
     return ours, theirs
 
 
@@ -57,7 +65,7 @@ def _list_members(pool: str, patterns: Sequence[str], names: Sequence[str]) -> l
     return members
 
 
-def _pool_side(side: Side, members: Mapping[str, Sequence[str]]) -> Side:
+def _pool_side(side: Side, members: Mapping[str, Sequence[str]], have_own_clusters: bool) -> Side:
     pooled = {name for evals in members.values() for name in evals}
     outcomes = {name: found for name, found in side.outcomes.items() if name not in pooled}
     problems = list(side.problems)
@@ -67,13 +75,13 @@ def _pool_side(side: Side, members: Mapping[str, Sequence[str]]) -> Side:
                             f"{', '.join(absent)}")
             continue
         try:
-            outcomes[pool] = _pool_outcomes(pool, [side.outcomes[name] for name in evals])
+            outcomes[pool] = _pool_outcomes(pool, [side.outcomes[name] for name in evals], have_own_clusters)
         except EvidenceError as error:
             problems.append(str(error))
     return replace(side, outcomes=outcomes, problems=tuple(problems))
 
 
-def _pool_outcomes(pool: str, parts: Sequence[Outcomes]) -> Outcomes:
+def _pool_outcomes(pool: str, parts: Sequence[Outcomes], have_own_clusters: bool) -> Outcomes:
     first = parts[0]
     for part in parts[1:]:
         for what in ("format", "weight", "scores", "better", "definitions"):
@@ -82,10 +90,12 @@ def _pool_outcomes(pool: str, parts: Sequence[Outcomes]) -> Outcomes:
                 raise EvidenceError(f"pool {pool}: {part.path}: expected the {what} of {first.path}, {_shorten(ours)}, "
                                     f"got {_shorten(theirs)}; only evals that are scored alike are one pool")
     _check_buckets(pool, parts)
-    records = [_move(record, part.name) for part in parts for record in part.records]
+    records = [_move(record, part.name, have_own_clusters) for part in parts for record in part.records]
+    # an id tells a question within its eval, where it has joined its cases already
+    questions = [replace(question, names=()) for part in parts for question in part.questions]
     return replace(
-        first, name=pool, parts=tuple(parts), records=_join_questions(records),
-        task={part.name: part.task for part in parts},
+        first, name=pool, parts=tuple(parts), records=join_clusters(records, questions), questions=questions,
+        task={f"{part.name}: {fact}": value for part in parts for fact, value in part.task.items()},
         note="; ".join(f"{part.name}: {part.note}" for part in parts if part.note) or None,
         asked={f"{part.name}/{case}": asked for part in parts for case, asked in part.asked.items()},
         problems={score: said for part in reversed(parts) for score, said in part.problems.items()})
@@ -101,16 +111,12 @@ def _check_buckets(pool: str, parts: Sequence[Outcomes]) -> None:
                                 f"{found!r}; each eval is a bucket of the pool: rename one of the two")
 
 
-def _move(record: CaseRecord, eval_name: str) -> CaseRecord:
-    """Return a record as one of a pool: what it asks, how it is called and its cluster are its eval's."""
+def _move(record: CaseRecord, eval_name: str, has_own_cluster: bool) -> CaseRecord:
+    """Return a record as one of a pool: what it asks and how it is called are its eval's, and its cluster may be."""
     return change_row(
         record, case_id=f"{eval_name}/{record.case_id}", input_digest=digest_json([eval_name, record.input_digest]),
-        cluster=f"{eval_name}/{record.cluster}", buckets=tuple(dict.fromkeys((*record.buckets, eval_name))))
-
-
-def _join_questions(records: list[CaseRecord]) -> list[CaseRecord]:
-    """Give cases of one prompt one cluster, in whatever evals they are."""
-    return join_clusters(records, [Question((record.prompt,) if record.prompt else (), "") for record in records])
+        cluster=f"{eval_name}/{record.cluster}" if has_own_cluster else record.cluster,
+        buckets=tuple(dict.fromkeys((*record.buckets, eval_name))))
 
 
 def _shorten(value: Any) -> str:

@@ -6,8 +6,9 @@ splits none. And every question counts as often as the one that is there least o
 as trials are, all count; where few are repeated, as in most benchmarks, each counts once. Repeats are left out in the
 order of their ids, so that both sides leave out the same ones and no score has a say.
 
-A case whose question is not told (a table without a `prompt`) is taken for a question of its own. White space and the
-way in which a letter is composed make no other question.
+More spaces in a line or behind it and the way in which a letter is composed make no other question. Lines and how far
+they are indented may: code asks something else then. So questions that differ in these alone are one cluster, and all
+count. A case whose question is not told (a table without a `prompt`) is taken for a question of its own.
 Not covered: questions that are nearly equal.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from pipeline.digests import digest_text
 from pipeline.gate.case_rows import change_row
 from pipeline.gate.wording import natural_key
 from pipeline.records import CaseRecord
+
+_NAME = ("id",)  # the part that tells a question within its eval alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,36 +36,55 @@ class Question:
     Attributes:
         keys: digests of what tells it; two cases that share one ask the same.
         target: digest of what is expected: one answer may be judged by several, which are cases of their own.
+        names: digests of ids that tell it within its eval.
+        likes: digests of what tells it but for white space, where that is another one.
     """
 
     keys: tuple[str, ...]
     target: str
+    names: tuple[str, ...] = ()
+    likes: tuple[str, ...] = ()
 
 
-def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]]) -> Question:
+def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]], *, target: str = "") -> Question:
     """Return what a case asks; a part that is empty tells nothing.
 
     Args:
-        asked: its parts, JSON data; `target`, where there is one, is what is expected.
+        asked: its parts, JSON data.
         tells: the parts, alone or together, that tell the question; the first of them must not be empty.
+        target: digest of what is expected.
     """
-    keys = [_digest([*names, *(asked[name] for name in names)])
-            for names in tells if _fold(asked.get(names[0])) not in (None, "", [], {})]  # fmt: skip
-    return Question(tuple(keys), _digest(asked.get("target")))
+    told = {names: [*names, *(asked[name] for name in names)] for names in tells
+            if _map_texts(asked.get(names[0]), _trim) not in (None, "", [], {})}  # fmt: skip
+    keys = {names: _digest(_map_texts(value, _trim)) for names, value in told.items()}
+    likes = {names: _digest(_map_texts(value, _fold)) for names, value in told.items()}
+    return Question(tuple(key for names, key in keys.items() if names != _NAME), target,
+                    tuple(key for names, key in keys.items() if names == _NAME),
+                    tuple(like for names, like in likes.items() if names != _NAME and like != keys[names]))
 
 
 def _digest(value: Any) -> str:
     """Return 128 bits: each case keeps some of these."""
-    return digest_text(json.dumps(_fold(value), sort_keys=True, default=str))[:32]
+    return digest_text(json.dumps(value, sort_keys=True, default=str))[:32]
 
 
-def _fold(value: Any) -> Any:
-    """Return JSON data whose texts are composed, with one space wherever they have white space."""
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return JSON data with its texts changed."""
     if isinstance(value, str):
-        return " ".join(unicodedata.normalize("NFC", value).split())
+        return change(value)
     if isinstance(value, dict):
-        return {key: _fold(part) for key, part in value.items()}
-    return [_fold(part) for part in value] if isinstance(value, list) else value
+        return {key: _map_texts(part, change) for key, part in value.items()}
+    return [_map_texts(part, change) for part in value] if isinstance(value, list) else value
+
+
+def _trim(text: str) -> str:
+    """Keep of white space the lines, and how far each is indented."""
+    lines = unicodedata.normalize("NFC", text).strip().split("\n")
+    return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines)
+
+
+def _fold(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def sort_by_id(records: Sequence[CaseRecord]) -> list[int]:
@@ -71,8 +93,8 @@ def sort_by_id(records: Sequence[CaseRecord]) -> list[int]:
 
 
 def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) -> list[CaseRecord]:
-    """Give records that ask the same, or are in one cluster already, one cluster."""
-    groups = _join(len(records), ([("cluster", record.cluster), *question.keys]
+    """Give records that ask the same, but for white space, or are in one cluster already, one cluster."""
+    groups = _join(len(records), ([("cluster", record.cluster), *question.keys, *question.names, *question.likes]
                                   for record, question in zip(records, questions, strict=True)))  # fmt: skip
     names: dict[int, str] = {}
     for record, group in zip(records, groups, strict=True):
@@ -84,7 +106,8 @@ def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) 
 def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) -> tuple[list[CaseRecord], str | None]:
     """Leave out repeats until every question is there equally often, and say in one line what is repeated."""
     repeats: dict[int, list[int]] = defaultdict(list)
-    groups = _join(len(questions), ([(key, question.target) for key in question.keys] for question in questions))
+    groups = _join(len(questions), ([(key, question.target) for key in (*question.keys, *question.names)]
+                                    for question in questions))  # fmt: skip
     for i in sort_by_id(records):
         repeats[groups[i]].append(i)
     least = min(map(len, repeats.values()))
@@ -99,6 +122,15 @@ def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) ->
             f"what {records[first[left_out]].case_id!r} asks: every question counts {often}, as often as the one that "
             "is there least often")
     return [record for i, record in enumerate(records) if i not in first], note
+
+
+def tell_alike(questions: Sequence[Question]) -> str | None:
+    """Say how many questions are others by white space alone."""
+    own, folded = (len(set(_join(len(questions), keys))) for keys in (
+        ((*q.keys, *q.names) for q in questions), ((*q.keys, *q.names, *q.likes) for q in questions)))  # fmt: skip
+    return None if own == folded else (
+        f"its {own:,} questions are {folded:,} but for white space; all count, in one cluster each: if white space "
+        "changes nothing, ask each once, as copies hide the loss of others")
 
 
 def _join(num: int, keys: Iterable[Iterable[Hashable]]) -> list[int]:

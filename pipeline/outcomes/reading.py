@@ -16,6 +16,7 @@ from pipeline.errors import EvidenceError
 from pipeline.files import open_bounded
 
 _MAX_SHOWN = 60  # characters of a key
+_MAX_DEPTH = 200  # of objects and lists in one another; what walks through them calls itself
 _HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON spells a surrogate
 
 
@@ -49,10 +50,21 @@ def parse_json(text: str | bytes, where: str) -> Any:
     try:
         text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
         is_halved = _HALF_A_PAIR.search(text) is not None
-        return json.loads(text, object_pairs_hook=build)
+        value = json.loads(text, object_pairs_hook=build)
     except (ValueError, RecursionError) as error:
         raise EvidenceError(f"{where}: expected JSON, got something else: {' '.join(str(error).split())}; "
                             "was the file cut off?") from None
+    if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
+        raise EvidenceError(f"{where}: expected {_MAX_DEPTH} objects and lists in one another at most, got more")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [part for one in level if isinstance(one, (dict, list))
+                 for part in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+    return any(isinstance(one, (dict, list)) for one in level)
 
 
 def read_first_keys(path: Path) -> set[str]:

@@ -21,6 +21,7 @@ column is judged.
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -93,17 +94,24 @@ def _read_case(row: dict[str, Any], where: str, grouping: Grouping) -> Case:
         buckets = [name.strip() for name in buckets.split(";") if name.strip()]
     if not isinstance(buckets, (list, tuple)):
         raise EvidenceError(f"{where}: case {case_id!r}: expected buckets as a list, got {str(buckets)[:120]!r}")
-    no_scores = {*_RESERVED, "scores", grouping.cluster, *grouping.buckets}
+    no_scores = {*_RESERVED, "scores", "",  # without a name, as the index that pandas writes
+                  grouping.cluster, *grouping.buckets}
     scores = {key: _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
               for key, value in row.items() if key not in no_scores}  # fmt: skip
     nested = row.get("scores") or {}
     if not isinstance(nested, dict) or nested.keys() & scores.keys():
         raise EvidenceError(f"{where}: case {case_id!r}: expected `scores` as an object of scores that are no column "
                             f"of their own, got {str(nested)[:120]!r}; name each score once")
-    asked = {"case_id": str(case_id)} | {key: row[key] for key in ("prompt", "target") if row.get(key)}
+    told = {key: value for key, value in row.items() if value not in (None, "")}  # 0 is a cluster, and a target
+    asked = {"case_id": str(case_id)} | {key: _as_text(told[key]) for key in ("prompt", "target") if key in told}
     return Case(str(case_id), where, asked, scores | nested, tells=(("prompt",),),
-                cluster=str(row.get("cluster") or case_id), buckets=tuple(map(str, buckets)),
-                prompt=str(row.get("prompt") or ""), output=str(row.get("output") or ""), fields=row)
+                cluster=str(told.get("cluster", case_id)), buckets=tuple(map(str, buckets)),
+                prompt=str(told.get("prompt", "")), output=str(told.get("output", "")), fields=row)
+
+
+def _as_text(value: Any) -> Any:
+    """Return a number as CSV has it: the two sides may have other formats."""
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, (int, float)) else value
 
 
 def _iterate_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -119,6 +127,7 @@ def _iterate_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _iterate_cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     separator = _SEPARATORS[path.suffix.lower()]
+    csv.field_size_limit(sys.maxsize)  # a prompt may be long; what a file may have is bounded where it is opened
     reader = csv.reader(lines, strict=True, delimiter=separator)
     header = [name.strip() for name in next(reader, [])]
     if "case_id" not in header or len(set(header)) != len(header):

@@ -361,6 +361,7 @@ def test_runs_of_other_numbers_of_answers_do_not_compare(tmp_path, capsys):
     ("def judge(doc, results): return strict(results)", "def judge(doc, results): return True", True),
     (None, "def judge(doc, results): return True", True),
     ("<function judge at 0x7f10>", "<function judge at 0x7f22>", False),  # where it was tells nothing
+    ("functools.partial(<function judge at 0x7f10>, k=1)", "functools.partial(<function judge at 0x7f22>, k=1)", False),
     ("def judge(doc, results): return 1", "def judge(doc, results): return 1", False),
 ])
 def test_answers_that_other_code_judged_do_not_compare(tmp_path, capsys, ours, theirs, differ):
@@ -382,3 +383,81 @@ def test_more_buckets_than_can_be_judged_are_refused(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("case_id,score\n" + "".join(f"c{i},1\n" for i in range(1_001)))
     assert "expected 1,000 buckets at most" in read_side(path, Grouping(buckets=("case_id",))).problems[0]
+
+
+def test_filters_are_the_same_wherever_their_functions_lay(tmp_path, capsys):
+    """lm-eval's humaneval writes its filter by its address: two runs of one task were never comparable."""
+    for side, address in (("before", "0x7fc993"), ("after", "0x7f3a24")):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / SAMPLES.name).write_text(SAMPLES.read_text() + "\n" * len(side))
+        results = json.loads((REAL / RESULTS).read_text())
+        results["configs"]["gen"]["filter_list"] = [
+            {"name": "f", "filter": [{"function": "custom", "filter_fn": f"<function build at {address}>"}]}]
+        (tmp_path / side / RESULTS).write_text(json.dumps(results))
+    _, said = run("compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match",
+                  capsys=capsys)  # fmt: skip
+    assert "gen: filters" not in said
+
+
+def test_a_cluster_of_0_is_one(tmp_path):
+    """In JSONL it was none, and each of its cases a cluster of its own."""
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"case_id": f"c{i}", "cluster": 0, "prompt": i, "target": i, "score": 1}) + "\n"
+                            for i in range(3)))  # fmt: skip
+    csv = tmp_path / "t.csv"
+    csv.write_text("case_id,cluster,prompt,target,score\n" + "".join(f"c{i},0,{i},{i},1\n" for i in range(3)))
+    both = [next(iter(read_side(file, PLAIN).outcomes.values())) for file in (path, csv)]
+    assert all({record.cluster for record in outcomes.records} == {"0"} for outcomes in both)
+    assert both[0].asked == both[1].asked and "target" in both[0].asked["c0"]
+
+
+def test_documents_whose_cluster_is_null_are_their_own(tmp_path):
+    rows = load_lines(SAMPLES)
+    for row in rows:
+        row["doc"]["cluster"] = None
+    path = write_lines(tmp_path / SAMPLES.name, rows)
+    records = next(iter(read_side(path, PLAIN).outcomes.values())).records
+    assert len({record.cluster for record in records}) == len(records) > 1
+
+
+def test_a_long_cell_is_read(tmp_path):
+    """Python's csv ends at 131,072 characters, which a prompt of a long context has."""
+    path = tmp_path / "t.csv"
+    path.write_text("case_id,prompt,score\n" + "".join(f"{i},{'long ' * 40_000}{i},1\n" for i in range(3)))
+    assert len(next(iter(read_side(path, PLAIN).outcomes.values())).records) == 3
+
+
+def test_an_index_without_a_name_is_no_score(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(",case_id,score\n" + "".join(f"{i},q{i},1\n" for i in range(3)))
+    assert next(iter(read_side(path, PLAIN).outcomes.values())).scores == ["score"]
+
+
+@pytest.mark.parametrize(("depth", "fits"), [(150, True), (600, False)])
+def test_json_that_is_nested_deep_is_one_line(tmp_path, depth, fits):
+    """At 600 it was a traceback: what looks for white space calls itself."""
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"case_id": "a", "score": 1, "prompt": ' + "[" * depth + "]" * depth + "}\n")
+    problems = read_side(path, PLAIN).problems
+    assert not problems if fits else "expected 200 objects and lists in one another at most" in problems[0]
+
+
+def test_samples_of_other_sandboxes_ask_something_else(tmp_path, capsys):
+    """The eval's own sandbox alone was looked at; a sample may name another."""
+    for name, kind in (("a", "docker"), ("b", "local")):
+        log = json.loads((REAL / "sums.json").read_text())
+        log["eval"]["model"] = name
+        for i, sample in enumerate(log["samples"]):
+            sample["sandbox"] = {"type": kind, "config": f"challenge{i}.yaml"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(log, separators=(", ", " : ")))
+    code, said = run("compare", tmp_path / "a.json", tmp_path / "b.json", "--metric", "match", capsys=capsys)
+    assert code == 30 and "the sandbox is another one on the candidate's side" in said, said
+
+
+def test_a_score_that_nothing_gates_is_named(tmp_path, capsys):
+    """README says so; evals were, columns were not."""
+    for name, other in (("a", 1), ("b", 0)):
+        (tmp_path / f"{name}.csv").write_text("case_id,score,other,output\n" + "".join(
+            f"{i},1,{other},{name}\n" for i in range(400)))  # fmt: skip
+    code, said = run("compare", tmp_path / "a.csv", tmp_path / "b.csv", "--metric", "score", capsys=capsys)
+    assert code == 0 and "not gated: outcomes: other: no tolerance is set" in said, said

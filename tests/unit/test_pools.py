@@ -108,3 +108,59 @@ def test_a_pool_of_which_any_file_sounds_of_harm_asks_for_its_direction(tmp_path
             write_outcomes(tmp_path / side / f"{name}.csv", [0.0, 1.0] * 60)
     code, said = run("compare", tmp_path / "before", tmp_path / "after", "--pool", "all=*", capsys=capsys)
     assert code == 1 and "give --better score=higher" in said
+
+
+def write_samples(folder, task, *, prompt, n=200, lost=(), facts=None, chat=False, document="d"):
+    """Write lm-eval's samples of one side of a task: `n` documents, those of `lost` wrong."""
+    folder.mkdir(exist_ok=True)
+    date = "2026-01-01T00-00-00.000000"
+    rows = [{"doc_id": i, "doc": {"q": i}, "target": "x", "resps": [[f"{folder.name} {i}"]], "filter": "none",
+             "arguments": {"gen_args_0": {"arg_0": "chat" if chat else prompt(i), "arg_1": prompt(i)}},
+             "doc_hash": f"{document}{i}", "prompt_hash": prompt(i), "target_hash": "x",
+             "acc": float(i not in lost)} for i in range(n)]  # fmt: skip
+    (folder / f"samples_{task}_{date}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if facts is not None:
+        (folder / f"results_{date}.json").write_text(json.dumps({"versions": {name: facts for name in ("q0", "q1")}}))
+
+
+@pytest.mark.parametrize(("prompt", "document"), [("question {i}{spaces}", "{t}d"), ("template {t} of {i}", "d")],
+                         ids=["one prompt but for spaces", "one document under other templates"])  # fmt: skip
+def test_one_question_in_several_tasks_is_one_cluster(tmp_path, capsys, prompt, document) -> None:
+    """Five templates of 200 documents were 1,000 clusters, and losses of a document in all five were five."""
+    for side, lost in (("a", ()), ("b", (3, 50, 111))):
+        for t in range(5):
+            write_samples(tmp_path / side, f"q{t}", lost=lost, document=document.format(t=t),
+                          prompt=lambda i, t=t: prompt.format(i=i, t=t, spaces=" " * t))
+    code, said = run("compare", tmp_path / "a", tmp_path / "b", "--pool", "all=q*", "--metric", "acc", "--better",
+                     "acc=higher", capsys=capsys)
+    assert code == 10 and "1,000 cases in 200 clusters" in said, said
+
+
+def test_tasks_whose_first_argument_is_one_text_keep_their_questions(tmp_path, capsys) -> None:
+    """The other side: by their prompts alone all cases of such tasks were one cluster."""
+    for side in "ab":
+        for t in range(2):
+            write_samples(tmp_path / side, f"q{t}", prompt=lambda i, t=t: f"{t} of {i}", chat=True, document=f"{t}d")
+    code, said = run("compare", tmp_path / "a", tmp_path / "b", "--pool", "all=q*", "--metric", "acc", "--better",
+                     "acc=higher", capsys=capsys)
+    assert code == 0 and "400 cases, " in said.replace(";", ","), said
+
+
+@pytest.mark.parametrize(("option", "clusters"), [(("--cluster-by", "passage"), 120), ((), 360)])
+def test_clusters_that_a_field_names_reach_over_evals(tmp_path, capsys, option, clusters) -> None:
+    """Nine questions of one passage in three evals were three clusters; ids that nobody named stay their eval's."""
+    sides = write_sides(tmp_path, passage=lambda _: [f"passage {i}" for i in range(120)])
+    run("compare", *sides, "--pool", "school=*", "--json", tmp_path / "v.json", *option, capsys=capsys)
+    whole = json.loads((tmp_path / "v.json").read_text())["verdicts"][0]["comparisons"][0]
+    assert (whole["n"], whole["num_clusters"]) == (360, clusters)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "refused"), [(1, None, False), (1, 2, True)])
+def test_a_pool_compares_the_facts_that_both_sides_tell(tmp_path, capsys, ours, theirs, refused) -> None:
+    """As its evals do alone: a results file that one side lacks refused the pool."""
+    for side, facts in (("a", ours), ("b", theirs)):
+        for t in range(2):
+            write_samples(tmp_path / side, f"q{t}", prompt=lambda i, t=t: f"{t} of {i}", facts=facts, document=f"{t}d")
+    code, said = run("compare", tmp_path / "a", tmp_path / "b", "--pool", "all=q*", "--metric", "acc", "--better",
+                     "acc=higher", capsys=capsys)
+    assert code == (30 if refused else 0) and ("version: the reference has 1" in said) == refused, said
