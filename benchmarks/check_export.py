@@ -6,7 +6,7 @@ turn of workflows, and compares with what the endpoint answered to the same prom
 was evaluated. Proves that the folder is whole (weights, tokenizer, template, generation config), and that
 batching, prefix sharing and packed layers change no answer.
 
-Not covered: later turns, other engines (for vLLM see README.md).
+Not covered: later turns, other engines (for vLLM see docs/engines.md).
 """
 
 from __future__ import annotations

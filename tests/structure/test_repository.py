@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from pipeline.stage_code import list_stages
 from tests.paths import ROOT
 
@@ -14,6 +16,7 @@ TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".json",
 # In pieces, so that this file does not find itself.
 MACHINE_PATH = re.compile("(?<![\\w.])/(?:" + "|".join(("wo" + "rk", "ro" + "ot", "ho" + "me", "op" + "t")) + r")/\w")
 COMMENT = re.compile(r"#.*")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def list_files() -> list[Path]:
@@ -45,14 +48,33 @@ def test_no_merge_was_left_half_done() -> None:
     assert not [path.name for path, text in texts.items() if marks.search(text)]
 
 
-def test_readme_names_commands_that_exist() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", readme, re.DOTALL))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_documented_names_commands_that_exist(page: Path) -> None:
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", page.read_text(encoding="utf-8"), re.DOTALL))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= targets
     assert set(re.findall(r"python -m stages\.(\w+)", code)) <= set(list_stages(ROOT))
     scripts = re.findall(r"python ((?:scripts|tests|models|evalsets)/[\w/]+\.py)", code)
     assert not [script for script in scripts if not (ROOT / script).is_file()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{page.name}: {target}"
+
+
+def test_every_page_is_named_in_the_readme() -> None:
+    """And the README stays one that is read in two minutes."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in readme]
+    assert len(readme.splitlines()) <= 130
 
 
 def test_constraints_pin_everything_once() -> None:
