@@ -9,7 +9,6 @@ Not covered: whether two sides belong together; `judging.py` asks that.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
@@ -18,11 +17,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.digests import digest_json, digest_text
+from pipeline.digests import digest_json
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_rows import CaseRow, change_row
 from pipeline.gate.metrics import MetricDefinition
-from pipeline.outcomes.questions import Question, join_clusters, sort_by_id, tell_alike, tell_question, weigh_alike
+from pipeline.outcomes.questions import (
+    Question,
+    digest_part,
+    join_clusters,
+    sort_by_id,
+    tell_alike,
+    tell_question,
+    weigh_alike,
+)
 from pipeline.outcomes.reading import clean
 from pipeline.records import CaseRecord, describe_failures
 
@@ -190,7 +197,7 @@ def _number_equal(records: list[CaseRecord]) -> list[CaseRecord]:
 
 def digest_asked(asked: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of each part of what a case asks."""
-    return {part: digest_text(json.dumps(value, sort_keys=True, default=str)) for part, value in asked.items()}
+    return {part: digest_part(value) for part, value in asked.items()}
 
 
 def _check_once(cases: Iterable[Case]) -> None:

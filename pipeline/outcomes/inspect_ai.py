@@ -1,11 +1,11 @@
 """Logs of inspect_ai, `.eval` (a zip of JSON files) and `.json`, read without inspect_ai.
 
 A case is a sample in an epoch; the epochs of a sample are one cluster, and so are samples of one input, one set of
-choices, files and setup. Each scorer is a score; one that gives several
-values by name gives `<scorer>.<name>`. "C", "P", "I" and "N" count as 1, 0.5, 0 and 0, as in inspect_ai's own accuracy.
+choices, files, setup and sandbox. Each scorer is a score; one that gives several values by name gives
+`<scorer>.<name>`. "C", "P", "I" and "N" count as 1, 0.5, 0 and 0, as in inspect_ai's own accuracy.
 A log that did not end in success, that somebody marked as invalid or that holds fewer samples than it says is refused.
-Both sides must have run the same task with the same arguments, solvers, scorers, generation settings, limits of work
-and other models (a grader).
+Both sides must have run the same task with the same arguments, solvers, scorers, generation settings, limits of work,
+sandbox, approval policy and other models (a grader).
 
 Not covered: scores that were edited by hand are taken as they are; which direction is better is not in a log.
 `.eval` files are compressed by Zstandard, which Python reads from 3.14 on; before, pyarrow does.
@@ -185,11 +185,10 @@ def _describe_roles(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_sandbox(sandbox: Any) -> Any:
-    """Return a sandbox's type and the name of its file, wherever that lies."""
-    if not isinstance(sandbox, dict):
-        return sandbox
-    config = sandbox.get("config")
-    return [sandbox.get("type"), PurePath(config).name if isinstance(config, str) else config]
+    """Return what a sandbox is, with the names of its files, wherever they lie."""
+    if isinstance(sandbox, dict):
+        return {key: _describe_sandbox(part) for key, part in sandbox.items()}
+    return PurePath(sandbox).name if isinstance(sandbox, str) else sandbox
 
 
 def _take_object(section: dict[str, Any], key: str) -> dict[str, Any]:

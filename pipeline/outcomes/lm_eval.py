@@ -147,10 +147,18 @@ def _describe_answer(sample: dict[str, Any]) -> str:
     return str(requests[best].get("arg_1", "")).strip()
 
 
+def _describe_code(config: Any) -> Any:
+    """Return the source of a task's function that judges answers; None where nobody knows it."""
+    if not isinstance(config, dict):
+        return None
+    code = config.get("process_results", "its metrics alone")
+    return None if re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", str(code)) else code
+
+
 def _drop_addresses(value: Any) -> Any:
     """Return settings without the addresses of functions, as `<function f at 0x7f..>`: they are another in each run."""
     if isinstance(value, str):
-        return re.sub(r" at 0x[0-9a-f]+", "", value)
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", value)
     if isinstance(value, dict):
         return {key: _drop_addresses(part) for key, part in value.items()}
     return [_drop_addresses(part) for part in value] if isinstance(value, list) else value
@@ -170,7 +178,7 @@ def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Dire
 
     facts = {"version": find("versions", task), "filters": find("configs", task, "filter_list"),
              "repeats": find("configs", task, "repeats"), "metrics": find("configs", task, "metric_list"),
-             "judging": find("configs", task, "process_results") or (find("configs", task) and "its metrics alone")}
+             "judging": _describe_code(find("configs", task))}
     directions = find("higher_is_better", task)
     better: dict[str, Direction] = {metric: "higher" if is_higher else "lower" for metric, is_higher
                                     in (directions.items() if isinstance(directions, dict) else ())

@@ -9,6 +9,7 @@ Not covered: a loss of one eval alone that the whole outweighs and no bucket gat
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -18,7 +19,7 @@ from pipeline.digests import digest_json
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.case_rows import change_row
 from pipeline.outcomes.cases import Outcomes
-from pipeline.outcomes.questions import join_clusters
+from pipeline.outcomes.questions import Question, join_clusters, tell_question
 from pipeline.outcomes.registry import Side
 from pipeline.records import CaseRecord
 
@@ -34,7 +35,7 @@ def pool_sides(
         reference: a side.
         candidate: the other one.
         pools: their evals.
-        have_own_clusters: whether clusters of one name in two evals are two, as those that nobody named are.
+        have_own_clusters: whether clusters of one name in two evals are two; not where an option names their field.
 
     Raises:
         SettingsError: a pool has an eval's name, fewer than two evals, or one of another pool.
@@ -91,14 +92,40 @@ def _pool_outcomes(pool: str, parts: Sequence[Outcomes], have_own_clusters: bool
                                     f"got {_shorten(theirs)}; only evals that are scored alike are one pool")
     _check_buckets(pool, parts)
     records = [_move(record, part.name, have_own_clusters) for part in parts for record in part.records]
-    # an id tells a question within its eval, where it has joined its cases already
-    questions = [replace(question, names=()) for part in parts for question in part.questions]
+    shared = None if have_own_clusters else _tell_shared(parts)
+    vague = {prompt for part in parts for prompt in _list_vague(part.records)}
+    questions = [_make_common(question, "" if record.prompt in vague else record.prompt)
+                 for part in parts for question, record in zip(part.questions, part.records, strict=True)]
     return replace(
         first, name=pool, parts=tuple(parts), records=join_clusters(records, questions), questions=questions,
         task={f"{part.name}: {fact}": value for part in parts for fact, value in part.task.items()},
-        note="; ".join(f"{part.name}: {part.note}" for part in parts if part.note) or None,
+        note="; ".join(filter(None, (shared, *(f"{part.name}: {part.note}" for part in parts if part.note)))) or None,
         asked={f"{part.name}/{case}": asked for part in parts for case, asked in part.asked.items()},
         problems={score: said for part in reversed(parts) for score, said in part.problems.items()})
+
+
+def _tell_shared(parts: Sequence[Outcomes]) -> str | None:
+    """Say how many clusters that a field names are in more than one eval."""
+    counts = Counter(cluster for part in parts for cluster in {record.cluster for record in part.records})
+    num = sum(count > 1 for count in counts.values())
+    return f"{num:,} clusters have one name in several evals and are one each; else name them apart" if num else None
+
+
+def _list_vague(records: Sequence[CaseRecord]) -> set[str]:
+    """Return the prompts that do not tell a question: those of several clusters in one eval, as a template's are."""
+    clusters: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        clusters[record.prompt].add(record.cluster)
+    return {prompt for prompt, own in clusters.items() if len(own) > 1}
+
+
+def _make_common(question: Question, prompt: str) -> Question:
+    """Return what tells a question in every eval: its prompt, too, which may stand in another request elsewhere.
+
+    An id tells it within its eval alone, where it has joined its cases already.
+    """
+    by_prompt = tell_question({"prompt": prompt}, (("prompt",),))
+    return replace(question, names=(), likes=(*question.likes, *by_prompt.keys, *by_prompt.likes))
 
 
 def _check_buckets(pool: str, parts: Sequence[Outcomes]) -> None:

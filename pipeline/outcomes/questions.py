@@ -19,6 +19,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pipeline.digests import digest_text
@@ -52,20 +53,27 @@ def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]], *,
     Args:
         asked: its parts, JSON data.
         tells: the parts, alone or together, that tell the question; the first of them must not be empty.
-        target: digest of what is expected.
+        target: digest of what is expected, as it stands.
     """
-    told = {names: [*names, *(asked[name] for name in names)] for names in tells
-            if _map_texts(asked.get(names[0]), _trim) not in (None, "", [], {})}  # fmt: skip
-    keys = {names: _digest(_map_texts(value, _trim)) for names, value in told.items()}
+    parts = {name: _map_texts(asked.get(name), _trim) for name in ("target", *chain.from_iterable(tells))}
+    told = {names: [*names, *(parts[name] for name in names)] for names in tells
+            if parts[names[0]] not in (None, "", [], {})}  # fmt: skip
+    keys = {names: _digest(value) for names, value in told.items()}
     likes = {names: _digest(_map_texts(value, _fold)) for names, value in told.items()}
-    return Question(tuple(key for names, key in keys.items() if names != _NAME), target,
+    return Question(tuple(key for names, key in keys.items() if names != _NAME),
+                    target if parts["target"] == asked.get("target") else digest_part(parts["target"]),
                     tuple(key for names, key in keys.items() if names == _NAME),
                     tuple(like for names, like in likes.items() if names != _NAME and like != keys[names]))
 
 
+def digest_part(value: Any) -> str:
+    """Return the digest of a part of what a case asks."""
+    return digest_text(json.dumps(value, sort_keys=True, default=str))
+
+
 def _digest(value: Any) -> str:
     """Return 128 bits: each case keeps some of these."""
-    return digest_text(json.dumps(value, sort_keys=True, default=str))[:32]
+    return digest_part(value)[:32]
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -79,12 +87,12 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 def _trim(text: str) -> str:
     """Keep of white space the lines, and how far each is indented."""
-    lines = unicodedata.normalize("NFC", text).strip().split("\n")
-    return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines)
+    lines = (line.rstrip() for line in unicodedata.normalize("NFC", text).split("\n"))
+    return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines).strip("\n")
 
 
 def _fold(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFC", text).split())
+    return " ".join(text.split())
 
 
 def sort_by_id(records: Sequence[CaseRecord]) -> list[int]:

@@ -99,19 +99,22 @@ def _read_case(row: dict[str, Any], where: str, grouping: Grouping) -> Case:
     scores = {key: _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
               for key, value in row.items() if key not in no_scores}  # fmt: skip
     nested = row.get("scores") or {}
+    if isinstance(nested, dict):
+        nested.pop("", None)
     if not isinstance(nested, dict) or nested.keys() & scores.keys():
         raise EvidenceError(f"{where}: case {case_id!r}: expected `scores` as an object of scores that are no column "
                             f"of their own, got {str(nested)[:120]!r}; name each score once")
-    told = {key: value for key, value in row.items() if value not in (None, "")}  # 0 is a cluster, and a target
+    told = {key: value for key, value in row.items() if value not in (None, "", [], {})}  # 0 is a cluster, and a target
+    cluster = case_id if told.get("cluster") is None or told["cluster"] is False else told["cluster"]
     asked = {"case_id": str(case_id)} | {key: _as_text(told[key]) for key in ("prompt", "target") if key in told}
     return Case(str(case_id), where, asked, scores | nested, tells=(("prompt",),),
-                cluster=str(told.get("cluster", case_id)), buckets=tuple(map(str, buckets)),
-                prompt=str(told.get("prompt", "")), output=str(told.get("output", "")), fields=row)
+                cluster=str(cluster), buckets=tuple(map(str, buckets)), prompt=str(told.get("prompt", "")),
+                output=str(told.get("output", "")), fields=row)
 
 
 def _as_text(value: Any) -> Any:
-    """Return a number as CSV has it: the two sides may have other formats."""
-    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, (int, float)) else value
+    """Return a number as Python writes it into CSV: the two sides may have other formats."""
+    return str(value) if isinstance(value, (int, float)) else value
 
 
 def _iterate_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

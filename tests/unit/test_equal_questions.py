@@ -88,11 +88,12 @@ def test_unflipped_questions_repeated_do_not_dilute_a_loss(tmp_path, capsys, for
 @pytest.mark.parametrize("spell", [
     lambda asked, i: asked + " " * i, lambda asked, i: asked.replace(" ", " " * (i + 1)) + "\r\n" * i,
     lambda asked, i: asked.replace("\u00e9", "e\u0301"),
-], ids=["trailing spaces", "more spaces", "composed letters"])  # fmt: skip
+    lambda asked, i: asked.replace("\n\n", "\r\n" + " " * i + "\r\n"),
+], ids=["trailing spaces", "more spaces", "composed letters", "spaces on an empty line"])  # fmt: skip
 def test_the_same_question_spelled_otherwise_does_not_dilute(tmp_path, capsys, format, spell):
     """Five points of 1,000 questions: with a space more in each copy they were other questions, and 1.7 points."""
     def build(lost: int) -> list[tuple[str, float]]:
-        rows = [(f"question {i} du caf\u00e9", float(i >= lost)) for i in range(1000)]
+        rows = [(f"question {i}\n\ndu caf\u00e9", float(i >= lost)) for i in range(1000)]
         return rows + [(spell(asked, times), score) for times in (1, 2) for asked, score in rows[50:]]
 
     code, said = compare(tmp_path, build(0), build(50), capsys, format=format)
@@ -100,16 +101,39 @@ def test_the_same_question_spelled_otherwise_does_not_dilute(tmp_path, capsys, f
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_questions_that_are_indented_otherwise_are_one_cluster_and_all_count(tmp_path, capsys, format):
+@pytest.mark.parametrize("text", ["# {i}\nfor x in xs:\n    a()\n{indent}b()", "{indent}return {i}\nprint(x)"],
+                         ids=["a line", "the first line"])  # fmt: skip
+def test_questions_that_are_indented_otherwise_are_one_cluster_and_all_count(tmp_path, capsys, format, text):
     """Where a line stands says what code does: with the second of each pair left out, a loss of 50 points passed."""
     def build(right: float) -> list[tuple[str, float]]:
-        pairs = ((f"# {i}\nfor x in xs:\n    a()\n{'    ' * k}b()", 1.0 if not k else right) for i in range(200)
-                 for k in (0, 1))  # fmt: skip
+        pairs = ((text.format(i=i, indent="    " * k), 1.0 if not k else right) for i in range(200) for k in (0, 1))
         return [*pairs, ("another question", 1.0)]
 
     code, said = compare(tmp_path, build(1.0), build(0.0), capsys, format=format)
     assert code == 20 and "b 200, c 0 of n 401" in said and "401 cases in 201 clusters" in said, said
     assert "its 401 questions are 201 but for white space" in said, said
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_space_behind_a_target_makes_no_other_case(tmp_path, capsys, format):
+    """Copies whose target has a space more counted, and hid the loss of others."""
+    sides = []
+    for side, lost in (("a", 0), ("b", 50)):
+        rows = number([(f"question {i}", float(i >= lost)) for i in range(1000)])
+        copies = [(str(1000 + int(name)), asked, score) for name, asked, score in rows[50:]]
+        parts = (("own", rows, "4"), ("copies", copies, "4  "))
+        both = [write_rows(tmp_path / side / part, own, format=format, target=target, side=side)
+                for part, own, target in parts]  # fmt: skip
+        if format == "inspect_ai":
+            log, other = (json.loads(file.read_text()) for file in both)
+            log["samples"] += other["samples"]
+            log["results"]["total_samples"] = len(log["samples"])
+            both[0].write_text(json.dumps(log))
+        else:
+            both[0].write_text(both[0].read_text() + both[1].read_text())
+        sides.append(both[0])
+    code, said = run("compare", *sides, "--metric", "match", "--better", "match=higher", capsys=capsys)
+    assert code == 20 and "b 50, c 0 of n 1000" in said, said
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -328,7 +328,7 @@ def test_a_role_of_the_evaluated_model_itself_is_the_same_on_both_sides(tmp_path
     for name in "ab":
         log = json.loads((REAL / "sums.json").read_text())
         log["eval"] |= {"model": name, "model_roles": {"solver": {"model": name}},
-                        "sandbox": {"type": "docker", "config": f"/home/{name}/compose.yaml"}}
+                        "sandbox": {"type": "k8s", "config": {"values": f"/srv/{name}/compose.yaml", "chart": None}}}
         (tmp_path / f"{name}.json").write_text(json.dumps(log))
     code, _ = run("compare", tmp_path / "a.json", tmp_path / "b.json", "--metric", "match", capsys=capsys)
     assert code == 10  # six cases prove nothing
@@ -360,7 +360,8 @@ def test_runs_of_other_numbers_of_answers_do_not_compare(tmp_path, capsys):
 @pytest.mark.parametrize(("ours", "theirs", "differ"), [
     ("def judge(doc, results): return strict(results)", "def judge(doc, results): return True", True),
     (None, "def judge(doc, results): return True", True),
-    ("<function judge at 0x7f10>", "<function judge at 0x7f22>", False),  # where it was tells nothing
+    ("<function judge at 0x7f10>", "<function judge at 0x7F22>", False),  # where it was tells nothing
+    ("def judge(doc, results): return 1", "<function judge at 0x7f22>", False),
     ("functools.partial(<function judge at 0x7f10>, k=1)", "functools.partial(<function judge at 0x7f22>, k=1)", False),
     ("def judge(doc, results): return 1", "def judge(doc, results): return 1", False),
 ])
@@ -402,8 +403,12 @@ def test_filters_are_the_same_wherever_their_functions_lay(tmp_path, capsys):
 def test_a_cluster_of_0_is_one(tmp_path):
     """In JSONL it was none, and each of its cases a cluster of its own."""
     path = tmp_path / "t.jsonl"
-    path.write_text("".join(json.dumps({"case_id": f"c{i}", "cluster": 0, "prompt": i, "target": i, "score": 1}) + "\n"
-                            for i in range(3)))  # fmt: skip
+    rows = [{"case_id": f"c{i}", "cluster": 0, "prompt": i, "target": i, "score": 1} for i in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for none in (None, "", False, []):
+        other = tmp_path / "none.jsonl"
+        other.write_text("".join(json.dumps(row | {"cluster": none}) + "\n" for row in rows))
+        assert len({r.cluster for r in next(iter(read_side(other, PLAIN).outcomes.values())).records}) == 3
     csv = tmp_path / "t.csv"
     csv.write_text("case_id,cluster,prompt,target,score\n" + "".join(f"c{i},0,{i},{i},1\n" for i in range(3)))
     both = [next(iter(read_side(file, PLAIN).outcomes.values())) for file in (path, csv)]

@@ -110,12 +110,12 @@ def test_a_pool_of_which_any_file_sounds_of_harm_asks_for_its_direction(tmp_path
     assert code == 1 and "give --better score=higher" in said
 
 
-def write_samples(folder, task, *, prompt, n=200, lost=(), facts=None, chat=False, document="d"):
+def write_samples(folder, task, *, prompt, n=200, lost=(), facts=None, chat=False, document="d", stop=()):
     """Write lm-eval's samples of one side of a task: `n` documents, those of `lost` wrong."""
     folder.mkdir(exist_ok=True)
     date = "2026-01-01T00-00-00.000000"
     rows = [{"doc_id": i, "doc": {"q": i}, "target": "x", "resps": [[f"{folder.name} {i}"]], "filter": "none",
-             "arguments": {"gen_args_0": {"arg_0": "chat" if chat else prompt(i), "arg_1": prompt(i)}},
+             "arguments": {"gen_args_0": {"arg_0": "chat" if chat else prompt(i), "arg_1": stop or prompt(i)}},
              "doc_hash": f"{document}{i}", "prompt_hash": prompt(i), "target_hash": "x",
              "acc": float(i not in lost)} for i in range(n)]  # fmt: skip
     (folder / f"samples_{task}_{date}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,13 +123,14 @@ def write_samples(folder, task, *, prompt, n=200, lost=(), facts=None, chat=Fals
         (folder / f"results_{date}.json").write_text(json.dumps({"versions": {name: facts for name in ("q0", "q1")}}))
 
 
-@pytest.mark.parametrize(("prompt", "document"), [("question {i}{spaces}", "{t}d"), ("template {t} of {i}", "d")],
-                         ids=["one prompt but for spaces", "one document under other templates"])  # fmt: skip
-def test_one_question_in_several_tasks_is_one_cluster(tmp_path, capsys, prompt, document) -> None:
+@pytest.mark.parametrize(("prompt", "document", "stop"), [
+    ("question {i}{spaces}", "{t}d", ""), ("template {t} of {i}", "d", ""), ("question {i}", "{t}d", "until {t}"),
+], ids=["one prompt but for spaces", "one document, other templates", "one prompt, other stop strings"])  # fmt: skip
+def test_one_question_in_several_tasks_is_one_cluster(tmp_path, capsys, prompt, document, stop) -> None:
     """Five templates of 200 documents were 1,000 clusters, and losses of a document in all five were five."""
     for side, lost in (("a", ()), ("b", (3, 50, 111))):
         for t in range(5):
-            write_samples(tmp_path / side, f"q{t}", lost=lost, document=document.format(t=t),
+            write_samples(tmp_path / side, f"q{t}", lost=lost, document=document.format(t=t), stop=stop.format(t=t),
                           prompt=lambda i, t=t: prompt.format(i=i, t=t, spaces=" " * t))
     code, said = run("compare", tmp_path / "a", tmp_path / "b", "--pool", "all=q*", "--metric", "acc", "--better",
                      "acc=higher", capsys=capsys)
@@ -150,7 +151,8 @@ def test_tasks_whose_first_argument_is_one_text_keep_their_questions(tmp_path, c
 def test_clusters_that_a_field_names_reach_over_evals(tmp_path, capsys, option, clusters) -> None:
     """Nine questions of one passage in three evals were three clusters; ids that nobody named stay their eval's."""
     sides = write_sides(tmp_path, passage=lambda _: [f"passage {i}" for i in range(120)])
-    run("compare", *sides, "--pool", "school=*", "--json", tmp_path / "v.json", *option, capsys=capsys)
+    _, said = run("compare", *sides, "--pool", "school=*", "--json", tmp_path / "v.json", *option, capsys=capsys)
+    assert ("120 clusters have one name in several evals and are one each" in said) == bool(option), said
     whole = json.loads((tmp_path / "v.json").read_text())["verdicts"][0]["comparisons"][0]
     assert (whole["n"], whole["num_clusters"]) == (360, clusters)
 
