@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.outcomes.cases import Grouping, Outcomes
-from pipeline.outcomes.questions import tell_question
+from pipeline.outcomes.questions import tell_prompt
 from pipeline.outcomes.reading import read_first_keys
 from pipeline.record_files import read_record
 from pipeline.records import Evaluation, describe_failures, read_cases
@@ -59,7 +59,7 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
                                 f"{first[record.input_digest]!r}; every case may count once")
         first[record.input_digest] = record.case_id
     asked = {record.case_id: {"question": record.input_digest} for record in records}
-    questions = [tell_question({"prompt": record.prompt}, (("prompt",),)) for record in records]
+    questions = [tell_prompt(record.prompt) for record in records]
     return Outcomes(path.stem, path, FORMAT, records, _read_index(path), asked, questions, {})
 
 

@@ -252,5 +252,10 @@ def _group(case: Case, grouping: Grouping) -> tuple[str, tuple[str, ...]]:
 
 def show_names(names: Iterable[str]) -> str:
     """Write names for a message, as far as they fit."""
-    said = repr(list(names))
-    return said if len(said) <= _MAX_NAMES else f"{said[:_MAX_NAMES]}..."
+    return shorten(list(names), _MAX_NAMES)
+
+
+def shorten(value: Any, most: int) -> str:
+    """Write a value for a message, with so many characters at most."""
+    said = repr(value)
+    return said if len(said) <= most else f"{said[:most]}..."

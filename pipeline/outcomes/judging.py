@@ -22,7 +22,7 @@ from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_bu
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.verdicts import REFUSED, UNGATED, Judgement, Policy, is_blocking
 from pipeline.gate.wording import name_comparison
-from pipeline.outcomes.cases import Outcomes
+from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.reading import clean
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules, list_metrics
@@ -81,8 +81,8 @@ def pair_outcomes(ours: Outcomes, theirs: Outcomes) -> PairedCases:
                             f"{READERS[theirs.format].title}")
     for fact in ours.task.keys() & theirs.task.keys():
         if ours.task[fact] != theirs.task[fact]:
-            raise EvidenceError(f"{name}: {fact}: the reference has {_shorten(ours.task[fact])}, the candidate "
-                                f"{_shorten(theirs.task[fact])}; run the same task on both")
+            raise EvidenceError(f"{name}: {fact}: the reference has {shorten(ours.task[fact], 200)}, the candidate "
+                                f"{shorten(theirs.task[fact], 200)}; run the same task on both")
     _explain_unmatched(ours, theirs)
     pairs = align(ours.records, theirs.records, where=name)
     silent = [side for side, records in (("reference", pairs.reference), ("candidate", pairs.candidate))
@@ -103,11 +103,6 @@ def _explain_unmatched(ours: Outcomes, theirs: Outcomes) -> None:
             raise EvidenceError(f"{ours.name}: case {record.case_id!r}: the {part} is another one on the candidate's "
                                 "side; both sides must be asked the same in the same words (data, few-shot texts, chat "
                                 "template, stop strings and limits)")
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _check_there(eval_name: str, reference: Side, candidate: Side) -> None:

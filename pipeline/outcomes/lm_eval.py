@@ -31,12 +31,13 @@ from pipeline.outcomes.cases import (
     digest_asked,
     read_number,
 )
-from pipeline.outcomes.reading import iterate_objects, parse_json, read_first_keys
+from pipeline.outcomes.reading import iterate_objects, map_texts, parse_json, read_first_keys
 
 FORMAT = "lm_eval"
 _NAME = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)")
 _HASHES = {"document": "doc_hash", "prompt": "prompt_hash", "target": "target_hash"}
 _FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", *_HASHES.values()}
+_ADDRESS = r" at 0x[0-9a-fA-F]+"  # of `<function f at 0x7f..>`
 # their cases are [log-likelihood in nats, units]: the scale that turns it into what is divided by the units
 _LIKELIHOODS = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": 1 / math.log(2)}
 
@@ -152,16 +153,12 @@ def _describe_code(config: Any) -> Any:
     if not isinstance(config, dict):
         return None
     code = config.get("process_results", "its metrics alone")
-    return None if re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", str(code)) else code
+    return None if re.fullmatch(f"<.*{_ADDRESS}>", str(code)) else code
 
 
-def _drop_addresses(value: Any) -> Any:
-    """Return settings without the addresses of functions, as `<function f at 0x7f..>`: they are another in each run."""
-    if isinstance(value, str):
-        return re.sub(r" at 0x[0-9a-fA-F]+", "", value)
-    if isinstance(value, dict):
-        return {key: _drop_addresses(part) for key, part in value.items()}
-    return [_drop_addresses(part) for part in value] if isinstance(value, list) else value
+def _drop_addresses(text: str) -> str:
+    """Return a setting without the addresses of functions: they are another in each run."""
+    return re.sub(_ADDRESS, "", text)
 
 
 def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Direction]]:
@@ -183,4 +180,4 @@ def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Dire
     better: dict[str, Direction] = {metric: "higher" if is_higher else "lower" for metric, is_higher
                                     in (directions.items() if isinstance(directions, dict) else ())
                                     if isinstance(is_higher, bool)}
-    return {key: _drop_addresses(value) for key, value in facts.items() if value is not None}, better
+    return {key: map_texts(value, _drop_addresses) for key, value in facts.items() if value is not None}, better

@@ -13,13 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from pipeline.digests import digest_json
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.case_rows import change_row
-from pipeline.outcomes.cases import Outcomes
-from pipeline.outcomes.questions import Question, join_clusters, tell_question
+from pipeline.outcomes.cases import Outcomes, shorten
+from pipeline.outcomes.questions import Question, join_clusters, tell_prompt
 from pipeline.outcomes.registry import Side
 from pipeline.records import CaseRecord
 
@@ -88,8 +87,9 @@ def _pool_outcomes(pool: str, parts: Sequence[Outcomes], have_own_clusters: bool
         for what in ("format", "weight", "scores", "better", "definitions"):
             ours, theirs = getattr(first, what), getattr(part, what)
             if ours != theirs:
-                raise EvidenceError(f"pool {pool}: {part.path}: expected the {what} of {first.path}, {_shorten(ours)}, "
-                                    f"got {_shorten(theirs)}; only evals that are scored alike are one pool")
+                raise EvidenceError(f"pool {pool}: {part.path}: expected the {what} of {first.path}, "
+                                    f"{shorten(ours, 80)}, got {shorten(theirs, 80)}; only evals that are scored alike "
+                                    "are one pool")
     _check_buckets(pool, parts)
     records = [_move(record, part.name, have_own_clusters) for part in parts for record in part.records]
     shared = None if have_own_clusters else _tell_shared(parts)
@@ -124,7 +124,7 @@ def _make_common(question: Question, prompt: str) -> Question:
 
     An id tells it within its eval alone, where it has joined its cases already.
     """
-    by_prompt = tell_question({"prompt": prompt}, (("prompt",),))
+    by_prompt = tell_prompt(prompt)
     return replace(question, names=(), likes=(*question.likes, *by_prompt.keys, *by_prompt.likes))
 
 
@@ -144,8 +144,3 @@ def _move(record: CaseRecord, eval_name: str, has_own_cluster: bool) -> CaseReco
         record, case_id=f"{eval_name}/{record.case_id}", input_digest=digest_json([eval_name, record.input_digest]),
         cluster=f"{eval_name}/{record.cluster}" if has_own_cluster else record.cluster,
         buckets=tuple(dict.fromkeys((*record.buckets, eval_name))))
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

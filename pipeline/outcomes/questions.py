@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 from pipeline.digests import digest_text
 from pipeline.gate.case_rows import change_row
 from pipeline.gate.wording import natural_key
+from pipeline.outcomes.reading import map_texts
 from pipeline.records import CaseRecord
 
 _NAME = ("id",)  # the part that tells a question within its eval alone
@@ -46,6 +47,11 @@ class Question:
     names: tuple[str, ...] = ()
     likes: tuple[str, ...] = ()
 
+    @property
+    def own(self) -> tuple[str, ...]:
+        """What cases of one eval share that ask the same."""
+        return self.keys + self.names
+
 
 def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]], *, target: str = "") -> Question:
     """Return what a case asks; a part that is empty tells nothing.
@@ -55,15 +61,20 @@ def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]], *,
         tells: the parts, alone or together, that tell the question; the first of them must not be empty.
         target: digest of what is expected, as it stands.
     """
-    parts = {name: _map_texts(asked.get(name), _trim) for name in ("target", *chain.from_iterable(tells))}
+    parts = {name: map_texts(asked.get(name), _trim) for name in ("target", *chain.from_iterable(tells))}
     told = {names: [*names, *(parts[name] for name in names)] for names in tells
             if parts[names[0]] not in (None, "", [], {})}  # fmt: skip
     keys = {names: _digest(value) for names, value in told.items()}
-    likes = {names: _digest(_map_texts(value, _fold)) for names, value in told.items()}
+    likes = {names: _digest(map_texts(value, _fold)) for names, value in told.items()}
     return Question(tuple(key for names, key in keys.items() if names != _NAME),
                     target if parts["target"] == asked.get("target") else digest_part(parts["target"]),
                     tuple(key for names, key in keys.items() if names == _NAME),
                     tuple(like for names, like in likes.items() if names != _NAME and like != keys[names]))
+
+
+def tell_prompt(prompt: str) -> Question:
+    """Return what a case asks of which there is a prompt alone."""
+    return tell_question({"prompt": prompt}, (("prompt",),))
 
 
 def digest_part(value: Any) -> str:
@@ -74,15 +85,6 @@ def digest_part(value: Any) -> str:
 def _digest(value: Any) -> str:
     """Return 128 bits: each case keeps some of these."""
     return digest_part(value)[:32]
-
-
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return JSON data with its texts changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map_texts(part, change) for key, part in value.items()}
-    return [_map_texts(part, change) for part in value] if isinstance(value, list) else value
 
 
 def _trim(text: str) -> str:
@@ -102,7 +104,7 @@ def sort_by_id(records: Sequence[CaseRecord]) -> list[int]:
 
 def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) -> list[CaseRecord]:
     """Give records that ask the same, but for white space, or are in one cluster already, one cluster."""
-    groups = _join(len(records), ([("cluster", record.cluster), *question.keys, *question.names, *question.likes]
+    groups = _join(len(records), ([("cluster", record.cluster), *question.own, *question.likes]
                                   for record, question in zip(records, questions, strict=True)))  # fmt: skip
     names: dict[int, str] = {}
     for record, group in zip(records, groups, strict=True):
@@ -114,8 +116,7 @@ def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) 
 def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) -> tuple[list[CaseRecord], str | None]:
     """Leave out repeats until every question is there equally often, and say in one line what is repeated."""
     repeats: dict[int, list[int]] = defaultdict(list)
-    groups = _join(len(questions), ([(key, question.target) for key in (*question.keys, *question.names)]
-                                    for question in questions))  # fmt: skip
+    groups = _join(len(questions), ([(key, question.target) for key in question.own] for question in questions))
     for i in sort_by_id(records):
         repeats[groups[i]].append(i)
     least = min(map(len, repeats.values()))
@@ -134,8 +135,10 @@ def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) ->
 
 def tell_alike(questions: Sequence[Question]) -> str | None:
     """Say how many questions are others by white space alone."""
+    if not any(question.likes for question in questions):
+        return None
     own, folded = (len(set(_join(len(questions), keys))) for keys in (
-        ((*q.keys, *q.names) for q in questions), ((*q.keys, *q.names, *q.likes) for q in questions)))  # fmt: skip
+        (q.own for q in questions), (q.own + q.likes for q in questions)))  # fmt: skip
     return None if own == folded else (
         f"its {own:,} questions are {folded:,} but for white space; all count, in one cluster each: if white space "
         "changes nothing, ask each once, as copies hide the loss of others")

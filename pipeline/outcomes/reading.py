@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,10 +25,13 @@ def clean(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _clean_all(value: Any) -> Any:
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return JSON data with its texts changed, but for keys."""
     if isinstance(value, str):
-        return clean(value)
-    return [_clean_all(part) for part in value] if isinstance(value, list) else value
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_texts(part, change) for key, part in value.items()}
+    return [map_texts(part, change) for part in value] if isinstance(value, list) else value
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
@@ -40,7 +43,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if is_halved:
-            pairs = [(clean(key), _clean_all(value)) for key, value in pairs]
+            pairs = [(clean(key), map_texts(value, clean)) for key, value in pairs]
         found = dict(pairs)
         if len(found) < len(pairs):
             twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)

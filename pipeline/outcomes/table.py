@@ -99,15 +99,14 @@ def _read_case(row: dict[str, Any], where: str, grouping: Grouping) -> Case:
     scores = {key: _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
               for key, value in row.items() if key not in no_scores}  # fmt: skip
     nested = row.get("scores") or {}
-    if isinstance(nested, dict):
-        nested.pop("", None)
     if not isinstance(nested, dict) or nested.keys() & scores.keys():
         raise EvidenceError(f"{where}: case {case_id!r}: expected `scores` as an object of scores that are no column "
                             f"of their own, got {str(nested)[:120]!r}; name each score once")
     told = {key: value for key, value in row.items() if value not in (None, "", [], {})}  # 0 is a cluster, and a target
     cluster = case_id if told.get("cluster") is None or told["cluster"] is False else told["cluster"]
     asked = {"case_id": str(case_id)} | {key: _as_text(told[key]) for key in ("prompt", "target") if key in told}
-    return Case(str(case_id), where, asked, scores | nested, tells=(("prompt",),),
+    scores |= {name: value for name, value in nested.items() if name}
+    return Case(str(case_id), where, asked, scores, tells=(("prompt",),),
                 cluster=str(cluster), buckets=tuple(map(str, buckets)), prompt=str(told.get("prompt", "")),
                 output=str(told.get("output", "")), fields=row)
 
