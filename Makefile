@@ -23,7 +23,7 @@ plan: setup  ## what the gate's suites can prove, before any model runs
 	@python scripts/plan.py
 
 repro: setup  ## run what is out of date, from checkpoint to verdict; fails when the gate fails
-	@python -m stages.env  # DVC reads params.yaml first, and would tell a mistake there in its own words
+	@python -m scripts.check_settings
 	python -m dvc repro
 
 repro-rejected: setup  ## show a failing gate: REJECTED=<candidate> is released in a temporary copy

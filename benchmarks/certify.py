@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.check_faults import print_row, quote
 from pipeline.digests import digest_file, digest_json
 from pipeline.files import write_text
-from pipeline.settings import BUILDS
+from pipeline.params import load_params
 from tests.kill_rows import MEASURED, ROWS
 from tests.kill_table import Kill, Observed, ProjectError, observe
 
@@ -76,10 +76,11 @@ class Results:
         """Read what is there of the same evaluations.
 
         Raises:
-            ProjectError: a track has none.
+            ProjectError: a product has none.
         """
         self.project, self._path = project, project / "build/certify.json"
-        self._state = digest_json({track: self._digest(build) for track, build in BUILDS.items()})
+        products = load_params(project / "params.yaml").products.values()
+        self._state = digest_json({product.name: self._digest(product.build) for product in products})
         kept = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
         self._rows: dict[str, Any] = kept["rows"] if kept.get("state") == self._state else {}
 

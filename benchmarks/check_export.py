@@ -1,10 +1,10 @@
 """An exported folder means the same to plain transformers: `python -m benchmarks.check_export [--cases 60]`.
 
-For every quantised candidate in `build/candidates`: loads its folder in a process of its own that has
-no quantgate in it, generates greedily (float32, one prompt at a time) for tool calls and for the first
-turn of workflows, and compares with what the endpoint answered to the same prompts when the candidate
-was evaluated. Proves that the folder is whole (weights, tokenizer, template, generation config), and that
-batching, prefix sharing and packed layers change no answer.
+For every quantised candidate in `build/<product>/candidates`, of each product of kind text: loads its
+folder in a process of its own that has no quantgate in it, generates greedily (float32, one prompt at a
+time) for tool calls and for the first turn of workflows, and compares with what the endpoint answered to
+the same prompts when the candidate was evaluated. Proves that the folder is whole (weights, tokenizer,
+template, generation config), and that batching, prefix sharing and packed layers change no answer.
 
 Not covered: later turns, other engines (for vLLM see docs/engines.md).
 """
@@ -25,9 +25,7 @@ from pipeline.params import load_params
 from pipeline.record_files import read_record
 from pipeline.records import Candidate, Evaluation, read_cases
 from pipeline.serving_config import read_candidate
-from pipeline.text_params import ToolCallsEval, TrajectoriesEval
-
-BUILD = Path("build")
+from pipeline.text_params import TextProduct, ToolCallsEval, TrajectoriesEval
 
 PLAIN_SCRIPT = """
 import json, sys
@@ -52,21 +50,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cases", type=int, default=60, help="cases of each eval")
     num_cases = parser.parse_args().cases
-    params = load_params()
-    names = [name for name in params.candidates if (BUILD / "candidates" / name / "checkpoint").is_dir()]
-    num_different = sum(compare(name, params, num_cases) for name in names)
-    print(f"{len(names)} candidates, {num_different} answers differ")
-    return 0 if names and not num_different else 1
+    products = [product for product in load_params().products.values() if isinstance(product, TextProduct)]
+    found = [(name, product) for product in products for name in product.candidates
+             if (product.build / "candidates" / name / "checkpoint").is_dir()]  # fmt: skip
+    num_different = sum(compare(name, product, num_cases) for name, product in found)
+    print(f"{len(found)} candidates, {num_different} answers differ")
+    return 0 if found and not num_different else 1
 
 
-def compare(name: str, params: Any, num_cases: int) -> int:
+def compare(name: str, product: TextProduct, num_cases: int) -> int:
     """Generate with plain transformers, print and return how many answers differ from the endpoint's."""
-    candidate = read_candidate(BUILD, name, params)
-    folder = BUILD / "evaluations" / name
+    candidate = read_candidate(product.build, name, product)
+    folder = product.build / "evaluations" / name
     if read_record(folder / "evaluation.json", Evaluation).fingerprint != candidate.fingerprint:
         sys.exit(f"{folder}: expected the evaluation of the candidate as it is now; run `dvc repro`")
     prompts, answers = [], []
-    for eval_name, settings in params.evals.items():
+    for eval_name, settings in product.evals.items():
         if isinstance(settings, ToolCallsEval | TrajectoriesEval):
             cases = load_evalset(Path(settings.evalset)).cases[:num_cases]
             outputs = {record.case_id: record.output for record in read_cases(folder / f"{eval_name}.jsonl")}

@@ -31,13 +31,14 @@ from evalsets.seal import seal
 from pipeline.drift import CONCURRENCY, Drift, check_drift
 from pipeline.evals.evaluate import evaluate_candidate
 from pipeline.optimize.candidate import build_candidate
-from pipeline.params import Params, parse_params
+from pipeline.params import get_product, parse_params
 from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving_config import read_candidate
+from pipeline.text_params import TextProduct
 
 ROOT = Path(__file__).resolve().parents[1]
-NAME, NUM_CASES = "drafted", 40
+PRODUCT, NAME, NUM_CASES = "agent", "drafted", 40
 ENGINE_DEFAULT = "import pipeline.serving.loading as l; l.MAX_BATCH_TOKENS = 256; "
 LAUNCH = "import sys; from pipeline.serving.launcher import main; sys.exit(main(sys.argv[1:]))"
 
@@ -122,35 +123,39 @@ DRIFTS: dict[str, tuple[Callable[[Server], Any], str]] = {
 }  # fmt: skip
 
 
-def write_project(root: Path) -> Params:
+def write_project(root: Path) -> TextProduct:
     """Write a project of the shipped agent with its draft, and of a few tool calls."""
     for name in ("models/agent", "models/agent-draft", "evalsets/tool_calls"):
         shutil.copytree(ROOT / name, root / name)
     cases = root / "evalsets/tool_calls/cases.jsonl"
     cases.write_text("".join(cases.read_text().splitlines(keepends=True)[:NUM_CASES]))
     seal(cases.parent)
-    data = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
+    shipped = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["products"][PRODUCT]
+    shipped["gate"].pop("loosened", None)  # nothing was released there before
     step = {"kind": "speculative", "method": "draft_model", "draft": "models/agent-draft", "num_tokens": 5}
-    return parse_params(data | {
-        "release": [NAME], "evals": {"calls": {"kind": "tool_calls", "evalset": "evalsets/tool_calls"}},
-        "candidates": {"reference": {"checkpoint": "models/agent", "steps": []},
-                       NAME: {"checkpoint": "models/agent", "steps": [step]}},
-        "serving": data["serving"] | {"num_servers": 1}, "canary": {"num_prompts": 20, "target_rate": 0.2},
-        "gate": data["gate"] | {"tolerances": {"calls/tool_call_exact_match": {"overall": 0.1}}, "tripwires": {}},
-        "benchmark": data["benchmark"] | {"candidates": []},
-    })
+    product = shipped | {
+        "reference": "reference", "release": [NAME],
+        "evals": {"calls": {"kind": "tool_calls", "evalset": "evalsets/tool_calls"}},
+        "resources": shipped["resources"] | {"num_servers": 1}, "canary": {"num_prompts": 20, "target_rate": 0.2},
+        "gate": shipped["gate"] | {"tolerances": {"calls/tool_call_exact_match": {"overall": 0.1}}, "tripwires": {}},
+        "benchmark": shipped["benchmark"] | {"candidates": []},
+    }
+    candidates = {name: {"product": PRODUCT, "checkpoint": "models/agent", "steps": steps}
+                  for name, steps in (("reference", []), (NAME, [step]))}  # fmt: skip
+    params = parse_params({"products": {PRODUCT: product}, "candidates": candidates})
+    return get_product(params, PRODUCT, kind=TextProduct)
 
 
-def look(root: Path, candidate: Candidate, params: Params, url: str) -> Drift:
+def look(root: Path, candidate: Candidate, product: TextProduct, url: str) -> Drift:
     """Run the drift check against a server."""
     async def run() -> Drift:
         async with Client([url], candidate.name, concurrency=CONCURRENCY, timeout_s=60) as client:
-            return await check_drift(candidate, params, client, root=root, num_cases=NUM_CASES)
+            return await check_drift(candidate, product, client, root=root, num_cases=NUM_CASES)
 
     return asyncio.run(run())
 
 
-def observe(name: str, base: Path, candidate: Candidate, params: Params, folder: Path) -> tuple[str, str]:
+def observe(name: str, base: Path, candidate: Candidate, product: TextProduct, folder: Path) -> tuple[str, str]:
     """Plant one drift; return what the check says and how many answers changed."""
     shutil.copytree(base / "models", folder / "models")
     server = Server(folder, candidate, folder / "models/agent", folder / "models/agent-draft")
@@ -158,7 +163,7 @@ def observe(name: str, base: Path, candidate: Candidate, params: Params, folder:
     with server.run() as started:
         if not started.startswith("http"):
             return f"does not start: {started.removeprefix('error: ')}", "–"
-        drift = look(base, candidate, params, started)
+        drift = look(base, candidate, product, started)
     found = drift.fingerprint
     said = "; ".join(found.differences) or ("agrees" if found.is_whole else "could not be compared as a whole")
     return said, f"{len(drift.changed)} of {drift.num_asked}"
@@ -169,13 +174,14 @@ def main() -> int:
     wrong = []
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary) / "project"
-        params = write_project(base)
-        build_candidate(NAME, params, root=base)
-        candidate = read_candidate(base / "build", NAME, params)
-        asyncio.run(evaluate_candidate(candidate, params, root=base, build=base / "build"))
+        product = write_project(base)
+        build = base / product.build
+        build_candidate(NAME, product, root=base, build=build)
+        candidate = read_candidate(build, NAME, product)
+        asyncio.run(evaluate_candidate(candidate, product, root=base, build=build))
         print("| planted | what the drift check says | answers changed |\n|---|---|---:|")
         for name, (_, expected) in DRIFTS.items():
-            said, changed = observe(name, base, candidate, params, Path(temporary) / name.replace(" ", "-"))
+            said, changed = observe(name, base, candidate, product, Path(temporary) / name.replace(" ", "-"))
             wrong += [name] if (expected not in said if expected else said != "agrees") else []
             print(f"| {name} | {said.replace(temporary, '')} | {changed} |", flush=True)
     print(f"\n{len(wrong)} of {len(DRIFTS)} rows are wrong" + (f": {', '.join(wrong)}" if wrong else ""))

@@ -22,13 +22,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.params import Params, load_params
+from pipeline.params import find_owner, load_params
 from pipeline.record_files import read_record
 from pipeline.records import Candidate, CaseRecord, Evaluation, read_cases
 from pipeline.serving_config import read_candidate
-from pipeline.text_params import HarnessEval, PerplexityEval
+from pipeline.text_params import HarnessEval, PerplexityEval, TextProduct
 
-BUILD = Path("build")
 TASKS = Path("evalsets")  # lm-eval looks for task files in all folders below; it skips the cards
 BATCH_SIZE = 16
 MAX_DIFFERENCE_NATS = 1e-5  # per token, in float32; a looser bound would take one INT4 candidate for another
@@ -37,21 +36,22 @@ MAX_DIFFERENCE_NATS = 1e-5  # per token, in float32; a looser bound would take o
 def main() -> int:
     """Compare every candidate, print a line per eval; 1 when a number differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("candidates", nargs="*", help="default: all of params.yaml")
+    parser.add_argument("candidates", nargs="*", help="default: all of kind text in params.yaml")
     params = load_params()
-    names = parser.parse_args().candidates or list(params.candidates)
-    num_wrong = sum(not compare(name, params) for name in names)
+    names = parser.parse_args().candidates or [name for product in params.products.values()
+                                               if isinstance(product, TextProduct) for name in product.candidates]
+    num_wrong = sum(not compare(name, find_owner(params, name, kind=TextProduct)) for name in names)
     print(f"{len(names)} candidates, {num_wrong} differ from lm-eval")
     return 1 if num_wrong else 0
 
 
-def compare(name: str, params: Params) -> bool:
+def compare(name: str, product: TextProduct) -> bool:
     """Run lm-eval on one candidate's folder and tell whether its numbers are ours."""
-    candidate = read_candidate(BUILD, name, params)
-    folder = BUILD / "evaluations" / name
+    candidate = read_candidate(product.build, name, product)
+    folder = product.build / "evaluations" / name
     if read_record(folder / "evaluation.json", Evaluation).fingerprint != candidate.fingerprint:
         sys.exit(f"{folder}: expected the evaluation of the candidate as it is now; run `dvc repro`")
-    evals = {e: s for e, s in params.evals.items() if isinstance(s, PerplexityEval | HarnessEval)}
+    evals = {e: s for e, s in product.evals.items() if isinstance(s, PerplexityEval | HarnessEval)}
     tasks = {e: s.task if isinstance(s, HarnessEval) else e for e, s in evals.items()}
     results, samples = run_lm_eval(candidate, list(tasks.values()))
     agrees = True

@@ -9,7 +9,7 @@ followed by a second run. Every HTTP request of both runs is counted as it leave
 - the servers end with the stage that was killed.
 
 Cases in progress at the kill have no record yet: they start again, and are counted apart. Needs the
-reference in `build/candidates`. Not covered: a kill of the machine, after which up to 64 cases may be lost.
+reference in `build/<product>/candidates`. Not covered: a kill of the machine, after which up to 64 cases may be lost.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evalsets import CASES_FILE, compute_seal, load_card, load_evalset
-from pipeline.params import load_params
+from pipeline.params import choose_product, load_params
 from pipeline.records import CaseRecord, read_cases
 from pipeline.serving_config import read_candidate
 from pipeline.settings import Tolerance
-from pipeline.text_params import ToolCallsEval, TrajectoriesEval
+from pipeline.text_params import TextProduct, ToolCallsEval, TrajectoriesEval
+from tests.synthetic_records import describe_project
 
 ROOT = Path(__file__).resolve().parents[1]
 # in this order: the first is complete when the second is killed
@@ -58,17 +59,21 @@ def main() -> int:
     """Run both ways, compare, print what was found; 1 when a claim does not hold."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cases", type=int, default=300, help="cases of each eval")
-    num_cases = parser.parse_args().cases
+    parser.add_argument("--product", help="of kind text; needed where there are several")
+    options = parser.parse_args()
+    num_cases = options.cases
+    product = choose_product(load_params(ROOT / "params.yaml"), options.product, kind=TextProduct)
+    name, build = product.reference, product.build
     with tempfile.TemporaryDirectory() as temporary:
         undisturbed, killed = Path(temporary) / "undisturbed", Path(temporary) / "killed"
         for folder in (undisturbed, killed):
-            name = make_project(folder, num_cases)
+            make_project(folder, product, num_cases)
         finish_stage(undisturbed, name)
-        finished, num_servers, num_left = kill_in_the_middle(killed, name, num_cases // 2)
+        finished, num_servers, num_left = kill_in_the_middle(killed, build, name, num_cases // 2)
         before = read_requests(killed)
         finish_stage(killed, name)
         after, total = read_requests(killed) - before, read_requests(undisturbed).total()
-        expected, got = (read_evaluation(folder, name) for folder in (undisturbed, killed))
+        expected, got = (read_evaluation(folder / build, name) for folder in (undisturbed, killed))
     asked = {text for text, _ in after}
     repeated, restarted = asked & finished, asked & {text for text, _ in before} - finished
     differing = [key for key in expected | got if expected.get(key) != got.get(key)]
@@ -82,26 +87,23 @@ def main() -> int:
     return 0 if holds else 1
 
 
-def make_project(folder: Path, num_cases: int) -> str:
-    """Write settings, shortened evalsets and the reference into `folder`; return the reference's name."""
-    params = load_params(ROOT / "params.yaml")
-    name = params.reference
-    evals = {}
+def make_project(folder: Path, product: TextProduct, num_cases: int) -> None:
+    """Write settings, shortened evalsets and the reference into `folder`."""
+    name, evals = product.reference, {}
     for eval_name, kind in EVALS.items():
-        settings = next(settings for settings in params.evals.values() if isinstance(settings, kind))
+        settings = next(settings for settings in product.evals.values() if isinstance(settings, kind))
         cut_evalset(ROOT / settings.evalset, folder / "evalsets" / eval_name, num_cases)
         evals[eval_name] = settings.model_copy(update={"evalset": f"evalsets/{eval_name}"})
-    gate = params.gate.model_copy(update={
+    gate = product.gate.model_copy(update={
         "tolerances": {"workflows/task_completion_rate": Tolerance(overall=0.03)}, "tripwires": {},
     })  # fmt: skip
-    params = params.model_copy(update={"evals": evals, "gate": gate})
-    (folder / "params.yaml").write_text(params.model_dump_json(exclude_none=True))  # JSON is YAML
-    candidate = read_candidate(ROOT / "build", name, params)
-    for path in (f"build/candidates/{name}", candidate.checkpoint.path):
+    product = product.model_copy(update={"evals": evals, "gate": gate})
+    (folder / "params.yaml").write_text(json.dumps(describe_project(product)))  # JSON is YAML
+    candidate = read_candidate(ROOT / product.build, name, product)
+    for path in (f"{product.build}/candidates/{name}", candidate.checkpoint.path):
         if not (folder / path).exists():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).symlink_to(ROOT / path)
-    return name
 
 
 def cut_evalset(source: Path, target: Path, num_cases: int) -> None:
@@ -127,13 +129,13 @@ def finish_stage(folder: Path, name: str) -> None:
         sys.exit(f"expected the stage to finish, it ended with {code}")
 
 
-def kill_in_the_middle(folder: Path, name: str, num_finished: int) -> tuple[set[str], int, int]:
+def kill_in_the_middle(folder: Path, build: Path, name: str, num_finished: int) -> tuple[set[str], int, int]:
     """Kill the stage once enough workflows are journaled.
 
     Returns:
         The first message of every case that the journal holds, and how many servers there were and outlived the stage.
     """
-    journal = folder / "build/journal" / name
+    journal = folder / build / "journal" / name
     stage = start_stage(folder, name)
     while len(read_lines(journal / "workflows.jsonl")) < num_finished:
         if stage.poll() is not None:
@@ -176,9 +178,9 @@ def read_requests(folder: Path) -> Counter[tuple[str, int]]:
     return Counter((text, num_messages) for text, num_messages in read_lines(folder / "requests.jsonl"))
 
 
-def read_evaluation(folder: Path, name: str) -> dict[tuple[str, str], CaseRecord]:
+def read_evaluation(build: Path, name: str) -> dict[tuple[str, str], CaseRecord]:
     """Return all records of an evaluation by eval and case, without their latencies."""
-    records = {eval_name: read_cases(folder / "build/evaluations" / name / f"{eval_name}.jsonl") for eval_name in EVALS}
+    records = {eval_name: read_cases(build / "evaluations" / name / f"{eval_name}.jsonl") for eval_name in EVALS}
     return {(eval_name, record.case_id): record.model_copy(update={"latency_s": 0.0})
             for eval_name in EVALS for record in records[eval_name]}  # fmt: skip
 

@@ -11,7 +11,7 @@ Prints completion tokens per second of wall time and their ratio, and what a tok
 process. Wall time is fair only on an idle machine with a core for each of client and server; the ratio of the
 engines' CPU seconds per token is fair on a busy one as well. Ends with 1 when the two ways gave other answers.
 
-    python -m benchmarks.client_throughput [--rounds 5]
+    python -m benchmarks.client_throughput [--rounds 5] [--product NAME]
 
 Not covered: several servers, scoring of given tokens, later turns, whose prompts depend on the answers.
 """
@@ -39,12 +39,12 @@ from pipeline.evals import tool_calls
 from pipeline.evals.context import EvalContext
 from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.params import Params, load_params
+from pipeline.params import choose_product, load_params
 from pipeline.records import BuiltCandidate, Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving_config import serve
-from pipeline.text_params import ToolCallsEval
+from pipeline.text_params import TextProduct, ToolCallsEval
 
 SETTINGS = ToolCallsEval(kind="tool_calls", evalset="evalsets/tool_calls")
 Cases = tuple[ToolCallCase, ...]
@@ -74,11 +74,12 @@ class Round:
 class DirectEngine:
     """The engine in a process of its own that is told cases through a pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, product: str) -> None:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.client_throughput", "--engine"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env=os.environ | threads | {"TRANSFORMERS_VERBOSITY": "error"})  # fmt: skip
+            [sys.executable, "-m", "benchmarks.client_throughput", "--engine", "--product", product],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=os.environ | threads | {"TRANSFORMERS_VERBOSITY": "error"})  # fmt: skip
         self.ask(())
 
     def ask(self, cases: Cases) -> Round:
@@ -152,10 +153,10 @@ def read_cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def describe_candidate(params: Params) -> Candidate:
+def describe_candidate(product: TextProduct) -> Candidate:
     """Return the reference's checkpoint as the embedded engine serves it."""
-    checkpoint = describe_checkpoint(Path(params.candidates[params.reference].checkpoint), root=Path())
-    return serve(BuiltCandidate(name=params.reference, checkpoint=checkpoint), params)
+    checkpoint = describe_checkpoint(Path(product.candidates[product.reference].checkpoint), root=Path())
+    return serve(BuiltCandidate(name=product.reference, checkpoint=checkpoint), product)
 
 
 def read_prompts() -> dict[str, Cases]:
@@ -166,18 +167,17 @@ def read_prompts() -> dict[str, Cases]:
     return {"tool calls": load_evalset(Path(SETTINGS.evalset)).cases, "first turns of workflows": turns}
 
 
-async def measure(num_rounds: int) -> dict[str, list[tuple[Round, Round]]]:
+async def measure(product: TextProduct, num_rounds: int) -> dict[str, list[tuple[Round, Round]]]:
     """Return what both ways came to, the client's first, by kind of prompt and round."""
-    params = load_params()
-    candidate = describe_candidate(params)
-    settings = params.serving.model_copy(update={"num_servers": 1})
+    candidate = describe_candidate(product)
+    resources = product.resources.model_copy(update={"num_servers": 1})
     rounds: dict[str, list[tuple[Round, Round]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        async with start_engine(candidate, settings, evals={"tool_calls": SETTINGS}, root=Path(),
+        async with start_engine(candidate, resources, evals={"tool_calls": SETTINGS}, root=Path(),
                                 logs=Path(temporary)) as (_, client):  # fmt: skip
             # ps is among the children that it lists, and has ended by now
             (server,) = [pid for pid in list_children(os.getpid()) if Path(f"/proc/{pid}").exists()]
-            engine = DirectEngine()
+            engine = DirectEngine(product.name)
             for kind, cases in read_prompts().items():
                 # every so manyth case, so that rounds are alike; the first part warms up
                 for number in range(num_rounds + 1):
@@ -226,10 +226,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--product", help="of kind text; needed where there are several")
     arguments = parser.parse_args()
+    product = choose_product(load_params(), arguments.product, kind=TextProduct)
     if arguments.engine:
-        asyncio.run(run_engine(describe_candidate(load_params())))
-    rounds = asyncio.run(measure(arguments.rounds))
+        asyncio.run(run_engine(describe_candidate(product)))
+    rounds = asyncio.run(measure(product, arguments.rounds))
     return 0 if all([report(*item) for item in rounds.items()]) else 1
 
 

@@ -1,8 +1,8 @@
 """What each convolution policy costs the people detector, and what the gate says: `python -m benchmarks.conv_policies`.
 
 Direct sums, F(2,3) and F(4,3) wherever they fit, and the calibrated policy, in float32, bfloat16 and float16, each
-evaluated and judged as a candidate of the section `detector` is, against the same reference and tolerances, in a
-temporary folder. A policy is calibrated on the section's `calibration_images` for each number format. The arithmetic is
+evaluated and judged as a candidate of the product `people` is, against the same reference and tolerances, in a
+temporary folder. A policy is calibrated on the product's `calibration_images` for each number format. The arithmetic is
 emulated: what a kernel gains is measured by `benchmarks/winograd_speed.py`. `--checkpoint models/people` judges the
 network whose channels are alike.
 """
@@ -17,7 +17,7 @@ import torch
 
 from pipeline.evalsets import load_evalset
 from pipeline.gate.compare import Measured, compare_release
-from pipeline.network_params import DetectorTrack
+from pipeline.network_params import VisionProduct
 from pipeline.network_serving import run_plainly
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.candidate import build_network_candidate
@@ -25,7 +25,7 @@ from pipeline.networks.evaluate import evaluate_network
 from pipeline.networks.loading import load_network
 from pipeline.networks.policy_settings import choose_default, list_rules
 from pipeline.networks.proposal import find_saved_fraction, propose_policy
-from pipeline.params import get_track, load_params
+from pipeline.params import get_product, load_params
 from pipeline.pictures import read_picture
 from pipeline.verdict_records import Comparison, Verdict
 
@@ -37,23 +37,24 @@ METRICS = ("ap", "ap_small", "ap_medium", "ap_large")
 def main() -> int:
     """Evaluate, judge, print."""
     parser = argparse.ArgumentParser(prog="conv_policies", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--product", default="people")
     parser.add_argument("--checkpoint", default="models/people-hard")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     options = parser.parse_args()
-    track = get_track(load_params(), "detector", kind=DetectorTrack)
+    product = get_product(load_params(), options.product, kind=VisionProduct)
     candidates = {"reference": {"checkpoint": options.checkpoint, "steps": []}}
     candidates |= {f"{algorithm.replace('_', '-')}-{dtype}": _make_candidate(options.checkpoint, algorithm, dtype, [])
                    for dtype in options.dtypes for algorithm in UNIFORM}  # fmt: skip
     for dtype in options.dtypes:
-        candidates[f"calibrated-{dtype}"] = _calibrate(track, options.checkpoint, dtype)
-    judged = track.model_dump() | {"candidates": candidates, "reference": "reference", "release": list(candidates)[1:]}
-    track = DetectorTrack.model_validate(judged)
+        candidates[f"calibrated-{dtype}"] = _calibrate(product, options.checkpoint, dtype)
+    judged = {"candidates": candidates, "reference": "reference", "release": list(candidates)[1:]}
+    product = VisionProduct.model_validate(product.model_dump() | judged)
     with tempfile.TemporaryDirectory(dir=".", prefix=".policies-") as folder:
         for name in candidates:
             build = Path(folder)
-            evaluate_network(build_network_candidate(name, track, root=Path(), build=build), track, root=Path(),
+            evaluate_network(build_network_candidate(name, product, root=Path(), build=build), product, root=Path(),
                              build=build)  # fmt: skip
-        compared = compare_release(track, Path(folder))
+        compared = compare_release(product, Path(folder))
         print(_tabulate(compared.judgement.verdicts, compared.measured))
     return 0
 
@@ -63,11 +64,11 @@ def _make_candidate(checkpoint: str, algorithm: str, dtype: str, rules: list[dic
     return {"checkpoint": checkpoint, "steps": [step]}
 
 
-def _calibrate(track: DetectorTrack, checkpoint: str, dtype: str) -> dict:
+def _calibrate(product: VisionProduct, checkpoint: str, dtype: str) -> dict:
     """Return a candidate with the policy that is proposed for a number format."""
-    torch.set_num_threads(track.running.num_threads)
-    network = load_network(Path(checkpoint), load_adapter(Path(track.adapter)), run_plainly(track))
-    folder = Path(track.calibration_images or "")
+    torch.set_num_threads(product.serving.num_threads)
+    network = load_network(Path(checkpoint), load_adapter(Path(product.adapter)), run_plainly(product))
+    folder = Path(product.calibration_images or "")
     inputs = [network.prepare(torch.from_numpy(read_picture(folder / case.image, case.sha256))[None])
               for case in load_evalset(folder).cases]  # fmt: skip
     proposals = propose_policy(network.module, inputs, dtype=dtype, run=network.run)

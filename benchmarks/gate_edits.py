@@ -63,18 +63,22 @@ def both(*edits: Edit) -> Edit:
 
 
 def forge(root: Path) -> None:
-    """Write into dvc.lock what the edited params.yaml and dvc.yaml say, as if every stage had run on it."""
+    """Write into dvc.lock what the edited dvc.yaml and the edited files say, as if every stage had run on them."""
     yaml = YAML(typ="safe")
-    lock, stages, params = (yaml.load((root / name).read_text(encoding="utf-8")) for name in (LOCK, STAGES, PARAMS))
-    content = (root / PARAMS).read_bytes()
-    for name, entry in lock["stages"].items():
-        entry["cmd"] = stages["stages"].get(name, entry).get("cmd", entry["cmd"])
-        watched = entry.get("params", {}).get(PARAMS, {})
-        watched |= {key: _look_up(params, key, watched[key]) for key in watched}
-        for dep in entry.get("deps", []):
-            if dep["path"] == PARAMS:
-                dep.update(md5=hashlib.md5(content, usedforsecurity=False).hexdigest(), size=len(content))
-    (root / LOCK).write_text(json.dumps(lock), encoding="utf-8")
+    lock, stages = (yaml.load((root / name).read_text(encoding="utf-8"))["stages"] for name in (LOCK, STAGES))
+    code, said = run(root, "sh", "-c", stages["env"]["cmd"])  # writes the digests that the others depend on
+    assert code == 0, said
+    for name, entry in lock.items():
+        stage, _, key = name.partition("@")
+        asked = stages.get(stage, {})
+        entry["cmd"] = asked.get("do", asked).get("cmd", entry["cmd"]).replace("${key}", key)
+        for path, watched in entry.get("params", {}).items():
+            settings = yaml.load((root / path).read_text(encoding="utf-8"))
+            watched |= {key: _look_up(settings, key, watched[key]) for key in watched}
+        for output in entry["outs"] if stage == "env" else ():
+            content = (root / output["path"]).read_bytes()
+            output.update(md5=hashlib.md5(content, usedforsecurity=False).hexdigest(), size=len(content))
+    (root / LOCK).write_text(json.dumps({"schema": "2.0", "stages": lock}), encoding="utf-8")
 
 
 def _look_up(params: Any, key: str, default: Any) -> Any:
@@ -99,6 +103,12 @@ def _cut(path: Path, stage: str) -> None:
     path.write_text("".join(lines[:start] + lines[end:]), encoding="utf-8")
 
 
+def drop_inputs(stage: str) -> Edit:
+    """Make the edit that takes what stage env found of settings, code and cases from what a stage depends on."""
+    watched = f'      params:\n        - build/env/inputs.json: ["{stage}.${{key}}"]\n'
+    return replace(STAGES, watched, "", behind=f"  {stage}:\n")
+
+
 def replace_digest(stage: str, part: str, path: str) -> Edit:
     """Make the edit that changes one digest in dvc.lock."""
 
@@ -113,10 +123,9 @@ def replace_digest(stage: str, part: str, path: str) -> Edit:
 
 
 GROUP = replace(PARAMS, "group_size: 32", "group_size: 128", behind=f"  {AWQ}:\n")
-FROZEN = both(replace(STAGES, "    do:\n", "    do:\n      frozen: true\n"),
-              *(replace(STAGES, f"  {name}:\n", f"  {name}:\n    frozen: true\n") for name in ("compare", "release")))
-REPORT = "      - reports/report.md:\n          cache: false\n          persist: true\n"
-CODE = "        - build/env/code.json:\n            - evaluate\n"
+FROZEN = both(*(replace(STAGES, "    do:\n", "    do:\n      frozen: true\n", behind=f"  {name}:\n")
+                for name in ("optimize", "compare", "release")))  # fmt: skip
+REPORT = "        - reports/${key}: {cache: false, persist: true}\n"
 EDITS: dict[str, Edit] = {
     "nothing": lambda root: None,
     # settings
@@ -127,10 +136,10 @@ EDITS: dict[str, Edit] = {
     "evals.workflows.max_turns": replace(PARAMS, "max_turns: 16", "max_turns: 15"),
     "canary.num_prompts": replace(PARAMS, "num_prompts: 100", "num_prompts: 101"),
     "gate tolerance, stricter": replace(PARAMS, "overall: 0.03", "overall: 0.029", behind="task_completion_rate"),
-    "images num_inference_steps": replace(PARAMS, "num_inference_steps: 20", "num_inference_steps: 21"),
-    "detector batch_size": replace(PARAMS, "batch_size: 6 ", "batch_size: 5 ", behind="detector:"),
+    "shots num_inference_steps": replace(PARAMS, "num_inference_steps: 20", "num_inference_steps: 21"),
+    "people batch_size": replace(PARAMS, "batch_size: 6 ", "batch_size: 5 ", behind="  people:\n"),
     "upscaler tiled-hann overlap": replace(PARAMS, "overlap: 0.125", "overlap: 0.25",
-                                          behind="    tiled-hann:\n      checkpoint: models/upscaler"),
+                                          behind="  tiled-hann:\n    product: upscaler"),
     # code
     **{f"code {name}": append(name) for name in (
         "pipeline/evals/trajectories.py", "pipeline/gate/statistics.py", "pipeline/gate/decision.py",
@@ -141,29 +150,29 @@ EDITS: dict[str, Edit] = {
     "a case of evalsets/workflows": replace("evalsets/workflows/cases.jsonl", '"cluster"', ' "cluster"'),
     "weights models/agent": replace("models/agent/generation_config.json", "{", "{ "),
     # dvc.lock
-    "lock: an out's digest": replace_digest(f"optimize@{AWQ}", "outs", f"build/candidates/{AWQ}"),
-    "lock: a dep's digest": replace_digest(f"evaluate@{AWQ}", "deps", f"build/candidates/{AWQ}"),
-    "lock: no compare": drop_stage("dvc.lock:compare"),
+    "lock: an out's digest": replace_digest(f"optimize@{AWQ}", "outs", f"build/agent/candidates/{AWQ}"),
+    "lock: a dep's digest": replace_digest(f"evaluate@{AWQ}", "deps", f"build/agent/candidates/{AWQ}"),
+    "lock: no compare": drop_stage("dvc.lock:compare@agent"),
     "lock: forged for group_size": both(GROUP, forge),
     # dvc.yaml
     "yaml: frozen, group_size": both(GROUP, FROZEN),
-    "yaml: compare without param gate": replace(STAGES, "      - gate\n", "", behind="  compare:\n"),
-    "yaml: evaluate without its code": both(replace(STAGES, CODE, ""), append("pipeline/evals/trajectories.py")),
-    "yaml: compare cmd echo": replace(STAGES, "python -m stages.compare\n", "echo\n"),
-    "yaml: gate cmd echo": replace(STAGES, "python -m stages.gate\n", "echo\n"),
-    "yaml: gate cmd echo, forged": both(replace(STAGES, "python -m stages.gate\n", "echo\n"), forge),
-    "yaml: gate cmd no text": replace(STAGES, "python -m stages.gate\n", "true\n"),
+    "yaml: compare without its settings": drop_inputs("compare"),
+    "yaml: evaluate without its code": both(drop_inputs("evaluate"), append("pipeline/evals/trajectories.py")),
+    "yaml: compare cmd echo": replace(STAGES, "python -m stages.compare ${key}\n", "echo\n"),
+    "yaml: gate cmd echo": replace(STAGES, "python -m stages.gate ${key}\n", "echo\n"),
+    "yaml: gate cmd echo, forged": both(replace(STAGES, "python -m stages.gate ${key}\n", "echo\n"), forge),
+    "yaml: gate cmd no text": replace(STAGES, "python -m stages.gate ${key}\n", "true\n"),
     "yaml: env not always_changed": replace(STAGES, "    always_changed: true\n", ""),
     "yaml: no compare": drop_stage("dvc.yaml:compare"),
     "yaml: no report among outs": replace(STAGES, REPORT, ""),
     "yaml: broken": append(STAGES, "  x: [\n"),
     # what git keeps of a run
-    "verdict edited": replace("reports/verdict.json", '"outcome": "pass"', '"outcome":  "pass"'),
-    "report deleted": remove("reports/report.md"),
-    "metrics edited": append("metrics/text/reference.json", " "),
-    "bundle params edited": append("release/text/params.yaml"),
-    "bundle deleted": remove("release/images"),
-    "bundle record edited": append("release/text/evaluations/reference/evaluation.json", " "),
+    "verdict edited": replace("reports/agent/verdict.json", '"outcome": "pass"', '"outcome":  "pass"'),
+    "report deleted": remove("reports/agent/report.md"),
+    "metrics edited": append(f"metrics/agent/{AWQ}.json", " "),
+    "bundle params edited": append("release/agent/params.yaml"),
+    "bundle deleted": remove("release/shots"),
+    "bundle record edited": append("release/agent/evaluations/awq-long-g32/evaluation.json", " "),
 }
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from pipeline.digests import digest_file
 from pipeline.record_files import read_record, write_record
 from pipeline.records import EvalFile, Evaluation
-from tests.synthetic_records import make_candidate, make_params, write_candidate, write_tree
+from tests.synthetic_records import PRODUCT, describe_project, make_candidate, make_params, write_candidate, write_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEATED = ("workflows", "calls", "choices")  # evals of which there are copies
@@ -34,8 +34,8 @@ LOST_EVERY = 50  # cases, of which a candidate loses one: a fiftieth
 def run_stage_timed(stage: str, folder: Path) -> str:
     """Run one stage in `folder` and describe what it cost."""
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", f"stages.{stage}"], cwd=folder, stdout=subprocess.DEVNULL,
-                               env=os.environ | {"PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen([sys.executable, "-m", f"stages.{stage}", PRODUCT], cwd=folder,
+                               stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - started
     return (f"{stage:<8} exit {os.waitstatus_to_exitcode(status)}  wall {wall:5.2f} s  "
@@ -47,14 +47,13 @@ def name_copies(eval_name: str, copies: int) -> list[str]:
     return [eval_name, *(f"{eval_name}-{i}" for i in range(2, copies + 1))] if eval_name in REPEATED else [eval_name]
 
 
-def widen_params(params: dict[str, Any], copies: int) -> dict[str, Any]:
+def widen_product(product: dict[str, Any], copies: int) -> None:
     """Ask for every copy what is asked for the eval."""
-    params["evals"] = {name: settings for first, settings in params["evals"].items()
-                       for name in name_copies(first, copies)}  # fmt: skip
-    gate = params["gate"]
+    product["evals"] = {name: settings for first, settings in product["evals"].items()
+                        for name in name_copies(first, copies)}  # fmt: skip
+    gate = product["gate"]
     gate["tolerances"] = {f"{name}/{metric}": tolerance for key, tolerance in gate["tolerances"].items()
                           for first, metric in [key.split("/")] for name in name_copies(first, copies)}
-    return params
 
 
 def write_candidate_records(build: Path, name: str, number: int, copies: int) -> None:
@@ -95,11 +94,12 @@ def main(num_candidates: int, num_cases: int, copies: int) -> None:
     names = [f"candidate-{i}" for i in range(1, num_candidates + 1)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        build = folder / "build"
+        build = folder / "build" / PRODUCT
         write_tree(build, {}, num_cases=num_cases)
         for i, name in enumerate([*names, "reference"], start=1):
             write_candidate_records(build, name, 0 if name == "reference" else i, copies)
-        params = widen_params(make_params(names, names[:2]).model_dump(exclude_none=True), copies)
+        params = describe_project(make_params(names, names[:2]))
+        widen_product(params["products"][PRODUCT], copies)
         (folder / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
         num_records = sum(path.read_bytes().count(b"\n") for path in build.glob("evaluations/*/*.jsonl"))
         print(f"{num_candidates} candidates and a reference x {3 * copies} evals x {num_cases:,} cases, and "

@@ -30,8 +30,8 @@ from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.resampling import draw_weights
 from pipeline.gate.wording import definition_of
-from pipeline.params import get_track, load_params
-from pipeline.settings import BUILDS, TRACKS, Track
+from pipeline.params import get_product, load_params
+from pipeline.settings import Product
 from pipeline.verdict_records import Comparison
 
 Family = dict[str, tuple[Measured, list[Comparison]]]  # candidates that are judged together, with what is gated of each
@@ -71,40 +71,40 @@ def count_fails(family: Family, release: Sequence[str], *, runs: int, alpha: flo
     return fails
 
 
-def list_families(track: Track) -> list[Family]:
-    """Return the candidates of a track by the family that they are judged in: the release, then each other alone."""
-    compared = compare_release(track, BUILDS[track.name])
+def list_families(product: Product) -> list[Family]:
+    """Return the candidates of a product by the family that they are judged in: the release, then each other alone."""
+    compared = compare_release(product, product.build)
     found = {v.candidate: (compared.measured[v.candidate], [c for c in v.comparisons if c.tolerance is not None])
              for v in compared.judgement.verdicts}
     found = {name: (measured, gated) for name, (measured, gated) in found.items() if gated}
-    released = {name: entry for name, entry in found.items() if name in track.release}
+    released = {name: entry for name, entry in found.items() if name in product.release}
     return [family for family in [released, *({name: entry} for name, entry in found.items() if name not in released)]
             if family]  # fmt: skip
 
 
-def main(runs: int, tracks: Sequence[str], candidates: Sequence[str]) -> None:
-    """Print a row for each family of each track, or for those that one of the candidates belongs to."""
-    print("| track | candidates | gated comparisons | cases that flip | false fails | 95 % interval | CPU s |")
+def main(runs: int, products: Sequence[str], candidates: Sequence[str]) -> None:
+    """Print a row for each family of each product, or for those that one of the candidates belongs to."""
+    print("| product | candidates | gated comparisons | cases that flip | false fails | 95 % interval | CPU s |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     params = load_params()
-    for track in (get_track(params, name, kind=Track) for name in tracks):
-        for family in list_families(track):
+    for product in (get_product(params, name, kind=Product) for name in products or params.products):
+        for family in list_families(product):
             if candidates and not family.keys() & set(candidates):
                 continue
             started = time.process_time()
             with patch.object(detection, "draw_weights", partial(draw_weights, num_resamples=NUM_RESAMPLES)):
-                fails = count_fails(family, track.release, runs=runs, alpha=track.gate.alpha)
+                fails = count_fails(family, product.release, runs=runs, alpha=product.gate.alpha)
             low, high = proportion_confint(fails, runs, method="beta")
             gated = [c for _, comparisons in family.values() for c in comparisons]
             flips = sum((c.b or 0) + (c.c or 0) for c in gated if c.bucket is None)
-            print(f"| {track.name} | {', '.join(f'`{name}`' for name in family)} | {len(gated)} | {flips:,} | "
+            print(f"| {product.name} | {', '.join(f'`{name}`' for name in family)} | {len(gated)} | {flips:,} | "
                   f"{fails} of {runs:,} | {low:.1%} to {high:.1%} | {time.process_time() - started:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=1_000)
-    parser.add_argument("--tracks", nargs="+", choices=TRACKS, default=list(TRACKS))
+    parser.add_argument("--products", nargs="+", default=[], help="of params.yaml; else all")
     parser.add_argument("--candidates", nargs="*", default=[], help="families to measure, by a name in each")
     arguments = parser.parse_args()
-    main(arguments.runs, arguments.tracks, arguments.candidates)
+    main(arguments.runs, arguments.products, arguments.candidates)

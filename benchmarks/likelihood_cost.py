@@ -2,7 +2,7 @@
 
     python -m benchmarks.likelihood_cost <candidate>
 
-Runs the perplexity and harness evals of params.yaml on one candidate twice, each side in processes
+Runs the perplexity and harness evals of a candidate's product twice, each side in processes
 of its own: as the evaluate stage does, and with lm-eval's HFLM at batch size 16 on the same folder,
 texts and context length. Prints CPU seconds (user + system, servers and imports included) and how far
 the numbers are apart. Each side also runs once with no evals: that is its start-up, which the endpoint
@@ -62,17 +62,17 @@ def run_side(candidate: str, side: str, *options: str) -> dict[str, Any]:
     return {**json.loads(done.stdout.splitlines()[-1]), "cpu_s": cpu, "wall_s": time.monotonic() - start}
 
 
-def run_endpoint(candidate: Any, params: Any) -> None:
+def run_endpoint(candidate: Any, product: Any) -> None:
     """Evaluate as the stage does, into a temporary folder."""
     from pipeline.evals.evaluate import evaluate_candidate
     from pipeline.records import read_cases
 
     with tempfile.TemporaryDirectory() as temporary:
         build = Path(temporary)
-        asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=build))
+        asyncio.run(evaluate_candidate(candidate, product, root=Path(), build=build))
         folder = build / "evaluations" / candidate.name
-        records = {eval_name: read_cases(folder / f"{eval_name}.jsonl") for eval_name in params.evals}
-    kinds = {eval_name: settings.kind for eval_name, settings in params.evals.items()}
+        records = {eval_name: read_cases(folder / f"{eval_name}.jsonl") for eval_name in product.evals}
+    kinds = {eval_name: settings.kind for eval_name, settings in product.evals.items()}
     result = {
         score: {e: [r.scores[score] for r in rs] for e, rs in records.items() if kinds[e] == kind}
         for score, kind in (("nll_nats", "perplexity"), ("num_tokens", "perplexity"), ("accuracy", "harness"))
@@ -80,7 +80,7 @@ def run_endpoint(candidate: Any, params: Any) -> None:
     print(json.dumps(result))
 
 
-def run_hf(candidate: Any, params: Any) -> None:
+def run_hf(candidate: Any, product: Any) -> None:
     """Evaluate with lm-eval's own model class."""
     import torch
     from lm_eval.api.instance import Instance
@@ -95,7 +95,7 @@ def run_hf(candidate: Any, params: Any) -> None:
     model = HFLM(pretrained=candidate.checkpoint.path, dtype=serving.dtype, batch_size=BATCH_SIZE, device="cpu",
                  max_length=serving.context_length)  # fmt: skip
     result: dict[str, dict[str, list[float]]] = {"nll_nats": {}, "accuracy": {}}
-    for eval_name, settings in params.evals.items():
+    for eval_name, settings in product.evals.items():
         if settings.kind == "perplexity":
             texts = [case.text for case in load_evalset(Path(settings.evalset)).cases]
             requests = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts)]
@@ -110,13 +110,14 @@ def run_hf(candidate: Any, params: Any) -> None:
 
 def _load(name: str, *, with_evals: bool) -> tuple[Any, Any]:
     """Return the candidate, and the settings with likelihood evals only, or with none."""
-    from pipeline.params import load_params
+    from pipeline.params import find_owner, load_params
     from pipeline.serving_config import read_candidate
+    from pipeline.text_params import TextProduct
 
-    params = load_params()
-    evals = {n: s for n, s in params.evals.items() if with_evals and s.kind in ("perplexity", "harness")}
-    candidate = read_candidate(Path("build"), name, params)
-    return candidate, params.model_copy(update={"evals": evals})
+    product = find_owner(load_params(), name, kind=TextProduct)
+    evals = {n: s for n, s in product.evals.items() if with_evals and s.kind in ("perplexity", "harness")}
+    candidate = read_candidate(product.build, name, product)
+    return candidate, product.model_copy(update={"evals": evals})
 
 
 if __name__ == "__main__":

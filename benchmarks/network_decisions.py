@@ -1,10 +1,10 @@
 """How often is a memory format or a compile mode kept? `python -m benchmarks.network_decisions [--repeats 20]`.
 
-The detector and the upscaler of params.yaml, each with channels-last, compiled (in modes named by `--modes`), and both,
-in float32 and bfloat16: each is timed against itself without the step as an evaluation does it (12 pairs in turn, one
-batch, one thread, CPU seconds), again and again, and the gate's rule is applied to each repeat: a gain is an interval
-of the ratio wholly below 0.95. Beside it what oneDNN copies between memory formats in one run, which modules of the
-eager network write channels first, and graph breaks.
+The references of the products of kind vision in params.yaml, each with channels-last, compiled (in modes named by
+`--modes`), and both, in float32 and bfloat16: each is timed against itself without the step as an evaluation does it
+(12 pairs in turn, one batch, one thread, CPU seconds), again and again, and the gate's rule is applied to each
+repeat: a gain is an interval of the ratio wholly below 0.95. Beside it what oneDNN copies between memory formats in
+one run, which modules of the eager network write channels first, and graph breaks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 
 from pipeline.evalsets import load_evalset
 from pipeline.medians import GAIN_BELOW
-from pipeline.network_params import NetworkTrack
+from pipeline.network_params import VisionProduct
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.costs import choose_baseline, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
-from pipeline.params import get_track, load_params
+from pipeline.params import get_product, load_params
 from pipeline.pictures import read_picture
 from pipeline.serving_records import NetworkServing
 
@@ -36,7 +36,7 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="network_decisions", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--tracks", nargs="+", default=["detector", "upscaler"])
+    parser.add_argument("--products", nargs="+", default=[], help="of params.yaml; else all of kind vision")
     parser.add_argument("--modes", nargs="+", default=["default"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--steps", nargs="+", default=STEPS, choices=STEPS)
@@ -46,8 +46,9 @@ def main() -> int:
           "| network | format | step | ratio of the first repeat | medians of all repeats | outputs differ by "
           "| reorders, first -> last | other formats | graph breaks | gain, of repeats |\n"
           "|---|---|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)  # fmt: skip
-    for name in options.tracks:
-        track = get_track(load_params(), name, kind=NetworkTrack)
+    params = load_params()
+    names = [name for name, product in params.products.items() if isinstance(product, VisionProduct)]
+    for product in [get_product(params, name, kind=VisionProduct) for name in options.products or names]:
         for dtype in options.dtypes:
             steps: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "channels-last": [("channels-last", {"channels_last": True})],
@@ -55,29 +56,29 @@ def main() -> int:
                 "both": [(f"both, {mode}", {"channels_last": True, "compile_mode": mode}) for mode in options.modes],
             }
             for step, changes in chain.from_iterable(steps[name] for name in options.steps):
-                serving = NetworkServing(dtype=dtype, batch_size=track.running.batch_size, **changes)
-                print(_measure(track, step, serving, options.repeats), flush=True)
+                serving = NetworkServing(dtype=dtype, batch_size=product.serving.batch_size, **changes)
+                print(_measure(product, step, serving, options.repeats), flush=True)
     return 0
 
 
-def _measure(track: NetworkTrack, step: str, serving: NetworkServing, repeats: int) -> str:
+def _measure(product: VisionProduct, step: str, serving: NetworkServing, repeats: int) -> str:
     """Return the row of one network and step."""
-    (settings,), adapter = track.evals.values(), load_adapter(Path(track.adapter))
+    (settings,), adapter = product.evals.values(), load_adapter(Path(product.adapter))
     folder = Path(settings.evalset)
     cases = load_evalset(folder).cases[: serving.batch_size]
     pixels = torch.from_numpy(np.stack([read_picture(folder / case.image, case.sha256) for case in cases]))
-    load = partial(load_network, Path(track.candidates[track.reference].checkpoint), adapter)
+    load = partial(load_network, Path(product.candidates[product.reference].checkpoint), adapter)
     costs = measure_costs(load, load(serving), pixels, pixels[:1], [pixels])
     base = choose_baseline(serving)
     assert base is not None
     speeds = [costs["speed"], *(measure_speed(load, serving, base, pixels) for _ in range(repeats - 1))]
     differs = max(speed["difference"] for speed in speeds)
     if any(speed["timed"] is None for speed in speeds):
-        return f"| {track.name} | {serving.dtype} | {step} | not timed | – | {differs:.2g} | – | – | – | – |"
+        return f"| {product.name} | {serving.dtype} | {step} | not timed | – | {differs:.2g} | – | – | – | – |"
     ratios = [speed["timed"][speed["clock"]]["ratio"] for speed in speeds]
     medians, kept = [r["median"] for r in ratios], Counter(r["high"] < GAIN_BELOW for r in ratios)
     layout, compiled, first = costs["layout"], costs["compile"], ratios[0]
-    return (f"| {track.name} | {serving.dtype} | {step} | {first['median']:.3f} ({first['low']:.3f} to "
+    return (f"| {product.name} | {serving.dtype} | {step} | {first['median']:.3f} ({first['low']:.3f} to "
             f"{first['high']:.3f}) | {min(medians):.3f} to {max(medians):.3f} | {differs:.1e} | "
             + (f"{layout['num_reorders']['first']} -> {layout['num_reorders']['last']} | "
                f"{len(layout['other_formats'])} | " if layout else "– | – | ")

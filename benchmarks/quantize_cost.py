@@ -25,7 +25,7 @@ from pipeline.errors import SettingsError
 from pipeline.evalsets import load_evalset
 from pipeline.optimize.calibration import describe_samples, select_samples
 from pipeline.params import load_params
-from pipeline.text_params import GptqStep
+from pipeline.text_params import GptqStep, TextProduct
 
 # What the library's documentation shows, with its defaults but for batching and shuffling, which
 # would change the samples.
@@ -82,20 +82,21 @@ def main() -> None:
 
 def write_job(folder: Path, name: str | None) -> Path:
     """Write what both scripts do as JSON: the checkpoint, the step, and the samples it draws."""
-    params = load_params()
-    found = {key: c for key, c in params.candidates.items() if c.steps and isinstance(c.steps[0], GptqStep)}
+    products = [product for product in load_params().products.values() if isinstance(product, TextProduct)]
+    found = {key: (c, product.optimize.calibration_texts) for product in products
+             for key, c in product.candidates.items() if c.steps and isinstance(c.steps[0], GptqStep)}  # fmt: skip
     if not found or name not in (None, *found):
         known = ", ".join(found) or "none"
         raise SettingsError(f"--candidate: expected one whose first step is gptq ({known}), got {name!r}")
     chosen = name or next(iter(found))
-    candidate = found[chosen]
+    candidate, texts = found[chosen]
     step = candidate.steps[0]
-    evalset = load_evalset(Path(params.optimize.calibration_texts))
+    evalset = load_evalset(Path(texts))
     samples = select_samples(evalset, load_tokenizer(Path(candidate.checkpoint)), step.calibration)
     print(f"{chosen}: {candidate.checkpoint}, {describe_samples(samples)}")
     settings = step.model_dump(mode="json")
-    job = settings | {"checkpoint": candidate.checkpoint, "calibration_texts": params.optimize.calibration_texts,
-                      "samples": samples, "step": settings}  # fmt: skip
+    job = settings | {"checkpoint": candidate.checkpoint, "calibration_texts": texts, "samples": samples,
+                      "step": settings}  # fmt: skip
     path = folder / "job.json"
     path.write_text(json.dumps(job))
     return path

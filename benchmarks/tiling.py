@@ -1,6 +1,6 @@
 """What tiles do to decoded images: seams and likeness to the decode in one piece, by overlap and window.
 
-Mosaics of rendered product shots, 736 pixels wide, encoded by the reference's VAE (params.yaml, section `images`),
+Mosaics of rendered product shots, 736 pixels wide, encoded by the reference's VAE (params.yaml, product `shots`),
 then decoded in float32 in one piece and in tiles of 64. At this size every overlap is met exactly by evenly spaced
 tiles, and tile boundaries lie inside the shots. Prints the excess of the mean step at tile boundaries over the decode
 in one piece in grey levels, the seam score of the set (robust z of the boundaries against other columns of the same
@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from evalsets.shots import SIZE, all_shots, render
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.image_serving import sample_plainly
 from pipeline.images.rendering import decode_latents, list_stitches, load_pipeline
 from pipeline.images.scoring import measure_seam_excess
 from pipeline.numerics.saturation import to_unit_range
 from pipeline.numerics.seams import measure_seams, signed_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
-from pipeline.params import get_track, load_params
+from pipeline.params import get_product, load_params
 from pipeline.serving_records import Tiling
 
 WIDTH, TILE = 736, 64  # pixels; (WIDTH - TILE) is a multiple of what each overlap leaves of a tile
@@ -50,9 +50,11 @@ def main() -> None:
     """Print one row per overlap and window."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=4)
-    count = parser.parse_args().images
-    track = get_track(load_params(), "images", kind=ImageTrack)
-    vae = load_pipeline(Path(track.candidates[track.reference].checkpoint), sample_plainly(track)).vae
+    parser.add_argument("--product", default="shots")
+    options = parser.parse_args()
+    count = options.images
+    product = get_product(load_params(), options.product, kind=ImagesProduct)
+    vae = load_pipeline(Path(product.candidates[product.reference].checkpoint), sample_plainly(product)).vae
     mosaics = torch.stack([make_mosaic(seed) for seed in range(count)])
     latents = vae.encode(mosaics).latent_dist.mode() * vae.config.scaling_factor
     whole = to_unit_range(decode_latents(vae, latents)).clamp(0, 1)

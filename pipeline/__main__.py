@@ -1,7 +1,7 @@
 """The command `quantgate`: the gate on records that others made, and on a project's own, without DVC.
 
     quantgate compare REFERENCE CANDIDATE [--metric NAME] [--tolerance 0.03] ...
-    quantgate gate [TRACK]
+    quantgate gate [PRODUCT]
     quantgate --version
 
 `python -m pipeline` is the same in a clone. Exit codes, which DVC would turn into 255:
@@ -29,9 +29,9 @@ from pipeline.errors import EvidenceError, QuantgateError, SettingsError
 from pipeline.gate.standing import read_judgement
 from pipeline.gate.terminal import render_gate
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
-from pipeline.params import get_track, load_params
+from pipeline.params import choose_product, load_params
 from pipeline.plain_text import format_line
-from pipeline.settings import TRACKS, Tier, Track
+from pipeline.settings import Product, Tier
 
 EXIT_CODES = {"pass": 0, "inconclusive": 10, "refused": 30, "fail": 20, "no gain": 20}  # the worst is last
 _PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"  # of a clone
@@ -94,7 +94,7 @@ def tell_exit_code(judgement: Judgement) -> int:
 
 def gate(options: argparse.Namespace) -> int:
     """Print what the stage `gate` prints; the marker of a pass is the stage's alone."""
-    judgement, are_here = read_judgement(get_track(load_params(), options.track, kind=Track), Path())
+    judgement, are_here = read_judgement(choose_product(load_params(), options.product, kind=Product), Path())
     print(render_gate(judgement, are_here=are_here))
     return tell_exit_code(judgement)
 
@@ -189,10 +189,12 @@ def _read_rules(options: argparse.Namespace, reference: Any, candidate: Any) -> 
     if options.accept_gain:
         given["accept_gain"] = _read_pairs("--accept-gain", options.accept_gain, first=True, value="REASON")
     if options.policy is None:
+        if options.product:
+            raise SettingsError("--product: expected --policy beside it, whose products it chooses from, found none")
         return plan_rules(Asked(better=better, **given), reference, candidate)
     if given:
         raise SettingsError(f"--policy says all that is asked: expected no {', '.join(sorted(given))} beside it")
-    return load_rules(options.policy, better, reference, candidate)
+    return load_rules(options.policy, better, reference, candidate, product=options.product)
 
 
 def _read_pairs(
@@ -231,8 +233,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="{compare,gate}")
     _add_compare(commands.add_parser("compare", help="judge records that lm-eval, inspect_ai or anything else made"))
     own = commands.add_parser("gate", help="tell the verdict on this project's release, as the stage gate does")
-    own.add_argument("track", nargs="?", default="text", choices=TRACKS, metavar="TRACK",
-                     help=f"one of {', '.join(TRACKS)} (text)")  # fmt: skip
+    own.add_argument("product", nargs="?", metavar="PRODUCT", help="of params.yaml; needed where there are several")
     own.set_defaults(run=gate)
     return parser.parse_args(argv)
 
@@ -253,7 +254,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add("--tier", choices=get_args(Tier), help="of the metrics (critical)")
     add("--alpha", type=float, help="one-sided error rate of the verdict (0.05)")
     add("--on-inconclusive", choices=("block", "warn"), help="(block)")
-    add("--policy", type=Path, metavar="FILE", help="instead of the above: YAML with the key `gate` of params.yaml")
+    add("--policy", type=Path, metavar="FILE", help="instead of the above: params.yaml, or YAML with its key `gate`")
+    add("--product", metavar="NAME", help="whose gate in params.yaml is the policy, where it has several products")
     add("--better", action="append", default=[], metavar="NAME=higher|lower", help="direction of a metric; repeatable")
     add("--accept-gain", action="append", default=[], metavar="NAME=REASON",
         help="a gain beyond the tolerance passes, and the reason is printed; repeatable")

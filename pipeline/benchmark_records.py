@@ -72,12 +72,13 @@ class Work(Record):
 
 
 class Benchmark(Record):
-    """One candidate timed against the reference (`build/benchmarks/NAME.json`).
+    """One candidate timed against the reference (`build/<product>/benchmarks/<candidate>.json`).
 
     `refusal` says why there are no numbers; otherwise it is None, and `reference`, `candidate` and `cells` are there.
     """
 
     name: str
+    key: str = ""  # digest of what was timed; "": of before it was kept
     work: Work
     machine: Machine
     definitions: str

@@ -26,7 +26,7 @@ def read_built(build: Path, name: str, asked: Sequence[dict[str, Any]]) -> Built
     """Return a candidate's record; what it says of a step is more than was asked.
 
     Args:
-        build: folder of a track's results.
+        build: folder of a product's results.
         name: of the candidate.
         asked: its steps in params.yaml, as JSON.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline.checkpoints import embedding_rows
 from pipeline.digests import digest_checkpoint, digest_file
 from pipeline.errors import CheckpointError
-from pipeline.params import Params
+from pipeline.text_params import TextProduct
 
 TOKENIZER = "tokenizer.json"
 
@@ -35,7 +35,7 @@ def check_draft(draft: Path, *, target: Path) -> None:
                               "use a draft of the same vocabulary")  # fmt: skip
 
 
-def digest_drafts(params: Params, root: Path) -> dict[str, str]:
+def digest_drafts(product: TextProduct, root: Path) -> dict[str, str]:
     """Return the digest of each candidate's draft model, empty where it has none: DVC watches these."""
-    steps = {name: candidate.speculative for name, candidate in params.candidates.items()}
+    steps = {name: candidate.speculative for name, candidate in product.candidates.items()}
     return {name: digest_checkpoint(root / step.draft) if step and step.draft else "" for name, step in steps.items()}

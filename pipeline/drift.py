@@ -20,12 +20,12 @@ from pipeline.evals.calls import declare_tools, describe_reply
 from pipeline.fingerprints import SECTIONS, find_differences, fingerprint
 from pipeline.first_turns import load_evaluated, read_first_turns
 from pipeline.gate.rates import predictive_quantile
-from pipeline.params import Params
 from pipeline.record_files import read_record
 from pipeline.records import Candidate, Evaluation
 from pipeline.serving.client import Client
 from pipeline.serving.engines.openai import adopt, read_facts
 from pipeline.serving.vllm_config import CONFIG_FILE
+from pipeline.text_params import TextProduct
 
 CONCURRENCY = 8
 _ECHOED_BY_VLLM = ("checkpoint", "serving", "libraries")  # what is known of it before it starts
@@ -74,12 +74,12 @@ class Drift:
     changed: tuple[Changed, ...]
 
 
-async def check_drift(candidate: Candidate, params: Params, client: Client, *, root: Path, num_cases: int) -> Drift:
+async def check_drift(candidate: Candidate, product: TextProduct, client: Client, *, root: Path, num_cases: int) -> Drift:
     """Compare a live endpoint with the last evaluation of a candidate.
 
     Args:
         candidate: what was built, and how it is served.
-        params: names the evals; their evalsets must be those that were evaluated.
+        product: names the evals; their evalsets must be those that were evaluated.
         client: of the endpoint.
         root: project root, with `build/`.
         num_cases: how many cases of each eval that chats to ask, spread evenly.
@@ -88,38 +88,39 @@ async def check_drift(candidate: Candidate, params: Params, client: Client, *, r
         EvidenceError: there is no evaluation to compare with, or its evalset was edited since.
         EngineError: the endpoint does not answer.
     """
-    folder = root / "build/evaluations" / candidate.name
+    folder = root / product.build / "evaluations" / candidate.name
     evaluation = read_record(folder / "evaluation.json", Evaluation)
     server, _ = await read_facts(client)
     if "serving" in server and candidate.serving.engine == "openai":
         server = adopt(candidate, server)
     changed, num_asked = [], 0
     echoes: set[str] = set()
-    for name, settings in params.chat_evals.items():
+    for name, settings in product.chat_evals.items():
         if name in evaluation.evals:
             recorded = read_first_turns(folder, evaluation, name)
             evalset = load_evaluated(settings, evaluation.evals[name], root)
             asked = spread(evalset.cases, num_cases)
             tools = declare_tools(evalset.card.tools, settings)
-            changed += await _ask_again(client, name, asked, recorded, params, tools, echoes)
+            changed += await _ask_again(client, name, asked, recorded, product, tools, echoes)
             num_asked += len(asked)
     if not num_asked:
         raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
                             f"{', '.join(evaluation.evals) or 'none'}; a canary needs an eval that chats")
-    return Drift(_compare_fingerprints(candidate, evaluation, server, echoes), num_asked,
-                 _count_explained(evaluation, candidate, params, num_asked), tuple(changed))
+    config = product.build / "evaluations" / candidate.name / "config" / CONFIG_FILE
+    return Drift(_compare_fingerprints(candidate, evaluation, server, echoes, config=config), num_asked,
+                 _count_explained(evaluation, candidate, product, num_asked), tuple(changed))
 
 
-def _count_explained(evaluation: Evaluation, candidate: Candidate, params: Params, num_asked: int) -> int:
+def _count_explained(evaluation: Evaluation, candidate: Candidate, product: TextProduct, num_asked: int) -> int:
     """Return how many changed answers the floor of the candidate's canary explains; none where it must be exact."""
     canary = evaluation.canary
-    if canary is None or not canary.num_unstable or params.candidates[candidate.name].exact:
+    if canary is None or not canary.num_unstable or product.candidates[candidate.name].exact:
         return 0  # a server that answers alike from run to run is expected to go on so
-    return predictive_quantile(canary.num_unstable, canary.num_prompts, num_asked, alpha=params.gate.alpha)
+    return predictive_quantile(canary.num_unstable, canary.num_prompts, num_asked, alpha=product.gate.alpha)
 
 
 def _compare_fingerprints(
-    candidate: Candidate, evaluation: Evaluation, server: dict[str, Any], echoes: set[str]
+    candidate: Candidate, evaluation: Evaluation, server: dict[str, Any], echoes: set[str], *, config: Path
 ) -> Comparison:
     """Compare what a server told, and what its replies carried, with what was evaluated."""
     evaluated = evaluation.served_by
@@ -131,7 +132,7 @@ def _compare_fingerprints(
         expected = fingerprint({section: evaluated[section] for section in covered})
         is_echoed = echoes == {expected}
         compared |= set(covered) if is_echoed else set()
-        differences += _name_wrong_echo(candidate, expected, echoes)
+        differences += _name_wrong_echo(candidate, expected, echoes, config)
     return Comparison(tuple(differences), tuple(s for s in SECTIONS if s in compared),
                       tuple(s for s in SECTIONS if s not in compared), is_echoed)
 
@@ -142,7 +143,7 @@ def _list_echoed(candidate: Candidate, evaluated: dict[str, Any]) -> list[str]:
     return [section for section in known if section in evaluated]
 
 
-def _name_wrong_echo(candidate: Candidate, expected: str, echoes: set[str]) -> list[str]:
+def _name_wrong_echo(candidate: Candidate, expected: str, echoes: set[str], config: Path) -> list[str]:
     """Say that replies carried another fingerprint than was expected, or none; nothing when they all carried it.
 
     A vLLM that was started as evaluated carries it in each reply. In place of an embedded server something else may
@@ -153,19 +154,18 @@ def _name_wrong_echo(candidate: Candidate, expected: str, echoes: set[str]) -> l
     if not wrong:
         return []
     came = repr(wrong[-1][:12]) if wrong[-1] else "nothing"
-    remedy = (f": it was not started with build/evaluations/{candidate.name}/config/{CONFIG_FILE}; serve that"
-              if is_vllm else "")
+    remedy = f": it was not started with {config}; serve that" if is_vllm else ""
     return [f"system_fingerprint: evaluated {expected[:12]!r}, the endpoint says {came}{remedy}"]
 
 
 async def _ask_again(
     client: Client, eval_name: str, cases: list[ToolCallCase | TrajectoryCase], recorded: dict[str, str],
-    params: Params, tools: list[dict[str, Any]] | None, echoes: set[str],
+    product: TextProduct, tools: list[dict[str, Any]] | None, echoes: set[str],
 ) -> list[Changed]:
     """Return the cases that are answered otherwise; what the replies say has answered is added to `echoes`."""
     async def ask(case: ToolCallCase | TrajectoryCase) -> Changed | None:
         messages = [message.model_dump() for message in case.messages]
-        reply = await client.chat(messages, max_tokens=params.serving.max_tokens, tools=tools)
+        reply = await client.chat(messages, max_tokens=product.serving.max_tokens, tools=tools)
         echoes.add(reply.fingerprint)
         answered = describe_reply(reply)
         kind = classify_difference(recorded[case.id], answered)

@@ -97,12 +97,17 @@ class EvidenceError(QuantgateError):
     """Records are missing, duplicated, unmatched or do not belong to this candidate."""
 
 
+def show_value(value: object) -> str:
+    """Return a wrong value as Python writes it, cut to what a line has room for."""
+    shown = repr(value)
+    return shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 3] + "..."
+
+
 def describe_problem(problem: ErrorDetails) -> str:
     """Say what was expected and what came; an error of a type that is not in the table keeps pydantic's words."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key; remove it or correct its spelling"
-    came = repr(context["tag"] if kind == "union_tag_invalid" else problem["input"])
-    came = came if len(came) <= _MAX_SHOWN else came[: _MAX_SHOWN - 3] + "..."
+    came = show_value(context["tag"] if kind == "union_tag_invalid" else problem["input"])
     expected = f"expected {_EXPECTED[kind].format(**context)}" if kind in _EXPECTED else problem["msg"]
     return f"{expected}, found none" if kind == "missing" else f"{expected}, got {came}"

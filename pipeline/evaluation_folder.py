@@ -1,7 +1,7 @@
 """The evaluation folder of a candidate that runs in the stage's own processes: made aside, and put in place whole.
 
 Journals beside it keep what is finished of a run that was killed. One process at a time makes it: two would write into
-one folder and one journal. The text track has its own (`pipeline/evals/evaluate.py`), which asks a server and takes
+one folder and one journal. The text product has its own (`pipeline/evals/evaluate.py`), which asks a server and takes
 over evals of the last run.
 """
 
@@ -80,7 +80,7 @@ def make_evaluation(candidate: LocalCandidate, build: Path) -> Iterator[WorkingF
 
     Args:
         candidate: what is evaluated.
-        build: folder of the track's results.
+        build: folder of the product's results.
 
     Raises:
         JournalError: another process evaluates the candidate.

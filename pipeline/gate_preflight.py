@@ -13,13 +13,12 @@ from pipeline.errors import SettingsError
 from pipeline.gate.loosening import check_loosening
 from pipeline.gate.plan import check_plan, plan_gate, read_last
 from pipeline.gate.verdicts import describe_policy
-from pipeline.params import Params, get_track
-from pipeline.settings import TRACKS, Track
+from pipeline.params import Params
 from pipeline.suite_sizes import read_sizes
 
 
 def check_gates(params: Params, root: Path) -> list[str]:
-    """Check the gate of every track; return a warning for each tolerance that can't be proven and need not be.
+    """Check the gate of every product; return a warning for each tolerance that can't be proven and need not be.
 
     Raises:
         SettingsError: a tolerance that must be proven can't be, a setting is looser than at the last release, or a
@@ -27,10 +26,9 @@ def check_gates(params: Params, root: Path) -> list[str]:
     """
     warnings = []
     _check_frozen(root / "dvc.yaml")
-    for track in [get_track(params, name, kind=Track) for name in TRACKS
-                  if name == "text" or getattr(params, name) is not None]:  # fmt: skip
-        check_loosening(describe_policy(track), root, material={})
-        warnings += check_plan(track, plan_gate(track, read_sizes(track, root), read_last(track.name, root)))
+    for product in params.products.values():
+        check_loosening(describe_policy(product), root, material={})
+        warnings += check_plan(product, plan_gate(product, read_sizes(product, root), read_last(product.name, root)))
     return warnings
 
 

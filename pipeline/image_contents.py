@@ -1,4 +1,4 @@
-"""Which pictures a reviewer should see of each run of a track that makes or reads pictures.
+"""Which pictures a reviewer should see of each run of a product that makes or reads pictures.
 
 Pure: records in, names of files out; `run_pictures.py` draws them and `tracking.py` writes them. A case is a key in
 MLflow and every run shows the same ones, each candidate's worst: its image grid has a row a key and a column a run.
@@ -78,7 +78,8 @@ Shown = ShownImage | ShownBoxes | ShownStitch
 class Sides:
     """A run beside the reference: the folders of both evaluations and the records in them."""
 
-    track: str
+    kind: str  # of product
+    finds_boxes: bool
     folders: tuple[Path, Path]
     scored: tuple[Scored, Scored]
 
@@ -107,7 +108,8 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
         scored: candidate -> eval -> case id -> record, the reference's among them; empty where unreadable.
         build: the folder that holds `evaluations/`.
     """
-    reference, track = judgement.policy.reference, judgement.policy.track
+    policy = judgement.policy
+    reference, finds_boxes = policy.reference, "detection" in policy.eval_kinds.values()
     folders = {name: build / "evaluations" / name for name in scored}
     ordered = sorted(judgement.verdicts, key=lambda v: not v.is_release)  # stable
     worst = {v.candidate: case for v in ordered if (case := find_worst(
@@ -117,13 +119,13 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     columns = order_columns([reference, *(v.candidate for v in by_use)])
     contents = {}
     for name, own in scored.items():
-        sides = Sides(track, (folders[reference], folders[name]), (scored[reference], own))
+        sides = Sides(policy.kind, finds_boxes, (folders[reference], folders[name]), (scored[reference], own))
         is_same = _list_outputs(own) == _list_outputs(scored[reference])
         note = _name_owners(keys, worst) if name == reference else _name_worst(
-            keys, worst.get(name), track if is_same else "")  # fmt: skip
+            keys, worst.get(name), "" if not is_same else "boxes" if finds_boxes else "pixels")  # fmt: skip
         cases = [image for case, key in keys.items() if (image := _show_case(sides, case, key))]
         shown = (*cases, *_list_own(sides, worst.get(name), is_reference=name == reference))
-        costs = _read_costs(folders[name], own) if track == "images" else read_network_costs(folders[name], own)
+        costs = _read_costs(folders[name], own) if policy.kind == "images" else read_network_costs(folders[name], own)
         contents[name] = ImageContents(shown, note, columns[name], costs)
     return contents
 
@@ -138,7 +140,7 @@ def find_worst(
     Args:
         reference: its records.
         candidate: its records.
-        judgement: whose track and evals they are.
+        judgement: whose product and evals they are.
         folders: the evaluations of both.
     """
     pairs: dict[str, PairedCases] = {}
@@ -148,7 +150,7 @@ def find_worst(
             pairs[eval_name] = align(ours, theirs, where=eval_name)
         except EvidenceError:
             continue  # the verdict was refused for it
-    is_detector = judgement.policy.track == "detector"
+    is_detector = "detection" in judgement.policy.eval_kinds.values()
     ranked = rank_losses(pairs, folders) if is_detector else list_worst_images(pairs, judgement.policy.eval_kinds)
     return next(((eval_name, pairs[eval_name].reference[i].case_id) for eval_name, i in ranked
                  if pairs[eval_name].reference[i].output != pairs[eval_name].candidate[i].output), None)  # fmt: skip
@@ -198,7 +200,7 @@ def describe_view(runs: Sequence[Sequence[Shown]]) -> dict[str, Any]:
 def _show_case(sides: Sides, case: Case, key: str) -> Shown | None:
     """Return what a run shows of a case; None where it has no such case."""
     eval_name, case_id = case
-    if sides.track == "detector":
+    if sides.finds_boxes:
         ours, theirs = (judge_boxes(folder, eval_name, scored, case_id)
                         for folder, scored in zip(sides.folders, sides.scored, strict=True))  # fmt: skip
         return ShownBoxes(key, ours, theirs) if ours and theirs else None
@@ -209,13 +211,13 @@ def _show_case(sides: Sides, case: Case, key: str) -> Shown | None:
 def _list_own(sides: Sides, worst: Case | None, *, is_reference: bool) -> list[Shown]:
     """List what only this run has: the difference in its worst case, its decoder's headroom, a stitch of its tiles."""
     own: list[Shown] = []
-    if sides.track == "detector":
+    if sides.finds_boxes:
         return own
     both = tuple(image for side in (0, 1) if worst and (image := sides.locate(side, worst)))
     if len(both) == 2:
-        gain = DIFFERENCE_GAIN if sides.track == "images" else SEAM_GAIN
+        gain = DIFFERENCE_GAIN if sides.kind == "images" else SEAM_GAIN
         own.append(ShownImage(f"{SECTION}/difference x {gain}", both, caption=both[0].path.stem, gain=gain))
-    if sides.track == "images":
+    if sides.kind == "images":
         own += [ShownImage(f"{SECTION}/headroom", notes=sides.folders[1] / f"{eval_name}.json")
                 for eval_name in list(sides.scored[1])[:1]]  # fmt: skip
     elif not is_reference and (stitch := find_stitch(sides.folders, *sides.scored, SECTION)):
@@ -235,11 +237,10 @@ def _list_outputs(scored: Scored) -> dict[Case, str]:
             for case_id, (record, _) in cases.items()}  # fmt: skip
 
 
-def _name_worst(keys: Mapping[Case, str], case: Case | None, same_as: str) -> str:
-    """Say which image is a candidate's worst, or why there is none; `same_as` is the track where all are equal."""
+def _name_worst(keys: Mapping[Case, str], case: Case | None, same: str) -> str:
+    """Say which image is a candidate's worst, or why there is none; `same` is what all images have in common."""
     if case is None:
-        what = "boxes" if same_as == "detector" else "pixels"
-        return f"\n- every image has the {what} of the reference's" if same_as else ""
+        return f"\n- every image has the {same} of the reference's" if same else ""
     where = f"image {keys[case].partition('/')[2].split()[0]}" if case in keys else "its difference alone is shown"
     return f"\n- worst image: {escape_markdown(case[1])} ({where})"
 

@@ -1,4 +1,4 @@
-"""The settings of the image track: diffusers pipelines, what makes them smaller and faster, and what watches them.
+"""The settings of a product of images: diffusers pipelines, what makes them smaller and faster, and what watches them.
 
 Names are those of diffusers where it has one. What needs a file beside params.yaml is checked in
 `pipeline/images/folders.py`.
@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline.settings import (
+    Product,
     Settings,
-    Track,
     find_metric_problems,
+    find_product_problems,
     find_repeated_steps,
-    find_track_problems,
     find_unwatched_evals,
     find_window_problems,
 )
@@ -63,7 +63,7 @@ class Guidance(Settings):
 
 
 class GuidanceStep(Guidance):
-    """Another guidance than the track's; `by_category` overrides it where a prompt has that bucket."""
+    """Another guidance than the product's; `by_category` overrides it where a prompt has that bucket."""
 
     kind: Literal["guidance"]
     # of the absolute values of the predicted latents, per image and step (Saharia et al. 2022); None: no thresholding
@@ -88,7 +88,6 @@ ImageStep = Annotated[
     VaePrecisionStep | UnetPrecisionStep | VaeRangeFixStep | ChannelsLastStep | GuidanceStep | VaeTilingStep,
     Field(discriminator="kind"),
 ]
-IMAGE_STEP_KINDS = ("vae_precision", "unet_precision", "vae_range_fix", "channels_last", "guidance", "vae_tiling")
 
 
 class ImageCandidateSettings(Settings):
@@ -98,14 +97,19 @@ class ImageCandidateSettings(Settings):
     steps: list[ImageStep]
 
 
-class SamplingSettings(Settings):
-    """How images are made, for all candidates alike."""
+class ServingSettings(Settings):
+    """How images are made, for all candidates alike: what can change a pixel."""
 
     num_inference_steps: int = Field(ge=1, le=1000)
     guidance: Guidance
     batch_size: int = Field(ge=1, le=256)  # prompts together; rounding depends on it
+    num_threads: int = Field(ge=1, le=256)  # torch threads of each process
+
+
+class ResourceSettings(Settings):
+    """How much of the machine is taken: what changes no pixel."""
+
     num_workers: int = Field(ge=1, le=64)  # processes that render
-    num_threads: int = Field(ge=1, le=256)  # torch threads of each
 
 
 class ImagesEval(Settings):
@@ -117,22 +121,23 @@ class ImagesEval(Settings):
     oversaturated_above: float = Field(default=0.05, gt=0, lt=1)  # fraction of an image's pixels that are saturated
 
 
-class ImageTrack(Track):
-    """The section `images` of params.yaml."""
+class ImagesProduct(Product):
+    """A product of kind `images`: diffusers pipelines that draw prompts."""
 
-    name = "images"
+    kind: Literal["images"]
     candidates: dict[str, ImageCandidateSettings] = Field(min_length=1)
-    sampling: SamplingSettings
+    serving: ServingSettings
+    resources: ResourceSettings
     evals: dict[str, ImagesEval] = Field(min_length=1)
 
 
-def find_image_problems(track: ImageTrack) -> list[str]:
-    """Return what contradicts itself in the section, one line each, starting with the key's path."""
-    problems = find_track_problems(track) + find_metric_problems(track)
-    problems += find_unwatched_evals(track, "sound_image_rate", "black images and NaN")
-    problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
+def find_image_problems(product: ImagesProduct) -> list[str]:
+    """Return what contradicts itself in a product, one line each, starting with the key's path."""
+    problems = find_product_problems(product) + find_metric_problems(product)
+    problems += find_unwatched_evals(product, "sound_image_rate", "black images and NaN")
+    problems += [f"candidates.{name}.{problem}" for name, candidate in product.candidates.items()
                  for problem in _step_problems(candidate.steps)]
-    return [f"images.{problem}" for problem in problems]
+    return problems
 
 
 def _step_problems(steps: list[ImageStep]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Check the section `images` against the files it names, before any work; free of torch and diffusers."""
+"""Check products of images against the files it names, before any work; free of torch and diffusers."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from pipeline.cases import PromptCase
 from pipeline.digests import digest_folder
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets import load_evalset
-from pipeline.image_params import GuidanceStep, ImageTrack, VaeTilingStep
+from pipeline.image_params import GuidanceStep, ImagesProduct, VaeTilingStep
 from pipeline.images.folders import ImageShape, open_pipeline, read_shape
 from pipeline.preflight import check_buckets, load_kind
 
 _CLIP_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
 
-def check_images(track: ImageTrack, root: Path) -> None:
+def check_images(product: ImagesProduct, root: Path) -> None:
     """Refuse settings that the named files contradict.
 
     Raises:
         SettingsError: with the path of the key, what it names, and what there is.
         EvalsetError: with file and line.
     """
-    evalsets = {name: load_kind(load_evalset, root / e.evalset, f"images.evals.{name}.evalset", "prompts")
-                for name, e in track.evals.items()}  # fmt: skip
+    evalsets = {name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), "prompts")
+                for name, e in product.evals.items()}  # fmt: skip
     buckets = {bucket for evalset in evalsets.values() for bucket in evalset.card.buckets}
-    for name, settings in track.evals.items():
+    for name, settings in product.evals.items():
         for file in _CLIP_FILES:
             if not (root / settings.clip / file).is_file():
-                raise SettingsError(f"images.evals.{name}.clip: expected a CLIP checkpoint folder with {file}, found "
+                raise SettingsError(f"{product.locate('evals')}.{name}.clip: expected a CLIP checkpoint folder with {file}, found "
                                     f"none in {settings.clip!r}; correct the path, or save model and processor there")
-    check_buckets("images.gate", track, evalsets)
+    check_buckets(product, evalsets)
     cases = [case for evalset in evalsets.values() for case in evalset.cases]
     check = cache(open_pipeline)  # most candidates share a folder
-    wanted = _read_shape(track, track.reference, root, check)
-    for name, candidate in track.candidates.items():
-        shape = _read_shape(track, name, root, check)
+    wanted = _read_shape(product, product.reference, root, check)
+    for name, candidate in product.candidates.items():
+        shape = _read_shape(product, name, root, check)
         if shape != wanted:
-            raise SettingsError(f"images.candidates.{name}.checkpoint: expected images as the reference draws them, "
+            raise SettingsError(f"candidates.{name}.checkpoint: expected images as the reference draws them, "
                                 f"{wanted.pixels} pixels from {wanted.latent_channels} latent channels, got "
                                 f"{shape.pixels} from {shape.latent_channels}; they can't be compared")  # fmt: skip
         for i, step in enumerate(candidate.steps):
-            where = f"images.candidates.{name}.steps.{i}"
+            where = f"candidates.{name}.steps.{i}"
             if isinstance(step, GuidanceStep):
                 _check_categories(where, step, buckets, cases)
             elif isinstance(step, VaeTilingStep):
                 _check_tiles(where, step, shape)
 
 
-def _read_shape(track: ImageTrack, name: str, root: Path, check: Callable[[Path], object]) -> ImageShape:
-    folder = root / track.candidates[name].checkpoint
+def _read_shape(product: ImagesProduct, name: str, root: Path, check: Callable[[Path], object]) -> ImageShape:
+    folder = root / product.candidates[name].checkpoint
     try:
         check(folder)
         return read_shape(folder)
     except CheckpointError as error:
-        raise SettingsError(f"images.candidates.{name}.checkpoint: {error}") from None
+        raise SettingsError(f"candidates.{name}.checkpoint: {error}") from None
 
 
 def _check_tiles(where: str, step: VaeTilingStep, shape: ImageShape) -> None:
@@ -83,10 +83,10 @@ def _check_categories(where: str, step: GuidanceStep, buckets: set[str], cases: 
                                 f"{' and '.join(own)} for case {case.id!r}; name fewer buckets")  # fmt: skip
 
 
-def describe_material(track: ImageTrack, root: Path) -> dict[str, Any]:
-    """Return what the track's results depend on beside candidates: DVC watches it."""
-    folders = [folder for e in track.evals.values() for folder in (e.evalset, e.clip)]
-    folders.append(track.candidates[track.reference].checkpoint)
+def digest_material(product: ImagesProduct, root: Path) -> dict[str, Any]:
+    """Return the digests of what results depend on beside candidates, and the version of diffusers."""
+    folders = [folder for e in product.evals.values() for folder in (e.evalset, e.clip)]
+    folders.append(product.candidates[product.reference].checkpoint)
     notes = frozenset({"README.md"})
     try:
         diffusers = version("diffusers")

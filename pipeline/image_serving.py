@@ -8,28 +8,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.built_candidates import fold_steps, read_built
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.records import BuiltCandidate, ImageCandidate
 from pipeline.serving_records import PipelineServing
 
 
-def sample_plainly(track: ImageTrack) -> PipelineServing:
+def sample_plainly(product: ImagesProduct) -> PipelineServing:
     """Return the serving config of a candidate without steps."""
-    sampling = track.sampling.model_dump(exclude={"guidance", "num_workers"})
-    return PipelineServing(guidance_scale=track.sampling.guidance.scale,
-                           guidance_rescale=track.sampling.guidance.rescale, **sampling)  # fmt: skip
+    guidance = product.serving.guidance
+    return PipelineServing(guidance_scale=guidance.scale, guidance_rescale=guidance.rescale,
+                           **product.serving.model_dump(exclude={"guidance"}))  # fmt: skip
 
 
-def serve(built: BuiltCandidate, track: ImageTrack) -> ImageCandidate:
+def serve(built: BuiltCandidate, product: ImagesProduct) -> ImageCandidate:
     """Add the serving config: what all candidates share, and what this one's steps changed of it."""
-    return ImageCandidate(**built.model_dump(), serving=fold_steps(built, sample_plainly(track)))
+    return ImageCandidate(**built.model_dump(), serving=fold_steps(built, sample_plainly(product)))
 
 
-def read_image_candidate(build: Path, name: str, track: ImageTrack) -> ImageCandidate:
+def read_image_candidate(build: Path, name: str, product: ImagesProduct) -> ImageCandidate:
     """Read what was built of a candidate and add how it is run.
 
     Raises:
         EvidenceError: it was not built, or its record is another candidate's or of other steps.
     """
-    asked = [step.model_dump(mode="json") for step in track.candidates[name].steps]
-    return serve(read_built(build, name, asked), track)
+    asked = [step.model_dump(mode="json") for step in product.candidates[name].steps]
+    return serve(read_built(build, name, asked), product)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
-from pipeline.params import Params
-from pipeline.text_params import Calibration, SpeculativeStep
+from pipeline.text_params import Calibration, SpeculativeStep, TextProduct
 from pipeline.weight_files import TensorInfo, read_tensors
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,27 +48,27 @@ def measure_weights(tensors: dict[str, TensorInfo]) -> WeightSizes:
     return WeightSizes(num_weights, max(widths, default=0))
 
 
-def estimate_needs(params: Params, root: Path) -> list[MemoryNeed]:
+def estimate_needs(product: TextProduct, root: Path) -> list[MemoryNeed]:
     """Estimate what serving and quantising take, for every candidate that is served from a folder."""
     needs = []
-    for name, candidate in params.candidates.items():
+    for name, candidate in product.candidates.items():
         if candidate.engine.kind != "openai":
             sizes = measure_weights(read_tensors(root / candidate.checkpoint))
             step = candidate.speculative
             draft = measure_weights(read_tensors(root / step.draft)).num_weights if step and step.draft else 0
             served = WeightSizes(sizes.num_weights + draft, sizes.max_in_features)
-            needs.append(_serving_need(name, candidate.checkpoint, served, params))
+            needs.append(_serving_need(name, candidate.checkpoint, served, product))
             needs += [_quantising_need(name, candidate.checkpoint, sizes, step.calibration)
                       for step in candidate.steps if not isinstance(step, SpeculativeStep)]  # fmt: skip
     return needs
 
 
-def _serving_need(name: str, checkpoint: str, sizes: WeightSizes, params: Params) -> MemoryNeed:
+def _serving_need(name: str, checkpoint: str, sizes: WeightSizes, product: TextProduct) -> MemoryNeed:
     # a quarter of the weights again for the key-value cache and one layer's unpacked copy
-    serving = params.serving
-    weights = sizes.num_weights * _DTYPE_BYTES[serving.dtype] / _MIB
-    return MemoryNeed(name, checkpoint, "serving", weights_mib=math.ceil(weights * serving.num_servers),
-                      other_mib=math.ceil((_PROCESS_MIB + weights / 4) * serving.num_servers))  # fmt: skip
+    num_servers = product.resources.num_servers
+    weights = sizes.num_weights * _DTYPE_BYTES[product.serving.dtype] / _MIB
+    return MemoryNeed(name, checkpoint, "serving", weights_mib=math.ceil(weights * num_servers),
+                      other_mib=math.ceil((_PROCESS_MIB + weights / 4) * num_servers))  # fmt: skip
 
 
 def _quantising_need(name: str, checkpoint: str, sizes: WeightSizes, calibration: Calibration) -> MemoryNeed:
@@ -95,7 +94,7 @@ def check_needs(needs: list[MemoryNeed], *, total_mib: int, available_mib: int) 
                                   f"this machine has {total_mib:,} MiB; use a larger machine")  # fmt: skip
         peak = need.weights_mib + need.other_mib
         if peak > available_mib:
-            lever = "serving.num_servers" if need.activity == "serving" else "calibration.num_samples"
+            lever = "resources.num_servers" if need.activity == "serving" else "calibration.num_samples"
             warnings.append(f"{where}: {need.activity} takes about {peak:,} MiB ({need.weights_mib:,} of them weights) "
                             f"and {available_mib:,} MiB are free; it may be killed: close programs, or lower {lever}")
     return warnings

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.tracking import EXPERIMENTS, GROUP, PIPELINE, open_store, search_runs
+from pipeline.tracking import GROUP, PIPELINE, name_experiment, open_store, search_runs
 
 RELEASED = "released"  # alias of the version that went out last
-_TRACK = "quantgate.track"
+_PRODUCT = "quantgate.product"
 _SAME_VERSION = ("verdict_sha256", "fingerprint")
 
 
@@ -27,16 +27,16 @@ class ReleasedVersion:
     tags: dict[str, str]  # `verdict_sha256` and `fingerprint` say which version it is
 
 
-def register_versions(versions: list[ReleasedVersion], root: Path, *, track: str = "text") -> list[str]:
+def register_versions(versions: list[ReleasedVersion], root: Path, *, product: str) -> list[str]:
     """Register what was released: one model per candidate, of which the alias `released` names the version that is.
 
-    A second time nothing is new. Candidates of the track that are not released any more lose the alias and keep their
+    A second time nothing is new. Candidates of the product that are not released any more lose the alias and keep their
     versions.
 
     Args:
-        versions: all that the track releases.
+        versions: all that the product releases.
         root: the folder of the store.
-        track: whose candidates they are.
+        product: whose candidates they are.
 
     Returns:
         A line per candidate: its model, version, and whether that is new.
@@ -45,17 +45,17 @@ def register_versions(versions: list[ReleasedVersion], root: Path, *, track: str
         JournalError: the store can't be locked, opened or written.
     """
     with open_store(root) as client:
-        lines = {f"{EXPERIMENTS[track]} {version.candidate}": version for version in versions}
-        for model in client.search_registered_models(f"tags.`{_TRACK}` = '{track}'"):
+        lines = {f"{name_experiment(product)} {version.candidate}": version for version in versions}
+        for model in client.search_registered_models(f"tags.`{_PRODUCT}` = '{product}'"):
             if model.name not in lines and RELEASED in model.aliases:
                 client.delete_registered_model_alias(model.name, RELEASED)
-        return [_register_once(client, name, version, root, track) for name, version in lines.items()]
+        return [_register_once(client, name, version, root, product) for name, version in lines.items()]
 
 
-def _register_once(client: Any, name: str, version: ReleasedVersion, root: Path, track: str) -> str:
+def _register_once(client: Any, name: str, version: ReleasedVersion, root: Path, product: str) -> str:
     models = client.search_registered_models(f"name = '{name}'")
     if not models:
-        models = [client.create_registered_model(name, tags={PIPELINE: "quantgate", _TRACK: track})]
+        models = [client.create_registered_model(name, tags={PIPELINE: "quantgate", _PRODUCT: product})]
     known = client.search_model_versions(f"name = '{name}'")
     same = [v for v in known if all(v.tags.get(key) == version.tags[key] for key in _SAME_VERSION)]
     if same:
@@ -65,16 +65,16 @@ def _register_once(client: Any, name: str, version: ReleasedVersion, root: Path,
                 client.set_model_version_tag(name, number, tag, value)
     else:
         source = (root / version.weights).resolve().as_uri()
-        run_id = _find_run(client, version.candidate, track)
+        run_id = _find_run(client, version.candidate, product)
         number = str(client.create_model_version(name, source, run_id=run_id, tags=version.tags).version)
     if str(models[0].aliases.get(RELEASED)) != number:
         client.set_registered_model_alias(name, RELEASED, number)
     return f"{name!r} version {number} is {RELEASED!r}{'' if same else ', new'}"
 
 
-def _find_run(client: Any, candidate: str, track: str) -> str | None:
+def _find_run(client: Any, candidate: str, product: str) -> str | None:
     """Return the run that the stage track logged of a candidate; None where this store has none."""
-    experiment = client.get_experiment_by_name(EXPERIMENTS[track])
+    experiment = client.get_experiment_by_name(name_experiment(product))
     if experiment is None:
         return None
     runs = search_runs(client, experiment.experiment_id, f"tags.`{GROUP}` = '/{candidate}'")

@@ -1,4 +1,4 @@
-"""What a run of a network track shows beside what every run of pictures shows: boxes, a stitch, and its costs.
+"""What a run of a network product shows beside what every run of pictures shows: boxes, a stitch, and its costs.
 
 Pure, as `image_contents.py`: records in, names of files out; `run_pictures.py` draws them.
 """

@@ -1,8 +1,7 @@
-"""The settings of the network tracks: plain torch modules, what makes them smaller and faster, and what watches them.
+"""The settings of products of vision: plain torch modules, what makes them smaller and faster, and what watches them.
 
-Two sections of params.yaml have them, `detector` and `upscaler`. Both name an adapter, a file of the user's own that
-builds the module and knows its inputs and outputs (`pipeline/networks/adapters.py`). No step rewrites weights: each
-says how they are run.
+Each names an adapter, a file of the user's own that builds the module and knows its inputs and outputs
+(`pipeline/networks/adapters.py`). No step rewrites weights: each says how they are run.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from pydantic import Field
 from pipeline.detection_params import DetectionEval, find_bucket_problems
 from pipeline.settings import (
     GateSettings,
+    Product,
     Settings,
-    Track,
     find_metric_problems,
+    find_product_problems,
     find_repeated_steps,
-    find_track_problems,
     find_unwatched_evals,
     find_window_problems,
 )
@@ -79,7 +78,6 @@ class TilingStep(Settings):
 NetworkStep = Annotated[
     PrecisionStep | ConvPolicyStep | MemoryFormatStep | CompileStep | TilingStep, Field(discriminator="kind")
 ]
-NETWORK_STEP_KINDS = ("precision", "conv_policy", "channels_last", "compile", "tiling")
 SPEED_STEPS = ("channels_last", "compile")  # whose only reason is speed
 
 
@@ -95,12 +93,17 @@ class NetworkCandidateSettings(Settings):
         return any(step.kind in SPEED_STEPS for step in self.steps)
 
 
-class RunningSettings(Settings):
-    """How pictures are run through a network, for all candidates alike."""
+class ServingSettings(Settings):
+    """How pictures are run through a network, for all candidates alike: what can change an output."""
 
     batch_size: int = Field(ge=1, le=256)  # pictures of one size together
+    num_threads: int = Field(ge=1, le=256)  # torch threads of each process
+
+
+class ResourceSettings(Settings):
+    """How much of the machine is taken: what changes no output."""
+
     num_workers: int = Field(ge=1, le=64)  # processes
-    num_threads: int = Field(ge=1, le=256)  # torch threads of each
 
 
 class UpscalingEval(Settings):
@@ -117,42 +120,42 @@ class NetworkGateSettings(GateSettings):
     max_slowdown: float | None = Field(default=None, gt=0, le=10)
 
 
-class NetworkTrack(Track):
-    """What the sections `detector` and `upscaler` share."""
+VisionEval = Annotated[DetectionEval | UpscalingEval, Field(discriminator="kind")]
 
+
+class VisionProduct(Product):
+    """A product of kind `vision`: torch modules behind an adapter, all of whose evals are of one kind."""
+
+    kind: Literal["vision"]
     adapter: str  # Python file
     calibration_images: str | None = None  # an evalset that nothing is evaluated on: what a policy is proposed from
     candidates: dict[str, NetworkCandidateSettings] = Field(min_length=1)
-    running: RunningSettings
+    serving: ServingSettings
+    resources: ResourceSettings
+    evals: dict[str, VisionEval] = Field(min_length=1)
     gate: NetworkGateSettings
 
-
-class DetectorTrack(NetworkTrack):
-    """The section `detector` of params.yaml."""
-
-    name = "detector"
-    evals: dict[str, DetectionEval] = Field(min_length=1)
+    @property
+    def task(self) -> str:
+        """What it does, by the kind of its evals."""
+        return next(iter(self.evals.values())).kind
 
 
-class UpscalerTrack(NetworkTrack):
-    """The section `upscaler` of params.yaml."""
-
-    name = "upscaler"
-    evals: dict[str, UpscalingEval] = Field(min_length=1)
-
-
-def find_network_problems(track: NetworkTrack) -> list[str]:
-    """Return what contradicts itself in a section, one line each, starting with the key's path."""
-    problems = find_track_problems(track) + find_metric_problems(track)
-    problems += find_unwatched_evals(track, "finite_output_rate", "NaN and infinity")
-    problems += [f"candidates.{name}.{problem}" for name, candidate in track.candidates.items()
-                 for problem in _step_problems(candidate.steps, track.name)]
-    problems += [f"evals.{name}.{problem}" for name, settings in track.evals.items()
+def find_network_problems(product: VisionProduct) -> list[str]:
+    """Return what contradicts itself in a product, one line each, starting with the key's path."""
+    problems = find_product_problems(product) + find_metric_problems(product)
+    problems += find_unwatched_evals(product, "finite_output_rate", "NaN and infinity")
+    problems += [f"evals.{name}.kind: expected {product.task}, as the first eval has, got {settings.kind}: an adapter "
+                 "gives boxes or pictures; make it a product of its own" for name, settings in product.evals.items()
+                 if settings.kind != product.task]
+    problems += [f"candidates.{name}.{problem}" for name, candidate in product.candidates.items()
+                 for problem in _step_problems(candidate.steps, product.task)]
+    problems += [f"evals.{name}.{problem}" for name, settings in product.evals.items()
                  if isinstance(settings, DetectionEval) for problem in find_bucket_problems(settings)]
-    return [f"{track.name}.{problem}" for problem in problems]
+    return problems
 
 
-def _step_problems(steps: list[Any], track: str) -> list[str]:
+def _step_problems(steps: list[Any], task: str) -> list[str]:
     kinds = [step.kind for step in steps]
     problems = find_repeated_steps(steps)
     if "conv_policy" in kinds:
@@ -160,7 +163,7 @@ def _step_problems(steps: list[Any], track: str) -> list[str]:
         problems += [f"steps.{i}: expected no {kind} beside conv_policy, which is emulated in float32 and says for "
                      "each layer in which arithmetic; remove one of them" for i, kind in enumerate(kinds)
                      if kind in ("precision", "channels_last", "compile")]
-    if "tiling" in kinds and track == "detector":
+    if "tiling" in kinds and task == "detection":
         problems.append(f"steps.{kinds.index('tiling')}: expected a step that a detector knows, got tiling: a box may "
                         "lie in two tiles; remove it")
     problems += [f"steps.{i}.autocast: expected bfloat16 or float16 with it, got float32; remove autocast"

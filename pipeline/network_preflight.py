@@ -1,4 +1,4 @@
-"""Check the sections `detector` and `upscaler` against the files they name, before any work; free of torch."""
+"""Check products of vision against the files they name, before any work; free of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets import CARD_FILE, Evalset, load_evalset
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.network_files import read_config
-from pipeline.network_params import NetworkTrack, PrecisionStep, TilingStep, UpscalingEval
+from pipeline.network_params import PrecisionStep, TilingStep, UpscalingEval, VisionProduct
 from pipeline.pictures import check_pictures, measure_picture
 from pipeline.preflight import check_buckets, load_kind
 from pipeline.weight_files import read_tensors
@@ -23,45 +23,45 @@ _NOTES = frozenset({"README.md"})
 ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")
 
 
-def check_network(track: NetworkTrack, root: Path) -> list[str]:
+def check_network(product: VisionProduct, root: Path) -> list[str]:
     """Refuse settings that the named files contradict; return a warning for each eval of categories in few clusters.
 
     Raises:
         SettingsError: with the path of the key, what it names, and what there is.
         EvalsetError: with file and line.
     """
-    _check_adapter(track, root)
-    evalsets = {name: load_kind(load_evalset, root / e.evalset, f"{track.name}.evals.{name}.evalset", e.kind)
-                for name, e in track.evals.items()}  # fmt: skip
+    _check_adapter(product, root)
+    evalsets = {name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), e.kind)
+                for name, e in product.evals.items()}  # fmt: skip
     for name, evalset in evalsets.items():
-        _check_evalset(f"{track.name}.evals.{name}", track.evals[name], evalset, root)
-    own = {f"{name}/{metric.name}": [*e.areas, *e.categories] for name, e in track.evals.items()
+        _check_evalset(product.locate(f"evals.{name}"), product.evals[name], evalset, root)
+    own = {f"{name}/{metric.name}": [*e.areas, *e.categories] for name, e in product.evals.items()
            if isinstance(e, DetectionEval) for metric in METRICS_BY_EVAL_KIND[e.kind]
            if metric.estimator == "average_precision" and metric.area == "all"}  # fmt: skip
-    check_buckets(f"{track.name}.gate", track, evalsets, own)
-    _check_sizes(track, evalsets)
-    if track.calibration_images is not None:
-        where, folder = f"{track.name}.calibration_images", root / track.calibration_images
-        calibration = load_kind(load_evalset, folder, where, next(iter(track.evals.values())).kind)
+    check_buckets(product, evalsets, own)
+    _check_sizes(product, evalsets)
+    if product.calibration_images is not None:
+        where, folder = product.locate("calibration_images"), root / product.calibration_images
+        calibration = load_kind(load_evalset, folder, where, next(iter(product.evals.values())).kind)
         check_pictures(folder, calibration.cases)
         _check_apart(where, calibration, evalsets)
-    for name, candidate in track.candidates.items():
-        _check_folder(f"{track.name}.candidates.{name}.checkpoint", root / candidate.checkpoint)
+    for name, candidate in product.candidates.items():
+        _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint)
         for i, step in enumerate(candidate.steps):
             if isinstance(step, TilingStep):
-                _check_seams_are_gated(track)
-                _check_tiling(f"{track.name}.candidates.{name}.steps.{i}.tile", step, evalsets, track, root)
-    return [warning for name, e in track.evals.items() if isinstance(e, DetectionEval)
-            for warning in _find_unnamed(f"{track.name}.evals.{name}", e, evalsets[name])]  # fmt: skip
+                _check_seams_are_gated(product)
+                _check_tiling(f"candidates.{name}.steps.{i}.tile", step, evalsets, product, root)
+    return [warning for name, e in product.evals.items() if isinstance(e, DetectionEval)
+            for warning in _find_unnamed(product.locate(f"evals.{name}"), e, evalsets[name])]  # fmt: skip
 
 
-def describe_slow_formats(track: NetworkTrack, machine: Machine) -> list[str]:
+def describe_slow_formats(product: VisionProduct, machine: Machine) -> list[str]:
     """Warn of candidates in 16 bits on a CPU for which torch has no such convolutions but a plain loop."""
     if machine.gpu_proof is not None or {"avx2", "avx512f"} & {*machine.instruction_sets} != {"avx2"}:
         return []
-    slow = [name for name, candidate in track.candidates.items()
+    slow = [name for name, candidate in product.candidates.items()
             if any(isinstance(s, PrecisionStep) and s.dtype != "float32" for s in candidate.steps)]  # fmt: skip
-    return [f"{track.name}.candidates: {', '.join(slow)}: this CPU has no AVX-512, and without it torch convolves in "
+    return [f"candidates: {', '.join(slow)}: this CPU has no AVX-512, and without it torch convolves in "
             "16 bits by a plain loop: expect minutes where float32 takes seconds"] if slow else []
 
 
@@ -84,20 +84,20 @@ def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list
             "not show; add pictures of those that matter"]
 
 
-def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
+def _check_sizes(product: VisionProduct, evalsets: dict[str, Evalset]) -> None:
     """Refuse a detector whose AP, or AP of a size that is in its evalset, has no tolerance: the average would hide it.
 
     A tolerance of a size that no object has is refused, too.
     """
-    for name, settings in track.evals.items():
+    for name, settings in product.evals.items():
         if not isinstance(settings, DetectionEval):
             continue
         areas = [a.area for case in evalsets[name].cases for a in case.annotations if not a.iscrowd]
         for size, (low, high) in AREAS.items():
             metric = f"{name}/ap" if size == "all" else f"{name}/ap_{size}"
-            tolerance = track.gate.tolerances.get(metric)
+            tolerance = product.gate.tolerances.get(metric)
             count = sum(low <= area <= high for area in areas)
-            where = f"{track.name}.gate.tolerances.{metric}"
+            where = product.locate(f"gate.tolerances.{metric}")
             if count and (tolerance is None or tolerance.overall is None or tolerance.tier == "advisory"):
                 found = "an advisory one" if tolerance and tolerance.overall else "none"
                 raise SettingsError(f"{where}: expected an overall tolerance that can stop a release, as "
@@ -114,17 +114,17 @@ def _check_sizes(track: NetworkTrack, evalsets: dict[str, Evalset]) -> None:
                                     "empty bucket proves nothing; remove it, or add pictures")  # fmt: skip
 
 
-def _check_adapter(track: NetworkTrack, root: Path) -> None:
-    path = root / track.adapter
+def _check_adapter(product: VisionProduct, root: Path) -> None:
+    path = root / product.adapter
     try:
-        _check_functions(f"{track.name}.adapter", path, ast.parse(path.read_text(encoding="utf-8")))
+        _check_functions(product.locate("adapter"), path, ast.parse(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise SettingsError(f"{track.name}.adapter: expected a Python file with build, preprocess and postprocess, "
+        raise SettingsError(f"{product.locate('adapter')}: expected a Python file with build, preprocess and postprocess, "
                             f"found none at {str(path)!r}") from None  # fmt: skip
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{track.name}.adapter: expected a Python file, got {error}") from None
+        raise SettingsError(f"{product.locate('adapter')}: expected a Python file, got {error}") from None
     except SyntaxError as error:
-        raise SettingsError(f"{track.name}.adapter: {path}{f':{error.lineno}' if error.lineno else ''}: expected "
+        raise SettingsError(f"{product.locate('adapter')}: {path}{f':{error.lineno}' if error.lineno else ''}: expected "
                             f"Python: {error.msg}") from None  # fmt: skip
 
 
@@ -209,30 +209,30 @@ def _check_folder(where: str, folder: Path) -> None:
         raise SettingsError(f"{where}: {error}") from None
 
 
-def _check_seams_are_gated(track: NetworkTrack) -> None:
-    for name in track.evals:
-        tolerance = track.gate.tolerances.get(f"{name}/seam_step_levels")
+def _check_seams_are_gated(product: VisionProduct) -> None:
+    for name in product.evals:
+        tolerance = product.gate.tolerances.get(f"{name}/seam_step_levels")
         if tolerance is None or tolerance.overall is None or tolerance.tier == "advisory":
-            raise SettingsError(f"{track.name}.gate.tolerances.{name}/seam_step_levels: expected an overall tolerance "
+            raise SettingsError(f"{product.locate('gate')}.tolerances.{name}/seam_step_levels: expected an overall tolerance "
                                 "that can stop a release, as a candidate runs in tiles, found none: a seam must not "
                                 "pass for want of one")  # fmt: skip
 
 
 def _check_tiling(
-    where: str, step: TilingStep, evalsets: dict[str, Evalset], track: NetworkTrack, root: Path
+    where: str, step: TilingStep, evalsets: dict[str, Evalset], product: VisionProduct, root: Path
 ) -> None:
     """Refuse an evalset whose pictures fit into one tile: it can't show a seam."""
     for name, evalset in evalsets.items():
-        sizes = [measure_picture(root / track.evals[name].evalset / case.image) for case in evalset.cases]
+        sizes = [measure_picture(root / product.evals[name].evalset / case.image) for case in evalset.cases]
         if all(max(size) <= step.tile for size in sizes):
             raise SettingsError(f"{where}: expected a picture larger than a tile in evalset {evalset.card.name!r}, got "
                                 f"{step.tile} pixels, and its largest has {max(map(max, sizes))}: no seam could show; "
                                 "add pictures of the size that is served, or tile smaller")  # fmt: skip
 
 
-def describe_material(track: NetworkTrack, root: Path) -> dict[str, Any]:
-    """Return what the track's results depend on beside candidates: DVC watches it."""
-    folders = {e.evalset: digest_folder(root / e.evalset, ignore=_NOTES) for e in track.evals.values()}
-    reference = track.candidates[track.reference].checkpoint
-    return {"evalsets": folders, "adapter": digest_file(root / track.adapter),
+def digest_material(product: VisionProduct, root: Path) -> dict[str, Any]:
+    """Return the digests of what results depend on beside candidates."""
+    folders = {e.evalset: digest_folder(root / e.evalset, ignore=_NOTES) for e in product.evals.values()}
+    reference = product.candidates[product.reference].checkpoint
+    return {"evalsets": folders, "adapter": digest_file(root / product.adapter),
             "reference": digest_checkpoint(root / reference)}  # fmt: skip

@@ -8,26 +8,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.built_candidates import fold_steps, read_built
-from pipeline.network_params import NetworkTrack
+from pipeline.network_params import VisionProduct
 from pipeline.records import BuiltCandidate, NetworkCandidate
 from pipeline.serving_records import NetworkServing
 
 
-def run_plainly(track: NetworkTrack) -> NetworkServing:
+def run_plainly(product: VisionProduct) -> NetworkServing:
     """Return the serving config of a candidate without steps."""
-    return NetworkServing(batch_size=track.running.batch_size, num_threads=track.running.num_threads)
+    return NetworkServing(**product.serving.model_dump())
 
 
-def serve(built: BuiltCandidate, track: NetworkTrack) -> NetworkCandidate:
+def serve(built: BuiltCandidate, product: VisionProduct) -> NetworkCandidate:
     """Add the serving config: what all candidates share, and what this one's steps changed of it."""
-    return NetworkCandidate(**built.model_dump(), serving=fold_steps(built, run_plainly(track)))
+    return NetworkCandidate(**built.model_dump(), serving=fold_steps(built, run_plainly(product)))
 
 
-def read_network_candidate(build: Path, name: str, track: NetworkTrack) -> NetworkCandidate:
+def read_network_candidate(build: Path, name: str, product: VisionProduct) -> NetworkCandidate:
     """Read what was built of a candidate and add how it is run.
 
     Raises:
         EvidenceError: it was not built, or its record is another candidate's or of other steps.
     """
-    asked = [step.model_dump(mode="json") for step in track.candidates[name].steps]
-    return serve(read_built(build, name, asked), track)
+    asked = [step.model_dump(mode="json") for step in product.candidates[name].steps]
+    return serve(read_built(build, name, asked), product)

@@ -2,115 +2,215 @@
 
 Every stage calls `load_params` first, so whichever runs first validates the whole file: unknown
 keys, wrong types and impossible combinations are refused with the path of the key. Checks that
-need a file beside params.yaml (layer shapes, an evalset's buckets) are in `preflight.py`.
+need a file beside params.yaml (layer shapes, an evalset's buckets) are the kinds' `check`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from ruamel.yaml.error import YAMLError
 
-from pipeline.errors import SettingsError, describe_problem
-from pipeline.image_params import IMAGE_STEP_KINDS, ImageTrack, find_image_problems
-from pipeline.network_params import NETWORK_STEP_KINDS, DetectorTrack, UpscalerTrack, find_network_problems
-from pipeline.settings import TRACKS, Track, describe_yaml_error
-from pipeline.text_params import TextTrack
-from pipeline.text_problems import find_text_problems
+from pipeline.errors import SettingsError, describe_problem, show_value
+from pipeline.products import KINDS
+from pipeline.settings import Product, describe_yaml_error
 from pipeline.yaml_files import read_yaml
 
-T = TypeVar("T", bound=Track)
+P = TypeVar("P", bound=Product)
+
+PARAMS = Path("params.yaml")
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+_RESERVED = ("env",)  # names of folders beside those of the products
 
 
-class Params(TextTrack):
-    """The whole of params.yaml: the text track, and beside it the others."""
+@dataclass(frozen=True)
+class Params:
+    """The whole of params.yaml: its products by name, each with its own candidates."""
 
-    # other products, each gated on its own
-    images: ImageTrack | None = None
-    detector: DetectorTrack | None = None
-    upscaler: UpscalerTrack | None = None
+    products: dict[str, Product]
 
 
-def load_params(path: Path = Path("params.yaml")) -> Params:
+def find_owner(params: Params, candidate: str, *, kind: type[P]) -> P:
+    """Return the product of a candidate.
+
+    Args:
+        params: the whole file.
+        candidate: as in `candidates`.
+        kind: class of the product; `Product` is any.
+
+    Raises:
+        SettingsError: no product of this kind has a candidate of this name.
+    """
+    owners = [product for product in params.products.values() if isinstance(product, kind)]
+    for product in owners:
+        if candidate in product.candidates:
+            return product
+    known = ", ".join(name for product in owners for name in product.candidates)
+    raise SettingsError(f"candidates: expected one of {known or 'a product of this kind'}, got {candidate!r}")
+
+
+def load_params(path: Path = PARAMS) -> Params:
     """Read and validate params.yaml.
 
     Raises:
         SettingsError: with the key's path, what was expected and what came.
     """
+    return parse_params(read_settings(path), where=str(path))
+
+
+def read_settings(path: Path) -> Any:
+    """Read a settings file as YAML.
+
+    Raises:
+        SettingsError: there is none, or it is no YAML.
+    """
     try:
-        data = read_yaml(path)
+        return read_yaml(path)
     except FileNotFoundError:
         raise SettingsError(f"{path}: expected the settings file, found none; run from the project root") from None
     except YAMLError as error:
         raise SettingsError(f"{path}: not valid YAML: {describe_yaml_error(error)}") from None
-    return parse_params(data, where=str(path))
 
 
-def get_track(params: Params, name: str, *, kind: type[T]) -> T:
-    """Return a track by its name.
+def get_product(params: Params, name: str, *, kind: type[P]) -> P:
+    """Return a product by its name.
 
     Args:
         params: the whole file.
-        name: one of TRACKS.
-        kind: of track that it must be; `Track` is any.
+        name: as in `products`.
+        kind: its class; `Product` is any.
 
     Raises:
-        SettingsError: there is no such track of this kind, or params.yaml has no section for it.
+        SettingsError: there is no such product of this kind.
     """
-    kinds: dict[str, type[Track]] = {t.name: t for t in (Params, ImageTrack, DetectorTrack, UpscalerTrack)}
-    names = [known for known in TRACKS if issubclass(kinds[known], kind)]
-    if name not in names:
-        raise SettingsError(f"track: expected {' or '.join(names)}, got {name!r}")
-    track = params if name == "text" else getattr(params, name)
-    if track is None:
-        raise SettingsError(f"{name}: expected this section in params.yaml, found none; add it, or remove its stages "
-                            "from dvc.yaml")
-    assert isinstance(track, kind)
-    return track
+    found = {name: product for name, product in params.products.items() if isinstance(product, kind)}
+    if name not in found:
+        raise SettingsError(f"products: expected {' or '.join(found) or 'one of this kind'}, got {name!r}")
+    return found[name]
 
 
-def check_candidate(track: Track, argv: list[str]) -> str:
-    """Return the candidate that a stage was given on its command line.
+def choose_product(params: Params, name: str | None, *, kind: type[P]) -> P:
+    """Return the named product, or without a name the only one of its kind.
 
     Raises:
-        SettingsError: not one word, or no candidate of the track.
+        SettingsError: there is none, or several to choose from.
     """
-    if len(argv) != 1 or argv[0] not in track.candidates:
-        where = "candidates" if track.name == "text" else f"{track.name}.candidates"
-        raise SettingsError(f"{where}: expected one of {', '.join(track.candidates)}, got {' '.join(argv)!r}")
+    names = [known for known, product in params.products.items() if isinstance(product, kind)]
+    if name is None and len(names) != 1:
+        raise SettingsError(f"expected the name of a product ({', '.join(names) or 'there is none of this kind'})")
+    return get_product(params, name or names[0], kind=kind)
+
+
+def check_candidate(product: Product, argv: list[str]) -> str:
+    """Return the candidate of a product that was given on a command line.
+
+    Raises:
+        SettingsError: not one word, or no candidate of the product.
+    """
+    if len(argv) != 1 or argv[0] not in product.candidates:
+        raise SettingsError(f"candidates: expected one of {', '.join(product.candidates)}, got {' '.join(argv)!r}")
     return argv[0]
 
 
 def parse_params(data: Any, where: str = "params.yaml") -> Params:
-    """Validate settings that were already read from YAML."""
+    """Validate settings that were already read from YAML.
+
+    Raises:
+        SettingsError: with the key's path, what was expected and what came.
+    """
     try:
-        params = Params.model_validate(data)
+        return _parse(data)
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error}") from None
+
+
+def _parse(data: Any) -> Params:
+    sections = _read_sections(data)
+    for name, section in sections["products"].items():
+        _check_section(name, section)
+    owned: dict[str, dict[str, Any]] = {name: {} for name in sections["products"]}
+    for name, candidate in sections["candidates"].items():
+        owner = _read_owner(name, candidate, owned)
+        owned[owner][name] = {k: v for k, v in candidate.items() if k != "product"}
+    products = {name: _parse_product(name, section, owned[name]) for name, section in sections["products"].items()}
+    for product in products.values():
+        for problem in KINDS[product.kind].find_problems(product):
+            raise SettingsError(product.locate(problem))
+    return Params(products)
+
+
+def _read_sections(data: Any) -> dict[str, dict[str, Any]]:
+    sections = {}
+    for key, what in (("products", "a mapping from each product's name to its settings"),
+                      ("candidates", "a mapping from each candidate's name to its settings")):  # fmt: skip
+        section = data.get(key) if isinstance(data, Mapping) else None
+        if not isinstance(section, Mapping) or not section:
+            raise SettingsError(f"{key}: expected {what}, {_describe(section)}")
+        sections[key] = dict(section)
+    for key in data:
+        if key not in sections:
+            raise SettingsError(f"{key}: expected products and candidates, got another key; remove it, or move it "
+                                "into a product")
+    return sections
+
+
+def _describe(value: Any) -> str:
+    return "found none" if value in (None, {}, "") else f"got {show_value(value)}"
+
+
+def _check_section(name: str, section: Any) -> None:
+    where = f"products.{name}"
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+        raise SettingsError(f"{where}: a name is lower-case letters, digits and dashes, and not {_RESERVED[0]!r}")
+    kind = section.get("kind") if isinstance(section, Mapping) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise SettingsError(f"{where}.kind: expected one of {', '.join(KINDS)}, {_describe(kind)}")
+    for key in ("name", "candidates"):
+        if key in section:
+            raise SettingsError(f"{where}.{key}: unknown key; candidates stand in `candidates`, and name their product")
+
+
+def _read_owner(name: str, candidate: Any, owned: Mapping[str, Any]) -> str:
+    where = f"candidates.{name}"
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SettingsError(f"{where}: a name is lower-case letters, digits and dashes")
+    owner = candidate.get("product") if isinstance(candidate, Mapping) else None
+    if not isinstance(owner, str) or owner not in owned:
+        raise SettingsError(f"{where}.product: expected one of {', '.join(owned)}, {_describe(owner)}")
+    return owner
+
+
+def _parse_product(name: str, section: Mapping[str, Any], candidates: dict[str, Any]) -> Product:
+    if not candidates:
+        raise SettingsError(f"products.{name}: expected a candidate that names it as its product, found none")
+    data = {**section, "name": name, "candidates": candidates}
+    try:
+        return KINDS[section["kind"]].settings.model_validate(data)
     except ValidationError as error:
-        raise SettingsError(f"{where}: {_one_line(error)}") from None
-    for problem in _contradictions(params):
-        raise SettingsError(f"{where}: {problem}")
-    return params
+        raise SettingsError(_one_line(error, name, data)) from None
 
 
-def _contradictions(params: Params) -> list[str]:
-    problems = find_text_problems(params)
-    problems += find_image_problems(params.images) if params.images else []
-    for network in (params.detector, params.upscaler):
-        problems += find_network_problems(network) if network else []
-    return problems
-
-
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, product: str, data: Mapping[str, Any]) -> str:
     problems = error.errors(include_url=False)
     # a misspelled key is two problems, and the spelling that came says more than the one that is missing
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    tags = {"gptq", "awq", "speculative", "perplexity", "harness", "tool_calls", "trajectories", "transformers", "vllm",
-            "openai", *IMAGE_STEP_KINDS, *NETWORK_STEP_KINDS}
-    loc = [str(p) for p in problem["loc"]]
-    # pydantic puts the union's tag into the path; the file has no such level
-    where = ".".join(p for i, p in enumerate(loc) if not (p in tags and i and loc[i - 1].isdigit())
-                     and not (p in tags and i == 2 and loc[0] == "evals")
-                     and not (p in tags and loc[i - 1] == "engine"))
-    return f"{where or '(whole)'}: {describe_problem(problem)}"
+    keys = list(_drop_tags(problem["loc"], data))
+    where = keys if keys[:1] == ["candidates"] else ["products", product, *keys]
+    return f"{'.'.join(where)}: {describe_problem(problem)}"
+
+
+def _drop_tags(loc: Sequence[str | int], data: Any) -> Iterator[str]:
+    """Yield the keys of a path without the level that pydantic adds for the `kind` of an entry: the file has none."""
+    for part in loc:
+        if isinstance(data, Mapping) and data.get("kind") == part and part not in data:
+            continue
+        yield str(part)
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            data = None

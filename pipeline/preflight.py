@@ -22,9 +22,8 @@ from pipeline.drafts import check_draft
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
 from pipeline.optimize.layers import check_rank, plan_folder
-from pipeline.params import Params
 from pipeline.serving.vllm_config import build_speculative_config, check_config, check_options
-from pipeline.settings import Track, describe_yaml_error
+from pipeline.settings import Product, describe_yaml_error
 from pipeline.speculation_records import SpeculativeConfig
 from pipeline.text_params import (
     Calibration,
@@ -33,6 +32,7 @@ from pipeline.text_params import (
     HarnessEval,
     SpeculativeStep,
     Step,
+    TextProduct,
     VllmEngine,
 )
 from pipeline.yaml_files import check_extent, read_text
@@ -44,7 +44,7 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _CARD_KINDS = {"perplexity": "documents", "tool_calls": "tool_calls", "trajectories": "trajectories"}
 
 
-def check_project(params: Params, root: Path) -> None:
+def check_text(product: TextProduct, root: Path) -> None:
     """Refuse settings that the named files contradict.
 
     Raises:
@@ -52,34 +52,33 @@ def check_project(params: Params, root: Path) -> None:
         EvalsetError: with file and line, what `load_evalset` refuses.
     """
     load = cache(load_evalset)  # two evals may name one folder
-    texts = load_kind(load, root / params.optimize.calibration_texts, "optimize.calibration_texts", "documents")
-    check_folder = cache(lambda folder, is_served: _check_folder(folder, params, is_served))  # most share one
-    for name, candidate in params.candidates.items():
+    texts = load_kind(load, root / product.optimize.calibration_texts, product.locate("optimize.calibration_texts"), "documents")
+    check_folder = cache(lambda folder, is_served: _check_folder(folder, product, is_served))  # most share one
+    for name, candidate in product.candidates.items():
         _check_candidate(f"candidates.{name}", candidate, texts.card, root, check_folder)
-    evalsets = {name: _check_eval(load, f"evals.{name}", settings, root) for name, settings in params.evals.items()}
-    check_buckets("gate", params, evalsets)
+    evalsets = {name: _check_eval(load, product.locate(f"evals.{name}"), settings, root) for name, settings in product.evals.items()}
+    check_buckets(product, evalsets)
 
 
 def check_buckets(
-    where: str, track: Track, evalsets: Mapping[str, Evalset | None], objects: Mapping[str, list[str]] | None = None
+    product: Product, evalsets: Mapping[str, Evalset | None], objects: Mapping[str, list[str]] | None = None
 ) -> None:
     """Refuse a tolerance of a bucket that its evalset has not.
 
     Args:
-        where: starts the path of the key.
-        track: whose tolerances.
+        product: whose tolerances.
         evalsets: by eval; None stands for one whose cases are elsewhere.
         objects: by metric, buckets of objects that params.yaml adds.
 
     Raises:
         SettingsError: with the path of the key.
     """
-    for metric, tolerance in track.gate.tolerances.items():
+    for metric, tolerance in product.gate.tolerances.items():
         eval_name = metric.split("/")[0]
         evalset, own = evalsets[eval_name], (objects or {}).get(metric, [])
         for bucket in tolerance.buckets:
             if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
-                raise SettingsError(f"{where}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
+                raise SettingsError(f"{product.locate('gate')}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
                                     f"no such bucket; it has {', '.join(known) or 'none'}")
 
 
@@ -116,29 +115,30 @@ def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) ->
     check_config(config, version=engine.version, where=where)
 
 
-def _check_folder(folder: Path, params: Params, is_served: bool) -> None:
+def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
     """Refuse a checkpoint that a later stage could not use; behind an endpoint, how it is served is not ours."""
     open_checkpoint(folder)
-    kinds = {settings.kind for settings in params.evals.values()}
+    kinds = {settings.kind for settings in product.evals.values()}
     path = folder / "tokenizer_config.json"
     tokenizer = read_json(path) if path.is_file() or "perplexity" in kinds else {}
     if "perplexity" in kinds and not (tokenizer.get("bos_token") or tokenizer.get("eos_token")):
         raise CheckpointError(f"{path}: expected a bos_token or an eos_token, which perplexity puts before each text, "
                               "found neither; name the one that the model was trained with")  # fmt: skip
     if is_served:
-        _check_context(folder, params.serving.context_length)
+        _check_context(folder, product)
     if is_served and kinds & {"tool_calls", "trajectories"}:
         _check_chat_template(folder, tokenizer)
 
 
-def _check_context(folder: Path, asked: int) -> None:
+def _check_context(folder: Path, product: TextProduct) -> None:
+    asked = product.serving.context_length
     config = read_config(folder)
     config = config.get("text_config") or config  # of a composite model
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limit = config.get("max_position_embeddings")
     # a stretched position encoding reaches further than the number in its config may say
     if isinstance(limit, int) and "factor" not in rope and asked > limit:
-        raise SettingsError(f"serving.context_length: expected at most {limit}, the max_position_embeddings of "
+        raise SettingsError(f"{product.locate('serving')}.context_length: expected at most {limit}, the max_position_embeddings of "
                             f"{folder / CONFIG_FILE}, got {asked}; lower it")
 
 

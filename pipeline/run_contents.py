@@ -65,7 +65,7 @@ def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
     tables = select_predictions(scored, judgement.policy.reference)
-    images = choose_images(judgement, scored, build) if judgement.policy.track != "text" else {}
+    images = choose_images(judgement, scored, build) if judgement.policy.kind != "text" else {}
     return [_describe_run(judgement, build, name, tables[name], images.get(name, ImageContents()), problems[name])
             for name in names]  # fmt: skip
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.built_candidates import read_built
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.image_serving import read_image_candidate
-from pipeline.network_params import NetworkTrack
+from pipeline.network_params import VisionProduct
 from pipeline.network_serving import read_network_candidate
-from pipeline.params import Params
 from pipeline.records import BuiltCandidate, Candidate, ImageCandidate, NetworkCandidate
 from pipeline.serving_records import ServingConfig
-from pipeline.settings import Track
+from pipeline.settings import Product
+from pipeline.text_params import TextProduct
 
 
-def serve(built: BuiltCandidate, params: Params) -> Candidate:
+def serve(built: BuiltCandidate, product: TextProduct) -> Candidate:
     """Add the serving config: what all candidates share, and the engine of this one."""
-    shared = params.serving.model_dump(include=set(ServingConfig.model_fields))
-    engine = params.candidates[built.name].engine
+    shared = product.serving.model_dump(include=set(ServingConfig.model_fields))
+    engine = product.candidates[built.name].engine
     shared |= {"engine": engine.kind, **engine.model_dump(exclude={"kind"})}
     if built.speculative is not None:
         shared["speculative"] = built.speculative
@@ -30,26 +30,26 @@ def serve(built: BuiltCandidate, params: Params) -> Candidate:
     return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
 
 
-def read_track_candidate(build: Path, name: str, track: Track) -> Candidate | ImageCandidate | NetworkCandidate:
-    """Read a candidate of whatever track: what was built of it, and how it is served.
+def read_product_candidate(build: Path, name: str, product: Product) -> Candidate | ImageCandidate | NetworkCandidate:
+    """Read a candidate of whatever product: what was built of it, and how it is served.
 
     Raises:
         EvidenceError: it was not built, or its record is another candidate's or of other steps.
     """
-    if isinstance(track, ImageTrack):
-        return read_image_candidate(build, name, track)
-    if isinstance(track, NetworkTrack):
-        return read_network_candidate(build, name, track)
-    assert isinstance(track, Params)
-    return read_candidate(build, name, track)
+    if isinstance(product, ImagesProduct):
+        return read_image_candidate(build, name, product)
+    if isinstance(product, VisionProduct):
+        return read_network_candidate(build, name, product)
+    assert isinstance(product, TextProduct)
+    return read_candidate(build, name, product)
 
 
-def read_candidate(build: Path, name: str, params: Params) -> Candidate:
+def read_candidate(build: Path, name: str, product: TextProduct) -> Candidate:
     """Read what was built of a text candidate and add how it is served.
 
     Raises:
         EvidenceError: it was not built, or its record is another candidate's or of other steps.
     """
     # the threshold is the gate's: another one makes no other weights
-    asked = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in params.candidates[name].steps]
-    return serve(read_built(build, name, asked), params)
+    asked = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in product.candidates[name].steps]
+    return serve(read_built(build, name, asked), product)

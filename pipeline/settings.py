@@ -1,7 +1,7 @@
-"""What the settings of every track share: strictness, the gate's section, and how a track is put together.
+"""What the settings of every product share: strictness, the gate's section, and how a product is put together.
 
-A track is one kind of product with a reference, candidates, evals and a gate of its own: text, images, a detector, an
-upscaler. Each kind has its own file of settings; `params.py` reads params.yaml and holds them together.
+A product is what a team ships and gates on its own, with a reference, candidates, evals and a gate. Each kind of product
+has its own file of settings; `params.py` reads params.yaml and holds them together.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from ruamel.yaml.error import MarkedYAMLError
 
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 
-_SECTIONS = ("images", "detector", "upscaler")  # of params.yaml, a track each; the text track is the rest of the file
-TRACKS = ("text", *_SECTIONS)
-# by track
-BUILDS = {"text": Path("build")} | {name: Path("build", name) for name in _SECTIONS}  # what stages make
-REPORTS = {"text": Path("reports")} | {name: Path("reports", name) for name in _SECTIONS}  # what people read
-RELEASES = {name: Path("release", name) for name in TRACKS}  # what went out
-METRICS = {name: Path("metrics", name) for name in TRACKS}  # what DVC compares
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+BUILD = Path("build")  # what stages make, a folder a product
+REPORTS = Path("reports")  # what people read, likewise
+METRICS = Path("metrics")  # what DVC compares, likewise
+RELEASE = Path("release")  # what went out, likewise
+ENV = BUILD / "env"  # what stage env found, for all products
 
 
 Tier = Literal["critical", "supporting", "advisory"]  # of a metric
@@ -75,73 +72,88 @@ class GateSettings(Settings):
     loosened: dict[str, Loosened] = {}  # by its key: why a setting is looser than at the last release
 
 
-class Track(Settings):
-    """One kind of product: what is compared with what, on which evals, and what may be lost."""
+class Product(Settings):
+    """One product: what is compared with what, on which evals, and what may be lost.
 
-    name: ClassVar[str]  # one of TRACKS
+    A section of `products` in params.yaml. Its name and its candidates stand elsewhere in the file: the name is the
+    section's key, and a candidate names its product.
+    """
 
+    name: str
+    kind: str
     reference: str
     release: list[str] = Field(min_length=1)
-    candidates: dict[str, Any] = Field(min_length=1)
+    candidates: dict[str, Any]
     evals: dict[str, Any] = Field(min_length=1)
     gate: GateSettings
 
+    @property
+    def build(self) -> Path:
+        """The folder of what stages make of it."""
+        return BUILD / self.name
 
-def name_stage(stage: str, track: str) -> str:
-    """Return the name of a stage in a track: "compare" of the images is compare_images."""
-    return stage if track == "text" else f"{stage}_{track}"
+    @property
+    def reports(self) -> Path:
+        """The folder of its report."""
+        return REPORTS / self.name
+
+    def locate(self, key: str) -> str:
+        """Return where a setting stands in params.yaml.
+
+        Args:
+            key: dotted, from the product; candidates are not inside its section.
+        """
+        return key if key.partition(".")[0].rstrip(":") == "candidates" else f"products.{self.name}.{key}"
 
 
-def find_track_problems(track: Track) -> list[str]:
-    """Return what is wrong with the names of a track, one line each, starting with the key's path."""
-    problems = [f"candidates.{name}: a name is lower-case letters, digits and dashes"
-                for name in track.candidates if not _NAME.fullmatch(name)]
-    problems += [f"evals.{name}: a name is lower-case letters, digits, dashes and underscores"
-                 for name in track.evals if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)]
-    known = ", ".join(track.candidates)
-    if track.reference not in track.candidates:
-        problems.append(f"reference: expected one of the candidates ({known}), got {track.reference!r}")
-    if track.reference in track.candidates and track.candidates[track.reference].steps:
-        problems.append(f"candidates.{track.reference}.steps: expected none, as it is the reference: what the steps "
+def find_product_problems(product: Product) -> list[str]:
+    """Return what is wrong with the names of a product, one line each, starting with the key's path."""
+    problems = [f"evals.{name}: a name is lower-case letters, digits, dashes and underscores"
+                for name in product.evals if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)]
+    known = ", ".join(product.candidates)
+    if product.reference not in product.candidates:
+        problems.append(f"reference: expected one of the candidates ({known}), got {product.reference!r}")
+    if product.reference in product.candidates and product.candidates[product.reference].steps:
+        problems.append(f"candidates.{product.reference}.steps: expected none, as it is the reference: what the steps "
                         "cost would not show; name a candidate without steps as the reference")
-    for i, name in enumerate(track.release):
-        if name not in track.candidates:
+    for i, name in enumerate(product.release):
+        if name not in product.candidates:
             problems.append(f"release.{i}: expected one of the candidates ({known}), got {name!r}")
-        if name == track.reference:
+        if name == product.reference:
             problems.append(f"release.{i}: {name!r} is the reference, and a comparison with itself proves nothing; "
                             "name another candidate")
-        if name in track.release[:i]:
+        if name in product.release[:i]:
             problems.append(f"release.{i}: {name!r} is listed twice; remove one")
     return problems
 
 
-def find_metric_problems(track: Track) -> list[str]:
-    """Return the tolerances and tripwires that no eval of the track has a metric for or can show, one line each."""
+def find_metric_problems(product: Product) -> list[str]:
+    """Return the tolerances and tripwires that no eval of the product has a metric for or can show, one line each."""
     problems = []
     for section, gating in (("tolerances", True), ("tripwires", False)):
-        metrics = {f"{name}/{m.name}" for name, e in track.evals.items()
+        metrics = {f"{name}/{m.name}" for name, e in product.evals.items()
                    for m in METRICS_BY_EVAL_KIND[e.kind] if m.is_gated == gating}
-        for metric in getattr(track.gate, section):
+        for metric in getattr(product.gate, section):
             if metric not in metrics:
                 problems.append(f"gate.{section}.{metric}: no such metric; the evals give "
                                 + (", ".join(sorted(metrics)) or "none"))
     problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
-                 for metric, t in track.gate.tolerances.items() if t.overall is None and not t.buckets]
-    shares = {f"{name}/{m.name}" for name, e in track.evals.items() for m in METRICS_BY_EVAL_KIND[e.kind] if not m.unit}
-    problems += [f"gate.tolerances.{metric}.{problem}" for metric, t in track.gate.tolerances.items()
+                 for metric, t in product.gate.tolerances.items() if t.overall is None and not t.buckets]
+    shares = {f"{name}/{m.name}" for name, e in product.evals.items() for m in METRICS_BY_EVAL_KIND[e.kind] if not m.unit}
+    problems += [f"gate.tolerances.{metric}.{problem}" for metric, t in product.gate.tolerances.items()
                  if metric in shares for problem in t.find_too_high()]
     return problems
 
 
-def find_unwatched_evals(track: Track, metric: str, harm: str) -> list[str]:
+def find_unwatched_evals(product: Product, metric: str, harm: str) -> list[str]:
     """Return the evals whose outputs may be unsound without a tolerance for that, one line each.
 
     Args:
-        track: whose evals all have the metric.
+        product: whose evals all have the metric.
         metric: the rate of sound outputs.
         harm: what would pass, for the message.
     """
-    tolerances = {name: track.gate.tolerances.get(f"{name}/{metric}") for name in track.evals}
+    tolerances = {name: product.gate.tolerances.get(f"{name}/{metric}") for name in product.evals}
     return [f"gate.tolerances: expected {name}/{metric} with an overall tolerance that can stop a release, found "
             f"{'an advisory one' if found and found.overall else 'none'}; {harm} must not pass for want of one"
             for name, found in tolerances.items()

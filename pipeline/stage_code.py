@@ -1,22 +1,23 @@
-"""The project files that a stage runs, found without running it, and their digest: what DVC reruns a stage by.
+"""The project files that a stage runs for a kind of product, found without running it, and their digest.
 
-    python -m pipeline.stage_code evaluate    lists the files of a stage
+    python -m pipeline.stage_code evaluate text    lists them
 
-Stage `env` writes the digests to build/env/code.json, and each stage of dvc.yaml depends on its own; what a stage keeps
-of a run that was killed is found again under the same digest only. Listed there file
-by file, as sixty dependencies of each candidate's stages, they made dvc.lock so large that writing it took DVC five
-seconds after every stage.
+Stage `env` writes the digests to build/env/inputs.json, and each stage of dvc.yaml depends on its own; what a stage
+keeps of a run that was killed is found again under the same digest only. Listed file by file, as sixty dependencies of
+each candidate's stages, they made dvc.lock so large that writing it took DVC five seconds after every stage.
 
 Follows imports anywhere in a file, functions included, dotted names of project modules in strings (a server is started
 as `python -m pipeline...`), and templates and folders of data that a file names beside itself. A package's __init__.py
-counts: Python runs it on the way. Not covered: modules whose names are put together while the program runs.
+counts: Python runs it on the way. What only a type checker imports does not. The list of kinds leads to none of them:
+of the one kind, the methods count that the stage's own files call by name. Not covered: modules whose names are put
+together while the program runs.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,22 +25,16 @@ from pipeline.digests import digest_file, digest_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipeline", "stages")
+PRODUCTS = Path("pipeline/products")
 NOT_A_STAGE = ("__init__.py", "cli.py")
 
 
-def digest_stages(root: Path) -> dict[str, str]:
-    """Return the digest of each stage's code, under the name of its file in stages/."""
-    code = {stage: list_code(stage, root) for stage in list_stages(root)}
-    digests = {path: digest_file(root / path) for path in set().union(*code.values())}
-    return {stage: digest_json({path: digests[path] for path in paths}) for stage, paths in code.items()}
-
-
-def digest_code(stage: str) -> str:
+def digest_code(stage: str, kind: str) -> str:
     """Return the digest of a stage's code as it lies on disk: what other code made is not mixed with what this makes.
 
     It is read anew, as the file of stage `env` may be older than the code.
     """
-    return digest_json({path: digest_file(ROOT / path) for path in list_code(stage, ROOT)})
+    return digest_json({path: digest_file(ROOT / path) for path in list_code(stage, kind, ROOT)})
 
 
 def list_stages(root: Path) -> list[str]:
@@ -47,24 +42,67 @@ def list_stages(root: Path) -> list[str]:
     return sorted(path.stem for path in (root / "stages").glob("*.py") if path.name not in NOT_A_STAGE)
 
 
-def list_code(stage: str, root: Path) -> list[str]:
-    """List every project file that a stage can run or read beside its code, relative to the root and sorted."""
-    start = root / "stages" / f"{stage}.py"
-    seen, waiting = {start}, [start]
+def list_code(stage: str, kind: str, root: Path) -> list[str]:
+    """List every project file that a stage can run, or read beside its code, for products of a kind.
+
+    Args:
+        stage: name of its file in stages/.
+        kind: name of its folder in pipeline/products/.
+        root: of the project, which the paths are relative to.
+    """
+    entry = root / PRODUCTS / kind / "__init__.py"
+    seen = _follow({root / "stages" / f"{stage}.py"}, root)
+    called = {name for path in seen for name in _list_calls(path)}
+    seen |= {entry} | _follow(_list_led_to(entry, called, root), root)
+    return sorted(path.relative_to(root).as_posix() for path in seen)
+
+
+def _follow(start: Collection[Path], root: Path) -> set[Path]:
+    """Return files and all that they lead to, short of the list of kinds and what a kind's own file leads to."""
+    gates = {root / PRODUCTS / "__init__.py", *root.glob(f"{PRODUCTS.as_posix()}/*/__init__.py")}
+    seen = set(start) - gates
+    waiting = list(seen)
     while waiting:
-        new = find_named(waiting.pop(), root) - seen
+        new = find_named(waiting.pop(), root) - seen - gates
         seen |= new
         waiting += new
-    return sorted(path.relative_to(root).as_posix() for path in seen)
+    return seen
+
+
+@cache
+def _list_calls(path: Path) -> frozenset[str]:
+    """List the names that a file calls as methods."""
+    if path.suffix != ".py":
+        return frozenset()
+    return frozenset(node.func.attr for node in ast.walk(_parse(path))
+                     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))  # fmt: skip
+
+
+def _list_led_to(entry: Path, called: Collection[str], root: Path) -> frozenset[Path]:
+    """List what a kind's own file names, less what stands in methods that nobody calls."""
+    tree = _parse(entry)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            node.body = [part for part in node.body if not isinstance(part, ast.FunctionDef) or part.name in called]
+    return _find_files(tree, entry, root)
 
 
 @cache
 def find_named(path: Path, root: Path) -> frozenset[Path]:
     """List the project files that a file imports or names in a string; what is not Python names none."""
-    if path.suffix != ".py":
-        return frozenset()
+    return _find_files(_parse(path), path, root) if path.suffix == ".py" else frozenset()
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _find_files(tree: ast.Module, path: Path, root: Path) -> frozenset[Path]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []  # no stage runs it
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -97,4 +135,4 @@ def _list_data(folder: Path, name: str) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    print("\n".join(list_code(sys.argv[1], Path())))
+    print("\n".join(list_code(sys.argv[1], sys.argv[2], Path())))

@@ -14,9 +14,9 @@ Whoever writes dvc.lock to match is not seen here; `release/recipe.py` compares 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import networkx
 from dvc.dependency import ParamsDependency
@@ -24,10 +24,10 @@ from dvc.output import Output
 from dvc.repo import Repo
 from dvc.stage import PipelineStage, Stage
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import EvidenceError
-from pipeline.settings import describe_yaml_error
+
+T = TypeVar("T")
 
 Entry = Mapping[str, Any]  # of a stage, in dvc.lock
 _STAGES, _LOCK = "dvc.yaml", "dvc.lock"
@@ -43,30 +43,27 @@ def find_stale(root: Path, *, runs_here: Collection[str]) -> dict[str, list[str]
     Raises:
         EvidenceError: DVC can't say.
     """
+    return _ask(root, lambda repo: _find_stale(repo, runs_here))
+
+
+def read_commands(root: Path) -> dict[str, list[str]]:
+    """Return the commands of each stage, those of a `foreach` resolved.
+
+    Raises:
+        EvidenceError: DVC can't say.
+    """
+    return _ask(root, lambda repo: {_name(stage): stage.cmd if isinstance(stage.cmd, list) else [str(stage.cmd)]
+                                    for stage in repo.index.stages})
+
+
+def _ask(root: Path, question: Callable[[Repo], T]) -> T:
     try:
         with Repo(str(root)) as repo:
-            return _find_stale(repo, runs_here)
+            return question(repo)
     except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
         said = " ".join(str(error).split())
         raise EvidenceError(f"{root / _STAGES}: expected stages that DVC can compare with {_LOCK}, got "
                             f"{type(error).__name__}: {said}; run `dvc status`") from error
-
-
-def read_commands(root: Path) -> dict[str, list[str]]:
-    """Return the commands of each stage as they stand in dvc.yaml, without those of stages under `foreach`.
-
-    Raises:
-        EvidenceError: the file can't be read, or has no stages.
-    """
-    path = root / _STAGES
-    try:
-        stages = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["stages"]
-        found = {name: stage["cmd"] for name, stage in stages.items() if "cmd" in stage}
-    except (OSError, UnicodeDecodeError, YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise EvidenceError(f"{path}: expected DVC's stages, found none ({type(error).__name__}: "
-                            f"{describe_yaml_error(error)}); take it from git again") from None
-    # what is no command, as the `true` of YAML, is left for DVC to refuse
-    return {name: [str(line) for line in cmd] if isinstance(cmd, list) else [str(cmd)] for name, cmd in found.items()}
 
 
 def _find_stale(repo: Repo, runs_here: Collection[str]) -> dict[str, list[str]]:

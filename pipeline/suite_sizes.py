@@ -10,17 +10,17 @@ import numpy as np
 from pipeline.evalsets import load_evalset
 from pipeline.gate.clusters import hiding_clusters
 from pipeline.gate.plan import Sizes, SuiteSize
-from pipeline.settings import Track
+from pipeline.settings import Product
 
 
-def read_sizes(track: Track, root: Path) -> dict[str, Sizes]:
+def read_sizes(product: Product, root: Path) -> dict[str, Sizes]:
     """Return the sizes of each eval whose cases are an evalset; only lm-eval knows those of its tasks."""
     sizes = {}
-    for name, settings in track.evals.items():
+    for name, settings in product.evals.items():
         if hasattr(settings, "evalset"):
             cases = load_evalset(root / settings.evalset).cases
             sizes[name] = count_sizes([case.cluster for case in cases], [case.buckets for case in cases],
-                                      confidence=1 - track.gate.alpha)
+                                      confidence=1 - product.gate.alpha)
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""The settings of the text track: checkpoints, what makes them smaller and faster, what serves, asks and times them.
+"""The settings of the text product: checkpoints, what makes them smaller and faster, what serves, asks and times them.
 
 What contradicts itself in them is in `text_problems.py`.
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.settings import Settings, Track
+from pipeline.settings import Product, Settings
 
 
 class Calibration(Settings):
@@ -112,15 +112,20 @@ class OptimizeSettings(Settings):
 
 
 class ServingSettings(Settings):
-    """How the embedded engine serves, and how hard the client drives it."""
+    """How the embedded engine serves, and how hard the client drives it: what can change an answer."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     continuous_batching: bool
     concurrency: int = Field(ge=1, le=512)  # requests in flight per server
-    num_servers: int = Field(ge=1, le=64)
     num_threads: int = Field(ge=1, le=256)  # torch threads per server
     context_length: int = Field(ge=16)  # tokens
     max_tokens: int = Field(ge=1)  # completion tokens a request
+
+
+class ResourceSettings(Settings):
+    """How much of the machine is taken, and how long is waited: what changes no answer."""
+
+    num_servers: int = Field(ge=1, le=64)
     request_timeout_s: float = Field(gt=0)
     start_timeout_s: float = Field(gt=0)
 
@@ -185,13 +190,14 @@ class BenchmarkSettings(Settings):
     max_slowdown: float | None = Field(default=None, gt=0, lt=1)  # of the throughput, relative; more fails
 
 
-class TextTrack(Track):
-    """The part of params.yaml that stands in no section: checkpoints of language models, served and asked."""
+class TextProduct(Product):
+    """A product of kind `text`: checkpoints of language models, served and asked."""
 
-    name = "text"
+    kind: Literal["text"]
     optimize: OptimizeSettings
     candidates: dict[str, CandidateSettings] = Field(min_length=1)
     serving: ServingSettings
+    resources: ResourceSettings
     canary: CanarySettings
     evals: dict[str, EvalSettings] = Field(min_length=1)
     benchmark: BenchmarkSettings

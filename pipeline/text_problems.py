@@ -1,4 +1,4 @@
-"""What contradicts itself in the settings of the text track, each in one line.
+"""What contradicts itself in the settings of the text product, each in one line.
 
 Needs no file beside params.yaml; what does is in `preflight.py`.
 """
@@ -9,13 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.settings import find_metric_problems, find_track_problems
+from pipeline.settings import find_metric_problems, find_product_problems
 from pipeline.text_params import (
     EngineSettings,
     OpenaiEngine,
     SpeculativeStep,
     Step,
-    TextTrack,
+    TextProduct,
     TransformersEngine,
     VllmEngine,
 )
@@ -27,42 +27,42 @@ LOSSY_OPTIONS = ("posterior_threshold", "posterior_alpha", "typical_acceptance_s
                  "assistant_ensemble_weight")  # fmt: skip
 
 
-def find_text_problems(params: TextTrack) -> list[str]:
-    """Return what contradicts itself in the text track, one line each, starting with the key's path."""
-    problems = find_track_problems(params)
-    problems += [f"candidates.{name}.steps.{i}{problem}" for name, c in params.candidates.items()
+def find_text_problems(product: TextProduct) -> list[str]:
+    """Return what contradicts itself in the text product, one line each, starting with the key's path."""
+    problems = find_product_problems(product)
+    problems += [f"candidates.{name}.steps.{i}{problem}" for name, c in product.candidates.items()
                  for i, step in enumerate(c.steps) if isinstance(step, SpeculativeStep)
                  for problem in _speculative_problems(step, c.engine, c.steps[i + 1:])]
-    problems += [f"candidates.{name}.{problem}" for name, c in params.candidates.items()
+    problems += [f"candidates.{name}.{problem}" for name, c in product.candidates.items()
                  for problem in _quantising_problems(c.steps)]
-    problems += [f"candidates.{name}.engine.{problem}" for name, c in params.candidates.items()
+    problems += [f"candidates.{name}.engine.{problem}" for name, c in product.candidates.items()
                  for problem in _engine_problems(c.engine)]
     problems += [f"candidates.{name}.exact: expected an eval of kind tool_calls or trajectories, whose answers show "
                  "whether it is, found none; add one, or remove exact"
-                 for name, c in params.candidates.items() if c.exact and not params.chat_evals]
-    if params.serving.max_tokens >= params.serving.context_length:
+                 for name, c in product.candidates.items() if c.exact and not product.chat_evals]
+    if product.serving.max_tokens >= product.serving.context_length:
         problems.append(f"serving.max_tokens: expected less than serving.context_length "
-                        f"({params.serving.context_length}), which prompt and answer share, got "
-                        f"{params.serving.max_tokens}; lower it")
-    problems += find_metric_problems(params)
-    problems += [f"benchmark.{problem}" for problem in _benchmark_problems(params)]
+                        f"({product.serving.context_length}), which prompt and answer share, got "
+                        f"{product.serving.max_tokens}; lower it")
+    problems += find_metric_problems(product)
+    problems += [f"benchmark.{problem}" for problem in _benchmark_problems(product)]
     return problems
 
 
-def _benchmark_problems(params: TextTrack) -> list[str]:
-    benchmark, serving, problems = params.benchmark, params.serving, []
+def _benchmark_problems(product: TextProduct) -> list[str]:
+    benchmark, serving, problems = product.benchmark, product.serving, []
     for i, name in enumerate(benchmark.candidates):
-        if name not in params.candidates or name == params.reference:
-            others = ", ".join(c for c in params.candidates if c != params.reference)
+        if name not in product.candidates or name == product.reference:
+            others = ", ".join(c for c in product.candidates if c != product.reference)
             problems.append(f"candidates.{i}: expected one of the candidates beside the reference ({others}), "
                             f"got {name!r}")
         if name in benchmark.candidates[:i]:
             problems.append(f"candidates.{i}: {name!r} is listed twice; remove one")
-    untimed = [name for name in params.release if name not in benchmark.candidates and name in params.candidates]
+    untimed = [name for name in product.release if name not in benchmark.candidates and name in product.candidates]
     if benchmark.max_slowdown is not None and untimed:
         problems.append(f"max_slowdown: expected every released candidate among benchmark.candidates, as a limit asks "
                         f"for its time, found no {untimed[0]!r}; add it, or remove the limit")
-    if benchmark.candidates and not params.chat_evals:
+    if benchmark.candidates and not product.chat_evals:
         problems.append("candidates: the prompts are those of evals of kind tool_calls or trajectories, found none; "
                         "add one, or list no candidate")
     for i, number in enumerate(benchmark.concurrency):

@@ -30,14 +30,9 @@ from pipeline.gate.wording import escape_markdown
 from pipeline.image_contents import COLUMN, VIEW, describe_view
 from pipeline.run_contents import RunContents
 from pipeline.run_pictures import draw_pictures
-from pipeline.settings import TRACKS
 
-_NAMED = [track for track in TRACKS if track != "text"]
-# by track: their metrics have nothing in common
-EXPERIMENTS = {"text": "quantgate"} | {track: f"quantgate {track}" for track in _NAMED}
 STORE_FILE = "mlflow.db"
 ARTIFACTS_FOLDER = "mlartifacts"
-PAGES_FILES = {"text": "mlartifacts/pages.txt"} | {track: f"mlartifacts/pages-{track}.txt" for track in _NAMED}
 LOCK_FILE = ".mlflow.lock"
 LOCK_TIMEOUT_S = 120
 _VIEWS = "mlflow.sharedViewState."  # starts the tags that hold an experiment's saved views
@@ -54,8 +49,13 @@ class LoggedRun:
     is_new: bool
 
 
+def name_experiment(product: str) -> str:
+    """Return the name of a product's experiment: metrics of several have nothing in common."""
+    return f"quantgate {product}"
+
+
 def log_runs(
-    runs: list[RunContents], root: Path, *, track: str = "text", attachments: Iterable[Path] = (),
+    runs: list[RunContents], root: Path, *, product: str, attachments: Iterable[Path] = (),
     dvc_experiment: str = "",
 ) -> list[LoggedRun]:
     """Log every run that MLflow does not hold yet and bin those they replace.
@@ -63,7 +63,7 @@ def log_runs(
     Args:
         runs: what to log, in the order in which they should be listed.
         root: the folder of the store: the project root, also when DVC runs elsewhere.
-        track: whose experiment they go to.
+        product: whose experiment they go to.
         attachments: files to attach to each new run.
         dvc_experiment: name of the DVC experiment that is running, or "".
 
@@ -72,7 +72,7 @@ def log_runs(
     """
     files = [file for file in attachments if file.is_file()]
     with open_store(root) as client:
-        experiment_id = _find_experiment(client, EXPERIMENTS[track], root)
+        experiment_id = _find_experiment(client, name_experiment(product), root)
         # MLflow lists the newest first
         logged = [_log_once(client, experiment_id, run, files, dvc_experiment) for run in reversed(runs)]
         _save_view(client, experiment_id, runs)
@@ -190,7 +190,7 @@ def _fill(client: Any, run_id: str, run: RunContents, files: list[Path]) -> None
         client.log_artifact(run_id, str(file))
 
 
-def write_pages(logged: list[LoggedRun], root: Path, *, track: str = "text") -> None:
+def write_pages(logged: list[LoggedRun], root: Path, *, product: str, has_pictures: bool) -> None:
     """Write the addresses of the pages worth opening, below the server's root, beside the artifacts.
 
     The order is that of a review: all numbers in a table, the bars, then every flip side by side.
@@ -201,6 +201,6 @@ def write_pages(logged: list[LoggedRun], root: Path, *, track: str = "text") -> 
     runs = f"#/experiments/{experiment_id}/runs?compareRunsMode"
     lines = [f"compare      #/compare-runs?runs={ids}&experiments={experiments}",
              f"charts       {runs}=CHART", f"predictions  {runs}=ARTIFACT"]  # fmt: skip
-    if track != "text":
+    if has_pictures:
         lines.append(f"images       {runs}=CHART&viewStateShareKey={VIEW}")
-    write_text(root / PAGES_FILES[track], "\n".join(lines) + "\n")
+    write_text(root / ARTIFACTS_FOLDER / f"pages-{product}.txt", "\n".join(lines) + "\n")

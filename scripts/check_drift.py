@@ -22,11 +22,11 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.drift import CONCURRENCY, Comparison, Drift, check_drift  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.params import Params, load_params  # noqa: E402
+from pipeline.params import find_owner, load_params  # noqa: E402
 from pipeline.serving.client import Client  # noqa: E402
 from pipeline.serving.engines.openai import read_key  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
-from pipeline.text_params import OpenaiEngine  # noqa: E402
+from pipeline.text_params import OpenaiEngine, TextProduct  # noqa: E402
 from pipeline.text_problems import find_address_problems  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
@@ -36,11 +36,9 @@ MAX_SHOWN = 5
 def main(argv: list[str]) -> int:
     """Check one endpoint; return 1 on drift."""
     options = _parse(argv)
-    params = load_params()
-    if options.candidate not in params.candidates:
-        raise SettingsError(f"expected one candidate of {', '.join(params.candidates)}, got {options.candidate!r}")
+    product = find_owner(load_params(), options.candidate, kind=TextProduct)
     _check_options(options)
-    drift = asyncio.run(_check(options, params))
+    drift = asyncio.run(_check(options, product))
     tolerated = drift.num_explained if options.max_changed is None else options.max_changed
     print(_describe(options.candidate, drift, tolerated, is_asked=options.max_changed is not None))
     return 1 if drift.fingerprint.differences or len(drift.changed) > tolerated else 0
@@ -65,16 +63,16 @@ def _check_options(options: argparse.Namespace) -> None:
         raise SettingsError(f"--{problem.replace('base_url', 'base-url')}")
 
 
-async def _check(options: argparse.Namespace, params: Params) -> Drift:
-    engine = params.candidates[options.candidate].engine
+async def _check(options: argparse.Namespace, product: TextProduct) -> Drift:
+    engine = product.candidates[options.candidate].engine
     url, model = (engine.base_url, engine.model) if isinstance(engine, OpenaiEngine) else (None, options.candidate)
     url, model = options.base_url or url, options.model or model
     if url is None:
         raise SettingsError(f"candidates.{options.candidate}.engine has no address in params.yaml: give --base-url")
-    candidate = read_candidate(Path("build"), options.candidate, params)
+    candidate = read_candidate(product.build, options.candidate, product)
     async with Client([url.rstrip("/").removesuffix("/v1")], model, concurrency=CONCURRENCY, max_refusals=2,
-                      timeout_s=params.serving.request_timeout_s, api_key=read_key(candidate)) as client:  # fmt: skip
-        return await check_drift(candidate, params, client, root=Path(), num_cases=options.cases)
+                      timeout_s=product.resources.request_timeout_s, api_key=read_key(candidate)) as client:  # fmt: skip
+        return await check_drift(candidate, product, client, root=Path(), num_cases=options.cases)
 
 
 def _describe(name: str, drift: Drift, tolerated: int, *, is_asked: bool) -> str:

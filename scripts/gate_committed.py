@@ -4,8 +4,8 @@
 
 A release may go out when
 1. no stage is out of date by dvc.lock: the committed results are of this code, these settings and this data;
-2. the gate of every track of params.yaml passes on the committed verdict;
-3. every track's release bundle is there, verifies, and is about that verdict, these settings, weights and cases; it is
+2. the gate of every product of params.yaml passes on the committed verdict;
+3. every product's release bundle is there, verifies, and is about that verdict, these settings, weights and cases; it is
    signed by the key in `release.pub`, where that file is committed;
 4. in a pull request (GITHUB_BASE_REF names the branch it goes to): no setting is looser than at that branch's last
    release without its reason in `gate.loosened`, no release of that branch was deleted, and `release.pub` is its own.
@@ -32,22 +32,22 @@ from pipeline.errors import QuantgateError  # noqa: E402
 from pipeline.evalsets import load_evalset  # noqa: E402
 from pipeline.files import write_text  # noqa: E402
 from pipeline.gate.loosening import MANIFEST, compare_with_release, name_material  # noqa: E402
-from pipeline.gate.verdicts import describe_policy  # noqa: E402
+from pipeline.gate.verdicts import VERDICT_FILE, describe_policy  # noqa: E402
 from pipeline.gate.wording import escape_markdown, show_unprintable  # noqa: E402
-from pipeline.network_params import NetworkTrack  # noqa: E402
-from pipeline.params import Params, get_track, load_params  # noqa: E402
+from pipeline.network_params import VisionProduct  # noqa: E402
+from pipeline.params import Params, load_params  # noqa: E402
 from pipeline.record_files import read_record  # noqa: E402
 from pipeline.release.manifest import Manifest  # noqa: E402
 from pipeline.release.recipe import find_other_material, find_other_recipe  # noqa: E402
 from pipeline.release.verification import verify_bundle  # noqa: E402
-from pipeline.settings import RELEASES, REPORTS, TRACKS, Track, name_stage  # noqa: E402
+from pipeline.settings import RELEASE, Product  # noqa: E402
 from pipeline.staleness import find_stale, read_commands  # noqa: E402
 
 KEY = Path("release.pub")
 ENV_FILES = Path("build/env")
 ENV = "env"  # the stage that reads code and libraries, which other stages are compared with
 _ANNOTATIONS = ("::error file=", "::warning file=")  # the stage writes out what others' names say of this kind
-JUDGING = ("compare", "gate", "release")  # stages that every track has
+JUDGING = ("compare", "gate", "release")  # stages that every product has
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ def run(*command: str) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
-def check_results(tracks: Sequence[str], *, blocked: Collection[str] = ()) -> Check:
+def check_results(products: Sequence[str], *, blocked: Collection[str] = ()) -> Check:
     """Say which stages would have to run, after reading this machine's libraries, which could make them all.
 
     Args:
-        tracks: that the project has.
+        products: that the project has.
         blocked: those whose gate does not pass: their last release is another one, as it has to be.
     """
     name = "results belong to this code and these settings"
-    gates = [name_stage("gate", track) for track in tracks]
+    gates = [f"gate@{product}" for product in products]
     try:
         commands = read_commands(Path())
         shutil.rmtree(ENV_FILES, ignore_errors=True)  # none that somebody committed stands for this code's own
@@ -83,14 +83,13 @@ def check_results(tracks: Sequence[str], *, blocked: Collection[str] = ()) -> Ch
             if code:
                 return Check(name, False, f"stage {ENV} ended with {code}\n{said}")
         stale = find_stale(Path(), runs_here={ENV, *gates})
-        for track in blocked:
-            stale.pop(name_stage("release", track), None)
+        for product in blocked:
+            stale.pop(f"release@{product}", None)
     except QuantgateError as error:
         return Check(name, False, str(error))
     lines = [f"out of date: {', '.join(stale)}"] if stale else []
     lines += [f"{stage}: {'; '.join(problems)}" for stage, problems in stale.items() if problems]
-    asked = {name_stage(stage, track): f"python -m stages.{stage}" + ("" if track == "text" else f" {track}")
-             for track in tracks for stage in JUDGING}  # fmt: skip
+    asked = {f"{stage}@{product}": f"python -m stages.{stage} {product}" for product in products for stage in JUDGING}
     if Path("stages").is_dir():  # the project's own, whose digests nothing else can tell
         asked[ENV] = f"python -m stages.{ENV}"
     lines += _find_other_commands(commands, asked)
@@ -105,37 +104,37 @@ def _find_other_commands(commands: Mapping[str, list[str]], asked: Mapping[str, 
             for stage, command in asked.items() if commands.get(stage) != [command]]
 
 
-def check_gate(track: str) -> Check:
-    """Run the gate of a track on the committed verdict; what it tells GitHub is handed on."""
-    command = (sys.executable, "-m", "stages.gate", *([] if track == "text" else [track]))
+def check_gate(product: str) -> Check:
+    """Run the gate of a product on the committed verdict; what it tells GitHub is handed on."""
+    command = (sys.executable, "-m", "stages.gate", product)
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     lines = done.stdout.splitlines()
     told = tuple(line for line in lines if line.startswith(_ANNOTATIONS))
     said = "\n".join([*(line for line in lines if line not in told), done.stderr]).strip()
-    return Check(f"{track}: gate", done.returncode == 0, said, told)
+    return Check(f"{product}: gate", done.returncode == 0, said, told)
 
 
-def check_release(params: Params, track: str) -> Check:
-    """Check the bundle of a track, that it is about what is committed beside it, and its signature where a key is."""
-    bundle, name = RELEASES[track], f"{track}: release"
+def check_release(product: Product) -> Check:
+    """Check the bundle of a product, that it is about what is committed beside it, and its signature where a key is."""
+    bundle, name = RELEASE / product.name, f"{product.name}: release"
     try:
         found = verify_bundle(bundle, public_key=KEY if KEY.is_file() else None)
-        problems = found.problems or _find_other_release(bundle, get_track(params, track, kind=Track))
+        problems = found.problems or _find_other_release(bundle, product)
     except (QuantgateError, OSError) as error:
         return Check(name, False, str(error))
     return Check(name, not problems, "\n".join(problems or found.notes))
 
 
-def _find_other_release(bundle: Path, track: Track) -> list[str]:
+def _find_other_release(bundle: Path, product: Product) -> list[str]:
     """Return in what a bundle that verifies differs from the committed verdict, settings, weights and cases."""
     manifest = read_record(bundle / MANIFEST, Manifest)
     problems = []
-    if manifest.verdict_sha256 != digest_file(REPORTS[track.name] / "verdict.json"):
+    if manifest.verdict_sha256 != digest_file(product.reports / VERDICT_FILE):
         problems.append(f"{bundle}: it is about another verdict than the committed one; run `dvc repro`")
-    folders = {name: Path(folder) for name, e in track.evals.items() if (folder := getattr(e, "evalset", None))}
+    folders = {name: Path(folder) for name, e in product.evals.items() if (folder := getattr(e, "evalset", None))}
     cases = {name: load_evalset(folder).digest for name, folder in folders.items() if folder.is_dir()}
-    adapter = Path(track.adapter) if isinstance(track, NetworkTrack) else None
-    problems += find_other_recipe(bundle, track)
+    adapter = Path(product.adapter) if isinstance(product, VisionProduct) else None
+    problems += find_other_recipe(bundle, product)
     return problems + find_other_material(manifest, Path(), cases=cases, adapter=adapter)
 
 
@@ -145,7 +144,7 @@ def check_base(params: Params, base: str) -> Check:
     code, _ = run("git", "rev-parse", "--verify", "--quiet", f"origin/{base}^{{commit}}")
     if code:
         return Check(name, False, f"origin/{base}: expected the branch that this goes to, found none; fetch it")
-    problems = [problem for track in TRACKS if (problem := _find_loosening(params, track, f"origin/{base}"))]
+    problems = [problem for product in params.products.values() if (problem := _find_loosening(product, f"origin/{base}"))]
     code, key = run("git", "show", f"origin/{base}:{KEY}")
     if not code and (not KEY.is_file() or KEY.read_text(encoding="utf-8").strip() != key):
         problems.append(f"{KEY}: expected the key that {base} has, found "
@@ -153,8 +152,8 @@ def check_base(params: Params, base: str) -> Check:
     return Check(name, not problems, "\n".join(problems) or "nothing is")
 
 
-def _find_loosening(params: Params, track: str, base: str) -> str | None:
-    path = RELEASES[track] / MANIFEST
+def _find_loosening(product: Product, base: str) -> str | None:
+    path = RELEASE / product.name / MANIFEST
     code, listed = run("git", "ls-tree", "--name-only", base, "--", path.as_posix())
     if not code and not listed:
         return None  # nothing was released there
@@ -164,7 +163,7 @@ def _find_loosening(params: Params, track: str, base: str) -> str | None:
     if not path.is_file():
         return f"{path}: {base} has it, and here it was deleted; run `git checkout {base} -- {path.parent}`"
     try:
-        policy = describe_policy(get_track(params, track, kind=Track))
+        policy = describe_policy(product)
         own = read_record(path, Manifest)
         side, cases = own.reference, {name: kept.digest for name, kept in own.evalsets.items()}
         material = name_material(weights=side.weights_digest, cases=cases, serving=side.serving_digest,
@@ -181,13 +180,13 @@ def check_all() -> list[Check]:
         params = load_params()
     except QuantgateError as error:
         return [Check("settings", False, str(error))]
-    tracks = [track for track in TRACKS if track == "text" or getattr(params, track) is not None]
-    gates = {track: check_gate(track) for track in tracks}
-    checks = [check_results(tracks, blocked=[track for track, check in gates.items() if not check.is_right])]
+    gates = {name: check_gate(name) for name in params.products}
+    blocked = [name for name, check in gates.items() if not check.is_right]
+    checks = [check_results(list(params.products), blocked=blocked)]
     if base := os.environ.get("GITHUB_BASE_REF"):
         checks.append(check_base(params, base))
-    for track, check in gates.items():
-        checks += [check, check_release(params, track)] if check.is_right else [check]
+    for name, check in gates.items():
+        checks += [check, check_release(params.products[name])] if check.is_right else [check]
     return checks
 
 

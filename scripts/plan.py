@@ -1,4 +1,4 @@
-"""What the gate's suites can prove, before any model runs: `python scripts/plan.py [TRACK ...]`, or `make plan`.
+"""What the gate's suites can prove, before any model runs: `python scripts/plan.py [PRODUCT ...]`, or `make plan`.
 
 A row for each tolerance in params.yaml: cases, the share of them expected to flip (as in the last judgement, assumed
 before there is one), the tolerance that so many cases prove for a candidate without a loss four times in five, the
@@ -16,25 +16,25 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.gate.plan import list_impossible, plan_gate, read_last, render_plan  # noqa: E402
-from pipeline.params import get_track, load_params  # noqa: E402
-from pipeline.settings import TRACKS, Track  # noqa: E402
+from pipeline.params import get_product, load_params  # noqa: E402
+from pipeline.settings import Product  # noqa: E402
 from pipeline.suite_sizes import read_sizes  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan of each track named, or of all."""
+    """Print the plan of each product named, or of all."""
     parser = argparse.ArgumentParser(prog="plan", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tracks", nargs="*", metavar="TRACK", help=f"of {', '.join(TRACKS)}; else all in params.yaml")
-    named = parser.parse_args(argv).tracks
+    parser.add_argument("products", nargs="*", metavar="PRODUCT", help="of params.yaml; else all")
+    named = parser.parse_args(argv).products
     params = load_params()
-    names = named or [name for name in TRACKS if name == "text" or getattr(params, name) is not None]
-    tracks = {name: get_track(params, name, kind=Track) for name in names}  # a wrong name is told before any plan
+    # a wrong name is told before any plan
+    products = {name: get_product(params, name, kind=Product) for name in named or params.products}
     impossible = []
-    for name, track in tracks.items():
-        rows = plan_gate(track, read_sizes(track, Path()), read_last(name, Path()))
+    for name, product in products.items():
+        rows = plan_gate(product, read_sizes(product, Path()), read_last(name, Path()))
         impossible += list_impossible(rows)
-        print(f"{name}: {', '.join(track.release)} against {track.reference}\n{render_plan(rows)}\n")
+        print(f"{name}: {', '.join(product.release)} against {product.reference}\n{render_plan(rows)}\n")
     return 1 if impossible else 0
 
 

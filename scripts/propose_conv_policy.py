@@ -28,14 +28,14 @@ from pipeline.cases import DetectionCase, UpscalingCase  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
 from pipeline.evalsets import load_evalset  # noqa: E402
 from pipeline.files import write_text  # noqa: E402
-from pipeline.network_params import ConvPolicyStep, NetworkTrack  # noqa: E402
+from pipeline.network_params import ConvPolicyStep, VisionProduct  # noqa: E402
 from pipeline.network_preflight import check_network  # noqa: E402
 from pipeline.network_serving import run_plainly  # noqa: E402
 from pipeline.networks.adapters import load_adapter  # noqa: E402
 from pipeline.networks.loading import Network, load_network  # noqa: E402
 from pipeline.networks.policy_settings import tabulate, write_policy  # noqa: E402
 from pipeline.networks.proposal import LayerProposal, propose_policy  # noqa: E402
-from pipeline.params import get_track, load_params, parse_params  # noqa: E402
+from pipeline.params import find_owner, load_params, parse_params  # noqa: E402
 from pipeline.pictures import read_picture  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
@@ -46,15 +46,15 @@ PictureCase = DetectionCase | UpscalingCase
 def main(argv: list[str]) -> int:
     """Calibrate, print, write."""
     options = _parse(argv)
-    track = get_track(load_params(PARAMS), options.section, kind=NetworkTrack)
-    dtype = options.dtype or _find_step(track, options.candidate).dtype
-    check_network(track, Path())
-    cases = _take_images(track, options.images)
-    proposals = _propose(track, cases, dtype, options)
+    product = find_owner(load_params(PARAMS), options.candidate, kind=VisionProduct)
+    dtype = options.dtype or _find_step(product, options.candidate).dtype
+    check_network(product, Path())
+    cases = _take_images(product, options.images)
+    proposals = _propose(product, cases, dtype, options)
     print(tabulate(proposals))
-    text = write_policy(PARAMS.read_text(encoding="utf-8"), options.section, options.candidate, dtype, proposals)
+    text = write_policy(PARAMS.read_text(encoding="utf-8"), options.candidate, dtype, proposals)
     parse_params(YAML(typ="safe").load(text), where=str(PARAMS))
-    where = f"{options.section}.candidates.{options.candidate}"
+    where = f"candidates.{options.candidate}"
     if options.dry_run:
         print(f"{where}: found on {len(cases)} images; nothing is written")
     else:
@@ -65,7 +65,6 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="propose_conv_policy", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("section", choices=("detector", "upscaler"))
     parser.add_argument("candidate", help="one with a step conv_policy")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="else that of the step")
     parser.add_argument("--images", type=int, help="so many of the calibration images (all)")
@@ -80,43 +79,40 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _find_step(track: NetworkTrack, candidate: str) -> ConvPolicyStep:
-    if candidate not in track.candidates:
-        known = ", ".join(track.candidates)
-        raise SettingsError(f"{track.name}.candidates: expected one of {known}, got {candidate!r}")
-    steps = [step for step in track.candidates[candidate].steps if isinstance(step, ConvPolicyStep)]
+def _find_step(product: VisionProduct, candidate: str) -> ConvPolicyStep:
+    steps = [step for step in product.candidates[candidate].steps if isinstance(step, ConvPolicyStep)]
     if not steps:
-        raise SettingsError(f"{track.name}.candidates.{candidate}.steps: expected a step of kind conv_policy, found "
+        raise SettingsError(f"candidates.{candidate}.steps: expected a step of kind conv_policy, found "
                             "none; add `- {kind: conv_policy, algorithm: direct, dtype: float32}`")  # fmt: skip
     return steps[0]
 
 
-def _take_images(track: NetworkTrack, num: int | None) -> tuple[PictureCase, ...]:
+def _take_images(product: VisionProduct, num: int | None) -> tuple[PictureCase, ...]:
     """Return the calibration images, which `check_network` has found to be on no eval."""
-    where = f"{track.name}.calibration_images"
-    if track.calibration_images is None:
+    where = product.locate("calibration_images")
+    if product.calibration_images is None:
         raise SettingsError(f"{where}: expected an evalset that nothing is evaluated on, found none; name one")
-    cases = load_evalset(Path(track.calibration_images)).cases
+    cases = load_evalset(Path(product.calibration_images)).cases
     if num is not None and not 1 <= num <= len(cases):
         raise SettingsError(f"--images: expected 1 to {len(cases)}, got {num}")
     return tuple(cases[:num])
 
 
 def _propose(
-    track: NetworkTrack, cases: tuple[PictureCase, ...], dtype: str, options: argparse.Namespace
+    product: VisionProduct, cases: tuple[PictureCase, ...], dtype: str, options: argparse.Namespace
 ) -> list[LayerProposal]:
-    torch.set_num_threads(track.running.num_threads)
-    folder = Path(track.candidates[options.candidate].checkpoint)
-    network = load_network(folder, load_adapter(Path(track.adapter)), run_plainly(track))
-    return propose_policy(network.module, _prepare(track, cases, network), dtype=dtype, run=network.run,
+    torch.set_num_threads(product.serving.num_threads)
+    folder = Path(product.candidates[options.candidate].checkpoint)
+    network = load_network(folder, load_adapter(Path(product.adapter)), run_plainly(product))
+    return propose_policy(network.module, _prepare(product, cases, network), dtype=dtype, run=network.run,
                           max_relative_error=options.max_relative_error,
                           min_headroom_bits=options.min_headroom_bits)  # fmt: skip
 
 
-def _prepare(track: NetworkTrack, cases: tuple[PictureCase, ...], network: Network) -> Iterator[torch.Tensor]:
+def _prepare(product: VisionProduct, cases: tuple[PictureCase, ...], network: Network) -> Iterator[torch.Tensor]:
     """Yield the module's input of one image after another."""
     for case in cases:
-        pixels = read_picture(Path(track.calibration_images or "") / case.image, case.sha256)
+        pixels = read_picture(Path(product.calibration_images or "") / case.image, case.sha256)
         yield network.prepare(torch.from_numpy(pixels)[None])
 
 

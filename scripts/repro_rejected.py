@@ -1,7 +1,6 @@
 """Show a failing gate: release one named candidate in a temporary copy of the project.
 
     python scripts/repro_rejected.py gptq-short
-    python scripts/repro_rejected.py detector/channels-last    (a name that several tracks have)
 
 The copy holds the working tree's files and shares its DVC cache, so what is already evaluated is
 not evaluated again: only compare, track and gate run. Nothing in the working tree changes. Ends
@@ -22,8 +21,6 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.settings import TRACKS  # noqa: E402
-
 
 def copy_project(target: Path) -> None:
     """Copy tracked files and new ones that git does not ignore, as they are now."""
@@ -41,18 +38,17 @@ def find_cache(dvc: tuple[str, ...]) -> str:
     return asked.stdout.strip()
 
 
-def set_release(params: Path, candidate: str) -> None:
-    """Rewrite `release:` of the candidate's track in params.yaml, keeping comments."""
+def set_release(params: Path, candidate: str) -> str:
+    """Rewrite `release:` of a candidate's product in params.yaml, keeping comments; return the product's name."""
     yaml = YAML()
     data = yaml.load(params.read_text(encoding="utf-8"))
-    section, _, name = candidate.rpartition("/")
-    tracks = {"text": data} | {key: value for key, value in data.items() if key in TRACKS}
-    asked = [track for key, track in tracks.items() if section in ("", key) and name in track.get("candidates", {})]
-    if not asked:
-        sys.exit(f"{candidate}: no candidate of {', '.join(tracks)}; name one, or TRACK/NAME")
-    asked[0]["release"] = [name]
+    if candidate not in data["candidates"]:
+        sys.exit(f"{candidate}: expected one of {', '.join(data['candidates'])}")
+    product = data["candidates"][candidate]["product"]
+    data["products"][product]["release"] = [candidate]
     with params.open("w", encoding="utf-8") as file:
         yaml.dump(data, file)
+    return str(product)
 
 
 def main(candidate: str) -> int:
@@ -70,9 +66,9 @@ def main(candidate: str) -> int:
         run("git", "init", "--quiet")
         run(*dvc, "cache", "dir", "--local", find_cache(dvc))
         run(*dvc, "checkout", "--quiet", "--allow-missing")
-        set_release(copy / "params.yaml", candidate)
+        product = set_release(copy / "params.yaml", candidate)
         print(f"releasing {candidate!r} in a temporary copy; this project stays as it is", flush=True)
-        return run(*dvc, "repro")
+        return run(*dvc, "repro", f"gate@{product}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Evaluate a candidate, and stop as soon as harm beyond a tolerance is proven: `python scripts/screen.py CANDIDATE`.
 
-For the text track, after the reference was evaluated. Cases of the evals that chat are asked in a random order and
+For the text product, after the reference was evaluated. Cases of the evals that chat are asked in a random order and
 paired with the reference's as they finish (`pipeline/harm_stop.py`). Ends with 20 when harm is proven: a pass is
 not to be had, so the rest need not be asked. Otherwise with 0, and the finished evaluation is what `dvc repro` takes
 over: nothing is asked twice. Either way finished cases stay in the journal.
@@ -23,25 +23,25 @@ from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition  # noqa
 from pipeline.gate.pairing import Evidence, load_evidence  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
 from pipeline.harm_stop import HarmFound, HarmWatch  # noqa: E402
-from pipeline.params import Params, check_candidate, load_params  # noqa: E402
+from pipeline.params import find_owner, load_params  # noqa: E402
 from pipeline.serving.failures import find_error  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
-from pipeline.text_params import ChatEval  # noqa: E402
-from stages.cli import run_stage  # noqa: E402
+from pipeline.text_params import ChatEval, TextProduct  # noqa: E402
+from stages.cli import read_name, run_stage  # noqa: E402
 
-BUILD = Path("build")
 HARM = 20  # exit code
 
 
 def main(argv: list[str]) -> int:
     """Evaluate the candidate named on the command line; return 20 when harm was proven."""
-    params = load_params()
-    candidate = read_candidate(BUILD, check_candidate(params, argv), params)
-    if candidate.name == params.reference:
+    name = read_name(argv, "candidate")
+    product = find_owner(load_params(), name, kind=TextProduct)
+    candidate = read_candidate(product.build, name, product)
+    if candidate.name == product.reference:
         raise SettingsError(f"expected a candidate to screen, got the reference {candidate.name!r}")
-    start, watches = time.monotonic(), make_watches(params)
+    start, watches = time.monotonic(), make_watches(product)
     try:
-        asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=BUILD, watches=watches))
+        asyncio.run(evaluate_candidate(candidate, product, root=Path(), build=product.build, watches=watches))
     except HarmFound as found:
         print(f"{candidate.name}: stopped after {time.monotonic() - start:.0f} s: {found}")
         return HARM
@@ -53,19 +53,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def make_watches(params: Params) -> dict[str, HarmWatch]:
+def make_watches(product: TextProduct) -> dict[str, HarmWatch]:
     """Return a watch for each eval that chats, against the reference's records.
 
     Raises:
         EvidenceError: the reference was not evaluated, its records are not fit, or an evalset was edited since.
     """
-    reference = read_candidate(BUILD, params.reference, params)
-    evidence = load_evidence(BUILD, reference, describe_policy(params).evals)
-    watched = {name: list(_list_watched(params, name)) for name in params.chat_evals if name in evidence.records}
+    reference = read_candidate(product.build, product.reference, product)
+    evidence = load_evidence(product.build, reference, describe_policy(product).evals)
+    watched = {name: list(_list_watched(product, name)) for name in product.chat_evals if name in evidence.records}
     for name in watched:
-        _check_same_cases(name, params.chat_evals[name], evidence)
+        _check_same_cases(name, product.chat_evals[name], evidence)
     num_metrics = sum(map(len, watched.values()))
-    return {name: HarmWatch(evidence.records[name], metrics, alpha=params.gate.alpha, num_metrics=num_metrics)
+    return {name: HarmWatch(evidence.records[name], metrics, alpha=product.gate.alpha, num_metrics=num_metrics)
             for name, metrics in watched.items() if metrics}
 
 
@@ -76,11 +76,11 @@ def _check_same_cases(name: str, settings: ChatEval, evidence: Evidence) -> None
                             f"another one ({own[:12]}); evaluate the reference anew with `dvc repro`")
 
 
-def _list_watched(params: Params, eval_name: str) -> list[tuple[str, MetricDefinition, float]]:
+def _list_watched(product: TextProduct, eval_name: str) -> list[tuple[str, MetricDefinition, float]]:
     """Return the rates of an eval that can stop a release, with their tolerances."""
     found = []
-    for definition in METRICS_BY_EVAL_KIND[params.evals[eval_name].kind]:
-        tolerance = params.gate.tolerances.get(name := f"{eval_name}/{definition.name}")
+    for definition in METRICS_BY_EVAL_KIND[product.evals[eval_name].kind]:
+        tolerance = product.gate.tolerances.get(name := f"{eval_name}/{definition.name}")
         if tolerance and tolerance.overall is not None and tolerance.tier != "advisory" and (
                 definition.estimator == "proportion"):
             found.append((name, definition, tolerance.overall))

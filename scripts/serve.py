@@ -3,8 +3,8 @@
     python scripts/serve.py CANDIDATE [--port 8000] [--host 127.0.0.1]
 
 Prints the base URL once the server has answered what the evals ask, and serves until Ctrl-C; logs go to
-`build/logs/CANDIDATE/served`. One server, however many the evaluation used: their number changes no answer. What
-somebody else serves (engine openai) is not started.
+`build/PRODUCT/logs/CANDIDATE/served`. One server, however many the evaluation used: their number changes no answer.
+What somebody else serves (engine openai) is not started.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.params import Params, load_params  # noqa: E402
+from pipeline.params import find_owner, load_params  # noqa: E402
 from pipeline.serving.engines.registry import start_engine  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402
-from pipeline.text_params import OpenaiEngine  # noqa: E402
+from pipeline.text_params import OpenaiEngine, TextProduct  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 WATCH_S = 1.0  # between two looks at whether the server still runs
@@ -31,17 +31,15 @@ WATCH_S = 1.0  # between two looks at whether the server still runs
 def main(argv: list[str]) -> int:
     """Serve one candidate; return 0 on Ctrl-C."""
     options = _parse(argv)
-    params = load_params()
-    if options.candidate not in params.candidates:
-        raise SettingsError(f"expected one candidate of {', '.join(params.candidates)}, got {options.candidate!r}")
-    engine = params.candidates[options.candidate].engine
+    product = find_owner(load_params(), options.candidate, kind=TextProduct)
+    engine = product.candidates[options.candidate].engine
     if isinstance(engine, OpenaiEngine):
         raise SettingsError(f"candidates.{options.candidate}.engine: expected one that quantgate starts (transformers, "
                             f"vllm), got openai, which somebody else serves at {engine.base_url}; start it there")
     if options.port is not None and not 1 <= options.port <= 65535:
         raise SettingsError(f"--port: expected 1 to 65535, got {options.port}; leave it out for a free one")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(options, params))
+        asyncio.run(_serve(options, product))
     return 0
 
 
@@ -53,11 +51,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def _serve(options: argparse.Namespace, params: Params) -> None:
-    candidate = read_candidate(Path("build"), options.candidate, params)
-    settings = params.serving.model_copy(update={"num_servers": 1})
-    starting = start_engine(candidate, settings, evals=params.evals, root=Path(),
-                            logs=Path("build/logs") / candidate.name / "served", host=options.host, port=options.port)
+async def _serve(options: argparse.Namespace, product: TextProduct) -> None:
+    candidate = read_candidate(product.build, options.candidate, product)
+    resources = product.resources.model_copy(update={"num_servers": 1})
+    starting = start_engine(candidate, resources, evals=product.evals, root=Path(),
+                            logs=product.build / "logs" / candidate.name / "served", host=options.host, port=options.port)
     async with starting as (engine, _):
         print(f"{engine.base_urls[0]} serves {candidate.name}, fingerprint {engine.fingerprint[:12]}; Ctrl-C ends it",
               flush=True)

@@ -1,13 +1,13 @@
-"""Render the image track's reference over a grid of guidance settings, and say what each would cost.
+"""Render the image product's reference over a grid of guidance settings, and say what each would cost.
 
     python scripts/sweep_guidance.py [--scales 5 9 12 15] [--rescales 0 0.3 0.5 0.7 1]
                                      [--percentiles none 99.5] [--max-values 1] [--prompts N] [--eval NAME]
-                                     [--out reports/images]
+                                     [--out build/sweep]
 
-Reads the section `images` of params.yaml: the reference's checkpoint, sampling, prompts, CLIP and tolerances. Prints
-the table and writes it with its picture to `sweep.md` and `sweep.png` in `reports/images`. A percentile turns the
+Reads a product of kind `images`: the reference's checkpoint, sampling, prompts, CLIP and tolerances. Prints
+the table and writes it with its picture to `sweep.md` and `sweep.png` in `build/sweep`. A percentile turns the
 scheduler's own thresholding on, and a maximum limits its threshold. Finished settings are kept in
-`build/images/sweep`: the same command goes on after a kill. `--prompts` takes some of the prompts, the same ones in
+`build/<product>/sweep`: the same command goes on after a kill. `--prompts` takes some of the prompts, the same ones in
 each run.
 """
 
@@ -23,14 +23,13 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import SettingsError  # noqa: E402
 from pipeline.files import write_text  # noqa: E402
-from pipeline.image_params import SAMPLE_MAX, ImageTrack  # noqa: E402
+from pipeline.image_params import SAMPLE_MAX, ImagesProduct  # noqa: E402
 from pipeline.image_preflight import check_images  # noqa: E402
-from pipeline.params import get_track, load_params  # noqa: E402
-from pipeline.settings import BUILDS, REPORTS  # noqa: E402
+from pipeline.params import choose_product, load_params  # noqa: E402
 from pipeline.sweep.judging import judge_sweep  # noqa: E402
 from pipeline.sweep.plot import plot_sweep  # noqa: E402
 from pipeline.sweep.rendering import render_settings, take_prompts  # noqa: E402
-from pipeline.sweep.settings import list_settings, make_sweep_track  # noqa: E402
+from pipeline.sweep.settings import list_settings, make_sweep_product  # noqa: E402
 from pipeline.sweep.table import describe_pareto, describe_verdicts, render_sweep, render_table  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
@@ -40,18 +39,18 @@ PICTURE, TABLE = "sweep.png", "sweep.md"
 def main(argv: list[str]) -> int:
     """Render, judge, write; return 0 whatever the verdicts are, 130 on Ctrl-C."""
     options, start = _parse(argv), time.monotonic()
-    images = get_track(load_params(), "images", kind=ImageTrack)
+    images = choose_product(load_params(), options.product, kind=ImagesProduct)
     check_images(images, Path())
-    build = BUILDS["images"] / "sweep" / ("all" if options.prompts is None else str(options.prompts))
-    track = _make_track(options, images, build)
+    build = images.build / "sweep" / ("all" if options.prompts is None else str(options.prompts))
+    product = _make_product(options, images, build)
     try:
-        rendered = render_settings(track, root=Path(), build=build, say=_say)
+        rendered = render_settings(product, root=Path(), build=build, say=_say)
     except KeyboardInterrupt:
         _say("interrupted; finished settings and batches are kept, run the same command to go on")
         return 130
-    rows = judge_sweep(track, build)
-    plot_sweep(rows, track, options.out / PICTURE)
-    write_text(options.out / TABLE, render_sweep(rows, track, picture=PICTURE))
+    rows = judge_sweep(product, build)
+    plot_sweep(rows, product, options.out / PICTURE)
+    write_text(options.out / TABLE, render_sweep(rows, product, picture=PICTURE))
     print(f"{render_table(rows)}\n\nPareto set:\n{describe_pareto(rows)}\n\n{describe_verdicts(rows)}")
     _say(f"{options.out / TABLE}: {len(rows)} settings, {len(rendered)} rendered now, {time.monotonic() - start:.0f} s")
     return 0
@@ -67,7 +66,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                         help=f"upper limit of the threshold ({SAMPLE_MAX:g})")
     parser.add_argument("--prompts", type=int, help="how many; else all")
     parser.add_argument("--eval", help="whose prompts; else the first eval's")
-    parser.add_argument("--out", type=Path, default=REPORTS["images"], help="folder of the report")
+    parser.add_argument("--out", type=Path, default=Path("build/sweep"), help="folder of the report (build/sweep)")
+    parser.add_argument("--product", help="of kind images; needed where there are several")
     return parser.parse_args(argv)
 
 
@@ -78,7 +78,7 @@ def _parse_percentile(text: str) -> float | None:
         raise argparse.ArgumentTypeError(f"expected none or a percentile such as 99.5, got {text!r}") from None
 
 
-def _make_track(options: argparse.Namespace, images: ImageTrack, build: Path) -> ImageTrack:
+def _make_product(options: argparse.Namespace, images: ImagesProduct, build: Path) -> ImagesProduct:
     name = options.eval or next(iter(images.evals))
     if name not in images.evals:
         raise SettingsError(f"--eval: expected one of {', '.join(images.evals)}, got {name!r}")
@@ -87,7 +87,7 @@ def _make_track(options: argparse.Namespace, images: ImageTrack, build: Path) ->
     if options.prompts is not None:
         take_prompts(Path(evalset), options.prompts, build / "prompts")
         evalset = (build / "prompts").as_posix()
-    return make_sweep_track(images, settings, eval_name=name, evalset=evalset)
+    return make_sweep_product(images, settings, eval_name=name, evalset=evalset)
 
 
 def _say(line: str) -> None:

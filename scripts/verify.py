@@ -1,8 +1,8 @@
 """Check a release bundle offline, without its weights: is it whole, and does its verdict follow from its scores?
 
-    python -m scripts.verify release/text
-    python -m scripts.verify release/text --public-key release.pub      it must be signed by that key
-    python -m scripts.verify release/text --weights build/candidates/awq-long-g32/checkpoint
+    python -m scripts.verify release/agent
+    python -m scripts.verify release/agent --public-key release.pub      it must be signed by that key
+    python -m scripts.verify release/agent --weights build/agent/candidates/awq-long-g32/checkpoint
 
 Prints a line for each thing that differs, and ends with 1 when there is any.
 """
@@ -27,7 +27,7 @@ from pipeline.release.verification import verify_bundle  # noqa: E402
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m scripts.verify", description="Check a release bundle offline.")
-    parser.add_argument("bundle", type=Path, help="folder of the bundle, for example release/text")
+    parser.add_argument("bundle", type=Path, help="folder of the bundle, for example release/agent")
     parser.add_argument("--public-key", type=Path, help="PEM public key of who must have signed it")
     parser.add_argument("--weights", action="append", default=[], metavar="[NAME=]FOLDER",
                         help="weights to compare with what was released; NAME if several were")  # fmt: skip

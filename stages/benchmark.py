@@ -1,30 +1,23 @@
-"""Stage benchmark: time one candidate against the reference on matched work. Judges nothing."""
+"""Time candidates of one product beside its reference: `python -m stages.benchmark PRODUCT`. Judges nothing."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
-from pipeline.benchmark.matched_work import run_benchmark
-from pipeline.errors import SettingsError
-from pipeline.params import load_params
-from pipeline.record_files import write_record
-from stages.cli import run_stage
+from pipeline.params import get_product, load_params
+from pipeline.products import KINDS
+from pipeline.settings import Product
+from stages.cli import read_name, run_stage
 
-OUTPUT = Path("build/benchmarks")
+OUTPUT = "benchmarks"
 
 
 def main(argv: list[str]) -> int:
-    """Benchmark the candidate named on the command line; what was not equal work is recorded as refused."""
-    params = load_params()
-    names = params.benchmark.candidates
-    if len(argv) != 1 or argv[0] not in names:
-        raise SettingsError(f"expected one candidate of benchmark.candidates ({', '.join(names) or 'none'}), "
-                            f"got {' '.join(argv)!r}")
-    benchmark = asyncio.run(run_benchmark(argv[0], params, root=Path(), build=Path("build")))
-    write_record(OUTPUT / f"{argv[0]}.json", benchmark)
-    print(f"{argv[0]}: refused: {benchmark.refusal}" if benchmark.refusal
-          else f"{argv[0]}: {len(benchmark.cells)} cells timed in {benchmark.work.rounds} rounds")
+    """Time what the product named on the command line asks for; its folder is there whatever that is."""
+    product = get_product(load_params(), read_name(argv, "product"), kind=Product)
+    (product.build / OUTPUT).mkdir(parents=True, exist_ok=True)
+    for line in KINDS[product.kind].benchmark(product, root=Path(), build=product.build):
+        print(line)
     return 0
 
 

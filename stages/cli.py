@@ -6,8 +6,23 @@ import gc
 import sys
 from collections.abc import Callable
 
-from pipeline.errors import QuantgateError
+from pipeline.errors import QuantgateError, SettingsError
 from pipeline.plain_text import format_line
+
+
+def read_name(argv: list[str], what: str) -> str:
+    """Return the one name that a stage was given on its command line.
+
+    Args:
+        argv: the arguments.
+        what: "candidate" or "product".
+
+    Raises:
+        SettingsError: none or several were given.
+    """
+    if len(argv) != 1:
+        raise SettingsError(f"expected the name of one {what}, got {' '.join(argv)!r}")
+    return argv[0]
 
 
 def run_stage(name: str, main: Callable[[list[str]], int], *, is_short: bool = False) -> None:

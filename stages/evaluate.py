@@ -1,21 +1,20 @@
-"""Stage evaluate: run all evals of one candidate through its endpoint."""
+"""Run all evals of one candidate on the path that would serve it: `python -m stages.evaluate CANDIDATE`."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
-from pipeline.evals.evaluate import evaluate_candidate
-from pipeline.params import check_candidate, load_params
-from pipeline.serving_config import read_candidate
-from stages.cli import run_stage
+from pipeline.params import find_owner, load_params
+from pipeline.products import KINDS
+from pipeline.settings import Product
+from stages.cli import read_name, run_stage
 
 
 def main(argv: list[str]) -> int:
     """Evaluate the candidate named on the command line."""
-    params = load_params()
-    candidate = read_candidate(Path("build"), check_candidate(params, argv), params)
-    asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=Path("build")))
+    name = read_name(argv, "candidate")
+    product = find_owner(load_params(), name, kind=Product)
+    KINDS[product.kind].evaluate(name, product, root=Path(), build=product.build)
     return 0
 
 

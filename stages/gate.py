@@ -12,26 +12,26 @@ from pathlib import Path
 from pipeline.gate.outputs.github import tell_github
 from pipeline.gate.standing import read_judgement
 from pipeline.gate.terminal import render_gate
-from pipeline.gate.verdicts import blocking_verdicts, write_marker
-from pipeline.params import get_track, load_params
-from pipeline.settings import BUILDS, REPORTS, Track
-from stages.cli import run_stage
+from pipeline.gate.verdicts import VERDICT_FILE, blocking_verdicts, write_marker
+from pipeline.params import get_product, load_params
+from pipeline.settings import Product
+from stages.cli import read_name, run_stage
 
 MARKER = "gate.ok"
 
 
 def main(argv: list[str]) -> int:
-    """Print the verdicts of the release of the track named on the command line; return 1 when one of them blocks."""
-    track = get_track(load_params(), " ".join(argv) or "text", kind=Track)
-    marker = BUILDS[track.name] / MARKER
+    """Print the verdicts of the release of the product named on the command line; return 1 when one of them blocks."""
+    product = get_product(load_params(), read_name(argv, "product"), kind=Product)
+    marker = product.build / MARKER
     marker.unlink(missing_ok=True)
-    judgement, are_here = read_judgement(track, Path())
+    judgement, are_here = read_judgement(product, Path())
     print(render_gate(judgement, are_here=are_here))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         print(tell_github(judgement, os.environ))
     if blocking_verdicts(judgement):
         return 1
-    write_marker(marker, judgement, verdict_path=REPORTS[track.name] / "verdict.json")
+    write_marker(marker, judgement, verdict_path=product.reports / VERDICT_FILE)
     return 0
 
 

@@ -1,25 +1,20 @@
-"""Turn one candidate's settings into a checkpoint and a record: `python -m stages.optimize <candidate>`."""
+"""Turn one candidate's settings into what would ship, and a record of it: `python -m stages.optimize CANDIDATE`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.optimize.candidate import build_candidate
-from pipeline.params import check_candidate, load_params
-from stages.cli import run_stage
+from pipeline.params import find_owner, load_params
+from pipeline.products import KINDS
+from pipeline.settings import Product
+from stages.cli import read_name, run_stage
 
 
 def main(argv: list[str]) -> int:
     """Build the candidate named on the command line and say what it became."""
-    params = load_params()
-    candidate = build_candidate(check_candidate(params, argv), params, root=Path())
-    checkpoint = candidate.checkpoint
-    num_quantised = sum(layer.asked for layer in candidate.coverage)
-    print(
-        f"{candidate.name}: {checkpoint.format} {checkpoint.dtype}, {checkpoint.num_parameters / 1e6:.2f} M "
-        f"parameters in {checkpoint.num_bytes / 1e6:.2f} MB, {num_quantised} layers quantised, "
-        f"{len(candidate.fallbacks)} fallbacks"
-    )
+    name = read_name(argv, "candidate")
+    product = find_owner(load_params(), name, kind=Product)
+    print(f"{name}: {KINDS[product.kind].optimize(name, product, root=Path(), build=product.build)}")
     return 0
 
 

@@ -10,34 +10,34 @@ from pathlib import Path
 
 from pipeline.digests import digest_file
 from pipeline.gate.loosening import MANIFEST
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import VERDICT_FILE, Judgement
 from pipeline.model_registry import ReleasedVersion, register_versions
-from pipeline.params import get_track, load_params
+from pipeline.params import get_product, load_params
 from pipeline.record_files import read_record
 from pipeline.release.bundle import check_marker, write_bundle
 from pipeline.release.manifest import PARAMS
-from pipeline.settings import BUILDS, RELEASES, REPORTS, Track
-from stages.cli import run_stage
+from pipeline.settings import ENV, RELEASE, Product
+from stages.cli import read_name, run_stage
 
 KEY = "QUANTGATE_SIGNING_KEY"
 
 
 def main(argv: list[str]) -> int:
-    """Write and register the release of the track named on the command line."""
-    track = get_track(load_params(), " ".join(argv) or "text", kind=Track)
-    build, bundle, verdict = BUILDS[track.name], RELEASES[track.name], REPORTS[track.name] / "verdict.json"
+    """Write and register the release of the product named on the command line."""
+    product = get_product(load_params(), read_name(argv, "product"), kind=Product)
+    build, bundle, verdict = product.build, RELEASE / product.name, product.reports / VERDICT_FILE
     judgement = read_record(verdict, Judgement)
     check_marker(build / "gate.ok", judgement, verdict)
     key = os.environ.get(KEY)
-    manifest = write_bundle(track, judgement, build=build, params=Path(PARAMS), verdict=verdict, bundle=bundle,
-                            libraries=BUILDS["text"] / "env/libraries.json",
+    manifest = write_bundle(product, judgement, build=build, params=Path(PARAMS), verdict=verdict, bundle=bundle,
+                            libraries=ENV / "libraries.json",
                             private_key=Path(key) if key else None)  # fmt: skip
     print(f"{bundle}: {'signed' if key else f'not signed, as {KEY} names no private key'}")
     if not os.environ.get("DVC_EXP_NAME"):  # what an experiment tries out is not released
         shared = {"verdict_sha256": manifest.verdict_sha256, "manifest_sha256": digest_file(bundle / MANIFEST)}
         versions = [ReleasedVersion(side.candidate, Path(side.weights_path), shared | {
             "gate": side.outcome, "fingerprint": side.fingerprint}) for side in manifest.release]
-        for registered in register_versions(versions, Path(os.environ.get("DVC_ROOT", ".")), track=track.name):
+        for registered in register_versions(versions, Path(os.environ.get("DVC_ROOT", ".")), product=product.name):
             print(f"MLflow: {registered}")
     return 0
 

@@ -7,28 +7,28 @@ from pathlib import Path
 
 from pipeline.files import write_text
 from pipeline.gate.outputs import PAGE
-from pipeline.gate.verdicts import Judgement
-from pipeline.params import get_track, load_params
+from pipeline.gate.verdicts import VERDICT_FILE, Judgement
+from pipeline.params import get_product, load_params
 from pipeline.record_files import read_record
 from pipeline.run_contents import describe_runs
-from pipeline.settings import BUILDS, REPORTS, Track
+from pipeline.settings import Product
 from pipeline.tracking import log_runs, write_pages
-from stages.cli import run_stage
+from stages.cli import read_name, run_stage
 
 OUTPUT = "tracked.txt"
 MAY_BE_EMPTY = ("layers.png", "seams.png")  # DVC wants them in any case
 
 
 def main(argv: list[str]) -> int:
-    """Log what MLflow does not hold yet of the track named on the command line and say where to look."""
-    name = get_track(load_params(), " ".join(argv) or "text", kind=Track).name
+    """Log what MLflow does not hold yet of the product named on the command line and say where to look."""
+    product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     root = Path(os.environ.get("DVC_ROOT", "."))  # the real root, also for a queued experiment
-    build, reports = BUILDS[name], REPORTS[name]
-    runs = describe_runs(read_record(reports / "verdict.json", Judgement), build)
+    build, reports = product.build, product.reports
+    runs = describe_runs(read_record(reports / VERDICT_FILE, Judgement), build)
     attachments = [*list_attachments(reports), build / PAGE]
-    logged = log_runs(runs, root, track=name, attachments=attachments,
+    logged = log_runs(runs, root, product=product.name, attachments=attachments,
                       dvc_experiment=os.environ.get("DVC_EXP_NAME", ""))  # fmt: skip
-    write_pages(logged, root, track=name)
+    write_pages(logged, root, product=product.name, has_pictures=any(run.images for run in runs))
     print(f"MLflow: {sum(run.is_new for run in logged)} of {len(logged)} runs are new; `make ui` opens it")
     write_text(build / OUTPUT, "".join(f"{run.candidate} {run.key}\n" for run in runs))
     return 0

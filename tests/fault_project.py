@@ -20,13 +20,15 @@ from pipeline.record_files import write_record
 from pipeline.records import BuiltCandidate, Candidate
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving_records import ServingConfig
-from pipeline.text_params import ServingSettings
-from tests.synthetic_records import NO_BENCHMARK
+from pipeline.text_params import ResourceSettings
+from tests.synthetic_records import NO_BENCHMARK, PRODUCT
 from tests.tiny_llama import CHAT_TEMPLATE, write_documents, write_tiny_llama
 
+BUILD = Path("build", PRODUCT)
 MODEL = "tiny"  # the name that the server answers to
-SERVING = {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_servers": 1, "num_threads": 1,
-           "context_length": 512, "max_tokens": 4, "request_timeout_s": 60.0, "start_timeout_s": 180.0}  # fmt: skip
+SERVING = {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_threads": 1, "context_length": 512,
+           "max_tokens": 4}  # fmt: skip
+RESOURCES = {"num_servers": 1, "request_timeout_s": 60.0, "start_timeout_s": 180.0}
 EVALS = {
     "calls": {"kind": "tool_calls", "evalset": "evalsets/calls", "send_tools": True},
     "flows": {"kind": "trajectories", "evalset": "evalsets/flows", "max_turns": 2, "send_tools": True},
@@ -78,17 +80,20 @@ def served_at(url: str) -> dict[str, Any]:
     return {"engine": {"kind": "openai", "base_url": url, "model": MODEL}}
 
 
-def write_project(folder: Path, url: str, there: dict[str, Any], **serving: Any) -> None:
+def write_project(folder: Path, url: str, there: dict[str, Any], **resources: Any) -> None:
     """Write settings and records of a reference that is served at `url`, and of the candidate `there`."""
     candidates = {"reference": {"checkpoint": "models/tiny", "steps": []} | served_at(url), "there": there}
+    product = {
+        "kind": "text", "reference": "reference", "release": ["there"], "serving": SERVING,
+        "resources": RESOURCES | resources, "optimize": {"calibration_texts": "evalsets/prose", "num_threads": 1},
+        "evals": EVALS, "gate": GATE, "canary": {"num_prompts": 8, "target_rate": 0.49}, "benchmark": NO_BENCHMARK,
+    }  # fmt: skip
     (folder / "params.yaml").write_text(json.dumps({  # JSON is YAML
-        "reference": "reference", "release": ["there"], "candidates": candidates, "serving": SERVING | serving,
-        "optimize": {"calibration_texts": "evalsets/prose", "num_threads": 1}, "evals": EVALS, "gate": GATE,
-        "canary": {"num_prompts": 8, "target_rate": 0.49}, "benchmark": NO_BENCHMARK,
-    }))  # fmt: skip
+        "products": {PRODUCT: product},
+        "candidates": {name: {"product": PRODUCT} | settings for name, settings in candidates.items()}}))  # fmt: skip
     for name, settings in candidates.items():
         checkpoint = describe_checkpoint(folder / settings["checkpoint"], root=folder)
-        write_record(folder / "build/candidates" / name / "candidate.json",
+        write_record(folder / BUILD / "candidates" / name / "candidate.json",
                      BuiltCandidate(name=name, checkpoint=checkpoint))  # fmt: skip
 
 
@@ -96,16 +101,15 @@ def write_project(folder: Path, url: str, there: dict[str, Any], **serving: Any)
 def serve(folder: Path) -> Iterator[str]:
     """Serve `models/tiny` of a project by the embedded engine; yield where."""
     checkpoint = describe_checkpoint(folder / "models/tiny", root=folder)
-    serving = ServingConfig(**{key: value for key, value in SERVING.items() if key in ServingConfig.model_fields})
-    candidate = Candidate(name=MODEL, checkpoint=checkpoint, serving=serving)
-    with serve_candidate(candidate, ServingSettings(**SERVING), root=folder) as url:
+    candidate = Candidate(name=MODEL, checkpoint=checkpoint, serving=ServingConfig(**SERVING))
+    with serve_candidate(candidate, ResourceSettings(**RESOURCES), root=folder) as url:
         yield url
 
 
 @contextlib.contextmanager
-def serve_candidate(candidate: Candidate, settings: ServingSettings, *, root: Path) -> Iterator[str]:
+def serve_candidate(candidate: Candidate, resources: ResourceSettings, *, root: Path) -> Iterator[str]:
     """Serve a candidate of a project by one server; yield where."""
-    engine = start_engine(candidate, settings, evals={}, root=root, logs=root / "logs")
+    engine = start_engine(candidate, resources, evals={}, root=root, logs=root / "logs")
     with asyncio.Runner() as runner:
         running, _ = runner.run(engine.__aenter__())
         try:

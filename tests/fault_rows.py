@@ -115,7 +115,7 @@ def in_vain(last: str) -> str:
 
 ROWS = [
     Row("engine killed mid-eval", None, num_kept=6,
-        said=r"server server-0: killed by signal 9: .+ \(log: build/logs/there/server-0\.log\); "
+        said=r"server server-0: killed by signal 9: .+ \(log: build/agent/logs/there/server-0\.log\); "
              r"(calls|flows): \d+ of \d+ cases are finished and kept, run `dvc repro` to go on"),
     Row("429 with Retry-After in seconds", lambda: to_chats(first(2, say(429, BUSY, retry_after="2"))),
         num_kept=NUM_CASES, verdict="pass", wait_s=2.0),
@@ -128,9 +128,9 @@ ROWS = [
     Row("500 for ever while documents are scored", lambda: at(SCORE, where(is_case, after(1, say(500, BROKEN)))),
         num_kept=49, said=ends(r"HTTP 500: out of memory \(tried 5 times\)", eval_name="prose", kept=r"\d+ of 32")),
     Row("reply that trickles for ever", from_seventh(trickle), num_kept=6, timeout_s=1.0,
-        said=ends(r"no answer within 1 s, which is serving\.request_timeout_s \(tried 2 times\)")),
+        said=ends(r"no answer within 1 s, which is resources\.request_timeout_s \(tried 2 times\)")),
     Row("reply that never begins", from_seventh(hang), num_kept=6, timeout_s=1.0,
-        said=ends(r"no answer within 1 s, which is serving\.request_timeout_s \(tried 2 times\)")),
+        said=ends(r"no answer within 1 s, which is resources\.request_timeout_s \(tried 2 times\)")),
     Row("connection cut in mid-reply, now and then", now_and_then(cut), num_kept=NUM_CASES, verdict="pass"),
     Row("connection cut in mid-reply, always", from_seventh(cut), num_kept=6,
         said=in_vain("expected an answer, got .*payload is not completed.*")),

@@ -33,11 +33,11 @@ import aiohttp
 
 import stages.evaluate
 from pipeline.gate.compare import compare_release
-from pipeline.params import load_params
 from pipeline.serving import client as client_module
 from pipeline.verdict_records import Verdict
 from stages.cli import run_stage
 from tests.fault_project import (
+    BUILD,
     CALLS,
     EVALS,
     FLOWS,
@@ -50,6 +50,7 @@ from tests.fault_project import (
     write_project,
 )
 from tests.faulty_proxy import CHAT, SCORE, Fault, FaultyProxy
+from tests.release_project import load_product
 from tests.tiny_llama import build_tokenizer
 
 KILL_AFTER = 6  # cases of the first eval
@@ -132,7 +133,7 @@ class Table:
         write_project(folder, self.proxy.url, {"checkpoint": row.checkpoint, "steps": []} | there,
                       request_timeout_s=row.timeout_s)
         self.proxy.fault = row.fault() if row.fault else None
-        with contextlib.nullcontext() if row.fault else killer(folder / "build/journal/there/calls.jsonl"):
+        with contextlib.nullcontext() if row.fault else killer(folder / BUILD / "journal/there/calls.jsonl"):
             start = time.monotonic()
             code, printed = evaluate(folder, "there")
             seconds = time.monotonic() - start
@@ -156,7 +157,7 @@ class Table:
 
     def _copy(self, folder: Path) -> None:
         """Give a project the models, the evalsets and the reference of the undisturbed one."""
-        for path in ("models", "evalsets", "build/candidates/reference", "build/evaluations/reference"):
+        for path in ("models", "evalsets", BUILD / "candidates/reference", BUILD / "evaluations/reference"):
             shutil.copytree(self.folder / "undisturbed" / path, folder / path)
 
 
@@ -196,12 +197,12 @@ def evaluate(folder: Path, name: str) -> tuple[int, str]:
 
 def judge(folder: Path) -> Verdict:
     """Judge the release of a project."""
-    return compare_release(load_params(folder / "params.yaml"), folder / "build").judgement.verdicts[0]
+    return compare_release(load_product(folder), folder / BUILD).judgement.verdicts[0]
 
 
 def read_journal(folder: Path) -> set[str]:
     """Return the questions and texts of the cases that are journaled."""
-    paths = (folder / "build/journal/there").glob("*.jsonl")
+    paths = (folder / BUILD / "journal/there").glob("*.jsonl")
     return {json.loads(line)["record"]["prompt"] for path in paths for line in path.read_text().splitlines()}
 
 
@@ -253,7 +254,7 @@ def count_differing(expected: Path, got: Path, *, ignored: set[str]) -> int:
     """Count the records, such fields aside, and the files of arrays in which two evaluations differ."""
     count = 0
     for name in EVALS:
-        sides = [folder / "build/evaluations/there" / name for folder in (expected, got)]
+        sides = [folder / BUILD / "evaluations/there" / name for folder in (expected, got)]
         ours, theirs = (read_records(side.with_suffix(".jsonl"), ignored) for side in sides)
         count += sum(a != b for a, b in zip(ours, theirs, strict=True))
         arrays = [side.with_suffix(".npz") for side in sides]

@@ -13,15 +13,15 @@ from tests.kill_table import Observed, describe_loss
 from tests.kill_trial import Trial
 from tests.synthetic_categories import PERSON, lose, write_categories_tree
 from tests.synthetic_detections import Change, DetectorParams, make_detector_params
-from tests.synthetic_networks import Way, make_network_track, write_detector
+from tests.synthetic_networks import Way, make_network_product, write_detector
 from tests.synthetic_records import rewrite_records
 
 NUM_NAN = 4  # pictures, all that there are
 
 
-def judge(track: Any, build: Path) -> Observed:
+def judge(product: Any, build: Path) -> Observed:
     """Judge what lies under a folder."""
-    judgement = compare_release(track, build).judgement
+    judgement = compare_release(product, build).judgement
     verdict = judgement.verdicts[0]
     stage = "compare" if blocking_verdicts(judgement) else ""
     return Observed(verdict.outcome, stage, verdict.reasons, 0.0, describe_loss(verdict))
@@ -39,11 +39,11 @@ def lose_people(trial: Trial) -> Observed:
 def overflow_in_all(trial: Trial) -> Observed:
     """Judge a detector whose output is NaN in each of so few pictures that no test rules out chance."""
     ways = {"nan": Way(by=Change(score=0, box=0))}
-    track = make_network_track("detector", ways, {"scenes/ap": {"overall": 0.05},
+    product = make_network_product("detector", ways, {"scenes/ap": {"overall": 0.05},
                                                   "scenes/finite_output_rate": {"overall": 0.05}})  # fmt: skip
-    build = write_detector(trial.root / "synthetic", track, ways, num_images=NUM_NAN)
+    build = write_detector(trial.root / "synthetic", product, ways, num_images=NUM_NAN)
     rewrite_records(build, "nan", "scenes", _lose_finite)
-    return judge(track, build)
+    return judge(product, build)
 
 
 def _lose_finite(records: list[CaseRecord]) -> list[CaseRecord]:

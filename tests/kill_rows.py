@@ -179,19 +179,19 @@ SERVED = [
 
 PICTURES = [
     Kill("fp16 NaN in 1 of 50 images", "in the decoder's output of `vae-fp16`",
-         kill_pictures.overflow_in_some, track="images", candidate="vae-fp16", because="shots/"),
+         kill_pictures.overflow_in_some, product="images", candidate="vae-fp16", because="shots/"),
     Kill("CFG 15 without rescale", "guidance 15 where the reference has 5", kill_pictures.build_and_evaluate,
-         track="images", candidate="cfg-15",
+         product="images", candidate="cfg-15",
          settings={"checkpoint": "models/product-shots", "steps": [{"kind": "guidance", "scale": 15}]},
          because="shots/"),
     Kill("6 % of small boxes lost", "boxes below 32 x 32 pixels of `again`",
          kill_pictures.in_workers("pipeline.networks.evaluate.run_batch", kill_pictures.run_losing_small),
-         track="detector", candidate="again", because="scenes/ap"),
+         product="detector", candidate="again", because="scenes/ap"),
     Kill("a 4-level seam", "every other column of tiles of `tiled-hann` 4 levels brighter",
          kill_pictures.in_workers("pipeline.networks.evaluate.run_batch", kill_pictures.run_with_seam),
-         track="upscaler", candidate="tiled-hann", because="seam_step_levels"),
+         product="upscaler", candidate="tiled-hann", because="seam_step_levels"),
     Kill("channels-last", "the images' candidate `channels-last` evaluated again", kill_pictures.build_and_evaluate,
-         track="images", candidate="channels-last", must_pass=True),
+         product="images", candidate="channels-last", must_pass=True),
 ]  # fmt: skip
 
 UNTRAINED = [*RECORDED, *COMPARED, *COMMITTED]

@@ -38,8 +38,8 @@ class Kill:
         how: how it is planted.
         plant: makes the change in a trial, and runs the stages up to `compare` that have to run again; or runs another
             gate on it, and returns what that said.
-        track: whose candidate.
-        candidate: that passes without the change; None: the first of the track's release.
+        product: whose candidate.
+        candidate: that passes without the change; None: the first of the product's release.
         must_pass: it is an equivalent change, no defect.
         because: pattern of a reason that it must be stopped for: a defect that is stopped by chance is not killed.
         settings: of a candidate that the project does not have, to be built by `plant`.
@@ -48,7 +48,7 @@ class Kill:
     name: str
     how: str
     plant: Plant
-    track: str = "text"
+    product: str = "text"
     candidate: str | None = None
     must_pass: bool = False
     because: str = ""
@@ -93,7 +93,7 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
     """
     start = time.monotonic()
     try:
-        trial = Trial(project, folder, track=kill.track, candidate=kill.candidate, settings=kill.settings)
+        trial = Trial(project, folder, product=kill.product, candidate=kill.candidate, settings=kill.settings)
         seen = kill.plant(trial) or judge(trial)
     except StoppedError as stopped:
         seen = Observed("error", stopped.stage, (stopped.line,), 0.0, "")
@@ -117,7 +117,7 @@ def judge(trial: Trial) -> Observed:
     judged = trial.read_verdict()
     seen = Observed(judged.outcome, "", judged.reasons, 0.0, describe_loss(judged))
     try:
-        trial.run("gate", trial.track)
+        trial.run("gate", trial.product)
     except StoppedError as stopped:
         if stopped.line.startswith("exit code"):  # then the verdict's own reasons say it
             return replace(seen, stage="gate")

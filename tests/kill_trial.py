@@ -1,6 +1,6 @@
 """A copy of a finished project, in which one thing is changed and the real stages run.
 
-The copy is cut down to the reference and one candidate of one track. Stages run in its folder as a user runs them, with
+The copy is cut down to the reference and one candidate of one product. Stages run in its folder as a user runs them, with
 real checkpoints, servers and records. Speed is judged only where it is asked for: other weights than the timed ones
 would be refused for that alone.
 """
@@ -44,10 +44,10 @@ class StoppedError(Exception):
 
 
 class Trial:
-    """A copy of a finished project with the reference and one candidate of one track."""
+    """A copy of a finished project with the reference and one candidate of one product."""
 
     def __init__(
-        self, project: Path, root: Path, *, track: str = "text", candidate: str | None = None,
+        self, project: Path, root: Path, *, product: str = "text", candidate: str | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Copy what the stages read.
@@ -55,11 +55,11 @@ class Trial:
         Args:
             project: a project whose stages have all run.
             root: folder of the copy; must not exist.
-            track: of TRACKS.
-            candidate: None: the first of the track's release.
+            product: of TRACKS.
+            candidate: None: the first of the product's release.
             settings: of a new candidate.
         """
-        self.project, self.root, self.track, self.build = project, root, track, root / BUILDS[track]
+        self.project, self.root, self.product, self.build = project, root, product, root / BUILDS[product]
         self.params: dict[str, Any] = YAML(typ="safe").load((project / "params.yaml").read_text(encoding="utf-8"))
         for other in TRACKS:
             if other != track:
@@ -70,20 +70,20 @@ class Trial:
         self.section["candidates"] = {name: known[name] for name in (self.reference, self.name)}
         self.section["release"] = [self.name]
         self.section["gate"].pop("loosened", None)  # in the copy nothing was released before
-        if track == "text":
+        if product == "text":
             self.params["benchmark"]["candidates"] = []
         for part in ("models", "evalsets", "build/env"):
             if (project / part).is_dir():
                 shutil.copytree(project / part, root / part)
         for name in (self.reference,) if settings else (self.reference, self.name):
             for part in ("candidates", "evaluations"):
-                shutil.copytree(project / BUILDS[track] / part / name, self.build / part / name)
+                shutil.copytree(project / BUILDS[product] / part / name, self.build / part / name)
         self.write()
 
     @property
     def section(self) -> dict[str, Any]:
-        """The track's part of params.yaml, to be edited; `write` writes it."""
-        return self.params if self.track == "text" else self.params[self.track]
+        """The product's part of params.yaml, to be edited; `write` writes it."""
+        return self.params if self.product == "text" else self.params[self.product]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -139,12 +139,12 @@ class Trial:
         self._run_own(1)
 
     def _run_own(self, number: int) -> None:
-        network = (self.track,) if self.track in ("detector", "upscaler") else ()
-        self.run(STAGES[self.track][number], *network, self.name)
+        network = (self.product,) if self.product in ("detector", "upscaler") else ()
+        self.run(STAGES[self.product][number], *network, self.name)
 
     def compare(self) -> None:
         """Judge the candidate."""
-        self.run("compare", self.track)
+        self.run("compare", self.product)
 
     def read_verdict(self) -> Verdict:
         """Read the verdict on the candidate, edited or not."""
@@ -153,12 +153,12 @@ class Trial:
     @property
     def verdict_path(self) -> Path:
         """What compare writes and the gate reads."""
-        return self.root / REPORTS[self.track] / "verdict.json"
+        return self.root / REPORTS[self.product] / "verdict.json"
 
     @property
     def metrics_path(self) -> Path:
         """Folder of the numbers that git keeps."""
-        return self.root / METRICS[self.track]
+        return self.root / METRICS[self.product]
 
     def change_weights(self, change: Callable[[Path], None]) -> None:
         """Change the folder of the candidate's weights, and its record alike: as if the step had made it so."""

@@ -14,7 +14,7 @@ from pydantic import Field
 from pipeline.detection_params import AREAS, DetectionEval
 from pipeline.detections import Detections, MatchTable, Objects, join_tables, match_image, save_matches, score_image
 from pipeline.digests import digest_file, digest_text
-from pipeline.params import Params
+from pipeline.text_params import TextProduct
 from pipeline.record_files import write_cases, write_record
 from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation
 from tests.synthetic_records import make_candidate, make_params, write_canary, write_candidate
@@ -125,7 +125,7 @@ def make_pair(num_images: int, by: Change, *, seed: int = 0, detector: Detector 
     return match_all(objects, detections, areas), match_all(objects, [change(d, by, rng) for d in detections], areas)
 
 
-class DetectorParams(Params):
+class DetectorParams(TextProduct):
     """Settings of a release of detectors, through the same gate as text."""
 
     evals: dict[str, DetectionEval] = Field(min_length=1)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from pipeline.digests import digest_file, digest_text
 from pipeline.files import write_text
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.image_serving import serve
 from pipeline.record_files import write_cases, write_record
 from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint, EvalFile, Evaluation, ImageCandidate
@@ -51,14 +51,14 @@ class Look:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def make_image_track(looks: dict[str, Look], release: str) -> ImageTrack:
-    """Return the settings of a track with a reference `shots` and these candidates."""
+def make_image_product(looks: dict[str, Look], release: str) -> ImagesProduct:
+    """Return the settings of a product with a reference `shots` and these candidates."""
     candidates = {name: {"checkpoint": "models/shots", "steps": [_step(look)]} for name, look in looks.items()}
-    return ImageTrack.model_validate({
-        "reference": "shots", "release": [release],
+    return ImagesProduct.model_validate({
+        "name": "shots", "kind": "images", "reference": "shots", "release": [release],
         "candidates": {"shots": {"checkpoint": "models/shots", "steps": []}, **candidates},
-        "sampling": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_workers": 1,
-                     "num_threads": 1},
+        "serving": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_threads": 1},
+        "resources": {"num_workers": 1},
         "evals": {"shots": {"kind": "images", "evalset": "evalsets/shots", "clip": "models/clip"}},
         "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
             "shots/sound_image_rate": {"overall": 0.2}, "shots/clip_similarity": {"overall": 0.01},
@@ -66,31 +66,31 @@ def make_image_track(looks: dict[str, Look], release: str) -> ImageTrack:
     })  # fmt: skip
 
 
-def write_image_tree(build: Path, track: ImageTrack, looks: dict[str, Look], *, case_id: str = "shot-{i}") -> None:
-    """Write what a track's candidates leave under `build`.
+def write_image_tree(build: Path, product: ImagesProduct, looks: dict[str, Look], *, case_id: str = "shot-{i}") -> None:
+    """Write what a product's candidates leave under `build`.
 
     Args:
-        build: the track's folder.
-        track: of `make_image_track`.
+        build: the product's folder.
+        product: of `make_image_product`.
         looks: by candidate.
         case_id: names the cases; `{i}` is their number.
     """
-    for number, name in enumerate(track.candidates):
+    for number, name in enumerate(product.candidates):
         look = looks.get(name, Look())
-        candidate = _write_candidate(build, track, name)
+        candidate = _write_candidate(build, product, name)
         folder, rng = build / "evaluations" / name, np.random.default_rng(number)
         records = [_write_case(folder / "shots", candidate, look, i, case_id.format(i=i), rng)
                    for i in range(NUM_CASES)]  # fmt: skip
-        write_image_evaluation(folder, candidate, track, records, _NOTES | look.notes)
+        write_image_evaluation(folder, candidate, product, records, _NOTES | look.notes)
 
 
 def write_image_evaluation(
-    folder: Path, candidate: ImageCandidate, track: ImageTrack, records: list[CaseRecord], notes: dict[str, Any]
+    folder: Path, candidate: ImageCandidate, product: ImagesProduct, records: list[CaseRecord], notes: dict[str, Any]
 ) -> None:
     """Write records, notes and index of a candidate's eval `shots`, sealed."""
     write_cases(folder / "shots.jsonl", records)
     write_text(folder / "shots.json", json.dumps(notes))
-    file = EvalFile(kind="images", settings=track.evals["shots"].model_dump(mode="json"), key="k",
+    file = EvalFile(kind="images", settings=product.evals["shots"].model_dump(mode="json"), key="k",
                     evalset_digest="e", num_cases=len(records), records="shots.jsonl",
                     sha256=digest_file(folder / "shots.jsonl"), notes_sha256=digest_file(folder / "shots.json"))
     write_record(folder / "evaluation.json", Evaluation(
@@ -102,8 +102,8 @@ def _step(look: Look) -> dict[str, Any]:
     return {"kind": "guidance", **look.guidance} if look.guidance else {"kind": "vae_precision", "dtype": "float16"}
 
 
-def _write_candidate(build: Path, track: ImageTrack, name: str) -> ImageCandidate:
-    steps = [step.model_dump(mode="json") for step in track.candidates[name].steps]
+def _write_candidate(build: Path, product: ImagesProduct, name: str) -> ImageCandidate:
+    steps = [step.model_dump(mode="json") for step in product.candidates[name].steps]
     for step in steps:
         if step["kind"] == "guidance":
             step["serving"] = {"guidance_scale": step["scale"], "guidance_rescale": step["rescale"],
@@ -112,7 +112,7 @@ def _write_candidate(build: Path, track: ImageTrack, name: str) -> ImageCandidat
         path="models/shots", kind="StableDiffusionXLPipeline", format="diffusers", dtype="float32", num_parameters=1,
         num_bytes=4, digest=digest_text(name)))  # fmt: skip
     write_record(build / "candidates" / name / "candidate.json", built)
-    return serve(built, track)
+    return serve(built, product)
 
 
 def _write_case(

@@ -18,7 +18,7 @@ from PIL import Image
 from pipeline.detections import Detections, Objects, join_tables, match_image, save_matches, score_image
 from pipeline.digests import canonical_json, digest_file, digest_text
 from pipeline.files import write_text
-from pipeline.network_params import DetectorTrack, NetworkTrack, UpscalerTrack
+from pipeline.network_params import VisionProduct
 from pipeline.network_serving import serve
 from pipeline.record_files import write_cases, write_record
 from pipeline.records import (
@@ -77,32 +77,31 @@ def compile_notes(**changes: Any) -> dict[str, Any]:
             "limit": 8, "num_over_limit": 0, "shape_over_limit": None} | changes  # fmt: skip
 
 
-def make_network_track(kind: str, ways: dict[str, Way], tolerances: dict[str, Any] | None = None,
-                       **gate: Any) -> NetworkTrack:  # fmt: skip
-    """Return the settings of a track that releases all candidates."""
-    is_detector = kind == "detector"
+def make_network_product(name: str, ways: dict[str, Way], tolerances: dict[str, Any] | None = None,
+                       **gate: Any) -> VisionProduct:  # fmt: skip
+    """Return the settings of a product that releases all candidates."""
+    is_detector = name == "detector"
     evals = {"scenes": {"kind": "detection", "evalset": "evalsets/scenes"}} if is_detector else {
         "views": {"kind": "upscaling", "evalset": "evalsets/views"}}  # fmt: skip
     usual = {"scenes/ap": {"overall": 0.03}, "scenes/ap_small": {"overall": 0.05},
              "scenes/finite_output_rate": {"overall": 0.05}} if is_detector else {
         "views/psnr_db": {"overall": 0.1}, "views/finite_output_rate": {"overall": 0.2}}  # fmt: skip
-    model = DetectorTrack if is_detector else UpscalerTrack
-    return model.model_validate({
-        "adapter": "models/net.py", "reference": REFERENCE, "release": list(ways),
+    return VisionProduct.model_validate({
+        "name": name, "kind": "vision", "adapter": "models/net.py", "reference": REFERENCE, "release": list(ways),
         "candidates": {REFERENCE: {"checkpoint": "models/net", "steps": []}} | {
             name: {"checkpoint": way.checkpoint, "steps": list(way.steps)} for name, way in ways.items()},
-        "running": {"batch_size": 1, "num_workers": 1, "num_threads": 1}, "evals": evals,
+        "serving": {"batch_size": 1, "num_threads": 1}, "resources": {"num_workers": 1}, "evals": evals,
         "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances or usual, **gate},
     })  # fmt: skip
 
 
-def write_detector(root: Path, track: NetworkTrack, ways: dict[str, Way], *, num_images: int = 60,
+def write_detector(root: Path, product: VisionProduct, ways: dict[str, Way], *, num_images: int = 60,
                    objects: Sequence[Objects] | None = None, case_id: str = "scene-{i}") -> Path:  # fmt: skip
     """Write a detector's tree and its pictures; returns the folder of its results.
 
     Args:
         root: the folder that holds pictures and results.
-        track: of `make_network_track`.
+        product: of `make_network_product`.
         ways: by candidate.
         num_images: with objects of all sizes, where they are not given.
         objects: of each image.
@@ -113,11 +112,11 @@ def write_detector(root: Path, track: NetworkTrack, ways: dict[str, Way], *, num
     found = [Detections(o.boxes, o.classes, rng.uniform(0.5, 1, len(o.areas))) for o in objects]
     pictures = _write_pictures(root, len(objects), (480, 640))
     for name, way in {REFERENCE: Way(), **ways}.items():
-        candidate, folder = _write_candidate(root / "build", track, name, way)
+        candidate, folder = _write_candidate(root / "build", product, name, way)
         theirs = found if name == REFERENCE else [change(d, way.by, rng) for d in found]
         tables = [match_image(o, d, num_classes=1) for o, d in zip(objects, theirs, strict=True)]
         save_matches(folder / "scenes.npz", join_tables(tables))
-        _write_evaluation(folder, candidate, track, way, [CaseRecord(
+        _write_evaluation(folder, candidate, product, way, [CaseRecord(
             case_id=case_id.format(i=i), input_digest=digest_text(str(i)), cluster=str(i), prompt=str(pictures[i]),
             output=_write_results(theirs[i]), scores=score_image(tables[i]) | {"finite": 1.0},
             fingerprint=candidate.fingerprint) for i in range(len(objects))])  # fmt: skip
@@ -131,13 +130,13 @@ def make_people(rng: np.random.Generator, *, num_large: int, num_small: int) -> 
     return Objects(boxes, np.zeros(len(sides), dtype=np.int64), sides.prod(axis=1), np.zeros(len(sides), dtype=bool))
 
 
-def write_upscaler(root: Path, track: NetworkTrack, ways: dict[str, Way], *, num_images: int = 40,
+def write_upscaler(root: Path, product: VisionProduct, ways: dict[str, Way], *, num_images: int = 40,
                    case_id: str = "view-{i}") -> Path:  # fmt: skip
     """Write an upscaler's tree and its pictures as `write_detector` does."""
     pictures, rng = _write_pictures(root, num_images, (GIVEN, GIVEN)), np.random.default_rng(1)
     plain = [rng.integers(90, 160, (GIVEN * FACTOR, GIVEN * FACTOR, 3), dtype=np.uint8) for _ in range(num_images)]
     for name, way in {REFERENCE: Way(), **ways}.items():
-        candidate, folder = _write_candidate(root / "build", track, name, way)
+        candidate, folder = _write_candidate(root / "build", product, name, way)
         records = []
         for i, picture in enumerate(plain):
             seam = way.seam * (1 + (i == 7))  # one is the worst
@@ -151,7 +150,7 @@ def write_upscaler(root: Path, track: NetworkTrack, ways: dict[str, Way], *, num
                 output=digest, fingerprint=candidate.fingerprint, scores={
                     "finite": 1.0, "psnr_db": 37 + 0.01 * (i % 5) - 0.1 * seam, "ssim": 0.9, "seam_levels": seam,
                     "worst_seam_levels": seam}))
-        _write_evaluation(folder, candidate, track, way, records)
+        _write_evaluation(folder, candidate, product, way, records)
     return root / "build"
 
 
@@ -168,9 +167,9 @@ def _write_results(found: Detections) -> str:
                            for box, score in zip(found.boxes, found.scores, strict=True)])  # fmt: skip
 
 
-def _write_candidate(build: Path, track: NetworkTrack, name: str, way: Way) -> tuple[NetworkCandidate, Path]:
+def _write_candidate(build: Path, product: VisionProduct, name: str, way: Way) -> tuple[NetworkCandidate, Path]:
     steps, coverage = [], []
-    for step in (s.model_dump(mode="json") for s in track.candidates[name].steps):
+    for step in (s.model_dump(mode="json") for s in product.candidates[name].steps):
         changes: dict[str, Any] = {
             "tiling": {"tiling": {key: step.get(key) for key in ("tile", "overlap", "window")}},
             "compile": {"compile_mode": step.get("mode")},
@@ -185,18 +184,18 @@ def _write_candidate(build: Path, track: NetworkTrack, name: str, way: Way) -> t
         steps.append(step | {"serving": changes})
     built = BuiltCandidate(
         name=name, steps=tuple(steps), coverage=tuple(coverage), fallbacks=tuple(way.fallbacks),
-        checkpoint=Checkpoint(path=way.checkpoint, kind=track.name, format="dense", dtype="float32", num_parameters=1,
+        checkpoint=Checkpoint(path=way.checkpoint, kind=product.name, format="dense", dtype="float32", num_parameters=1,
                               num_bytes=4, digest=digest_text(way.checkpoint)))  # fmt: skip
     write_record(build / "candidates" / name / "candidate.json", built)
     folder = build / "evaluations" / name
     folder.mkdir(parents=True, exist_ok=True)
-    return serve(built, track), folder
+    return serve(built, product), folder
 
 
 def _write_evaluation(
-    folder: Path, candidate: NetworkCandidate, track: NetworkTrack, way: Way, records: list[CaseRecord]
+    folder: Path, candidate: NetworkCandidate, product: VisionProduct, way: Way, records: list[CaseRecord]
 ) -> None:
-    ((name, settings),) = track.evals.items()
+    ((name, settings),) = product.evals.items()
     write_cases(folder / f"{name}.jsonl", records)
     write_text(folder / f"{name}.json", json.dumps(NOTES | way.notes))
     arrays = folder / f"{name}.npz"

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.canary_records import CanaryAnswer, CanaryFile, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.digests import digest_file, digest_json, digest_text
 from pipeline.files import write_text
-from pipeline.params import Params, parse_params
+from pipeline.params import get_product, parse_params
 from pipeline.record_files import read_record, write_cases, write_record
 from pipeline.records import (
     BuiltCandidate,
@@ -31,7 +31,18 @@ from pipeline.records import (
     read_cases,
 )
 from pipeline.serving_records import ServingConfig
-from pipeline.text_params import Calibration, GptqStep, HarnessEval, PerplexityEval, ToolCallsEval, TrajectoriesEval
+from pipeline.settings import Product
+from pipeline.text_params import (
+    Calibration,
+    GptqStep,
+    HarnessEval,
+    PerplexityEval,
+    TextProduct,
+    ToolCallsEval,
+    TrajectoriesEval,
+)
+
+PRODUCT = "agent"
 
 STEP = GptqStep(kind="gptq", calibration=Calibration(sources=["long"], num_samples=128, max_tokens=256,
                                                      length_exponent=1.0))
@@ -65,7 +76,7 @@ class Behaviour:
 
 
 def make_params(candidates: Sequence[str], release: Sequence[str], *, benchmark: dict[str, Any] | None = None,
-                **gate: Any) -> Params:
+                **gate: Any) -> TextProduct:
     """Return settings for the four evals of the tree; `benchmark` replaces parts of a grid that times nothing."""
     settings = {"alpha": 0.05, "on_inconclusive": "warn", "tripwires": {"prose/kl_nats_per_token": 0.02},
                 "tolerances": {
@@ -73,20 +84,30 @@ def make_params(candidates: Sequence[str], release: Sequence[str], *, benchmark:
                     "calls/tool_call_exact_match": {"overall": 0.02},
                     "choices/accuracy": {"overall": 0.03},
                     "prose/perplexity_per_token": {"overall": 0.02}}}
-    return parse_params({
-        "reference": "reference", "release": list(release),
+    product = TextProduct.model_validate({
+        "name": PRODUCT, "kind": "text", "reference": "reference", "release": list(release),
         "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
         "candidates": {"reference": {"checkpoint": "models/agent", "steps": []}} | {
             name: {"checkpoint": "models/agent", "steps": [STEP.model_dump()]}
             for name in candidates},
-        "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 32, "num_servers": 2,
-                    "num_threads": 1, "context_length": 1024, "max_tokens": 128, "request_timeout_s": 60.0,
-                    "start_timeout_s": 60.0},
+        "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 32,
+                    "num_threads": 1, "context_length": 1024, "max_tokens": 128},
+        "resources": {"num_servers": 2, "request_timeout_s": 60.0, "start_timeout_s": 60.0},
         "canary": {"num_prompts": 100, "target_rate": 0.3},
         "evals": EVAL_SETTINGS,
         "gate": settings | gate,
         "benchmark": NO_BENCHMARK | (benchmark or {}),
     })
+    return get_product(parse_params(describe_project(product)), PRODUCT, kind=TextProduct)
+
+
+def describe_project(*products: Product) -> dict[str, Any]:
+    """Return what params.yaml says of products, less the defaults that are None."""
+    described = {product.name: product.model_dump(mode="json", exclude_none=True) for product in products}
+    candidates = {name: {"product": owner} | candidate for owner, product in described.items()
+                  for name, candidate in product.pop("candidates").items()}
+    return {"products": {owner: {key: value for key, value in product.items() if key != "name"}
+                         for owner, product in described.items()}, "candidates": candidates}
 
 
 def write_tree(build: Path, behaviours: dict[str, Behaviour], *, num_cases: int = 400, seed: int = 0) -> None:
@@ -133,7 +154,7 @@ def make_candidate(name: str) -> Candidate:
         name=name, serving=ServingConfig(), coverage=tuple(coverage), libraries={"torch": "2.13.0"},
         steps=(STEP.model_dump(mode="json"),) if quantised else (),
         fallbacks=(Fallback(layer="lm_head", reason="excluded by the step"),) if quantised else (),
-        checkpoint=Checkpoint(path=f"build/candidates/{name}/checkpoint", kind="llama", num_parameters=2_000_000,
+        checkpoint=Checkpoint(path=f"build/{PRODUCT}/candidates/{name}/checkpoint", kind="llama", num_parameters=2_000_000,
                               format="compressed-tensors" if quantised else "dense", dtype="float32",
                               num_bytes=2_000_000 if quantised else 8_300_000,
                               digest=digest_json({WEIGHTS: digest_text(name)})))

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from evalsets.seal import seal
-from pipeline.network_params import DetectorTrack, UpscalerTrack
+from pipeline.network_params import VisionProduct
 
 NUM_PICTURES = 40
 SIDE, CELL = 32, 8  # pixels of a detector's picture, and of what is on it
@@ -83,7 +83,7 @@ def postprocess(outputs, config):
 
 
 def write_project(root: Path) -> Path:
-    """Write adapters, networks and evalsets of both tracks; return the root."""
+    """Write adapters, networks and evalsets of both products; return the root."""
     for name, text in (("detector", DETECTOR), ("upscaler", UPSCALER)):
         (root / name).mkdir(parents=True)
         (root / name / "adapter.py").write_text(text)
@@ -161,19 +161,19 @@ def _draw(folder: Path, name: str, pixels: np.ndarray) -> str:
     return name
 
 
-def make_detector(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> DetectorTrack:
-    """Return a track whose candidates beside the reference have these steps; all but the reference are released."""
-    return DetectorTrack.model_validate(describe_detector(steps, **changes))
+def make_detector(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> VisionProduct:
+    """Return a product whose candidates beside the reference have these steps; all but the reference are released."""
+    return VisionProduct.model_validate(describe_detector(steps, **changes))
 
 
 def describe_detector(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> dict[str, Any]:
-    """Return the section `detector` of params.yaml."""
+    """Return the settings of the product `detector` with its name and candidates; see `describe_project`."""
     candidates = {"squares": []} | ({"half": [{"kind": "precision", "dtype": "bfloat16"}]} if steps is None else steps)
     return {
-        "adapter": "detector/adapter.py", "reference": "squares", "release": list(candidates)[1:],
+        "name": "detector", "kind": "vision", "adapter": "detector/adapter.py", "reference": "squares", "release": list(candidates)[1:],
         "candidates": {name: {"checkpoint": f"detector/{'hot' if name.startswith('hot') else 'squares'}",
                               "steps": given} for name, given in candidates.items()},
-        "running": {"batch_size": 4, "num_workers": 1, "num_threads": 1},
+        "serving": {"batch_size": 4, "num_threads": 1}, "resources": {"num_workers": 1},
         "evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "areas": {"tiny": [0.0, 100.0]}}},
         "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
             "squares/ap": {"overall": 0.05}, "squares/ap_small": {"overall": 0.05},
@@ -181,19 +181,19 @@ def describe_detector(steps: dict[str, list[dict[str, Any]]] | None = None, **ch
     } | changes  # fmt: skip
 
 
-def make_upscaler(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> UpscalerTrack:
-    """Return a track whose candidates beside the reference have these steps; all but the reference are released."""
-    return UpscalerTrack.model_validate(describe_upscaler(steps, **changes))
+def make_upscaler(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> VisionProduct:
+    """Return a product whose candidates beside the reference have these steps; all but the reference are released."""
+    return VisionProduct.model_validate(describe_upscaler(steps, **changes))
 
 
 def describe_upscaler(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> dict[str, Any]:
-    """Return the section `upscaler` of params.yaml."""
+    """Return the settings of the product `upscaler` with its name and candidates; see `describe_project`."""
     tiled = {"kind": "tiling", "tile": 32, "overlap": 0.0, "window": "none"}
     candidates = {"doubled": []} | ({"tiled": [tiled]} if steps is None else steps)
     return {
-        "adapter": "upscaler/adapter.py", "reference": "doubled", "release": list(candidates)[1:],
+        "name": "upscaler", "kind": "vision", "adapter": "upscaler/adapter.py", "reference": "doubled", "release": list(candidates)[1:],
         "candidates": {name: {"checkpoint": "upscaler/doubled", "steps": given} for name, given in candidates.items()},
-        "running": {"batch_size": 2, "num_workers": 1, "num_threads": 1},
+        "serving": {"batch_size": 2, "num_threads": 1}, "resources": {"num_workers": 1},
         "evals": {"views": {"kind": "upscaling", "evalset": "evalsets/views"}},
         "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
             "views/psnr_db": {"overall": 0.1}, "views/seam_step_levels": {"overall": 0.5},

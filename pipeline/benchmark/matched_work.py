@@ -23,21 +23,21 @@ from pipeline.benchmark.streaming import DEFINITIONS
 from pipeline.benchmark_records import Benchmark, Cell, Machine, Probe, Side, describe_work
 from pipeline.environment import read_machine
 from pipeline.errors import SettingsError
-from pipeline.params import Params
 from pipeline.recall import find_recall
 from pipeline.record_files import read_record
 from pipeline.records import Candidate, Evaluation
 from pipeline.serving.client import Client
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving_config import read_candidate
+from pipeline.text_params import TextProduct
 
 
-async def run_benchmark(name: str, params: Params, *, root: Path, build: Path) -> Benchmark:
+async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: Path) -> Benchmark:
     """Benchmark one candidate.
 
     Args:
         name: of the candidate.
-        params: the grid, how to serve, and the evals whose prompts are used.
+        product: the grid, how to serve, and the evals whose prompts are used.
         root: project root, which paths of checkpoints and evalsets are relative to.
         build: the folder of candidates, evaluations and server logs.
 
@@ -49,26 +49,26 @@ async def run_benchmark(name: str, params: Params, *, root: Path, build: Path) -
         EvidenceError: a candidate or an evaluation is missing, or not what was written.
         EngineError: a server did not come up, died or did not answer.
     """
-    pair = [read_candidate(build, side, params) for side in (params.reference, name)]
+    pair = [read_candidate(build, side, product) for side in (product.reference, name)]
     _check_two_servers(pair)
-    benchmark = Benchmark(name=name, work=describe_work(params.benchmark), machine=_describe_machine(),
+    benchmark = Benchmark(name=name, work=describe_work(product.benchmark), machine=_describe_machine(),
                           definitions=DEFINITIONS)  # fmt: skip
-    reference, candidate = (_serve(side, role, params, root=root, build=build, logs=build / "logs" / name / role)
+    reference, candidate = (_serve(side, role, product, root=root, build=build, logs=build / "logs" / name / role)
                             for side, role in zip(pair, ("reference", "candidate"), strict=True))  # fmt: skip
     try:
         async with reference as (ours, client), candidate as (theirs, _):
-            cells, found = await _measure(ours, theirs, client, params, root=root, name=name)
+            cells, found = await _measure(ours, theirs, client, product, root=root, name=name)
     except UnequalWorkError as error:
         return benchmark.model_copy(update={"refusal": str(error)})
     return benchmark.model_copy(update={"cells": tuple(cells), **found})
 
 
 async def _measure(
-    ours: Contender, theirs: Contender, client: Client, params: Params, *, root: Path, name: str
+    ours: Contender, theirs: Contender, client: Client, product: TextProduct, *, root: Path, name: str
 ) -> tuple[list[Cell], dict[str, Side]]:
     """Plan, warm up, probe and time; return the cells, and by role what is known of each side."""
-    prompts, num_tokens = load_prompts(params, root), params.benchmark.num_tokens
-    grid = await plan_grid(prompts, client, params.benchmark)
+    prompts, num_tokens = load_prompts(product, root), product.benchmark.num_tokens
+    grid = await plan_grid(prompts, client, product.benchmark)
     plans, texts = grid.plans, sorted(map(read_text, prompts))
     await warm_up(plans, (ours, theirs), num_tokens=num_tokens)
     probes = {side.role: await _probe_side(side, grid, texts, name=name, num_tokens=num_tokens)
@@ -91,17 +91,17 @@ def _check_two_servers(pair: list[Candidate]) -> None:
 
 @contextlib.asynccontextmanager
 async def _serve(
-    candidate: Candidate, role: str, params: Params, *, root: Path, build: Path, logs: Path
+    candidate: Candidate, role: str, product: TextProduct, *, root: Path, build: Path, logs: Path
 ) -> AsyncIterator[tuple[Contender, Client]]:
     """Bring up one side, and check that it is what was evaluated."""
     folder = build / "evaluations" / candidate.name
     evaluation = read_record(folder / "evaluation.json", Evaluation)
-    expected = read_expected(params, root, folder, evaluation)
-    settings = params.serving.model_copy(update={"num_servers": 1})
+    expected = read_expected(product, root, folder, evaluation)
+    resources = product.resources.model_copy(update={"num_servers": 1})
     # a connection for each request: while the other side is timed a server may close one that was kept open
     http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True),
-                                 timeout=aiohttp.ClientTimeout(total=settings.request_timeout_s))  # fmt: skip
-    starting = start_engine(candidate, settings, evals=params.evals, root=root, logs=logs)
+                                 timeout=aiohttp.ClientTimeout(total=resources.request_timeout_s))  # fmt: skip
+    starting = start_engine(candidate, resources, evals=product.evals, root=root, logs=logs)
     async with http, starting as (engine, client):
         if engine.fingerprint != evaluation.fingerprint:
             raise UnequalWorkError(f"{role}: its server has the fingerprint {engine.fingerprint[:12]}, evaluated was "

@@ -19,11 +19,10 @@ from pipeline.errors import SettingsError
 from pipeline.evals.calls import declare_tools
 from pipeline.evalsets import load_evalset
 from pipeline.first_turns import load_evaluated, read_first_turns
-from pipeline.params import Params
 from pipeline.recall import NUM_PROBES
 from pipeline.records import Evaluation
 from pipeline.serving.client import Client
-from pipeline.text_params import BenchmarkSettings
+from pipeline.text_params import BenchmarkSettings, TextProduct
 
 MIN_REQUESTS = 4  # of a batch: the time of a lone request says little
 _COUNTED_AT_ONCE = 64
@@ -68,10 +67,10 @@ class Grid:
     probes: dict[tuple[int, int], list[Prompt]]
 
 
-def load_prompts(params: Params, root: Path) -> list[Prompt]:
+def load_prompts(product: TextProduct, root: Path) -> list[Prompt]:
     """Return all distinct first turns of the evals that chat, in an order that mixes them and is always the same."""
     prompts: dict[str, Prompt] = {}
-    for name, settings in params.chat_evals.items():
+    for name, settings in product.chat_evals.items():
         evalset = load_evalset(root / settings.evalset)
         tools = declare_tools(evalset.card.tools, settings)
         for case in evalset.cases:
@@ -83,14 +82,14 @@ def load_prompts(params: Params, root: Path) -> list[Prompt]:
     return found
 
 
-def read_expected(params: Params, root: Path, folder: Path, evaluation: Evaluation) -> dict[str, str]:
+def read_expected(product: TextProduct, root: Path, folder: Path, evaluation: Evaluation) -> dict[str, str]:
     """Return what a candidate answered when it was evaluated: the first turn, by the name of the prompt.
 
     Raises:
         EvidenceError: the records are not as they were written, or the evalset was edited since.
     """
     expected: dict[str, str] = {}
-    for name, settings in params.chat_evals.items():
+    for name, settings in product.chat_evals.items():
         turns = read_first_turns(folder, evaluation, name)
         load_evaluated(settings, evaluation.evals[name], root)
         expected |= {f"{name}/{case_id}": text for case_id, text in turns.items()}

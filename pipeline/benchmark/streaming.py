@@ -126,7 +126,7 @@ async def ask(
         raise EngineError(f"{url}: {error}") from None
     except TimeoutError:
         raise EngineError(f"{url}: no whole answer within {http.timeout.total:g} s, which is "
-                          "serving.request_timeout_s") from None  # fmt: skip
+                          "resources.request_timeout_s") from None  # fmt: skip
     except (aiohttp.ClientError, ValueError) as error:  # ValueError: a line beyond aiohttp's limit
         raise EngineError(f"{url}: expected a stream, got {' '.join(str(error).split())[:200]}") from None
 

@@ -23,7 +23,7 @@ from pipeline.evals.calls import declare_tools, describe_reply
 from pipeline.evalsets import Evalset
 from pipeline.serving.client import Client, Reply
 from pipeline.serving.engines.engine import Engine
-from pipeline.text_params import ChatEval, EvalSettings, ServingSettings
+from pipeline.text_params import ChatEval, EvalSettings, ResourceSettings
 
 Answers = dict[str, list[CanaryAnswer]]
 
@@ -61,7 +61,7 @@ def _share_out(total: int, sizes: Sequence[int]) -> list[int]:
 
 
 async def ask_canary(
-    engine: Engine, client: Client, prompts: Sequence[Prompt], settings: ServingSettings, *,
+    engine: Engine, client: Client, prompts: Sequence[Prompt], resources: ResourceSettings, *,
     max_tokens: int, prefix: str,
 ) -> tuple[Answers, list[Reply]]:
     """Ask all prompts alone, loaded and again.
@@ -70,14 +70,14 @@ async def ask_canary(
         engine: the endpoint.
         client: of it, at the deployed concurrency.
         prompts: what to ask.
-        settings: for a second client, with one request in flight.
+        resources: for a second client, with one request in flight.
         max_tokens: completion tokens a request.
         prefix: put before the name of each run.
 
     Returns:
         The answers by run, in the order of the prompts; and the replies of "loaded".
     """
-    async with engine.connect(settings, concurrency=1) as single:
+    async with engine.connect(resources, concurrency=1) as single:
         alone = await _ask(single, prompts, max_tokens)
     loaded = await _ask(client, prompts, max_tokens)
     again = await _ask(client, prompts, max_tokens)

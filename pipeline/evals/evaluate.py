@@ -29,7 +29,6 @@ from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder, write_text
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.harm_stop import HarmWatch
-from pipeline.params import Params
 from pipeline.record_files import read_record, write_cases, write_record
 from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases
 from pipeline.serving.client import Client
@@ -37,7 +36,7 @@ from pipeline.serving.engines.engine import Engine
 from pipeline.serving.engines.registry import start_engine
 from pipeline.speculation_records import sum_speculation
 from pipeline.stage_code import digest_code
-from pipeline.text_params import EvalSettings, HarnessEval
+from pipeline.text_params import EvalSettings, HarnessEval, TextProduct
 
 CANARY = "canary.jsonl"
 
@@ -65,13 +64,13 @@ class _Paths:
 
 
 async def evaluate_candidate(
-    candidate: Candidate, params: Params, *, root: Path, build: Path, watches: Mapping[str, HarmWatch] | None = None
+    candidate: Candidate, product: TextProduct, *, root: Path, build: Path, watches: Mapping[str, HarmWatch] | None = None
 ) -> Evaluation:
     """Evaluate one candidate and write `evaluations/<name>/` under `build`.
 
     Args:
         candidate: what the optimize stage wrote.
-        params: the evals to run and how to serve.
+        product: the evals to run and how to serve.
         root: project root, which paths of checkpoint and evalsets are relative to.
         build: folder for the evaluation, its journal and the server logs.
         watches: by eval, what may end it early.
@@ -83,21 +82,21 @@ async def evaluate_candidate(
         JournalError: another process evaluates the candidate.
     """
     with lock_journals(build, candidate.name):
-        return await _evaluate(candidate, params, watches or {}, root=root, build=build)
+        return await _evaluate(candidate, product, watches or {}, root=root, build=build)
 
 
 async def _evaluate(
-    candidate: Candidate, params: Params, watches: Mapping[str, HarmWatch], *, root: Path, build: Path
+    candidate: Candidate, product: TextProduct, watches: Mapping[str, HarmWatch], *, root: Path, build: Path
 ) -> Evaluation:
     start = time.monotonic()
-    code = digest_code("evaluate")
-    evals = [_load_eval(name, settings, candidate, root, code) for name, settings in params.evals.items()]
+    code = digest_code("evaluate", "text")
+    evals = [_load_eval(name, settings, candidate, root, code) for name, settings in product.evals.items()]
     paths = _Paths(build, candidate.name)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
-    prompts = pick_prompts({job.name: (job.settings, job.evalset) for job in evals}, params.canary.num_prompts)
-    plain = await _ask_plain(candidate, params, prompts, root=root, logs=paths.logs)
-    starting = start_engine(candidate, params.serving, evals=params.evals, root=root, logs=paths.logs)
+    prompts = pick_prompts({job.name: (job.settings, job.evalset) for job in evals}, product.canary.num_prompts)
+    plain = await _ask_plain(candidate, product, prompts, root=root, logs=paths.logs)
+    starting = start_engine(candidate, product.resources, evals=product.evals, root=root, logs=paths.logs)
     async with starting as (engine, client):
         print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
               file=sys.stderr, flush=True)  # fmt: skip
@@ -110,7 +109,7 @@ async def _evaluate(
             else:
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch)
         _check_judged(candidate.name, records)
-        canary = await _run_canary(engine, client, prompts, plain, candidate, params)
+        canary = await _run_canary(engine, client, prompts, plain, candidate, product)
     evaluation = Evaluation(
         candidate=candidate.name,
         fingerprint=engine.fingerprint,
@@ -121,7 +120,7 @@ async def _evaluate(
         proof=engine.proof,
         is_declared=engine.is_declared,
         config=_write_config(paths.folder, engine.config),
-        canary=_write_canary(paths.folder, canary, params.canary.num_prompts),
+        canary=_write_canary(paths.folder, canary, product.canary.num_prompts),
         speculation=sum_speculation(r.speculation for found in records.values() for r in found),
         seconds=round(time.monotonic() - start, 3),
     )
@@ -140,26 +139,26 @@ def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Pa
 
 
 async def _ask_plain(
-    candidate: Candidate, params: Params, prompts: list[Prompt], *, root: Path, logs: Path
+    candidate: Candidate, product: TextProduct, prompts: list[Prompt], *, root: Path, logs: Path
 ) -> list[CanaryRecord]:
     """Ask the canary of a candidate with drafts without them; nothing for one that has none, or a server not ours."""
     serving = candidate.serving
     if serving.speculative is None or serving.engine == "openai" or not prompts:
         return []
     off = candidate.model_copy(update={"serving": serving.model_copy(update={"speculative": None})})
-    starting = start_engine(off, params.serving, evals=params.evals, root=root, logs=logs / "plain")
+    starting = start_engine(off, product.resources, evals=product.evals, root=root, logs=logs / "plain")
     async with starting as (engine, client):
-        return await _run_canary(engine, client, prompts, [], off, params, prefix="plain ")
+        return await _run_canary(engine, client, prompts, [], off, product, prefix="plain ")
 
 
 async def _run_canary(
     engine: Engine, client: Client, prompts: list[Prompt], plain: list[CanaryRecord], candidate: Candidate,
-    params: Params, *, prefix: str = "",
+    product: TextProduct, *, prefix: str = "",
 ) -> list[CanaryRecord]:
     if not prompts:
         return []
     start = time.monotonic()
-    answers, replies = await ask_canary(engine, client, prompts, params.serving,
+    answers, replies = await ask_canary(engine, client, prompts, product.resources,
                                         max_tokens=candidate.serving.max_tokens, prefix=prefix)  # fmt: skip
     margins = {f"{prefix}loaded": await measure_margins(client, replies)}
     print(f"  {prefix}canary: {len(prompts)} prompts, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)

@@ -29,20 +29,22 @@ from pipeline.digests import digest_file, digest_folder, digest_json
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evals.imports import list_modules
 from pipeline.evalsets import NOTES
-from pipeline.params import Params
-from pipeline.text_params import HarnessEval
+from pipeline.text_params import HarnessEval, TextProduct
 
 FEWSHOT_SEED = 1234  # lm-eval's own
 
 
-def digest_evalsets(params: Params, root: Path) -> dict[str, str]:
+def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
     """Return the digest of what each eval asks: DVC watches these.
 
     Raises:
         SettingsError: a task that can't be loaded.
     """
-    return {name: digest_task(name, e) if isinstance(e, HarnessEval) else digest_folder(root / e.evalset, ignore=NOTES)
-            for name, e in params.evals.items()}  # fmt: skip
+    try:
+        return {name: digest_task(name, e) if isinstance(e, HarnessEval) else
+                digest_folder(root / e.evalset, ignore=NOTES) for name, e in product.evals.items()}  # fmt: skip
+    except SettingsError as error:
+        raise SettingsError(product.locate(str(error))) from error
 
 
 def digest_task(name: str, settings: HarnessEval) -> str:

@@ -32,25 +32,25 @@ from pipeline.gate.wording import (
     name_comparison,
     name_metric,
 )
-from pipeline.network_params import NetworkTrack
-from pipeline.serving_config import read_track_candidate
-from pipeline.settings import BUILDS, Track, name_stage
+from pipeline.network_params import VisionProduct
+from pipeline.serving_config import read_product_candidate
+from pipeline.settings import Product
 from pipeline.verdict_records import Comparison, Verdict
 
 
-def check_policy(judgement: Judgement, params: Track) -> None:
+def check_policy(judgement: Judgement, product: Product) -> None:
     """Check that the judgement rests on the present params.yaml.
 
     Raises:
         EvidenceError: with the first setting that differs.
     """
-    if difference := find_other_policy(judgement, params):
+    if difference := find_other_policy(judgement, product):
         raise EvidenceError(f"{judgement.path}: judged with {difference}; run `dvc repro` to judge again")
 
 
-def find_other_policy(judgement: Judgement, params: Track) -> str | None:
+def find_other_policy(judgement: Judgement, product: Product) -> str | None:
     """Say which setting is the first that the judgement does not rest on, with both values; None: it rests on all."""
-    return _find_difference(judgement.policy.model_dump(mode="json"), describe_policy(params).model_dump(mode="json"))
+    return _find_difference(judgement.policy.model_dump(mode="json"), describe_policy(product).model_dump(mode="json"))
 
 
 def _find_difference(judged: dict[str, Any], asked: dict[str, Any], parents: str = "") -> str | None:
@@ -118,7 +118,7 @@ def _drafts_too_few(verdict: Verdict, policy: Policy) -> bool:
 def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
     """Say whether speeds are missing that were asked for, or are below what is tolerated, or a network's time above."""
     if verdict.speed is None:
-        is_limited = policy.track == "text" and policy.max_slowdown is not None
+        is_limited = policy.kind == "text" and policy.max_slowdown is not None
         is_untimed = verdict.candidate in policy.benchmarked or is_limited or _lacks_time(verdict, policy)
         return is_untimed or takes_too_long(verdict.total, policy.max_slowdown)
     return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
@@ -154,7 +154,7 @@ def _find_limit(bucket: str | None, allowed: GatedTolerance) -> tuple[float | No
     return allowed.buckets[bucket], allowed.tier
 
 
-def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
+def check_candidates(judgement: Judgement, product: Product, root: Path) -> bool:
     """Check that what was judged is what would ship, where the candidates are present.
 
     The weights are read and hashed again: a record that says the right thing about another file proves nothing. An
@@ -166,7 +166,7 @@ def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
     Raises:
         EvidenceError: a candidate was rebuilt, its serving or its weights changed, or it is gone since it was judged.
     """
-    build = root / BUILDS[judgement.policy.track]
+    build = root / product.build
     if not (build / "candidates").is_dir():
         return False
     for verdict in released_verdicts(judgement):
@@ -176,7 +176,7 @@ def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
         if not path.is_file():
             raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
                                 "none: making it again has failed; run `dvc repro`")
-        candidate = read_track_candidate(build, verdict.candidate, params)
+        candidate = read_product_candidate(build, verdict.candidate, product)
         if fingerprint(verdict.facts) != verdict.fingerprint:
             raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
                                 f"it, found another; {_tell_edited(judgement)}")
@@ -189,13 +189,13 @@ def check_candidates(judgement: Judgement, params: Track, root: Path) -> bool:
         if candidate.serving.engine == "openai":
             continue
         own = path.with_name("checkpoint").relative_to(root).as_posix()
-        expected = own if (root / own).is_dir() else params.candidates[candidate.name].checkpoint
+        expected = own if (root / own).is_dir() else product.candidates[candidate.name].checkpoint
         if Path(candidate.checkpoint.path) != Path(expected):
             raise EvidenceError(f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
                                 "`dvc repro` so that it is built again")
         _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
-        if isinstance(params, NetworkTrack):
-            _check_adapter(root / params.adapter, candidate.libraries.get("adapter", "none"))
+        if isinstance(product, VisionProduct):
+            _check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
         speculative = candidate.serving.speculative
         if speculative and speculative.draft_path and speculative.draft_digest:
             _check_files(root / speculative.draft_path, speculative.draft_digest, {})
@@ -218,4 +218,4 @@ def _check_adapter(path: Path, digest: str) -> None:
 
 
 def _tell_edited(judgement: Judgement) -> str:
-    return f"the file was edited: run `dvc repro -f -s {name_stage('compare', judgement.policy.track)}`"
+    return f"the file was edited: run `dvc repro -f -s compare@{judgement.policy.product}`"

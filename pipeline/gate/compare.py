@@ -59,11 +59,11 @@ from pipeline.gate.verdicts import (
 )
 from pipeline.gate.wording import name_comparison
 from pipeline.medians import MedianInterval
-from pipeline.network_params import NetworkTrack
-from pipeline.params import Params
+from pipeline.network_params import VisionProduct
 from pipeline.records import OUTGROWN, CaseRecord
-from pipeline.serving_config import read_track_candidate
-from pipeline.settings import Tolerance, Track
+from pipeline.serving_config import read_product_candidate
+from pipeline.settings import Product, Tolerance
+from pipeline.text_params import TextProduct
 from pipeline.verdict_records import (
     CanaryComparison,
     Certificate,
@@ -107,28 +107,28 @@ class ReleaseComparison:
     measured: dict[str, Measured]
 
 
-def compare_release(params: Track, build: Path) -> ReleaseComparison:
+def compare_release(product: Product, build: Path) -> ReleaseComparison:
     """Judge all candidates of params.yaml against its reference.
 
     Args:
-        params: settings; `gate` holds tolerances, alpha and tripwires.
+        product: settings; `gate` holds tolerances, alpha and tripwires.
         build: the folder that holds `candidates/` and `evaluations/`.
     """
-    policy = describe_policy(params)
+    policy = describe_policy(product)
     kinds = policy.eval_kinds
-    reference = _load(build, params.reference, params, policy, is_pinned=True)
+    reference = _load(build, product.reference, product, policy, is_pinned=True)
     _describe(reference, kinds)
     _check_room(reference, is_reference=True)
     _check_drawn(reference)
-    measured = {name: _measure_candidate(_load(build, name, params, policy), reference, params, kinds)
-                for name in params.candidates if name != params.reference}
-    if isinstance(params, Params):
-        for name in params.benchmark.candidates:
-            _measure_speed(measured[name], reference, name, params, build)
-    comparisons = judge_all({name: m.measurements for name, m in measured.items()}, params.release,
-                            alpha=params.gate.alpha)
-    certificates = _certify(measured, params)
-    verdicts = [_conclude(name, measured[name], comparisons[name], certificates.get(name), params)
+    measured = {name: _measure_candidate(_load(build, name, product, policy), reference, product, kinds)
+                for name in product.candidates if name != product.reference}
+    if isinstance(product, TextProduct):
+        for name in product.benchmark.candidates:
+            _measure_speed(measured[name], reference, name, product, build)
+    comparisons = judge_all({name: m.measurements for name, m in measured.items()}, product.release,
+                            alpha=product.gate.alpha)
+    certificates = _certify(measured, product)
+    verdicts = [_conclude(name, measured[name], comparisons[name], certificates.get(name), product)
                 for name in measured]
     blocking = [v for v in verdicts if v.is_release and is_blocking(v, policy)]
     judgement = Judgement(
@@ -136,13 +136,13 @@ def compare_release(params: Track, build: Path) -> ReleaseComparison:
         reference_fingerprint=_fingerprint(reference), reference_metrics=tuple(reference.metrics),
         verdicts=tuple(verdicts),
     )
-    return ReleaseComparison(judgement, {params.reference: reference, **measured})
+    return ReleaseComparison(judgement, {product.reference: reference, **measured})
 
 
-def _load(build: Path, name: str, params: Track, policy: Policy, *, is_pinned: bool = False) -> Measured:
+def _load(build: Path, name: str, product: Product, policy: Policy, *, is_pinned: bool = False) -> Measured:
     measured = Measured()
     try:
-        candidate = read_track_candidate(build, name, params)
+        candidate = read_product_candidate(build, name, product)
         measured.evidence = load_evidence(build, candidate, policy.evals, is_pinned=is_pinned)
         measured.seconds = _share_seconds(measured.evidence)
         measured.refusals += measured.evidence.problems.values()
@@ -196,7 +196,7 @@ def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     return CaseTable.of(records).clusters
 
 
-def _measure_candidate(measured: Measured, reference: Measured, params: Track, kinds: dict[str, str]) -> Measured:
+def _measure_candidate(measured: Measured, reference: Measured, product: Product, kinds: dict[str, str]) -> Measured:
     measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
     _describe(measured, kinds)
     _check_room(measured, is_reference=False)
@@ -209,16 +209,16 @@ def _measure_candidate(measured: Measured, reference: Measured, params: Track, k
             except EvidenceError as error:
                 measured.refusals.append(str(error))
                 continue
-            _measure_eval(measured, reference.evidence, eval_name, params)
+            _measure_eval(measured, reference.evidence, eval_name, product)
     try:
-        check_same_hardware(reference.evidence.evaluation, measured.evidence.evaluation, track=params.name)
+        check_same_hardware(reference.evidence.evaluation, measured.evidence.evaluation)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     else:
-        if isinstance(params, Params):
-            _measure_canary(measured, reference.evidence, params)
-        elif isinstance(params, NetworkTrack):
-            _measure_time(measured, reference.evidence, params.gate.max_slowdown)
+        if isinstance(product, TextProduct):
+            _measure_canary(measured, reference.evidence, product)
+        elif isinstance(product, VisionProduct):
+            _measure_time(measured, reference.evidence, product.gate.max_slowdown)
     if blindness := describe_blindness(reference.evidence, measured.evidence):
         measured.notes.append(blindness)
     return measured
@@ -243,17 +243,17 @@ def _measure_time(measured: Measured, reference: Evidence, limit: float | None) 
             measured.notes.append(f"speed: {said}")
 
 
-def _measure_canary(measured: Measured, reference: Evidence, params: Params) -> None:
+def _measure_canary(measured: Measured, reference: Evidence, product: TextProduct) -> None:
     """Compare what the candidate's path answers to the canary with what the reference's does."""
     assert measured.evidence is not None
     try:
-        measured.canary = compare_canary(reference, measured.evidence, params.canary, alpha=params.gate.alpha)
+        measured.canary = compare_canary(reference, measured.evidence, product.canary, alpha=product.gate.alpha)
     except EvidenceError as error:
         measured.refusals.append(str(error))
         return
     if measured.canary is None:
         return
-    settings, changed = params.candidates[measured.evidence.candidate.name], 0
+    settings, changed = product.candidates[measured.evidence.candidate.name], 0
     if holds_same_model(reference.candidate.checkpoint, measured.evidence.candidate.checkpoint):
         changed = sum(t.b or 0 for t in measured.tripwires)
     if failure := find_path_failure(measured.canary, exact=settings.exact, num_changed_outputs=changed):
@@ -261,24 +261,24 @@ def _measure_canary(measured: Measured, reference: Evidence, params: Params) -> 
     if measured.canary.is_same_weights:
         measured.notes.append(describe_canary(measured.canary))
     if measured.canary.is_blind:
-        measured.unproven.append(f"{UNPROVEN}{describe_blind(measured.canary, num_asked=params.canary.num_prompts)}")
+        measured.unproven.append(f"{UNPROVEN}{describe_blind(measured.canary, num_asked=product.canary.num_prompts)}")
 
 
-def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, params: Track) -> None:
+def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, product: Product) -> None:
     assert measured.evidence is not None
-    pairs, alpha = measured.pairs[eval_name], params.gate.alpha
-    if params.evals[eval_name].kind == "perplexity":
+    pairs, alpha = measured.pairs[eval_name], product.gate.alpha
+    if product.evals[eval_name].kind == "perplexity":
         problem = check_weights(reference, measured.evidence, pairs, eval_name)
         measured.refusals += [problem] if problem else []
-    for definition in METRICS_BY_EVAL_KIND[params.evals[eval_name].kind]:
+    for definition in METRICS_BY_EVAL_KIND[product.evals[eval_name].kind]:
         if not definition.is_gated:
             continue
-        tolerance = params.gate.tolerances.get(f"{eval_name}/{definition.name}", Tolerance())
+        tolerance = product.gate.tolerances.get(f"{eval_name}/{definition.name}", Tolerance())
         asked: dict[str | None, float | None] = {None: tolerance.overall}
         for name in [*list_pair_buckets(pairs, definition), *tolerance.buckets]:
             asked[name] = tolerance.buckets.get(name)
         is_watching = definition.name == WATCHED_METRIC
-        watched = list_watched(pairs, eval_name, params.gate.tolerances) if is_watching else []
+        watched = list_watched(pairs, eval_name, product.gate.tolerances) if is_watching else []
         for bucket, allowed in asked.items():
             limit, tier = (tolerance.overall, "watched") if bucket in watched else (allowed, tolerance.tier)
             try:
@@ -289,18 +289,18 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, param
             except EvidenceError as error:
                 # what nothing gates may be too small to compare
                 (measured.notes if allowed is None else measured.refusals).append(str(error))
-    if params.evals[eval_name].kind == "images" and (why := explain_unsound(measured.evidence, eval_name)):
+    if product.evals[eval_name].kind == "images" and (why := explain_unsound(measured.evidence, eval_name)):
         measured.notes.append(f"{UNSOUND.removeprefix('note: ')}{eval_name}: {why}")
-    if unwatched := tell_unwatched(pairs, eval_name, params.gate.tolerances):
+    if unwatched := tell_unwatched(pairs, eval_name, product.gate.tolerances):
         measured.notes.append(unwatched)
-    _measure_tripwires(measured, reference, eval_name, params)
+    _measure_tripwires(measured, reference, eval_name, product)
 
 
-def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, params: Track) -> None:
+def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, product: Product) -> None:
     assert measured.evidence is not None
     try:
         tripwires = measure_tripwires(reference, measured.evidence, measured.pairs[eval_name], eval_name,
-                                      thresholds=params.gate.tripwires, alpha=params.gate.alpha)
+                                      thresholds=product.gate.tripwires, alpha=product.gate.alpha)
     except (EvidenceError, ValueError) as error:
         measured.notes.append(f"divergence of {eval_name} was not measured: {error}")
         return
@@ -309,37 +309,37 @@ def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, 
                                 low=t.low, high=t.high) for t in tripwires]
 
 
-def _measure_speed(measured: Measured, reference: Measured, name: str, params: Params, build: Path) -> None:
+def _measure_speed(measured: Measured, reference: Measured, name: str, product: TextProduct, build: Path) -> None:
     """Add the speed to what was measured of a candidate: a note, or a failure where it is slower than tolerated."""
     if measured.evidence is None or reference.evidence is None:
         return  # refused for that, and what was timed can't be told to be what was evaluated
     fingerprints = reference.evidence.fingerprint, measured.evidence.fingerprint
     try:
-        measured.benchmark = load_benchmark(build, name, describe_work(params.benchmark), fingerprints)
+        measured.benchmark = load_benchmark(build, name, describe_work(product.benchmark), fingerprints)
         speed = measured.speed = judge_speed(measured.benchmark)
     except EvidenceError as error:
         measured.refusals.append(str(error))
         return
-    limit = params.benchmark.max_slowdown
+    limit = product.benchmark.max_slowdown
     measured.failures += [f"{SPEED_FAILED}{describe_slow_cell(cell, speed, limit or 0.0)}"
                           for cell in list_slow_cells(speed, limit)]
     measured.notes.append(f"speed: {describe_speed(speed)}")
 
 
-def _certify(measured: dict[str, Measured], params: Track) -> dict[str, Certificate]:
+def _certify(measured: dict[str, Measured], product: Product) -> dict[str, Certificate]:
     """Certify the rule for the release, and for each other candidate alone; refuse one that does not keep alpha."""
-    families = [[name for name in measured if name in params.release]]
-    families += [[name] for name in measured if name not in params.release]
-    certificates = certify({name: m.measurements for name, m in measured.items()}, families, alpha=params.gate.alpha,
-                           blocks_inconclusive=params.gate.on_inconclusive == "block")
+    families = [[name for name in measured if name in product.release]]
+    families += [[name] for name in measured if name not in product.release]
+    certificates = certify({name: m.measurements for name, m in measured.items()}, families, alpha=product.gate.alpha,
+                           blocks_inconclusive=product.gate.on_inconclusive == "block")
     for name, certificate in certificates.items():
-        if is_above(certificate.num_false_fails, params.gate.alpha):
-            measured[name].refusals.append(describe_level(certificate, params.gate.alpha))
+        if is_above(certificate.num_false_fails, product.gate.alpha):
+            measured[name].refusals.append(describe_level(certificate, product.gate.alpha))
     return certificates
 
 
 def _conclude(
-    name: str, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None, params: Track
+    name: str, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None, product: Product
 ) -> Verdict:
     outcome: Outcome = combine(comparisons, measured.refusals, measured.failures)
     if outcome == "pass" and measured.unproven:
@@ -347,7 +347,7 @@ def _conclude(
     idle = measured.gain is not None and not measured.gain.is_sure
     if outcome == "pass" and idle:
         outcome = "no gain"
-    found = (explain(name, comparisons, params) for explain in (explain_flat_perplexity, explain_flat_average))
+    found = (explain(name, comparisons, product) for explain in (explain_flat_perplexity, explain_flat_average))
     reasons = [headline for headline in found if headline]
     reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
     reasons += measured.failures
@@ -358,8 +358,8 @@ def _conclude(
                 if c.outcome in shown and not is_open_watched(c)]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
     reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
-    reasons += list_accepted_gains(comparisons, params.gate.tolerances)
-    reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, params.gate.alpha), *measured.notes]]
+    reasons += list_accepted_gains(comparisons, product.gate.tolerances)
+    reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, product.gate.alpha), *measured.notes]]
     if measured.evidence and measured.evidence.evaluation.is_declared:
         reasons.append(f"{DECLARED} by params.yaml, not proved: what runs behind "
                        f"{measured.evidence.candidate.serving.base_url} is its operator's word")
@@ -372,7 +372,7 @@ def _conclude(
                    canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
                    seconds=measured.seconds,
                    speed=measured.speed, gain=measured.gain, total=measured.total, certificate=certificate,
-                   is_release=name in params.release,
+                   is_release=name in product.release,
                    reasons=tuple(reasons),
                    comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
 

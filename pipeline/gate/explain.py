@@ -30,30 +30,30 @@ def explain_release(compared: ReleaseComparison) -> Explanation:
     """Return what is shown of each candidate that failed or was left open."""
     judgement = compared.judgement
     return Explanation(candidates=tuple(
-        explain_verdict(verdict, compared.measured[verdict.candidate], judgement.policy.track)
+        explain_verdict(verdict, compared.measured[verdict.candidate], judgement.policy.kind)
         for verdict in judgement.verdicts if verdict.outcome in EXPLAINED))  # fmt: skip
 
 
-def explain_verdict(verdict: Verdict, measured: Measured, track: str) -> CandidateExplanation:
+def explain_verdict(verdict: Verdict, measured: Measured, kind: str) -> CandidateExplanation:
     """Return the cases behind a verdict; once found they are kept, as the records may have to be read again for them.
 
     Args:
         verdict: on the candidate.
         measured: of the candidate.
-        track: outputs of all but "text" are pictures.
+        kind: of product; outputs of all but "text" are pictures.
     """
     if measured.explained is None or measured.explained[0] is not verdict:
-        measured.explained = verdict, _find_cases(verdict, measured, track)
+        measured.explained = verdict, _find_cases(verdict, measured, kind)
     return measured.explained[1]
 
 
-def _find_cases(verdict: Verdict, measured: Measured, track: str) -> CandidateExplanation:
+def _find_cases(verdict: Verdict, measured: Measured, kind: str) -> CandidateExplanation:
     deciding = list_deciding(verdict.comparisons)
     parted = _list_parted(verdict)
-    flips = [_explain_flip(flip, track, parted)
+    flips = [_explain_flip(flip, kind, parted)
              for flip in worst_flips(deciding, measured.pairs, limit=_MAX_FLIPS, preferred=parted)]  # fmt: skip
     lost = [_tabulate(c, measured) for c in deciding if c.b is None]
-    folder = measured.evidence.folder.as_posix() if measured.evidence else f"build/evaluations/{verdict.candidate}"
+    folder = measured.evidence.folder.as_posix() if measured.evidence else f"evaluations/{verdict.candidate}"
     return CandidateExplanation(candidate=verdict.candidate, folder=folder,
                                 flips=(*flips, *_explain_path(verdict, measured)), lost=tuple(lost))
 
@@ -96,10 +96,10 @@ def _list_parted(verdict: Verdict) -> dict[str, CanaryFlip]:
     return {flip.case_id: flip for flip in verdict.canary.flips}
 
 
-def _explain_flip(flip: Flip, track: str, parted: Mapping[str, CanaryFlip]) -> ExplainedFlip:
+def _explain_flip(flip: Flip, kind: str, parted: Mapping[str, CanaryFlip]) -> ExplainedFlip:
     common = {"kind": flip.kind, "eval_name": flip.eval_name, "case_id": flip.case_id, "buckets": flip.buckets,
               "prompt": cut_start(flip.prompt)}  # fmt: skip
-    if track != "text":
+    if kind != "text":
         return ExplainedFlip.model_validate(common | {"reference": None, "candidate": None})
     ours, theirs = cut_passages(flip.reference, flip.candidate)
     asked = parted.get(f"{flip.eval_name}/{flip.case_id}")

@@ -1,6 +1,6 @@
 """What explains a verdict other than pass: the cases behind it, cut to what a person reads.
 
-`compare` writes an Explanation a track beside its verdict; the page, the summary in CI and the report show it. A text
+`compare` writes an Explanation a product beside its verdict; the page, the summary in CI and the report show it. A text
 here is as the model wrote it, but for its length: whoever shows it escapes it. Free of numpy, as the gate reads it.
 """
 
@@ -67,7 +67,7 @@ class CandidateExplanation(Record):
 
 
 class Explanation(Record):
-    """What is shown of a track (`reports/explanation.json`): candidates that failed or were left open."""
+    """What is shown of a product (`reports/explanation.json`): candidates that failed or were left open."""
 
     schema_version: Literal[1] = 1
     candidates: tuple[CandidateExplanation, ...]

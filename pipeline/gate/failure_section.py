@@ -12,18 +12,18 @@ from pipeline.verdict_records import Verdict
 _MAX_FLIPS = 5
 
 
-def explain_failure(verdict: Verdict, measured: Measured, track: str) -> list[str]:
-    """Return the lines of the section; outputs of all tracks but text are no text, and are named only."""
-    explained = explain_verdict(verdict, measured, track)
+def explain_failure(verdict: Verdict, measured: Measured, kind: str) -> list[str]:
+    """Return the lines of the section; outputs of all products but text are no text, and are named only."""
+    explained = explain_verdict(verdict, measured, kind)
     lines = ["", "### Cases behind it", ""]
     for lost in explained.lost:
         lines += [f"{escape_markdown(lost.title)}:", "", _tabulate(lost)]
     flips = explained.flips[:_MAX_FLIPS]
-    if track == "text":
+    if kind == "text":
         lines += [line for flip in flips for line in show_flip(flip)]
     elif flips:
         rows = [[flip.kind, escape_markdown(flip.case_id), escape_markdown(flip.prompt.text)] for flip in flips]
-        header = [["", "image", "prompt" if track == "images" else "picture"], ["---"] * 3]
+        header = [["", "image", "prompt" if kind == "images" else "picture"], ["---"] * 3]
         lines += ["Images that became unsound (loss) or sound (gain):", "", render_table([*header, *rows])]
     return [*lines, f"All cases: `{explained.folder}/`, side by side in MLflow (`make ui`)."]
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pipeline.gate.statistics import holm
 from pipeline.gate.verdicts import GAIN_ACCEPTED, UNGATED, GatedTolerance
 from pipeline.gate.wording import definition_of, format_harm, format_tolerance, format_value, name_comparison
-from pipeline.settings import Tolerance, Track
+from pipeline.settings import Product, Tolerance
 from pipeline.verdict_records import Comparison
 
 
-def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Track) -> str | None:
+def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Product) -> str | None:
     """Say it in words when perplexity stays within its tolerance and a task fails, else None."""
     flat = [c for c in _select(comparisons, params, "perplexity") if c.bucket is None and _is_flat(c)]
     down = [c for c in _select(comparisons, params, "tool_calls", "trajectories") if c.outcome == "fail"]
@@ -21,7 +21,7 @@ def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params
     return _contrast("perplexity flat, task down", name, flat[0], max(down, key=lambda c: (c.bucket is None, c.harm)))
 
 
-def explain_flat_average(name: str, comparisons: Sequence[Comparison], params: Track) -> str | None:
+def explain_flat_average(name: str, comparisons: Sequence[Comparison], params: Product) -> str | None:
     """Say it in words when AP over all objects stays within its tolerance and AP of some size fails, else None."""
     found = [c for c in _select(comparisons, params, "detection")
              if definition_of(c.metric).estimator == "average_precision"]  # fmt: skip
@@ -73,7 +73,7 @@ def _is_part(part: Comparison, whole: Comparison) -> bool:
     return ours[0] == theirs[0] and definition_of(part.metric).iou == definition_of(whole.metric).iou
 
 
-def _select(comparisons: Sequence[Comparison], params: Track, *kinds: str) -> list[Comparison]:
+def _select(comparisons: Sequence[Comparison], params: Product, *kinds: str) -> list[Comparison]:
     return [c for c in comparisons if params.evals[c.metric.partition("/")[0]].kind in kinds]
 
 

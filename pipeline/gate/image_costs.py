@@ -1,4 +1,4 @@
-"""What each candidate of the image track costs beside the reference: a table of time and memory of step and decode.
+"""What each candidate of a product of images costs beside the reference: a table of time and memory of step and decode.
 
 The decode is timed in turn with the reference's float32 decode of the same latents, so that its ratio stands whatever
 else ran; a step's time is a sum over the run. Memory is counted where tensors are made and is the same each time.

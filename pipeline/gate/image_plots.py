@@ -1,4 +1,4 @@
-"""The pictures of the image track's report that show images and decoders: the worst ones, and the headroom of each.
+"""The pictures of the report on images that show images and decoders: the worst ones, and the headroom of each.
 
 Drawn without dates, so that equal images and numbers give equal files. An image that can't be shown leaves its place
 empty with a word in it: pictures explain a judgement and must not stop it.
@@ -59,7 +59,7 @@ def plot_worst_images(compared: ReleaseComparison, path: Path) -> None:
 
 def _choose_gain(policy: Policy) -> int:
     """Return by how much a difference is amplified: an upscaler is close to its reference."""
-    return SEAM_GAIN if policy.track == "upscaler" else DIFFERENCE_GAIN
+    return SEAM_GAIN if policy.kind == "vision" else DIFFERENCE_GAIN
 
 
 def _draw_worst(line: Sequence[Axes], reference: Evidence, measured: Measured, policy: Policy) -> None:

@@ -1,4 +1,4 @@
-"""What the image track's report says beside the scores: where a decoder overflowed and whose fault it was, how each
+"""What the image product's report says beside the scores: where a decoder overflowed and whose fault it was, how each
 candidate guides, and which pictures there are.
 """
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from pipeline.digests import digest_json
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
-from pipeline.settings import RELEASES
+from pipeline.settings import RELEASE
 
 MANIFEST = "manifest.json"
 _TIERS = ("advisory", "supporting", "critical")  # from loose to strict
@@ -67,7 +67,7 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
         SettingsError: one has none, or its reason speaks of other values.
         EvidenceError: the last release's manifest can't be read.
     """
-    path = root / RELEASES[policy.track] / MANIFEST
+    path = root / RELEASE / policy.product / MANIFEST
     if path.is_file():
         compare_with_release(policy, path.read_bytes(), path, material=material)
     elif policy.loosened:
@@ -160,7 +160,7 @@ def _compare_benchmarks(last: Policy, now: Policy) -> Iterator[tuple[str, Value,
     if last.max_slowdown is None:
         return
     if now.max_slowdown is None or now.max_slowdown > last.max_slowdown:
-        key = "benchmark.max_slowdown" if last.track == "text" else "max_slowdown"
+        key = "benchmark.max_slowdown" if last.kind == "text" else "max_slowdown"
         yield key, last.max_slowdown, _as_value(now.max_slowdown)
     for key, was in last.grid.items():
         asked = now.grid.get(key, was)
@@ -223,4 +223,4 @@ def _tell(value: Value) -> str:
 
 
 def _name(policy: Policy) -> str:
-    return "" if policy.track == "text" else f"{policy.track}."
+    return f"products.{policy.product}."

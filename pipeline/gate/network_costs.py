@@ -1,4 +1,4 @@
-"""What each candidate of a network track costs, and how its numbers hold: a table, a row a candidate.
+"""What each candidate of a network product costs, and how its numbers hold: a table, a row a candidate.
 
 A column in which no candidate has anything to say, as compilation where nothing is compiled, is left out.
 """

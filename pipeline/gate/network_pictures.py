@@ -1,4 +1,4 @@
-"""The pictures of a network track's report that show pictures: boxes that were lost, and stitches between tiles.
+"""The pictures of a network product's report that show pictures: boxes that were lost, and stitches between tiles.
 
 Drawn without dates. A picture that can't be shown leaves its place empty with a word in it: pictures explain a
 judgement and must not stop it.

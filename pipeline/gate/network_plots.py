@@ -1,4 +1,4 @@
-"""The pictures of a network track's report that show numbers: average precision by size, and the error of each layer.
+"""The pictures of a network product's report that show numbers: average precision by size, and the error of each layer.
 
 Drawn without dates, so that equal numbers give equal files. No meaning rests on colour alone.
 """

@@ -1,4 +1,4 @@
-"""What the report says of a candidate of a network track: its policy, layer by layer, its fallbacks and its tiles."""
+"""What the report says of a candidate of a network product: its policy, layer by layer, its fallbacks and its tiles."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]
             continue
 
 
-def embed_network_pictures(evidence: Sequence[Evidence | None], track: str) -> list[str]:
+def embed_network_pictures(evidence: Sequence[Evidence | None], *, finds_boxes: bool) -> list[str]:
     """Return the Markdown of the pictures beside the report, less those that no candidate has anything to show in."""
     layers = ["![Relative error of each layer against float32](layers.png)\n"]
     layers = layers if any(map(list_inexact_layers, evidence)) else []
-    if track == "detector":
+    if finds_boxes:
         return ["![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
                 "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n", *layers]
     parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]

@@ -33,7 +33,6 @@ from pipeline.records import (
     describe_failures,
     read_cases,
 )
-from pipeline.settings import name_stage
 
 AnyCandidate = Candidate | ImageCandidate | NetworkCandidate
 
@@ -123,7 +122,7 @@ def _check_identity(candidate: AnyCandidate, evaluation: Evaluation, path: Path)
                             f"{difference.expected!r}, got {difference.found!r}; run `dvc repro` to evaluate it again")
 
 
-def check_same_hardware(reference: Evaluation, candidate: Evaluation, *, track: str) -> None:
+def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
     """Refuse a candidate that was evaluated on other hardware than the reference, as far as both tell theirs.
 
     Raises:
@@ -132,10 +131,9 @@ def check_same_hardware(reference: Evaluation, candidate: Evaluation, *, track: 
     ours, theirs = ({"hardware": e.served_by["hardware"]} if "hardware" in e.served_by else {}
                     for e in (reference, candidate))
     if difference := find_difference(ours, theirs):
-        stage = name_stage("evaluate", track)
         raise EvidenceError(f"{difference.field}: {reference.candidate} was evaluated on {difference.expected!r}, "
                             f"{candidate.candidate} on {difference.found!r}; sums round otherwise there: run "
-                            f"`dvc repro -f -s {stage}@{reference.candidate}` to evaluate both on one machine")
+                            f"`dvc repro -f -s evaluate@{reference.candidate}` to evaluate both on one machine")
 
 
 def _load_eval(

@@ -22,10 +22,10 @@ from pipeline.gate.clusters import Spread
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition
 from pipeline.gate.resampling import bootstrap_bounds
 from pipeline.gate.statistics import bound_unseen, count_bounds
-from pipeline.gate.verdicts import MIN_CLUSTERS, Judgement
+from pipeline.gate.verdicts import MIN_CLUSTERS, VERDICT_FILE, Judgement
 from pipeline.gate.wording import format_harm, format_tolerance, name_metric
 from pipeline.record_files import read_record
-from pipeline.settings import REPORTS, Track
+from pipeline.settings import REPORTS, Product
 from pipeline.verdict_records import Comparison, Verdict
 
 ASSUMED_FLIPS = 0.05  # of the cases: what INT4 changes in a rate that a model is good at, as a first guess
@@ -77,36 +77,36 @@ class PlanRow:
     is_needed: bool = True
 
 
-def read_last(track: str, root: Path) -> Judgement | None:
-    """Return the last judgement of a track, None where there is none or an older version wrote it."""
+def read_last(product: str, root: Path) -> Judgement | None:
+    """Return the last judgement of a product, None where there is none or an older version wrote it."""
     try:
-        return read_record(root / REPORTS[track] / "verdict.json", Judgement)
+        return read_record(root / REPORTS / product / VERDICT_FILE, Judgement)
     except EvidenceError:
         return None
 
 
 def plan_gate(
-    track: Track, suites: Mapping[str, Sizes], last: Judgement | None
+    product: Product, suites: Mapping[str, Sizes], last: Judgement | None
 ) -> list[PlanRow]:
     """Return what each gated metric's cases can prove.
 
     Args:
-        track: settings.
+        product: settings.
         suites: sizes by eval and bucket; an eval whose cases only its runner knows is not there.
         last: the last judgement, from which flips and times are taken.
     """
     rows = []
-    for metric, tolerance in track.gate.tolerances.items():
+    for metric, tolerance in product.gate.tolerances.items():
         eval_name, _, name = metric.partition("/")
-        definition = next(m for m in METRICS_BY_EVAL_KIND[track.evals[eval_name].kind] if m.name == name)
+        definition = next(m for m in METRICS_BY_EVAL_KIND[product.evals[eval_name].kind] if m.name == name)
         for bucket, limit in [(None, tolerance.overall), *tolerance.buckets.items()]:
             if limit is not None:
                 seen, verdict = _find_last(last, metric, bucket)
                 size = suites.get(eval_name, {}).get(bucket)
                 if size is None and seen is not None:
                     size = SuiteSize(seen.n, seen.effective_clusters)
-                row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, track.gate.alpha)
-                must = track.gate.on_inconclusive == "block" and tolerance.tier == "critical"
+                row = _plan_row(metric, bucket, limit, definition, size, seen, verdict, product.gate.alpha)
+                must = product.gate.on_inconclusive == "block" and tolerance.tier == "critical"
                 rows.append(replace(row, is_needed=must))
     return rows
 
@@ -246,18 +246,18 @@ def _normal(probability: float) -> float:
     return float(ndtri(probability))
 
 
-def check_plan(track: Track, rows: Sequence[PlanRow]) -> list[str]:
+def check_plan(product: Product, rows: Sequence[PlanRow]) -> list[str]:
     """Return a warning for each tolerance that can't be proven and need not be.
 
     Raises:
         SettingsError: one must be proven, so that no candidate could ever pass.
     """
     impossible = list_impossible(rows)
-    is_needed = [track.gate.on_inconclusive == "block" and track.gate.tolerances[row.metric].tier == "critical"
+    is_needed = [product.gate.on_inconclusive == "block" and product.gate.tolerances[row.metric].tier == "critical"
                  for row in rows if row.problem]
     for problem, must in zip(impossible, is_needed, strict=True):
         if must:
-            raise SettingsError(f"{'' if track.name == 'text' else f'{track.name}.'}{problem}")
+            raise SettingsError(product.locate(problem))
     return impossible
 
 

@@ -95,27 +95,28 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
 
 
 def _explain(policy: Policy) -> str:
-    is_text = policy.track == "text"
+    is_text = policy.kind == "text"
     return _LEGEND.format(
         confidence=1 - policy.alpha, alpha=policy.alpha,
         units="percent for\nperplexity" if is_text else "others\nin their own unit",
         clusters="a template or a document" if is_text else "as the evalset says",
-        marks=_MARKS_OF_NETWORKS if policy.track in ("detector", "upscaler") else _MARKS_OF_TEXT,
+        marks=_MARKS_OF_NETWORKS if policy.kind == "vision" else _MARKS_OF_TEXT,
         family="all gated comparisons of the release (of the candidate alone where it is not released)",
         inconclusive="blocks" if policy.on_inconclusive == "block" else "is a warning and does not block")
 
 
 def _describe_costs(compared: ReleaseComparison) -> list[str]:
-    """Return the table of costs of a track with pictures, how to read it, and the pictures."""
-    track = compared.judgement.policy.track
+    """Return the table of costs of a product with pictures, how to read it, and the pictures."""
+    policy = compared.judgement.policy
     evidence = {name: measured.evidence for name, measured in compared.measured.items()}
-    if track == "images":
+    if policy.kind == "images":
         return [render_table(tabulate_costs(compared)) + COSTS_LEGEND,
                 *embed_pictures(evidence, compared.judgement.policy.reference)]
-    if track == "text":
+    if policy.kind == "text":
         return []
     return [render_table(tabulate_network_costs(compared)) + explain_network_costs(compared),
-            *embed_network_pictures(list(evidence.values()), track)]
+            *embed_network_pictures(list(evidence.values()),
+                                    finds_boxes="detection" in policy.eval_kinds.values())]
 
 
 def metrics_tree(metrics: Sequence[Metric], policy: Policy) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def _candidate_section(
         lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
                   _comparison_table(reported), "</details>"]
     if verdict.outcome in EXPLAINED:
-        lines += explain_failure(verdict, measured, policy.track)
+        lines += explain_failure(verdict, measured, policy.kind)
     return "\n".join(lines) + "\n"
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from pipeline.gate.checks import check_candidates, check_outcomes, check_policy
 from pipeline.gate.loosening import check_loosening, digest_serving, name_material
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import VERDICT_FILE, Judgement
 from pipeline.record_files import read_record
 from pipeline.records import Evaluation
-from pipeline.settings import BUILDS, REPORTS, Track
+from pipeline.settings import Product
 
 
-def read_judgement(track: Track, root: Path) -> tuple[Judgement, bool]:
-    """Read a track's judgement and check that it is about what would ship, under the present params.yaml.
+def read_judgement(product: Product, root: Path) -> tuple[Judgement, bool]:
+    """Read a product's judgement and check that it is about what would ship, under the present params.yaml.
 
     Returns:
         The judgement, and whether the candidates are here to be checked.
@@ -26,16 +26,16 @@ def read_judgement(track: Track, root: Path) -> tuple[Judgement, bool]:
         SettingsError: a setting is looser than at the last release, or what candidates are judged by is another,
             without a reason.
     """
-    judgement = read_record(root / REPORTS[track.name] / "verdict.json", Judgement)
-    check_policy(judgement, track)
-    check_loosening(judgement.policy, root, material=_read_material(track, root))
+    judgement = read_record(root / product.reports / VERDICT_FILE, Judgement)
+    check_policy(judgement, product)
+    check_loosening(judgement.policy, root, material=_read_material(product, root))
     check_outcomes(judgement)
-    return judgement, check_candidates(judgement, track, root)
+    return judgement, check_candidates(judgement, product, root)
 
 
-def _read_material(track: Track, root: Path) -> dict[str, str]:
+def _read_material(product: Product, root: Path) -> dict[str, str]:
     """Return what the reference was evaluated with; nothing in a clone without its evaluation."""
-    path = root / BUILDS[track.name] / "evaluations" / track.reference / "evaluation.json"
+    path = root / product.build / "evaluations" / product.reference / "evaluation.json"
     if not path.is_file():
         return {}
     found = read_record(path, Evaluation)

@@ -31,7 +31,7 @@ from pipeline.gate.wording import (
     name_comparison,
 )
 from pipeline.plain_text import format_line
-from pipeline.settings import BUILDS
+from pipeline.settings import BUILD
 from pipeline.verdict_records import Comparison, Verdict
 
 
@@ -44,11 +44,13 @@ def render_gate(judgement: Judgement, *, are_here: bool = True) -> str:
     lines = [render_verdicts(judgement)]
     if blocking_verdicts(judgement):
         report = judgement.path.with_name("report.md")
-        lines += ["", "look closer:", f"  {report}      every comparison, the plots and the worst flips",
-                  "  dvc metrics diff        numbers against the last commit",
-                  "  make ui                 MLflow: predictions side by side"]
+        rows = {str(report): "every comparison, the plots and the worst flips",
+                "dvc metrics diff": "numbers against the last commit",
+                "make ui": "MLflow: predictions side by side"}  # fmt: skip
+        width = max(map(len, rows))
+        lines += ["", "look closer:", *(f"  {place:<{width}}  {what}" for place, what in rows.items())]
     if not are_here:
-        candidates = BUILDS[judgement.policy.track] / "candidates"
+        candidates = BUILD / judgement.policy.product / "candidates"
         lines += ["", f"{candidates} is not here: that these weights would ship was not checked"]
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """The judgement on a release, what it rests on, and which of its verdicts keep the release from going out.
 
-`compare` writes a Judgement to reports/verdict.json whatever it says; `checks.py` asks whether it still holds, and
+`compare` writes a Judgement to reports/<product>/verdict.json whatever it says; `checks.py` asks whether it still holds, and
 `terminal.py` prints it. Nothing is computed here and numpy is never imported, so the gate answers at once and on a
 machine without any weights.
 """
@@ -8,19 +8,21 @@ machine without any weights.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
+
+from pydantic import model_validator
 
 from pipeline.digests import canonical_json, digest_file
 from pipeline.errors import EvidenceError
 from pipeline.files import write_text
 from pipeline.medians import MedianInterval
-from pipeline.network_params import SPEED_STEPS, NetworkTrack, PrecisionStep
-from pipeline.params import Params
+from pipeline.network_params import SPEED_STEPS, PrecisionStep, VisionProduct
 from pipeline.record_files import Record
-from pipeline.settings import REPORTS, Tier, Track
+from pipeline.settings import REPORTS, Product, Tier
+from pipeline.text_params import TextProduct
 from pipeline.verdict_records import Comparison, Metric, Verdict
 
-VERDICT_PATH, REPORT_PATH = REPORTS["text"] / "verdict.json", REPORTS["text"] / "report.md"
+VERDICT_FILE, REPORT_FILE = "verdict.json", "report.md"  # in a product's folder of reports
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
 REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
 DRAFTS_FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
@@ -57,7 +59,8 @@ class LoosenedSetting(Record):
 class Policy(Record):
     """What was asked of the gate: the part of params.yaml that a judgement rests on."""
 
-    track: Literal["text", "images", "detector", "upscaler"] = "text"
+    product: str = ""  # "": records that no product of params.yaml made
+    kind: str = "text"
     reference: str
     release: tuple[str, ...]
     alpha: float
@@ -75,6 +78,16 @@ class Policy(Record):
     timed: tuple[str, ...] = ()  # networks that may take another time than the reference
     loosened: dict[str, LoosenedSetting] = {}  # by key of params.yaml
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old(cls, data: Any) -> Any:
+        """Take a policy of before products had names: its `track` was both name and kind."""
+        if not isinstance(data, dict) or "track" not in data:
+            return data
+        name = data["track"]
+        return {key: value for key, value in data.items() if key != "track"} | {
+            "product": name, "kind": "vision" if name in ("detector", "upscaler") else name}
+
     @property
     def eval_kinds(self) -> dict[str, str]:
         """The kind of each eval."""
@@ -82,7 +95,7 @@ class Policy(Record):
 
 
 class Judgement(Record):
-    """All verdicts of one comparison and the policy they rest on (`reports/verdict.json`).
+    """All verdicts of one comparison and the policy they rest on (`reports/<product>/verdict.json`).
 
     A comparison's `low` and `high` are one-sided bounds at 1 - alpha; a metric's are a two-sided
     interval at `interval_confidence`.
@@ -100,44 +113,44 @@ class Judgement(Record):
     @property
     def path(self) -> Path:
         """Where it lies."""
-        return REPORTS[self.policy.track] / "verdict.json"
+        return REPORTS / self.policy.product / VERDICT_FILE
 
 
-def describe_policy(track: Track) -> Policy:
-    """Return what params.yaml asks of a track's gate."""
-    gate = track.gate
+def describe_policy(product: Product) -> Policy:
+    """Return what params.yaml asks of a product's gate."""
+    gate = product.gate
     shared = Policy(
-        track=cast(Any, track.name), reference=track.reference, release=tuple(track.release), alpha=gate.alpha,
+        product=product.name, kind=product.kind, reference=product.reference, release=tuple(product.release), alpha=gate.alpha,
         on_inconclusive=gate.on_inconclusive, tripwires=gate.tripwires,
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
-        evals={name: settings.model_dump(mode="json") for name, settings in track.evals.items()},
+        evals={name: settings.model_dump(mode="json") for name, settings in product.evals.items()},
         loosened={key: LoosenedSetting(**reason.model_dump()) for key, reason in gate.loosened.items()},
     )
-    if isinstance(track, NetworkTrack):
-        names = tuple(name for name, candidate in track.candidates.items() if candidate.is_for_speed)
-        timed = tuple(name for name in track.candidates if _must_be_timed(track, name))
-        return shared.model_copy(update={"for_speed": names, "timed": timed, "max_slowdown": track.gate.max_slowdown})
-    return shared.model_copy(update=_describe_text(track)) if isinstance(track, Params) else shared
+    if isinstance(product, VisionProduct):
+        names = tuple(name for name, candidate in product.candidates.items() if candidate.is_for_speed)
+        timed = tuple(name for name in product.candidates if _must_be_timed(product, name))
+        return shared.model_copy(update={"for_speed": names, "timed": timed, "max_slowdown": product.gate.max_slowdown})
+    return shared.model_copy(update=_describe_text(product)) if isinstance(product, TextProduct) else shared
 
 
-def _must_be_timed(track: NetworkTrack, name: str) -> bool:
+def _must_be_timed(product: VisionProduct, name: str) -> bool:
     """Say whether a candidate may take another time than the reference: by a step, or as another checkpoint."""
-    candidate, reference = track.candidates[name], track.candidates[track.reference]
+    candidate, reference = product.candidates[name], product.candidates[product.reference]
     steps = {step.kind for step in candidate.steps if not isinstance(step, PrecisionStep) or step.dtype != "float32"}
     is_other = Path(candidate.checkpoint) != Path(reference.checkpoint) or "tiling" in steps
-    is_asked = track.gate.max_slowdown is not None and is_other
+    is_asked = product.gate.max_slowdown is not None and is_other
     return "conv_policy" not in steps and (is_asked or bool(steps & {"precision", *SPEED_STEPS}))
 
 
-def _describe_text(params: Params) -> dict[str, Any]:
+def _describe_text(product: TextProduct) -> dict[str, Any]:
     return {
-        "min_acceptance": {name: c.speculative.min_acceptance for name, c in params.candidates.items()
+        "min_acceptance": {name: c.speculative.min_acceptance for name, c in product.candidates.items()
                            if c.speculative and c.speculative.min_acceptance is not None},
-        "canary": params.canary.model_dump(),
-        "exact": tuple(name for name, c in params.candidates.items() if c.exact),
-        "benchmarked": tuple(params.benchmark.candidates),
-        "max_slowdown": params.benchmark.max_slowdown,
-        "grid": params.benchmark.model_dump(exclude={"candidates", "max_slowdown"}),
+        "canary": product.canary.model_dump(),
+        "exact": tuple(name for name, c in product.candidates.items() if c.exact),
+        "benchmarked": tuple(product.benchmark.candidates),
+        "max_slowdown": product.benchmark.max_slowdown,
+        "grid": product.benchmark.model_dump(exclude={"candidates", "max_slowdown"}),
     }
 
 
@@ -151,7 +164,7 @@ def released_verdicts(judgement: Judgement) -> list[Verdict]:
     for name in judgement.policy.release:
         if name not in by_name:
             raise EvidenceError(f"{judgement.path}: release names {name!r}, but there is no verdict on it; "
-                                "run `dvc repro compare`")
+                                f"run `dvc repro compare@{judgement.policy.product}`")
     return [by_name[name] for name in judgement.policy.release]
 
 

@@ -1,1 +1,1 @@
-"""The image track: diffusers pipelines, the steps on them, and the eval that renders and judges images."""
+"""The image product: diffusers pipelines, the steps on them, and the eval that renders and judges images."""

@@ -25,7 +25,7 @@ from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.evaluation_folder import make_evaluation
 from pipeline.files import write_text
-from pipeline.image_params import ImagesEval, ImageTrack
+from pipeline.image_params import ImagesEval, ImagesProduct
 from pipeline.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
 from pipeline.medians import MIN_ROUNDS, bound_median
 from pipeline.record_files import write_cases
@@ -34,29 +34,29 @@ from pipeline.stage_code import digest_code
 from pipeline.worker_pool import run_tasks
 
 
-def evaluate_images(candidate: ImageCandidate, track: ImageTrack, *, root: Path, build: Path) -> Evaluation:
+def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path) -> Evaluation:
     """Evaluate one candidate and write `evaluations/<name>/` under `build`.
 
     Args:
-        candidate: what stage optimize_images wrote, with its serving config.
-        track: the section `images` of params.yaml.
+        candidate: what stage optimize wrote, with its serving config.
+        product: settings.
         root: project root, which paths of checkpoints and evalsets are relative to.
-        build: folder of the track's results.
+        build: folder of the product's results.
 
     Raises:
         CheckpointError: a pipeline or the CLIP can't be loaded.
         EngineError: the pipeline refused a prompt, is not what the candidate says, or a worker died.
         JournalError: another process evaluates the candidate.
     """
-    source = root / track.candidates[track.reference].checkpoint
+    source = root / product.candidates[product.reference].checkpoint
     files, facts = {}, candidate.facts
     with make_evaluation(candidate, build) as working:
-        for name, settings in track.evals.items():
+        for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
-            judges = digest_judges(track, settings, root)
+            judges = digest_judges(product, settings, root)
             key = digest_work(settings, evalset, judges)
             order = Order(candidate, source, settings, root, judges)
-            with start_renderers(order, track.sampling.num_workers) as pool:
+            with start_renderers(order, product.resources.num_workers) as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(name, evalset, candidate, pool, journal, working.path)
@@ -146,12 +146,12 @@ def _drop_nan(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def digest_judges(track: ImageTrack, settings: ImagesEval, root: Path) -> dict[Path, str]:
+def digest_judges(product: ImagesProduct, settings: ImagesEval, root: Path) -> dict[Path, str]:
     """Return the digests of what images are judged by: the reference's pipeline, whose VAE is exact, and the CLIP."""
-    folders = (root / track.candidates[track.reference].checkpoint, root / settings.clip)
+    folders = (root / product.candidates[product.reference].checkpoint, root / settings.clip)
     return {folder: digest_checkpoint(folder) for folder in folders}
 
 
 def digest_work(settings: ImagesEval, evalset: Evalset, judges: Mapping[Path, str]) -> str:
     """Return the key of an eval's records: the digest of its settings, prompts, judges, and the code that judges."""
-    return digest_json([settings.model_dump(), evalset.digest, list(judges.values()), digest_code("evaluate_images")])
+    return digest_json([settings.model_dump(), evalset.digest, list(judges.values()), digest_code("evaluate", "images")])

@@ -1,4 +1,4 @@
-"""What a step of the image track returns."""
+"""What a step of the image product returns."""
 
 from __future__ import annotations
 

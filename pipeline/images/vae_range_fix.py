@@ -1,7 +1,7 @@
 """The step that rescales a decoder so that float16 holds it, on latents of the candidate's own prompts.
 
 The range is measured on half of the latents and proved on the other half: a proof on what the plan was made from
-would prove little. The prompts come from all over the eval, at the track's own guidance.
+would prove little. The prompts come from all over the eval, at the product's own guidance.
 """
 
 from __future__ import annotations

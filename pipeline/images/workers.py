@@ -69,7 +69,7 @@ class _Loaded:
 def start_renderers(order: Order, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
     """Start processes that render; see `worker_pool.start_workers`."""
     died = (f"{order.candidate.name}: a rendering process ended by itself, perhaps for lack of memory; lower "
-            "images.sampling.batch_size or num_workers; finished batches are kept, run `dvc repro` to go on")
+            "serving.batch_size or resources.num_workers of its product; finished batches are kept, run `dvc repro` to go on")
     return start_workers(_load, order, num_workers, died=died)
 
 

@@ -1,4 +1,4 @@
-"""Build a candidate of a network track: check its folder, resolve its steps, write the record.
+"""Build a candidate of a network product: check its folder, resolve its steps, write the record.
 
 No step rewrites weights, so the record points at the original folder. `coverage` names each convolution's algorithm
 and arithmetic where a policy was asked for, `fallbacks` what was asked for and can't be.
@@ -18,8 +18,8 @@ from pipeline.network_params import (
     CompileStep,
     ConvPolicyStep,
     MemoryFormatStep,
-    NetworkTrack,
     PrecisionStep,
+    VisionProduct,
 )
 from pipeline.network_serving import run_plainly, serve
 from pipeline.networks.adapters import load_adapter
@@ -33,14 +33,14 @@ from pipeline.weight_files import check_finite, iterate_weights
 LIBRARIES = ("torch", "safetensors")  # what can change an output
 
 
-def build_network_candidate(name: str, track: NetworkTrack, *, root: Path, build: Path) -> NetworkCandidate:
+def build_network_candidate(name: str, product: VisionProduct, *, root: Path, build: Path) -> NetworkCandidate:
     """Build one candidate and write `candidates/<name>/` under `build`.
 
     Args:
         name: of the candidate.
-        track: a section of params.yaml.
+        product: a section of params.yaml.
         root: project root, which paths are relative to.
-        build: folder of the track's results, inside `root`.
+        build: folder of the product's results, inside `root`.
 
     Raises:
         SettingsError: a step asks for what the network does not have.
@@ -50,27 +50,27 @@ def build_network_candidate(name: str, track: NetworkTrack, *, root: Path, build
     working = target.with_name(f".{name}.new")
     shutil.rmtree(working, ignore_errors=True)
     try:
-        built = _build(name, track, root)
+        built = _build(name, product, root)
         write_record(working / "candidate.json", built)
         replace_folder(working, target)
     finally:
         shutil.rmtree(working, ignore_errors=True)
-    return serve(built, track)
+    return serve(built, product)
 
 
-def _build(name: str, track: NetworkTrack, root: Path) -> BuiltCandidate:
-    settings, adapter = track.candidates[name], load_adapter(root / track.adapter)
+def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
+    settings, adapter = product.candidates[name], load_adapter(root / product.adapter)
     folder = root / settings.checkpoint
-    checkpoint = describe_folder(folder, root=root, kind=track.name)
+    checkpoint = describe_folder(folder, root=root, kind=product.kind)
     check_finite(iterate_weights(folder), where=folder)
-    network = load_network(folder, adapter, run_plainly(track))
+    network = load_network(folder, adapter, run_plainly(product))
     coverage: tuple[LayerCoverage, ...] = ()
     fallbacks: list[Fallback] = []
     records = []
     for i, step in enumerate(settings.steps):
         record: dict[str, Any] = {"serving": _describe_step(step)}
         if isinstance(step, ConvPolicyStep):
-            coverage, found = _resolve(step, network, f"{track.name}.candidates.{name}.steps.{i}")
+            coverage, found = _resolve(step, network, f"candidates.{name}.steps.{i}")
             fallbacks += found
             record["serving"] = {"conv_policy": {layer.layer: dict(zip(("algorithm", "dtype"), layer.format.split(),
                                                                        strict=True)) for layer in coverage}}

@@ -23,7 +23,7 @@ from pipeline.evals.journal import Journal
 from pipeline.evalsets import Evalset, load_evalset
 from pipeline.evaluation_folder import make_evaluation
 from pipeline.files import write_text
-from pipeline.network_params import NetworkTrack, UpscalingEval
+from pipeline.network_params import UpscalingEval, VisionProduct
 from pipeline.networks.detecting import Categories, describe_categories, save_tables
 from pipeline.networks.workers import (
     Order,
@@ -45,14 +45,14 @@ Groups = Mapping[Shape, list[PictureCase]]
 _NUM_COMPARED = 4  # pictures of the most common size, on which layers are compared
 
 
-def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: Path, build: Path) -> Evaluation:
+def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, root: Path, build: Path) -> Evaluation:
     """Evaluate one candidate and write `evaluations/<name>/` under `build`.
 
     Args:
-        candidate: what stage optimize_network wrote, with its serving config.
-        track: a section of params.yaml.
+        candidate: what stage optimize wrote, with its serving config.
+        product: a section of params.yaml.
         root: project root, which paths are relative to.
-        build: folder of the track's results.
+        build: folder of the product's results.
 
     Raises:
         CheckpointError: the network can't be loaded.
@@ -60,17 +60,17 @@ def evaluate_network(candidate: NetworkCandidate, track: NetworkTrack, *, root: 
         EvalsetError: a picture is missing or was changed.
         JournalError: another process evaluates the candidate.
     """
-    source = track.candidates[track.reference].checkpoint
+    source = product.candidates[product.reference].checkpoint
     files, facts = {}, candidate.facts
     with make_evaluation(candidate, build) as working:
-        for name, settings in track.evals.items():
+        for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
             categories = (describe_categories(evalset.cases, evalset.card.categories, settings)
                           if isinstance(settings, DetectionEval) else None)  # fmt: skip
-            order = Order(candidate, track.name, root, track.adapter, source, settings, categories)
-            key = digest_work(track, settings, evalset, root)
+            order = Order(candidate, product.name, root, product.adapter, source, settings, categories)
+            key = digest_work(product, settings, evalset, root)
             # what one process compiles, another would compile again
-            num_workers = 1 if candidate.serving.compile_mode else track.running.num_workers
+            num_workers = 1 if candidate.serving.compile_mode else product.resources.num_workers
             with start_runners(order, num_workers, cache=working.path / ".compiled") as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
@@ -147,9 +147,9 @@ def _pick_shapes(groups: Groups, size: int) -> list[ShapeBatch]:
 
 
 def digest_work(
-    track: NetworkTrack, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path
+    product: VisionProduct, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path
 ) -> str:
     """Return the key of an eval's records: the digest of its settings, cases, adapter, reference, and the code."""
-    reference = digest_checkpoint(root / track.candidates[track.reference].checkpoint)
-    return digest_json([settings.model_dump(), evalset.digest, digest_file(root / track.adapter), reference,
-                        digest_code("evaluate_network")])
+    reference = digest_checkpoint(root / product.candidates[product.reference].checkpoint)
+    return digest_json([settings.model_dump(), evalset.digest, digest_file(root / product.adapter), reference,
+                        digest_code("evaluate", "vision")])

@@ -42,13 +42,12 @@ def list_rules(proposals: Sequence[LayerProposal], *, algorithm: Algorithm, dtyp
 
 
 def write_policy(
-    text: str, section: str, candidate: str, dtype: Dtype, proposals: Sequence[LayerProposal]
+    text: str, candidate: str, dtype: Dtype, proposals: Sequence[LayerProposal]
 ) -> str:
     """Return params.yaml with a candidate's `conv_policy` step set to what is proposed.
 
     Args:
         text: of params.yaml.
-        section: the track: "detector" or "upscaler".
         candidate: has the step.
         dtype: the default; the default algorithm is the most common one.
         proposals: of all convolutions of the network.
@@ -59,7 +58,7 @@ def write_policy(
     algorithm = choose_default(proposals)
     settings = {"kind": _KIND, "algorithm": algorithm, "dtype": dtype,
                 "rules": list_rules(proposals, algorithm=algorithm, dtype=dtype)}  # fmt: skip
-    where = f"{section}.candidates.{candidate}"
+    where = f"candidates.{candidate}"
     steps_key, steps = _find_steps(text, where)
     index = _find_step(steps, where)
     step = steps.value[index]

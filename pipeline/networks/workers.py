@@ -48,7 +48,7 @@ class Order:
     """What a worker loads, and how it judges."""
 
     candidate: NetworkCandidate
-    track: str
+    product: str
     root: Path
     adapter: str  # relative to the root, as are the others
     source: str  # folder of the reference, which layers are compared with in float32
@@ -83,7 +83,7 @@ def start_runners(order: Order, num_workers: int, *, cache: Path) -> Iterator[Pr
         cache: folder for what they compile, gone when they are.
     """
     died = (f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
-            f"as {order.adapter} ends it; lower {order.track}.running.batch_size or num_workers; finished pictures are "
+            f"as {order.adapter} ends it; lower products.{order.product}.serving.batch_size or resources.num_workers; finished pictures are "
             "kept, run `dvc repro` to go on")
     with _compile_into(cache), start_workers(_load, order, num_workers, died=died) as pool:
         yield pool

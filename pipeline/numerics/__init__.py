@@ -1,1 +1,1 @@
-"""Pure tensor functions of the image track, one topic per file: no settings, no records, no files."""
+"""Pure tensor functions of the image product, one topic per file: no settings, no records, no files."""

@@ -18,19 +18,23 @@ from pipeline.evalsets import Evalset, load_evalset
 from pipeline.files import replace_folder
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
-from pipeline.params import Params
 from pipeline.record_files import write_record
 from pipeline.records import BuiltCandidate
-from pipeline.text_params import SpeculativeStep, Step
+from pipeline.text_params import SpeculativeStep, Step, TextProduct
 from pipeline.weight_files import check_finite, iterate_weights
 
-CANDIDATES = Path("build/candidates")
 # what can change an answer of a served text checkpoint
 LIBRARIES = ("torch", "transformers", "compressed-tensors", "llmcompressor", "tokenizers", "safetensors")
 
 
-def build_candidate(name: str, params: Params, *, root: Path) -> BuiltCandidate:
-    """Build one candidate and write `build/candidates/<name>/` under `root`.
+def build_candidate(name: str, product: TextProduct, *, root: Path, build: Path) -> BuiltCandidate:
+    """Build one candidate and write `candidates/<name>/` under `build`.
+
+    Args:
+        name: of the candidate.
+        product: whose candidate it is.
+        root: project root, which paths are relative to.
+        build: folder of the product's results.
 
     Raises:
         SettingsError: no candidate has this name.
@@ -38,14 +42,14 @@ def build_candidate(name: str, params: Params, *, root: Path) -> BuiltCandidate:
         EvalsetError: the calibration texts are malformed.
         QuantizationError: a step was refused or did not do what was asked.
     """
-    if name not in params.candidates:
-        raise SettingsError(f"candidates: expected one of {', '.join(params.candidates)}, got {name!r}")
-    target = root / CANDIDATES / name
+    if name not in product.candidates:
+        raise SettingsError(f"candidates: expected one of {', '.join(product.candidates)}, got {name!r}")
+    target = build / "candidates" / name
     working = target.with_name(f".{name}.new")
     shutil.rmtree(working, ignore_errors=True)
     try:
         working.mkdir(parents=True)
-        candidate = _build(name, params, working, root=root)
+        candidate = _build(name, product, working, target, root=root)
         write_record(working / "candidate.json", candidate)
         replace_folder(working, target)
     except OSError as error:
@@ -60,17 +64,17 @@ def read_library_versions() -> dict[str, str]:
     return {library: importlib.metadata.version(library) for library in LIBRARIES}
 
 
-def _build(name: str, params: Params, working: Path, *, root: Path) -> BuiltCandidate:
-    settings = params.candidates[name]
+def _build(name: str, product: TextProduct, working: Path, target: Path, *, root: Path) -> BuiltCandidate:
+    settings = product.candidates[name]
     source = root / settings.checkpoint
     checkpoint = describe_checkpoint(source, root=root)
     weight_steps = [step for step in settings.steps if not isinstance(step, SpeculativeStep)]
     if weight_steps:
-        calibration_set = load_evalset(root / params.optimize.calibration_texts)
-        _pin_threads(params.optimize.num_threads)
+        calibration_set = load_evalset(root / product.optimize.calibration_texts)
+        _pin_threads(product.optimize.num_threads)
         results = _apply_steps(weight_steps, source, working=working, calibration_set=calibration_set)
         made = describe_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
-        checkpoint = made.model_copy(update={"path": (CANDIDATES / name / "checkpoint").as_posix()})
+        checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
     else:
         if settings.engine.kind == "transformers":
             check_kernels(source)

@@ -1,4 +1,4 @@
-"""quantgate's own case records, `build/evaluations/<candidate>/<eval>.jsonl`: to judge them without DVC.
+"""quantgate's own case records, `build/<product>/evaluations/<candidate>/<eval>.jsonl`: to judge them without DVC.
 
 Where the evaluation's index lies beside them, the file must be the one that it names, byte for byte, and the two sides
 must have answered one evalset, asked and scored alike. Fingerprints, canary and weights are `quantgate gate`'s matter.

@@ -12,7 +12,7 @@ examples, one for each format; a folder may hold several evals, and files of sev
   one table of both sides (case_id, reference, candidate)
     quantgate compare pairs.csv
   quantgate's own records, by the policy of params.yaml
-    quantgate compare build/evaluations/reference build/evaluations/int4 --policy params.yaml
+    quantgate compare build/agent/evaluations/agent build/agent/evaluations/int4 --policy params.yaml --product agent
   a gain that has a cause, and a page to read
     quantgate compare bf16.csv int4.csv --accept-gain "score=the new template no longer cuts answers" --html page.html
 """

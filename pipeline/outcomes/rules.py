@@ -97,15 +97,24 @@ def plan_rules(asked: Asked, reference: Side, candidate: Side) -> Rules:
     return Rules(asked.alpha, asked.on_inconclusive, tolerances, definitions)
 
 
-def load_rules(path: Path, better: Mapping[str, Direction], reference: Side, candidate: Side) -> Rules:
-    """Read a policy: a YAML file with the key `gate` as in params.yaml, which itself is one.
+def load_rules(
+    path: Path, better: Mapping[str, Direction], reference: Side, candidate: Side, *, product: str | None = None
+) -> Rules:
+    """Read a policy: a YAML file with the key `gate` as of a product in params.yaml, which itself is one.
+
+    Args:
+        path: of the file.
+        better: direction by metric, where the records do not tell it.
+        reference: what was read of it.
+        candidate: likewise.
+        product: whose gate it is, where the file has several.
 
     Raises:
         SettingsError: the file is missing, not YAML, or not what it must be.
     """
     try:
         content: Any = read_yaml(path)
-        section = content["gate"]
+        where, section = _find_gate(content, product)
         gate = GateSettings.model_validate(section)
     except FileNotFoundError:
         raise SettingsError(f"{path}: expected a policy, found no file") from None
@@ -117,14 +126,27 @@ def load_rules(path: Path, better: Mapping[str, Direction], reference: Side, can
         raise SettingsError(f"{path}: expected the key `gate` with alpha, on_inconclusive and tolerances, as in "
                             "params.yaml, found none") from None
     except ValidationError as error:
-        raise SettingsError(f"{path}: gate.{first_problem(error)}") from None
+        raise SettingsError(f"{path}: {where}.{first_problem(error)}") from None
     _check_directions(better, reference)
     tolerances = {name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()}
     definitions = _define(list(tolerances), better, reference, candidate)
     for name, tolerance in gate.tolerances.items():
         if name in definitions and definitions[name].is_share and (problems := tolerance.find_too_high()):
-            raise SettingsError(f"{path}: gate.tolerances.{name}.{problems[0]}")
+            raise SettingsError(f"{path}: {where}.tolerances.{name}.{problems[0]}")
     return Rules(gate.alpha, gate.on_inconclusive, tolerances, definitions)
+
+
+def _find_gate(content: Any, product: str | None) -> tuple[str, Any]:
+    """Return the section `gate` of a file and where it stands there; raises KeyError or TypeError where it has none."""
+    if "products" not in content:
+        if product is not None:
+            raise SettingsError(f"--product: expected none, as the policy has no products, got {product!r}")
+        return "gate", content["gate"]
+    names = [str(name) for name in content["products"]]
+    chosen = names[0] if product is None and len(names) == 1 else product
+    if chosen not in names:
+        raise SettingsError(f"--product: expected one of {', '.join(names)}, got {product or 'none'}")
+    return f"products.{chosen}.gate", content["products"][chosen]["gate"]
 
 
 def list_metrics(outcomes: Outcomes) -> list[str]:

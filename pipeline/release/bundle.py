@@ -31,7 +31,7 @@ from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_conten
 from pipeline.release.model_card import CARDS, render_cards
 from pipeline.release.signature import sign
 from pipeline.release.verification import verify_bundle
-from pipeline.settings import Track
+from pipeline.settings import Product
 
 
 def check_marker(marker: Path, judgement: Judgement, verdict_path: Path) -> None:
@@ -61,15 +61,15 @@ def check_marker(marker: Path, judgement: Judgement, verdict_path: Path) -> None
 
 
 def write_bundle(
-    track: Track, judgement: Judgement, *, build: Path, params: Path, verdict: Path, bundle: Path,
+    product: Product, judgement: Judgement, *, build: Path, params: Path, verdict: Path, bundle: Path,
     libraries: Path, private_key: Path | None,
 ) -> Manifest:
     """Write a release's bundle in place of an earlier one, which stays where the new one does not verify.
 
     Args:
-        track: settings.
+        product: settings.
         judgement: which passed.
-        build: folder of the track's results.
+        build: folder of the product's results.
         params: the settings file.
         verdict: the judgement's file.
         bundle: where to write.
@@ -80,14 +80,14 @@ def write_bundle(
         EvidenceError: a record is missing, the judgement is not of these settings or does not follow from the records.
         SettingsError: the key is none.
     """
-    check_policy(judgement, track)
+    check_policy(judgement, product)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=".") as folder:
         new = Path(folder, bundle.name)
-        keep_records(build, [track.reference, *track.release], new)
+        keep_records(build, [product.reference, *product.release], new)
         shutil.copyfile(params, new / PARAMS)
         shutil.copyfile(verdict, new / VERDICT)
-        manifest = Manifest(**describe_content(new, judgement, track), libraries=read_versions(libraries),
+        manifest = Manifest(**describe_content(new, judgement, product), libraries=read_versions(libraries),
                             git=read_git(params.parent))
         write_record(new / MANIFEST, manifest)
         for name, card in render_cards(judgement).items():

@@ -30,7 +30,7 @@ def keep_records(build: Path, names: Iterable[str], folder: Path) -> None:
     """Write what is kept of some candidates' records.
 
     Args:
-        build: folder of a track's results.
+        build: folder of a product's results.
         names: of candidates, the reference among them.
         folder: where to write.
 

@@ -13,14 +13,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from pipeline.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.loosening import digest_serving
 from pipeline.gate.verdicts import Judgement, Policy, released_verdicts
 from pipeline.record_files import Record, read_record
 from pipeline.records import Evaluation
-from pipeline.serving_config import read_track_candidate
-from pipeline.settings import Track
+from pipeline.serving_config import read_product_candidate
+from pipeline.settings import Product
 
 PARAMS, VERDICT = "params.yaml", "verdict.json"
 _JUDGED_BY = ("numpy", "scipy", "statsmodels", "pydantic")  # libraries that the verdict is computed with
@@ -62,7 +64,7 @@ class Manifest(Record):
     """What a bundle is about (`manifest.json`)."""
 
     schema_version: Literal[1] = 1
-    track: str
+    product: str
     outcome: str
     verdict_sha256: str
     params_sha256: str
@@ -73,30 +75,38 @@ class Manifest(Record):
     libraries: dict[str, str]
     git: GitState | None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old(cls, data: Any) -> Any:
+        """Take a manifest of before products had names: it said `track`."""
+        if not isinstance(data, dict) or "track" not in data:
+            return data
+        return {"product" if key == "track" else key: value for key, value in data.items()}
 
-def describe_content(bundle: Path, judgement: Judgement, track: Track) -> dict[str, Any]:
+
+def describe_content(bundle: Path, judgement: Judgement, product: Product) -> dict[str, Any]:
     """Return what the manifest says of the files beside it.
 
     Raises:
         EvidenceError: a record is missing or damaged.
     """
     outcomes = {v.candidate: v.outcome for v in released_verdicts(judgement)}
-    reference = read_record(bundle / "evaluations" / track.reference / "evaluation.json", Evaluation)
+    reference = read_record(bundle / "evaluations" / product.reference / "evaluation.json", Evaluation)
     return {
-        "track": judgement.policy.track,
+        "product": judgement.policy.product,
         "outcome": judgement.outcome,
         "verdict_sha256": digest_file(bundle / VERDICT),
         "params_sha256": digest_file(bundle / PARAMS),
         "policy": judgement.policy,
-        "reference": _describe_side(bundle, track.reference, "reference", track),
-        "release": tuple(_describe_side(bundle, name, outcome, track) for name, outcome in outcomes.items()),
+        "reference": _describe_side(bundle, product.reference, "reference", product),
+        "release": tuple(_describe_side(bundle, name, outcome, product) for name, outcome in outcomes.items()),
         "evalsets": {name: KeptEvalset(digest=file.evalset_digest, num_cases=file.num_cases)
                      for name, file in reference.evals.items()},
     }
 
 
-def _describe_side(bundle: Path, name: str, outcome: str, track: Track) -> Side:
-    candidate = read_track_candidate(bundle, name, track)
+def _describe_side(bundle: Path, name: str, outcome: str, product: Product) -> Side:
+    candidate = read_product_candidate(bundle, name, product)
     index = bundle / "evaluations" / name / "evaluation.json"
     evaluation = read_record(index, Evaluation)
     records = {"evaluation.json": digest_file(index)}

@@ -19,7 +19,7 @@ from pipeline.gate.wording import (
     is_rate,
     name_comparison,
 )
-from pipeline.settings import RELEASES
+from pipeline.settings import RELEASE
 from pipeline.verdict_records import Comparison, Verdict
 
 # by kind of eval: the hub's name of the task
@@ -32,7 +32,7 @@ CARDS = "cards"  # folder of a bundle
 
 def render_cards(judgement: Judgement) -> dict[str, str]:
     """Return the card of each released candidate by its file's name; nothing but the judgement is in them."""
-    bundle = RELEASES[judgement.policy.track].as_posix()  # as a reader would type it
+    bundle = (RELEASE / judgement.policy.product).as_posix()  # as a reader would type it
     return {f"{verdict.candidate}.md": _render_card(judgement, verdict, bundle)
             for verdict in released_verdicts(judgement)}
 
@@ -42,13 +42,13 @@ def _render_card(judgement: Judgement, verdict: Verdict, bundle: str) -> str:
 
     gated = [c for c in verdict.comparisons if c.tolerance is not None]
     results = [_describe_result(c, judgement) for c in gated]
-    data = ModelCardData(model_name=verdict.candidate, eval_results=results, tags=["quantgate", _name_track(judgement)])
+    data = ModelCardData(model_name=verdict.candidate, eval_results=results, tags=["quantgate", _name_product(judgement)])
     front = data.to_yaml(line_break="\n")
     return f"---\n{front}\n---\n\n{_render_section(judgement, verdict, gated, bundle)}"
 
 
-def _name_track(judgement: Judgement) -> str:
-    return f"quantgate-{judgement.policy.track}"
+def _name_product(judgement: Judgement) -> str:
+    return f"quantgate-{judgement.policy.product}"
 
 
 def _describe_result(comparison: Comparison, judgement: Judgement) -> Any:

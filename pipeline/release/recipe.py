@@ -13,36 +13,37 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digest_file, digest_files, digest_json, name_changed_file
-from pipeline.params import get_track, load_params
+from pipeline.gate.loosening import MANIFEST
+from pipeline.record_files import read_record
 from pipeline.release.manifest import PARAMS, Manifest
+from pipeline.release.settings import load_released
 from pipeline.release.verification import find_differences
-from pipeline.settings import Track
+from pipeline.settings import Product
 
 _REMEDY = "run `make repro` where the weights are, and commit what it writes"
-_OTHER_TRACKS = frozenset({"images", "detector", "upscaler"})
 _MAX_SHOWN = 100  # characters of a value
 
 
-def find_other_recipe(bundle: Path, track: Track) -> list[str]:
-    """Return the settings of a track that are not those of its last release, one line each.
+def find_other_recipe(bundle: Path, product: Product) -> list[str]:
+    """Return the settings of a product that are not those of its last release, one line each.
 
     Args:
-        bundle: of the track.
-        track: what params.yaml asks for now.
+        bundle: of the product.
+        product: what params.yaml asks for now.
 
     Raises:
         SettingsError: the bundle's settings can't be read.
     """
-    released = get_track(load_params(bundle / PARAMS), track.name, kind=Track)
-    section = "" if track.name == "text" else f"{track.name}."
-    return [f"params.yaml: {section}{key}: {bundle / PARAMS} has {_show(was)}, got {_show(now)}; {_REMEDY}"
-            for key, was, now in find_differences(_describe(released), _describe(track))]
+    named = read_record(bundle / MANIFEST, Manifest).product  # that release may be of another name
+    released = load_released(bundle / PARAMS, named)
+    return [f"params.yaml: {product.locate(key)}: {bundle / PARAMS} has {_show(was)}, got {_show(now)}; {_REMEDY}"
+            for key, was, now in find_differences(_describe(released), _describe(product))]
 
 
-def _describe(track: Track) -> dict[str, Any]:
+def _describe(product: Product) -> dict[str, Any]:
     """Return what a release is made by and judged on, with all defaults."""
-    settings = track.model_dump(mode="json", exclude=set(_OTHER_TRACKS))
-    names = {track.reference, *track.release}
+    settings = product.model_dump(mode="json")
+    names = {product.reference, *product.release}
     return settings | {"candidates": {name: made for name, made in settings["candidates"].items() if name in names}}
 
 

@@ -25,14 +25,15 @@ from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement, released_verdicts
 from pipeline.gate.wording import definition_of
-from pipeline.params import Params, get_track, load_params
 from pipeline.record_files import read_record
 from pipeline.release.checksums import find_changes
 from pipeline.release.kept_records import restore_records
 from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_content
 from pipeline.release.model_card import CARDS, render_cards
+from pipeline.release.settings import load_released
 from pipeline.release.signature import SIGNATURE, find_forgery
-from pipeline.settings import Track
+from pipeline.settings import Product
+from pipeline.text_params import TextProduct
 
 _ROUNDING = 1e-9  # relative; what another order of summing may change
 _ABSENT = "nothing"
@@ -65,15 +66,15 @@ def verify_bundle(
     try:
         manifest = read_record(bundle / MANIFEST, Manifest)
         judgement = read_record(bundle / VERDICT, Judgement)
-        track = get_track(load_params(bundle / PARAMS), manifest.track, kind=Track)
-        if difference := find_other_policy(judgement, track):
+        product = load_released(bundle / PARAMS, manifest.product)
+        if difference := find_other_policy(judgement, product):
             done.problems.append(f"{bundle / PARAMS}: the verdict beside it was reached with {difference}")
         check_outcomes(judgement)
-        done.problems += _check_manifest(bundle, manifest, describe_content(bundle, judgement, track))
+        done.problems += _check_manifest(bundle, manifest, describe_content(bundle, judgement, product))
         done.problems += _check_cards(bundle, judgement)
-        done.problems += _judge_again(bundle, judgement, track)
+        done.problems += _judge_again(bundle, judgement, product)
         names = ", ".join(f"{side.candidate} {side.outcome}" for side in manifest.release)
-        done.notes.append(f"{manifest.track}: {names}; judged again from the scores of {len(manifest.evalsets)} evals")
+        done.notes.append(f"{manifest.product}: {names}; judged again from the scores of {len(manifest.evalsets)} evals")
         for name, folder in (weights or {}).items():
             _check_weights(manifest, name, folder, done)
         if not weights:
@@ -111,12 +112,12 @@ def _check_cards(bundle: Path, judgement: Judgement) -> list[str]:
             for name in sorted(said | found) if said.get(name) != found.get(name)]
 
 
-def _judge_again(bundle: Path, judgement: Judgement, track: Track) -> list[str]:
+def _judge_again(bundle: Path, judgement: Judgement, product: Product) -> list[str]:
     """Compute the verdict on what was released from the kept scores; return what comes out otherwise."""
     with tempfile.TemporaryDirectory(prefix="quantgate-verify-") as folder:
         build = Path(folder, "build")
         restore_records(bundle, build)
-        again = compare_release(_restrict(track), build).judgement
+        again = compare_release(_restrict(product), build).judgement
     differences = find_differences(_decisive(judgement), _decisive(again))
     return [f"{bundle / VERDICT}: {where}: says {_show(was)}, the scores give {_show(now)}"
             for where, was, now in differences]  # fmt: skip
@@ -126,14 +127,14 @@ def _show(value: Any) -> str:
     return shown if len(shown := repr(value)) <= _MAX_SHOWN else f"{shown[: _MAX_SHOWN - 3]}..."
 
 
-def _restrict(track: Track) -> Track:
+def _restrict(product: Product) -> Product:
     """Return the settings with only what a bundle holds: the reference and the released candidates."""
-    names = {track.reference, *track.release}
-    changed: dict[str, Any] = {"candidates": {name: c for name, c in track.candidates.items() if name in names}}
-    if isinstance(track, Params):
-        timed = [name for name in track.benchmark.candidates if name in names]
-        changed["benchmark"] = track.benchmark.model_copy(update={"candidates": timed})
-    return track.model_copy(update=changed)
+    names = {product.reference, *product.release}
+    changed: dict[str, Any] = {"candidates": {name: c for name, c in product.candidates.items() if name in names}}
+    if isinstance(product, TextProduct):
+        timed = [name for name in product.benchmark.candidates if name in names]
+        changed["benchmark"] = product.benchmark.model_copy(update={"candidates": timed})
+    return product.model_copy(update=changed)
 
 
 def _decisive(judgement: Judgement) -> dict[str, Any]:

@@ -307,7 +307,7 @@ class Client:
                 problem = f"no connection within {min(self._timeout_s, CONNECT_TIMEOUT_S):g} s"
             except TimeoutError:
                 num_timeouts, wait = num_timeouts + 1, 0.0  # it has had its time
-                problem = f"no answer within {self._timeout_s:g} s, which is serving.request_timeout_s"
+                problem = f"no answer within {self._timeout_s:g} s, which is resources.request_timeout_s"
             except aiohttp.ClientConnectorError as error:
                 num_refusals += 1
                 problem = f"no connection: {error.os_error}"

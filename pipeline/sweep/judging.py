@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipeline.errors import EvidenceError
 from pipeline.gate.compare import Measured, compare_release, number_clusters
 from pipeline.gate.pairing import read_scores
-from pipeline.image_params import GuidanceStep, ImageTrack
+from pipeline.image_params import GuidanceStep, ImagesProduct
 from pipeline.records import CaseRecord
 from pipeline.sweep.settings import SATURATION, SIMILARITY, read_setting
 from pipeline.verdict_records import Comparison, Verdict
@@ -64,29 +64,29 @@ class SweepRow:
         return next((c for c in comparisons if c.metric.rpartition("/")[2] == metric and c.bucket is None), None)
 
 
-def judge_sweep(track: ImageTrack, build: Path) -> list[SweepRow]:
-    """Judge every setting that was rendered, in the track's order: the reference first.
+def judge_sweep(product: ImagesProduct, build: Path) -> list[SweepRow]:
+    """Judge every setting that was rendered, in the product's order: the reference first.
 
     Args:
-        track: of `make_sweep_track`.
+        product: of `make_sweep_product`.
         build: folder that holds what was rendered.
 
     Raises:
         EvidenceError: the records of a setting can't be judged at all.
     """
-    compared = compare_release(track, build)
-    (eval_name,) = track.evals
-    records = {name: _read_records(compared.measured[name], eval_name) for name in track.candidates}
-    clusters = number_clusters(records[track.reference])
+    compared = compare_release(product, build)
+    (eval_name,) = product.evals
+    records = {name: _read_records(compared.measured[name], eval_name) for name in product.candidates}
+    clusters = number_clusters(records[product.reference])
     saturated, similar = (np.array([read_scores(rows, score, where=name) for name, rows in records.items()])
                           for score in ("saturated", "clip"))  # fmt: skip
     pareto = find_pareto_set(saturated.mean(1), similar.mean(1))
     shares = resample_pareto_set(saturated, similar, clusters)
     verdicts = {verdict.candidate: verdict for verdict in compared.judgement.verdicts}
     rows = []
-    for i, name in enumerate(track.candidates):
+    for i, name in enumerate(product.candidates):
         rows.append(SweepRow(
-            name=name, step=read_setting(track, name), num_prompts=len(clusters), is_pareto=bool(pareto[i]),
+            name=name, step=read_setting(product, name), num_prompts=len(clusters), is_pareto=bool(pareto[i]),
             pareto_share=float(shares[i]), estimates=_read_estimates(compared.measured[name]),
             verdict=verdicts.get(name)))  # fmt: skip
     return rows

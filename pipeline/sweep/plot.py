@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from pipeline.gate.plots import save_figure
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.sweep.judging import Estimate, SweepRow, list_pareto
 from pipeline.sweep.settings import SATURATION, SIMILARITY
 
@@ -26,7 +26,7 @@ _TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60, 80, 100) 
 _DPI = 130
 
 
-def plot_sweep(rows: Sequence[SweepRow], track: ImageTrack, path: Path) -> None:
+def plot_sweep(rows: Sequence[SweepRow], product: ImagesProduct, path: Path) -> None:
     """Draw every setting, the Pareto set as a line, and what the gate tolerates of the reference as a shaded area."""
     figure = Figure(figsize=(9.5, 6.2), dpi=_DPI, layout="constrained")
     axis = figure.subplots()
@@ -40,7 +40,7 @@ def plot_sweep(rows: Sequence[SweepRow], track: ImageTrack, path: Path) -> None:
     reference = rows[0].estimates
     axis.plot(100 * reference[SATURATION].value, reference[SIMILARITY].value, marker="o", color="#000000",
               markersize=14, markerfacecolor="none", zorder=2)  # fmt: skip
-    _shade_tolerated(axis, rows, track)
+    _shade_tolerated(axis, rows, product)
     most = max(100 * row.estimates[SATURATION].high for row in rows)
     axis.set_xscale("function", functions=(_root, np.square))  # what may ship lies near 0, and 0 itself is possible
     axis.set_xlim(0, 1.05 * most)
@@ -73,9 +73,9 @@ def _reach(estimate: Estimate, factor: float, *, least: float) -> list[list[floa
     return [[factor * (estimate.value - low)], [factor * (estimate.high - estimate.value)]]
 
 
-def _shade_tolerated(axis: Axes, rows: Sequence[SweepRow], track: ImageTrack) -> None:
-    (eval_name,), reference = track.evals, rows[0]
-    allowed = [track.gate.tolerances.get(f"{eval_name}/{metric}") for metric in (SATURATION, SIMILARITY)]
+def _shade_tolerated(axis: Axes, rows: Sequence[SweepRow], product: ImagesProduct) -> None:
+    (eval_name,), reference = product.evals, rows[0]
+    allowed = [product.gate.tolerances.get(f"{eval_name}/{metric}") for metric in (SATURATION, SIMILARITY)]
     if any(a is None or a.overall is None for a in allowed):
         return
     most, least = (reference.estimates[metric].value + sign * (a.overall or 0.0) for metric, sign, a in

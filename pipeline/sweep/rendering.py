@@ -18,7 +18,7 @@ from pipeline.errors import EvidenceError, SettingsError
 from pipeline.evalsets import CARD_FILE, CASES_FILE, compute_seal, load_evalset
 from pipeline.files import write_text
 from pipeline.fingerprints import find_difference
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import digest_judges, digest_work, evaluate_images
 from pipeline.record_files import read_record, write_cases
@@ -42,11 +42,11 @@ def take_prompts(evalset: Path, num_prompts: int, target: Path) -> None:
     write_text(target / CARD_FILE, json.dumps(card, indent=1) + "\n")  # JSON is YAML
 
 
-def render_settings(track: ImageTrack, *, root: Path, build: Path, say: Callable[[str], None] = print) -> list[str]:
-    """Render each candidate of a sweep's track that is not finished, and return the names of these.
+def render_settings(product: ImagesProduct, *, root: Path, build: Path, say: Callable[[str], None] = print) -> list[str]:
+    """Render each candidate of a sweep's product that is not finished, and return the names of these.
 
     Args:
-        track: of `make_sweep_track`.
+        product: of `make_sweep_product`.
         root: project root.
         build: folder of the sweep's results, inside `root`.
         say: is told of each setting.
@@ -57,19 +57,19 @@ def render_settings(track: ImageTrack, *, root: Path, build: Path, say: Callable
         SettingsError: the reference's scheduler knows no thresholding.
     """
     rendered = []
-    for i, name in enumerate(track.candidates, start=1):
-        candidate = build_image_candidate(name, track, root=root, build=build)
-        if _is_finished(candidate, track, root=root, build=build):
-            say(f"{i}/{len(track.candidates)} {name}: kept")
+    for i, name in enumerate(product.candidates, start=1):
+        candidate = build_image_candidate(name, product, root=root, build=build)
+        if _is_finished(candidate, product, root=root, build=build):
+            say(f"{i}/{len(product.candidates)} {name}: kept")
         else:
-            say(f"{i}/{len(track.candidates)} {name}")
-            evaluate_images(candidate, track, root=root, build=build)
+            say(f"{i}/{len(product.candidates)} {name}")
+            evaluate_images(candidate, product, root=root, build=build)
             rendered.append(name)
         shutil.rmtree(build / "candidates" / name / "checkpoint", ignore_errors=True)
     return rendered
 
 
-def _is_finished(candidate: ImageCandidate, track: ImageTrack, *, root: Path, build: Path) -> bool:
+def _is_finished(candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path) -> bool:
     folder = build / "evaluations" / candidate.name
     try:
         evaluation = read_record(folder / "evaluation.json", Evaluation)
@@ -77,10 +77,10 @@ def _is_finished(candidate: ImageCandidate, track: ImageTrack, *, root: Path, bu
         return False
     if find_difference(candidate.facts | read_machine_facts(), evaluation.served_by) is not None:
         return False
-    for name, settings in track.evals.items():
+    for name, settings in product.evals.items():
         file = evaluation.evals.get(name)
         if file is None or file.key != digest_work(
-            settings, load_evalset(root / settings.evalset), digest_judges(track, settings, root)
+            settings, load_evalset(root / settings.evalset), digest_judges(product, settings, root)
         ):
             return False
         for path, sealed in ((file.records, file.sha256), (f"{name}.json", file.notes_sha256)):

@@ -1,7 +1,7 @@
-"""The settings of a guidance sweep, as an image track of their own: one candidate a setting.
+"""The settings of a guidance sweep, as an image product of their own: one candidate a setting.
 
 A setting is an ordinary `guidance` step, so what the sweep recommends can be copied into params.yaml. Everything else,
-the reference's checkpoint and guidance, the sampling, the evals and the tolerances, is the track's own.
+the reference's checkpoint and guidance, the sampling, the evals and the tolerances, is the product's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import product
 from pydantic import ValidationError
 
 from pipeline.errors import SettingsError, describe_problem
-from pipeline.image_params import Guidance, GuidanceStep, ImageCandidateSettings, ImagesEval, ImageTrack
+from pipeline.image_params import Guidance, GuidanceStep, ImageCandidateSettings, ImagesEval, ImagesProduct
 
 SATURATION, SIMILARITY = "saturated_pixel_fraction", "clip_similarity"  # metrics that a sweep is about
 
@@ -47,14 +47,14 @@ def name_setting(step: GuidanceStep) -> str:
     return "-".join(f"{key}-{value:g}" for key, value in parts).replace(".", "-").replace("+", "")
 
 
-def make_sweep_track(track: ImageTrack, settings: Iterable[GuidanceStep], *, eval_name: str, evalset: str
-                     ) -> ImageTrack:  # fmt: skip
-    """Return the track that a sweep renders and judges: the reference, and each setting that is not its own.
+def make_sweep_product(product: ImagesProduct, settings: Iterable[GuidanceStep], *, eval_name: str, evalset: str
+                     ) -> ImagesProduct:  # fmt: skip
+    """Return the product that a sweep renders and judges: the reference, and each setting that is not its own.
 
     Every setting is judged as if it were released alone: a release of all of them is nobody's decision.
 
     Args:
-        track: the section `images` of params.yaml.
+        product: settings.
         settings: guidance steps.
         eval_name: the eval whose prompts are rendered.
         evalset: folder of these prompts, or of some of them.
@@ -62,26 +62,27 @@ def make_sweep_track(track: ImageTrack, settings: Iterable[GuidanceStep], *, eva
     Raises:
         SettingsError: no tolerance is set for the eval, or there is nothing to compare with the reference.
     """
-    checkpoint, own = track.candidates[track.reference].checkpoint, read_setting(track, track.reference)
+    checkpoint, own = product.candidates[product.reference].checkpoint, read_setting(product, product.reference)
     steps = {name_setting(step): [step] for step in settings if step != own}
     if not steps:
         raise SettingsError("sweep: expected a setting beside the reference's own guidance, found none; name more")
-    tolerances = {m: t for m, t in track.gate.tolerances.items() if m.startswith(f"{eval_name}/")}
+    tolerances = {m: t for m, t in product.gate.tolerances.items() if m.startswith(f"{eval_name}/")}
     if not tolerances:
-        raise SettingsError(f"images.gate.tolerances: expected one for eval {eval_name!r}, found none; add one")
-    candidates = {track.reference: track.candidates[track.reference]} | {
+        raise SettingsError(f"{product.locate('gate')}.tolerances: expected one for eval {eval_name!r}, found none; add one")
+    candidates = {product.reference: product.candidates[product.reference]} | {
         name: ImageCandidateSettings(checkpoint=checkpoint, steps=list(step)) for name, step in steps.items()}
-    evaluated = ImagesEval(**track.evals[eval_name].model_dump() | {"evalset": evalset})
-    return ImageTrack(reference=track.reference, release=[next(iter(steps))], candidates=candidates,
-                      sampling=track.sampling, evals={eval_name: evaluated},
-                      gate=track.gate.model_copy(update={"tolerances": tolerances, "tripwires": {}}))  # fmt: skip
+    evaluated = ImagesEval(**product.evals[eval_name].model_dump() | {"evalset": evalset})
+    return ImagesProduct(name=product.name, kind="images", reference=product.reference, release=[next(iter(steps))],
+                         candidates=candidates, serving=product.serving, resources=product.resources,
+                         evals={eval_name: evaluated},
+                         gate=product.gate.model_copy(update={"tolerances": tolerances, "tripwires": {}}))  # fmt: skip
 
 
-def read_setting(track: ImageTrack, name: str) -> GuidanceStep:
-    """Return the guidance of a sweep's candidate; of one without steps it is the track's own."""
-    steps = track.candidates[name].steps
+def read_setting(product: ImagesProduct, name: str) -> GuidanceStep:
+    """Return the guidance of a sweep's candidate; of one without steps it is the product's own."""
+    steps = product.candidates[name].steps
     if not steps:
-        own: Guidance = track.sampling.guidance
+        own: Guidance = product.serving.guidance
         return GuidanceStep(kind="guidance", scale=own.scale, rescale=own.rescale)
     assert isinstance(steps[0], GuidanceStep)
     return steps[0]

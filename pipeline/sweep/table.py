@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipeline.gate.wording import format_harm, format_range, format_tolerance
-from pipeline.image_params import GuidanceStep, ImageTrack
+from pipeline.image_params import GuidanceStep, ImagesProduct
 from pipeline.sweep.judging import OVERSATURATION, STD_RATIO, Estimate, SweepRow, list_pareto
 from pipeline.sweep.settings import SATURATION, SIMILARITY
 
@@ -15,17 +15,17 @@ _COLUMNS = ("guidance", "rescale", "threshold", "saturated pixels", "oversaturat
 _ALIGNED = ("---:", "---:", "---", "---:", "---:", "---:", "---:", "---", "---", "---", "---")
 
 
-def render_sweep(rows: Sequence[SweepRow], track: ImageTrack, *, picture: str) -> str:
+def render_sweep(rows: Sequence[SweepRow], product: ImagesProduct, *, picture: str) -> str:
     """Return the whole of `sweep.md`.
 
     Args:
         rows: of `judge_sweep`.
-        track: of `make_sweep_track`.
+        product: of `make_sweep_product`.
         picture: file name of the plot beside it.
     """
-    parts = ["# Guidance: saturation against CLIP similarity", _describe_work(rows, track),
+    parts = ["# Guidance: saturation against CLIP similarity", _describe_work(rows, product),
              f"![saturated pixels against CLIP similarity, a point a setting]({picture})", render_table(rows),
-             _describe_columns(track), "## Pareto set", describe_pareto(rows), "## What the gate would conclude",
+             _describe_columns(product), "## Pareto set", describe_pareto(rows), "## What the gate would conclude",
              describe_verdicts(rows)]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -75,28 +75,28 @@ def format_threshold(step: GuidanceStep) -> str:
     return f"{step.dynamic_threshold_percentile:g} %, at most {step.sample_max_value:g}"
 
 
-def _describe_work(rows: Sequence[SweepRow], track: ImageTrack) -> str:
-    (settings,) = track.evals.values()
-    sampling = track.sampling
-    return (f"{len(rows)} settings of `{track.candidates[track.reference].checkpoint}`, {rows[0].num_prompts} prompts "
+def _describe_work(rows: Sequence[SweepRow], product: ImagesProduct) -> str:
+    (settings,) = product.evals.values()
+    sampling = product.serving
+    return (f"{len(rows)} settings of `{product.candidates[product.reference].checkpoint}`, {rows[0].num_prompts} prompts "
             f"of `{settings.evalset}`, each with its own seed, the same for all; {sampling.num_inference_steps} steps, "
-            f"CLIP `{settings.clip}`. The reference is `{track.reference}`: guidance {sampling.guidance.scale:g}, "
+            f"CLIP `{settings.clip}`. The reference is `{product.reference}`: guidance {sampling.guidance.scale:g}, "
             f"rescale {sampling.guidance.rescale:g}, no thresholding.")
 
 
-def _describe_columns(track: ImageTrack) -> str:
-    ((eval_name, settings),) = track.evals.items()
+def _describe_columns(product: ImagesProduct) -> str:
+    ((eval_name, settings),) = product.evals.items()
     tolerated = [f"{name} {format_tolerance(metric, allowed.overall)}" for name, metric in (
         ("saturation", f"{eval_name}/{SATURATION}"), ("CLIP similarity", f"{eval_name}/{SIMILARITY}"))
-        if (allowed := track.gate.tolerances.get(metric)) and allowed.overall is not None]  # fmt: skip
+        if (allowed := product.gate.tolerances.get(metric)) and allowed.overall is not None]  # fmt: skip
     return (f"In brackets 95 % intervals by cluster, as the gate's. A pixel is saturated with a channel above 0.97, an "
             f"image oversaturated with more than {settings.oversaturated_above:.0%} of such pixels. The ratio is the "
             "standard deviation of the guided prediction over that of the conditional one, mean over the steps, "
             "before any thresholding. *Pareto set*: no other setting has fewer saturated pixels and a CLIP similarity "
             "as high, or the reverse; in brackets the share of 2,000 bootstrap samples of the prompts in which that "
             "holds. *gate*: the outcome, the loss against the reference and its one-sided bounds at "
-            f"{1 - track.gate.alpha:.0%}; tolerated: {', '.join(tolerated) or 'nothing is set'}. The verdict rests on "
-            f"all tolerances of the eval ({', '.join(sorted(track.gate.tolerances))}).")
+            f"{1 - product.gate.alpha:.0%}; tolerated: {', '.join(tolerated) or 'nothing is set'}. The verdict rests on "
+            f"all tolerances of the eval ({', '.join(sorted(product.gate.tolerances))}).")
 
 
 def _render_row(row: SweepRow) -> str:

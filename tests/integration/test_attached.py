@@ -26,7 +26,7 @@ from pipeline.text_params import (
     EvalSettings,
     HarnessEval,
     PerplexityEval,
-    ServingSettings,
+    ResourceSettings,
     ToolCallsEval,
     TrajectoriesEval,
 )
@@ -98,15 +98,12 @@ def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0, api
     checkpoint = Checkpoint(path="c", kind="llama", format="dense", dtype="float32", num_parameters=1, num_bytes=1,
                             digest="d")  # fmt: skip
     serving = ServingConfig(engine="openai", base_url=url, model="m", context_length=CONTEXT,
-                            api_key_env=api_key_env)  # fmt: skip
-    settings = ServingSettings(
-        dtype="float32", continuous_batching=True, concurrency=4, num_servers=1, num_threads=1, context_length=CONTEXT,
-        max_tokens=8, request_timeout_s=timeout_s, start_timeout_s=5,
-    )  # fmt: skip
+                            concurrency=4, max_tokens=8, api_key_env=api_key_env)  # fmt: skip
+    resources = ResourceSettings(num_servers=1, request_timeout_s=timeout_s, start_timeout_s=5)
     candidate = Candidate(name="there", checkpoint=checkpoint, serving=serving)
 
     async def run() -> None:
-        async with start_engine(candidate, settings, evals=evals, root=Path(), logs=Path()):
+        async with start_engine(candidate, resources, evals=evals, root=Path(), logs=Path()):
             pass
 
     try:
@@ -265,7 +262,7 @@ def test_a_server_that_never_answers_is_told_after_two_timeouts(endpoint: Endpoi
     start = time.monotonic()
     said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS}, timeout_s=0.3)
     assert time.monotonic() - start < 2 * 0.3 + 0.3
-    assert f"{path}: no answer within 0.3 s, which is serving.request_timeout_s (tried 2 times); " in said
+    assert f"{path}: no answer within 0.3 s, which is resources.request_timeout_s (tried 2 times); " in said
 
 
 def test_another_models_name_says_what_to_correct(endpoint: Endpoint) -> None:

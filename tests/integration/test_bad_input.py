@@ -20,8 +20,14 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+import stages.benchmark
+import stages.compare
 import stages.env
 import stages.evaluate
+import stages.gate
+import stages.optimize
+import stages.release
+import stages.track
 from pipeline.files import write_text
 from pipeline.record_files import write_record
 from pipeline.records import BuiltCandidate, Checkpoint
@@ -40,10 +46,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "models/agent", tmp_path / "models/agent")
     settings = (ROOT / "params.yaml").read_text(encoding="utf-8")
     # nothing was released here, so that nothing can be looser than then
-    write_text(tmp_path / "params.yaml", re.sub(r"  loosened:\n(    .*\n)+", "", settings))
+    write_text(tmp_path / "params.yaml", re.sub(r"      loosened:\n(        .*\n)+", "", settings))
     for name in ("workflows", "tool_calls", "choices", "calibration"):
         shutil.copytree(ROOT / "evalsets" / name, tmp_path / "evalsets" / name)
-    # what the other tracks name is there too, and nothing here changes it
+    # what the other products name is there too, and nothing here changes it
     for name in ("evalsets/shots", "evalsets/scenes", "evalsets/scenes-calibration", "evalsets/panoramas",
                  *(f"models/product-shots{part}" for part in ("", "-clip", "-hot-vae")), "models/people",
                  "models/people-hard", "models/upscaler"):  # fmt: skip
@@ -92,37 +98,37 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
     "no-settings": (lambda: Path("params.yaml").unlink(), "params.yaml: expected the settings file, found none"),
     "settings-not-yaml": (
         lambda: edit("params.yaml", r"release: \[awq-long-g32\]", "release: [awq-long"),
-        "params.yaml: not valid YAML: line 9: expected ',' or ']'",
+        "params.yaml: not valid YAML: line 16: expected ',' or ']'",
     ),
     "same-candidate-twice": (
-        lambda: edit("params.yaml", r"\n  gptq-short:", "\n  reference: {}\n  gptq-short:"),
-        'not valid YAML: line 26: found duplicate key "reference"',
+        lambda: edit("params.yaml", r"\n  gptq-short:", "\n  agent: {}\n  gptq-short:"),
+        'not valid YAML: line 189: found duplicate key "agent"',
     ),
     "unknown-key": (
-        lambda: edit("params.yaml", r"\n  dtype:", "\n  dtpye:"),
-        "params.yaml: serving.dtpye: unknown key; remove it or correct its spelling",
+        lambda: edit("params.yaml", r"\n      dtype:", "\n      dtpye:"),
+        "params.yaml: products.agent.serving.dtpye: unknown key; remove it or correct its spelling",
     ),
     "missing-key": (
-        lambda: edit("params.yaml", r"\n  dtype: \w+", "\n"),
-        "params.yaml: serving.dtype: expected this key, found none",
+        lambda: edit("params.yaml", r"\n      dtype: \w+", "\n"),
+        "params.yaml: products.agent.serving.dtype: expected this key, found none",
     ),
     "wrong-type": (
         lambda: edit("params.yaml", "concurrency: 64", "concurrency: many"),
-        "serving.concurrency: expected a whole number, got 'many'",
+        "products.agent.serving.concurrency: expected a whole number, got 'many'",
     ),
     "released-twice": (
         lambda: edit("params.yaml", r"\[awq-long-g32\]", "[awq-long, awq-long]"),
-        "release.1: 'awq-long' is listed twice",
+        "products.agent.release.1: 'awq-long' is listed twice",
     ),
     "impossible-port": (
         lambda: edit("params.yaml", r"    steps: \[\]", f"{OPENAI} base_url: 'http://localhost:99999', model: m}}"),
-        "engine.base_url: expected http://host:port, got 'http://localhost:99999'",
+        "candidates.agent.engine.base_url: expected http://host:port, got 'http://localhost:99999'",
     ),
     "no-host": (
         lambda: edit("params.yaml", r"    steps: \[\]", f"{OPENAI} base_url: 'http://', model: m}}"),
-        "engine.base_url: expected http://host:port, got 'http://'",
+        "candidates.agent.engine.base_url: expected http://host:port, got 'http://'",
     ),
-    "no-checkpoint": (lambda: shutil.rmtree("models/agent"), "candidates.reference.checkpoint: expected a checkpoint"),
+    "no-checkpoint": (lambda: shutil.rmtree("models/agent"), "candidates.agent.checkpoint: expected a checkpoint"),
     "pickle-weights": (leave_pickle_only, "found pickle weights 'pytorch_model.bin', which run code when opened"),
     "truncated-weights": (cut_weights, "model.safetensors: its header promises"),
     "card-not-utf8": (
@@ -213,20 +219,20 @@ def serve() -> Iterator[Callable[[Answer], str]]:
 
 def attach(url: str, evals: dict[str, Any]) -> None:
     """Write settings and a record for one candidate that is served at `url`."""
-    yaml = YAML(typ="safe")
-    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
-    params |= {"reference": "reference", "release": ["there"], "evals": evals, "candidates": {
-                   "reference": {"checkpoint": "models/agent", "steps": []},
-                   "there": {"checkpoint": "models/agent", "steps": [],
-                             "engine": {"kind": "openai", "base_url": url, "model": MODEL}}},
-               "gate": params["gate"] | {"tolerances": {"e/perplexity_per_token": {"overall": 0.1}}, "tripwires": {}},
-               "benchmark": params["benchmark"] | {"candidates": []}}
-    if evals["e"]["kind"] == "harness":
-        params["gate"]["tolerances"] = {"e/accuracy": {"overall": 0.1}}
+    params = YAML(typ="safe").load(Path("params.yaml").read_text(encoding="utf-8"))
+    product = params["products"]["agent"]
+    metric = "e/accuracy" if evals["e"]["kind"] == "harness" else "e/perplexity_per_token"
+    params["products"]["agent"] = product | {
+        "reference": "agent", "release": ["there"], "evals": evals,
+        "gate": product["gate"] | {"tolerances": {metric: {"overall": 0.1}}, "tripwires": {}},
+        "benchmark": product["benchmark"] | {"candidates": []}}  # fmt: skip
+    params["candidates"]["there"] = params["candidates"]["agent"] | {
+        "engine": {"kind": "openai", "base_url": url, "model": MODEL}}
     Path("params.yaml").write_text(json.dumps(params), encoding="utf-8")  # JSON is YAML
     checkpoint = Checkpoint(path="models/agent", kind="llama", format="dense", dtype="bfloat16", num_parameters=1,
                             num_bytes=1, digest="d")  # fmt: skip
-    write_record(Path("build/candidates/there/candidate.json"), BuiltCandidate(name="there", checkpoint=checkpoint))
+    write_record(Path("build/agent/candidates/there/candidate.json"),
+                 BuiltCandidate(name="there", checkpoint=checkpoint))  # fmt: skip
 
 
 PERPLEXITY = {"e": {"kind": "perplexity", "evalset": "evalsets/prose"}}
@@ -262,7 +268,7 @@ def test_an_endpoint_that_answers_nonsense_ends_the_stage_in_one_line(
     code, line = run(stages.evaluate, monkeypatch, capsys, "there")
     assert (code, line.count("\n")) == (1, 0)
     assert re.search(said, line)
-    assert not Path("build/evaluations/there").exists()
+    assert not Path("build/agent/evaluations/there").exists()
 
 
 def test_an_endpoint_that_is_not_there_is_one_line(
@@ -295,16 +301,39 @@ def test_a_task_that_lm_eval_can_not_run_is_one_line(
     assert re.search(f"evals.e.task: .*{said}", line)
 
 
-def test_results_of_candidates_that_are_timed_no_more_are_removed(project: Path) -> None:
-    """DVC leaves them, and a clone then looks changed; with nobody to time, compare still needs their folder."""
-    folder = project / "build/benchmarks"
+def test_results_of_candidates_that_are_timed_no_more_are_removed(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The output persists, and compare would judge them; with nobody to time, it still needs their folder."""
+    folder = project / "build/agent/benchmarks"
     for name in ("awq-long-g32", "gone"):
         write_text(folder / f"{name}.json", "{}")
-    assert stages.env.main([]) == 0
+    code, line = run(stages.benchmark, monkeypatch, capsys, "agent")
+    assert (code, line.count("\n")) == (1, 0) and "build/agent/candidates/agent/candidate.json" in line
     assert [path.name for path in folder.iterdir()] == ["awq-long-g32.json"]
-    shutil.rmtree(folder)
-    stages.env.main([])
-    assert not folder.exists()
     edit("params.yaml", r"  candidates: \[awq-long-g32\]", "  candidates: []")
-    stages.env.main([])
-    assert folder.is_dir()
+    assert stages.benchmark.main(["agent"]) == 0
+    assert list(folder.iterdir()) == []
+    shutil.rmtree(folder)
+    for product in ("agent", "shots", "people", "upscaler"):
+        assert stages.benchmark.main([product]) == 0
+        assert list((project / "build" / product / "benchmarks").iterdir()) == []
+
+
+STAGES_OF_A_CANDIDATE = (stages.optimize, stages.evaluate)
+STAGES_OF_A_PRODUCT = (stages.benchmark, stages.compare, stages.gate, stages.release, stages.track)
+
+
+@pytest.mark.parametrize("stage", [*STAGES_OF_A_CANDIDATE, *STAGES_OF_A_PRODUCT], ids=lambda stage: stage.__name__)
+def test_a_stage_is_given_one_name_that_is_in_the_settings(
+    project: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = "candidate" if stage in STAGES_OF_A_CANDIDATE else "product"
+    known = "candidates: expected one of agent, agent-again, " if what == "candidate" else (
+        "products: expected agent or shots or people or upscaler, got")
+    for argv, said in (((), f"expected the name of one {what}, got ''"),
+                       (("agent", "shots"), f"expected the name of one {what}, got 'agent shots'"),
+                       (("none",), known)):  # fmt: skip
+        code, line = run(stage, monkeypatch, capsys, *argv)
+        assert (code, line.count("\n")) == (1, 0) and said in line, line
+    assert not Path("build").exists()

@@ -1,4 +1,4 @@
-"""The image track through its stages, on the shipped pipelines and a few of their prompts."""
+"""The image product through its stages, on the shipped pipelines and a few of their prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.errors import JournalError, QuantgateError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.report import render_report
 from pipeline.gate.terminal import render_gate
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.image_preflight import check_images
 from pipeline.image_serving import read_image_candidate, sample_plainly
 from pipeline.images.candidate import build_image_candidate
@@ -48,8 +48,8 @@ CANDIDATES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_track(names: list[str], **changes: Any) -> ImageTrack:
-    return ImageTrack.model_validate({
+def make_track(names: list[str], **changes: Any) -> ImagesProduct:
+    return ImagesProduct.model_validate({
         "reference": "shots", "release": names[-1:],
         "candidates": {name: {"checkpoint": CANDIDATES[name][0], "steps": CANDIDATES[name][1]} for name in names},
         "sampling": {"num_inference_steps": 6, "guidance": {"scale": 5}, "batch_size": 4, "num_workers": 1,
@@ -74,26 +74,26 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(project: Path, track: ImageTrack, name: str) -> list[Any]:
+def run(project: Path, product: ImagesProduct, name: str) -> list[Any]:
     build = project / "build"
-    build_image_candidate(name, track, root=project, build=build)
-    evaluate_images(read_image_candidate(build, name, track), track, root=project, build=build)
+    build_image_candidate(name, product, root=project, build=build)
+    evaluate_images(read_image_candidate(build, name, product), product, root=project, build=build)
     return read_cases(build / "evaluations" / name / "shots.jsonl")
 
 
 @pytest.mark.slow
 def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
-    track = make_track(["shots", "hot", "fixed", "bf16"])
-    check_images(track, project)
-    scores = {name: [r.scores for r in run(project, track, name)] for name in track.candidates}
+    product = make_track(["shots", "hot", "fixed", "bf16"])
+    check_images(product, project)
+    scores = {name: [r.scores for r in run(project, product, name)] for name in product.candidates}
     assert not any(s["latents_out_of_range"] for s in scores["shots"])
     broken = sum(s["nonfinite"] for s in scores["hot"])
     assert 0 < broken < NUM_PROMPTS, "depends on the picture"
     assert all(s["sound"] == 1 and s["ssim"] > 0.99 for name in ("fixed", "bf16") for s in scores[name])
     assert all(s["saturated"] == 1 and s["clip"] == -1 for s in scores["hot"] if s["nonfinite"]), "worst, not none"
-    proof = read_image_candidate(project / "build", "fixed", track).steps[0]["proof"]
+    proof = read_image_candidate(project / "build", "fixed", product).steps[0]["proof"]
     assert proof["max_difference"] < 1e-3 and min(proof["headroom_bits_after"].values()) >= 2
-    compared = compare_release(track, project / "build")
+    compared = compare_release(product, project / "build")
     verdicts = {v.candidate: v for v in compared.judgement.verdicts}
     assert any(f"{broken:.0f} of {NUM_PROMPTS} raw decodes hold NaN or infinity" in reason
                and "first overflows in 'up_blocks." in reason for reason in verdicts["hot"].reasons)  # fmt: skip
@@ -104,8 +104,8 @@ def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
 
 
 def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path) -> None:
-    track = make_track(["shots", "guided"])
-    plain, guided = ({r.case_id: r for r in run(project, track, name)} for name in track.candidates)
+    product = make_track(["shots", "guided"])
+    plain, guided = ({r.case_id: r for r in run(project, product, name)} for name in product.candidates)
     for case_id, record in guided.items():
         assert (record.output == plain[case_id].output) == ("background/white" in record.buckets)
 
@@ -119,11 +119,11 @@ def test_latents_that_are_no_numbers_are_not_the_decoders_fault(project: Path) -
     weights = load_file(wild / "unet/diffusion_pytorch_model.safetensors")
     weights["conv_out.weight"] *= 1e37
     save_file(weights, wild / "unet/diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
-    track = make_track(["shots", "wild"])
-    run(project, track, "shots")
-    records = run(project, track, "wild")
+    product = make_track(["shots", "wild"])
+    run(project, product, "shots")
+    records = run(project, product, "wild")
     assert all(r.scores["latents_out_of_range"] == r.scores["nonfinite"] == 1 for r in records)
-    verdict = compare_release(track, project / "build").judgement.verdicts[0]
+    verdict = compare_release(product, project / "build").judgement.verdicts[0]
     assert verdict.outcome != "pass"
     said = next(reason for reason in verdict.reasons if "raw decodes" in reason)
     assert f"{NUM_PROMPTS} had latents out of range, which is not the decoder's doing" in said
@@ -133,19 +133,19 @@ def test_latents_that_are_no_numbers_are_not_the_decoders_fault(project: Path) -
 def test_number_and_memory_formats_are_what_runs_and_their_costs_are_told(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    track = make_track(["shots", "half-unet", "laid-out"])
-    plain, half = (run(project, track, name) for name in ("shots", "half-unet"))
+    product = make_track(["shots", "half-unet", "laid-out"])
+    plain, half = (run(project, product, name) for name in ("shots", "half-unet"))
     assert all(0 < abs(a.scores["clip"] - b.scores["clip"]) < 0.1 for a, b in zip(plain, half, strict=True))
     from pipeline.images import channels_last
 
     monkeypatch.setattr(channels_last, "measure_layout", measure_as_if)
-    laid_out = run(project, track, "laid-out")
-    candidate = read_image_candidate(project / "build", "laid-out", track)
+    laid_out = run(project, product, "laid-out")
+    candidate = read_image_candidate(project / "build", "laid-out", product)
     assert candidate.serving.channels_last == ("vae",)
     assert [(f.layer, "it takes 1.000 (0.900 to 1.100) of the time" in f.reason) for f in candidate.fallbacks] == [
         ("unet", True)]
     assert max(abs(a.scores["ssim"] - 1) for a in laid_out) < 1e-6
-    report = render_report(compare_release(track, project / "build"))
+    report = render_report(compare_release(product, project / "build"))
     assert "Channels-last is kept for the vae: it takes 0.800 (0.780 to 0.820) of the time" in report
     assert "Fallback: `unet`: channels-last is left off" in report
     notes = json.loads((project / "build/evaluations/shots/shots.json").read_text())
@@ -161,23 +161,23 @@ def measure_as_if(_pipe: Any, part: Any, *_: Any, rounds: int) -> LayoutMeasurem
 STAGE = """
 import sys
 from pathlib import Path
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.image_serving import read_image_candidate, sample_plainly
 from pipeline.images.evaluate import evaluate_images
 if __name__ == "__main__":
-    root, track = Path(sys.argv[1]), ImageTrack.model_validate_json(sys.argv[2])
-    evaluate_images(read_image_candidate(root / "build", "shots", track), track, root=root, build=root / "build")
+    root, product = Path(sys.argv[1]), ImagesProduct.model_validate_json(sys.argv[2])
+    evaluate_images(read_image_candidate(root / "build", "shots", product), product, root=root, build=root / "build")
 """
 
 
 def test_weights_that_were_changed_after_the_build_are_not_evaluated(project: Path) -> None:
-    track = make_track(["shots", "hot"])
+    product = make_track(["shots", "hot"])
     build = project / "build"
-    build_image_candidate("hot", track, root=project, build=build)
+    build_image_candidate("hot", product, root=project, build=build)
     ours = build / "candidates/hot/checkpoint" / VAE_WEIGHTS
     shutil.copy(project / "models/product-shots" / VAE_WEIGHTS, ours)
     with pytest.raises(QuantgateError, match=f"candidate 'hot' was built of, {VAE_WEIGHTS} differs"):
-        evaluate_images(read_image_candidate(build, "hot", track), track, root=project, build=build)
+        evaluate_images(read_image_candidate(build, "hot", product), product, root=project, build=build)
 
 
 @pytest.mark.parametrize(("part", "tensor"), [
@@ -204,15 +204,15 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(
 def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.images import evaluate
 
-    track, build = make_track(["shots", "guided"]), project / "build"
-    run(project, track, "shots")
+    product, build = make_track(["shots", "guided"]), project / "build"
+    run(project, product, "shots")
     whole = json.loads((build / "evaluations/shots/shots.json").read_text())
     with monkeypatch.context() as context:
         context.setattr(evaluate, "_describe", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run(project, track, "shots")
+            run(project, product, "shots")
     monkeypatch.setattr(evaluate, "render_batch", "nothing is rendered twice")
-    evaluate_images(read_image_candidate(build, "shots", track), track, root=project, build=build)
+    evaluate_images(read_image_candidate(build, "shots", product), product, root=project, build=build)
     resumed = json.loads((build / "evaluations/shots/shots.json").read_text())
     assert resumed["decoder"] == whole["decoder"] and resumed["std_ratio_by_step"] == whole["std_ratio_by_step"]
     assert resumed["step_ms_per_image"] > 0
@@ -222,24 +222,24 @@ def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Pa
     from pipeline.evalsets import load_evalset
     from pipeline.images.evaluate import digest_judges, digest_work
 
-    track = make_track(["shots", "guided"])
+    product = make_track(["shots", "guided"])
     shutil.copytree(project / "models", tmp_path / "models")
-    (settings,), evalset = track.evals.values(), load_evalset(project / "evalsets/few")
-    keys = [digest_work(settings, evalset, digest_judges(track, settings, root)) for root in (project, tmp_path)]
+    (settings,), evalset = product.evals.values(), load_evalset(project / "evalsets/few")
+    keys = [digest_work(settings, evalset, digest_judges(product, settings, root)) for root in (project, tmp_path)]
     assert keys[0] == keys[1]
     for changed in ("product-shots-clip/model.safetensors", f"product-shots/{VAE_WEIGHTS}"):
         path = tmp_path / "models" / changed
         path.write_bytes(path.read_bytes() + b" ")
-        keys.append(digest_work(settings, evalset, digest_judges(track, settings, tmp_path)))
+        keys.append(digest_work(settings, evalset, digest_judges(product, settings, tmp_path)))
     assert len(set(keys)) == 3
 
 
 def test_a_reference_that_draws_nothing_proves_nothing(project: Path) -> None:
-    track = make_track(["shots", "hot"], reference="wild-reference", candidates={
+    product = make_track(["shots", "hot"], reference="wild-reference", candidates={
         "wild-reference": {"checkpoint": "models/product-shots-hot-vae", "steps": []},
         "hot": {"checkpoint": "models/product-shots", "steps": [HALF]}})  # fmt: skip
-    for name in track.candidates:
-        run(project, track, name)
+    for name in product.candidates:
+        run(project, product, name)
     path = project / "build/evaluations/wild-reference"
     records = read_cases(path / "shots.jsonl")
     broken = [r.model_copy(update={"scores": r.scores | {"sound": 0.0, "black": 1.0}}) if i == 0 else r
@@ -248,29 +248,29 @@ def test_a_reference_that_draws_nothing_proves_nothing(project: Path) -> None:
     evaluation = json.loads((path / "evaluation.json").read_text())
     evaluation["evals"]["shots"]["sha256"] = digest_file(path / "shots.jsonl")
     (path / "evaluation.json").write_text(json.dumps(evaluation))
-    verdict = compare_release(track, project / "build").judgement.verdicts[0]
+    verdict = compare_release(product, project / "build").judgement.verdicts[0]
     assert verdict.outcome == "refused"
     assert any("the reference is unfit" in reason and "1 are black" in reason for reason in verdict.reasons)
 
 
 def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path) -> None:
     """Two would write into one folder and one journal."""
-    track, folder = make_track(["shots", "guided"]), project / "build"
-    build_image_candidate("shots", track, root=project, build=folder)
+    product, folder = make_track(["shots", "guided"]), project / "build"
+    build_image_candidate("shots", product, root=project, build=folder)
     (folder / "journal").mkdir(exist_ok=True)
     with FileLock(folder / "journal/shots.lock"), pytest.raises(JournalError) as refused:
-        evaluate_images(read_image_candidate(folder, "shots", track), track, root=project, build=folder)
+        evaluate_images(read_image_candidate(folder, "shots", product), product, root=project, build=folder)
     said = str(refused.value)
     assert "shots.lock: expected one evaluation of 'shots' at a time, another one runs; wait" in said
     assert "\n" not in said and not (folder / "evaluations/.shots.new").exists()
 
 
 def test_after_sigkill_no_worker_is_left(project: Path) -> None:
-    track = make_track(["shots", "guided"])
-    build_image_candidate("shots", track, root=project, build=project / "build")
+    product = make_track(["shots", "guided"])
+    build_image_candidate("shots", product, root=project, build=project / "build")
     script = project / "stage.py"
     script.write_text(STAGE)
-    stage = subprocess.Popen([sys.executable, str(script), str(project), track.model_dump_json()], cwd=ROOT,
+    stage = subprocess.Popen([sys.executable, str(script), str(project), product.model_dump_json()], cwd=ROOT,
                              env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
     deadline = time.monotonic() + 60
     while not (workers := list_descendants(stage.pid)) and time.monotonic() < deadline:
@@ -310,9 +310,9 @@ SHOTS = {"checkpoint": "models/product-shots", "steps": []}
                  "by_category.metal: the evalsets have no such bucket", id="no-such-category"),
 ])  # fmt: skip
 def test_a_step_that_the_files_contradict_is_told_before_any_work(project: Path, steps: Any, said: str) -> None:
-    track = make_track(["shots", "hot"], candidates={"shots": SHOTS, "hot": SHOTS | {"steps": steps}})
+    product = make_track(["shots", "hot"], candidates={"shots": SHOTS, "hot": SHOTS | {"steps": steps}})
     with pytest.raises(QuantgateError) as caught:
-        check_images(track, project)
+        check_images(product, project)
     assert str(caught.value).startswith("images.candidates.hot.steps.0") and said in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""The network tracks from params.yaml's words to a verdict: tiny networks of a user's own, and the shipped ones."""
+"""The network products from params.yaml's words to a verdict: tiny networks of a user's own, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.report import render_report
 from pipeline.gate.terminal import render_gate
 from pipeline.gate.verdicts import Judgement
-from pipeline.network_params import NetworkTrack
+from pipeline.network_params import VisionProduct
 from pipeline.network_preflight import check_network
 from pipeline.network_serving import read_network_candidate
 from pipeline.networks import candidate, workers
 from pipeline.networks.candidate import build_network_candidate
 from pipeline.networks.evaluate import evaluate_network
-from pipeline.params import get_track, load_params, parse_params
+from pipeline.params import get_product, load_params, parse_params
 from pipeline.pictures import read_picture
 from pipeline.record_files import write_record
 from pipeline.records import CaseRecord, NetworkCandidate, read_cases
@@ -103,33 +103,33 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "start_workers", start)
 
 
-def build(root: Path, track: NetworkTrack, name: str) -> NetworkCandidate:
-    return build_network_candidate(name, track, root=root, build=root / BUILDS[track.name])
+def build(root: Path, product: VisionProduct, name: str) -> NetworkCandidate:
+    return build_network_candidate(name, product, root=root, build=root / BUILDS[product.name])
 
 
-def evaluate(root: Path, track: NetworkTrack, name: str) -> list[CaseRecord]:
+def evaluate(root: Path, product: VisionProduct, name: str) -> list[CaseRecord]:
     """Evaluate what was built; return the records of the first eval."""
-    folder = root / BUILDS[track.name]
-    evaluate_network(read_network_candidate(folder, name, track), track, root=root, build=folder)
-    return read_cases(folder / f"evaluations/{name}" / f"{next(iter(track.evals))}.jsonl")
+    folder = root / BUILDS[product.name]
+    evaluate_network(read_network_candidate(folder, name, product), product, root=root, build=folder)
+    return read_cases(folder / f"evaluations/{name}" / f"{next(iter(product.evals))}.jsonl")
 
 
-def run(root: Path, track: NetworkTrack, *names: str) -> list[list[CaseRecord]]:
+def run(root: Path, product: VisionProduct, *names: str) -> list[list[CaseRecord]]:
     found = []
-    for name in names or track.candidates:
-        build(root, track, name)
-        found.append(evaluate(root, track, name))
+    for name in names or product.candidates:
+        build(root, product, name)
+        found.append(evaluate(root, product, name))
     return found
 
 
-def read_notes(root: Path, track: NetworkTrack, name: str) -> dict[str, Any]:
-    folder = root / BUILDS[track.name] / "evaluations" / name
-    return dict(json.loads((folder / f"{next(iter(track.evals))}.json").read_text()))
+def read_notes(root: Path, product: VisionProduct, name: str) -> dict[str, Any]:
+    folder = root / BUILDS[product.name] / "evaluations" / name
+    return dict(json.loads((folder / f"{next(iter(product.evals))}.json").read_text()))
 
 
-def list_results(root: Path, track: NetworkTrack, name: str) -> dict[str, str]:
+def list_results(root: Path, product: VisionProduct, name: str) -> dict[str, str]:
     """Return the digests of all that an evaluation found: not of what it cost."""
-    folder = root / BUILDS[track.name] / "evaluations" / name
+    folder = root / BUILDS[product.name] / "evaluations" / name
     return {path.relative_to(folder).as_posix(): digest_file(path) for path in sorted(folder.rglob("*"))
             if path.is_file() and path.suffix != ".json"}  # fmt: skip
 
@@ -151,7 +151,7 @@ def say(error: pytest.ExceptionInfo[Exception]) -> str:
     (make_upscaler, "tiled"),
 ])  # fmt: skip
 def test_processes_find_byte_for_byte_what_one_does(
-    project: Path, make: Callable[..., NetworkTrack], name: str, request: pytest.FixtureRequest
+    project: Path, make: Callable[..., VisionProduct], name: str, request: pytest.FixtureRequest
 ) -> None:
     """Were a time or an order of work in the records, each run would be another candidate to DVC."""
     running = {"batch_size": 4, "num_workers": 2, "num_threads": 1}
@@ -167,23 +167,23 @@ def test_processes_find_byte_for_byte_what_one_does(
 STAGE = """
 import sys
 from pathlib import Path
-from pipeline.network_params import DetectorTrack
+from pipeline.network_params import VisionProduct
 from pipeline.network_serving import read_network_candidate
 from pipeline.networks.evaluate import evaluate_network
 if __name__ == "__main__":
-    root, track = Path(sys.argv[1]), DetectorTrack.model_validate_json(sys.argv[2])
+    root, product = Path(sys.argv[1]), VisionProduct.model_validate_json(sys.argv[2])
     build = root / "build/detector"
-    evaluate_network(read_network_candidate(build, "squares", track), track, root=root, build=build)
+    evaluate_network(read_network_candidate(build, "squares", product), product, root=root, build=build)
 """
 
 
 def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path) -> None:
     """Two would write into one folder and one journal."""
-    track, folder = make_detector(), project / "build/detector"
-    build(project, track, "squares")
+    product, folder = make_detector(), project / "build/detector"
+    build(project, product, "squares")
     (folder / "journal").mkdir(exist_ok=True)
     with FileLock(folder / "journal/squares.lock"), pytest.raises(JournalError) as refused:
-        evaluate(project, track, "squares")
+        evaluate(project, product, "squares")
     said = str(refused.value)
     assert "squares.lock: expected one evaluation of 'squares' at a time, another one runs; wait" in said
     assert "\n" not in said and not (folder / "evaluations/.squares.new").exists()
@@ -197,12 +197,12 @@ def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
     slow = (f"\n    import time\n    open({str(calls)!r}, 'a').write('call\\n')\n    time.sleep(0.3)"
             "\n    cell = config")  # fmt: skip
     edit(project, DETECTOR_FILE, "\n    cell = config", slow)
-    track = make_detector()
+    product = make_detector()
     journal = project / "build/detector/journal/squares/squares.jsonl"
-    build(project, track, "squares")
+    build(project, product, "squares")
     script = project / "stage.py"
     script.write_text(STAGE)
-    stage = subprocess.Popen([sys.executable, str(script), str(project), track.model_dump_json()], cwd=ROOT,
+    stage = subprocess.Popen([sys.executable, str(script), str(project), product.model_dump_json()], cwd=ROOT,
                              env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and not (journal.is_file() and journal.read_text().count("\n") >= 8):
@@ -217,11 +217,11 @@ def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
     assert 2 <= num_done < num_batches
     calls.unlink()
     request.getfixturevalue("here")
-    evaluate(project, track, "squares")
+    evaluate(project, product, "squares")
     assert len(calls.read_text().splitlines()) == num_batches - num_done
-    resumed = list_results(project, track, "squares")
-    evaluate(project, track, "squares")
-    assert list_results(project, track, "squares") == resumed
+    resumed = list_results(project, product, "squares")
+    evaluate(project, product, "squares")
+    assert list_results(project, product, "squares") == resumed
 
 
 def is_running(pid: int) -> bool:
@@ -254,26 +254,26 @@ def change_picture(root: Path) -> None:
 def test_what_changed_after_the_build_is_not_evaluated(
     project: Path, here: None, damage: Damage, error: type[QuantgateError], said: str
 ) -> None:
-    track = make_detector()
-    build(project, track, "half")
+    product = make_detector()
+    build(project, product, "half")
     damage(project)
     with pytest.raises(error) as caught:
-        evaluate(project, track, "half")
+        evaluate(project, product, "half")
     assert said in say(caught)
     assert not (project / "build/detector/evaluations/half").exists()
 
 
 def test_what_was_finished_before_a_picture_was_changed_is_kept(project: Path, here: None) -> None:
-    track = make_detector()
+    product = make_detector()
     whole = (project / "evalsets/squares/images/39.png").read_bytes()
-    build(project, track, "half")
+    build(project, product, "half")
     (project / "evalsets/squares/images/39.png").write_bytes(whole + b"x")
     with pytest.raises(EvalsetError, match="39.png: expected sha256"):
-        evaluate(project, track, "half")
+        evaluate(project, product, "half")
     journal = project / "build/detector/journal/half/squares.jsonl"
     assert journal.read_text().count("\n") == NUM_PICTURES - 4
     (project / "evalsets/squares/images/39.png").write_bytes(whole)
-    assert len(evaluate(project, track, "half")) == NUM_PICTURES
+    assert len(evaluate(project, product, "half")) == NUM_PICTURES
 
 
 @pytest.mark.parametrize(("old", "new", "said"), [
@@ -291,9 +291,9 @@ def test_what_was_finished_before_a_picture_was_changed_is_kept(project: Path, h
 def test_an_adapter_that_can_not_build_is_one_line(project: Path, old: str, new: str, said: str) -> None:
     """Paths are given relative to the project: lines of the file were not found under them."""
     edit(project, DETECTOR_FILE, old, new)
-    track = make_detector()
+    product = make_detector()
     with pytest.raises((CheckpointError, EngineError)) as caught:
-        build(project, track, "half")
+        build(project, product, "half")
     assert said in say(caught)
     assert not list((project / "build").rglob("candidate.json"))
 
@@ -348,10 +348,10 @@ def test_a_detector_that_breaks_its_contract_is_one_line(
     project: Path, here: None, old: str, new: str, said: str
 ) -> None:
     edit(project, DETECTOR_FILE, old, new)
-    track = make_detector()
-    build(project, track, "squares")
+    product = make_detector()
+    build(project, product, "squares")
     with pytest.raises(EngineError) as caught:
-        evaluate(project, track, "squares")
+        evaluate(project, product, "squares")
     assert said in say(caught)
 
 
@@ -367,37 +367,37 @@ def test_an_enlarged_picture_of_another_size_or_type_is_one_line(
     project: Path, here: None, new: str, said: str
 ) -> None:
     edit(project, UPSCALER_FILE, "(outputs.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)", new)
-    track = make_upscaler()
-    build(project, track, "doubled")
+    product = make_upscaler()
+    build(project, product, "doubled")
     with pytest.raises(EngineError) as caught:
-        evaluate(project, track, "doubled")
+        evaluate(project, product, "doubled")
     assert f"case 'v0': postprocess() {said}" in say(caught)
 
 
 def test_a_module_whose_tiles_do_not_grow_alike_is_one_line(project: Path, here: None) -> None:
     edit(project, UPSCALER_FILE, "return self.shuffle(self.blur(x)) - ", "return self.blur(x)[:, :3, 1:, 1:] - ")
-    track = make_upscaler()
-    build(project, track, "tiled")
+    product = make_upscaler()
+    build(project, product, "tiled")
     with pytest.raises(EngineError, match="adapter.py: tiles: expected a decoded tile of a whole multiple of"):
-        evaluate(project, track, "tiled")
+        evaluate(project, product, "tiled")
 
 
 def test_results_of_a_dying_process_are_asked_for_again(project: Path) -> None:
     """The line says what to lower; a traceback of a broken pool would not."""
     edit(project, DETECTOR_FILE, "    cell = config", "    import os\n    os._exit(3)\n    cell = config")
-    track = make_detector()
-    build(project, track, "squares")
+    product = make_detector()
+    build(project, product, "squares")
     with pytest.raises(EngineError, match="squares: a process that ran pictures ended by itself.*lower "
                        "detector.running.batch_size or num_workers; finished pictures are kept"):  # fmt: skip
-        evaluate(project, track, "squares")
+        evaluate(project, product, "squares")
 
 
 def test_what_keeps_a_process_from_loading_is_told_by_it(project: Path) -> None:
-    track = make_detector()
-    build(project, track, "squares")
+    product = make_detector()
+    build(project, product, "squares")
     swap_weights(project)
     with pytest.raises(EngineError, match="expected the files that candidate 'squares' was built of"):
-        evaluate(project, track, "squares")
+        evaluate(project, product, "squares")
 
 
 def save_nan(folder: Path) -> None:
@@ -428,14 +428,14 @@ def save_other(folder: Path) -> None:
                  id="no-folder"),
 ])  # fmt: skip
 def test_a_damaged_folder_is_one_line_and_never_built(project: Path, damage: Damage, said: str) -> None:
-    track = make_detector({"hot": []})
+    product = make_detector({"hot": []})
     damage(project / "detector/hot")
     with pytest.raises(CheckpointError) as caught:
-        build(project, track, "hot")
+        build(project, product, "hot")
     assert said in say(caught)
     if "weights of what" not in said and "NaN" not in said:  # which headers alone don't tell
         with pytest.raises(SettingsError) as refused:
-            check_network(track, project)
+            check_network(product, project)
         assert say(refused).startswith("detector.candidates.hot.checkpoint: ") and said in say(refused)
 
 
@@ -475,10 +475,10 @@ def test_a_policy_of_a_network_without_convolutions_is_refused(project: Path) ->
     edit(project, DETECTOR_FILE, "nn.Conv2d(1, 1, 3, padding=1)", "nn.Identity()")
     edit(project, DETECTOR_FILE, "nn.Conv2d(1, 1, 1)", "nn.Identity()")
     save_file({}, project / "detector/squares/model.safetensors")
-    track = make_detector({"policy": [{"kind": "conv_policy", "algorithm": "direct", "dtype": "float16"}]})
-    assert build(project, track, "squares").checkpoint.num_parameters == 0
+    product = make_detector({"policy": [{"kind": "conv_policy", "algorithm": "direct", "dtype": "float16"}]})
+    assert build(project, product, "squares").checkpoint.num_parameters == 0
     with pytest.raises(SettingsError, match="candidates.policy.steps.0: expected convolutions that a policy covers"):
-        build(project, track, "policy")
+        build(project, product, "policy")
 
 
 def rewrite_cases(root: Path, change: Callable[[int, dict[str, Any]], None], name: str = "squares") -> None:
@@ -572,7 +572,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
                  "times the image's sides, as of the cases before, got 1 times", id="target-of-another-size"),
 ])  # fmt: skip
 def test_what_files_contradict_is_told_before_any_work(
-    project: Path, make: Callable[..., NetworkTrack], changes: dict[str, Any], damage: Damage | None,
+    project: Path, make: Callable[..., VisionProduct], changes: dict[str, Any], damage: Damage | None,
     error: type[QuantgateError], said: str,
 ) -> None:  # fmt: skip
     if damage is not None:
@@ -598,8 +598,8 @@ def test_a_detector_whose_sizes_are_not_gated_is_refused(project: Path) -> None:
 
 def test_a_sound_project_is_let_through(project: Path) -> None:
     """Without it a check that refuses everything would pass all above."""
-    track = make_detector(**tolerate("squares/ap", "tiny"))
-    assert not check_network(track, project) and not check_network(make_upscaler(), project)
+    product = make_detector(**tolerate("squares/ap", "tiny"))
+    assert not check_network(product, project) and not check_network(make_upscaler(), project)
 
 
 def test_several_categories_in_few_clusters_are_warned_of(project: Path) -> None:
@@ -653,16 +653,16 @@ def test_a_candidate_in_tiles_needs_a_tolerance_of_seams(project: Path) -> None:
 def test_a_half_overlap_of_an_odd_tile_can_be_cut(project: Path, here: None) -> None:
     """5.5 pixels of 11 were rounded up, to more than tiles can overlap by."""
     step = {"kind": "tiling", "tile": 11, "overlap": 0.5, "window": "linear"}
-    track = make_upscaler({"odd": [step]})
-    check_network(track, project)
-    (records,) = run(project, track, "odd")
+    product = make_upscaler({"odd": [step]})
+    check_network(product, project)
+    (records,) = run(project, product, "odd")
     assert all(record.scores["finite"] for record in records)
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["nonsense", "bf16"], "track: expected detector or upscaler, got 'nonsense'"),
-    (["images", "shots"], "track: expected detector or upscaler, got 'images'"),
-    ([], "track: expected detector or upscaler, got ''"),
+    (["nonsense", "bf16"], "product: expected detector or upscaler, got 'nonsense'"),
+    (["images", "shots"], "product: expected detector or upscaler, got 'images'"),
+    ([], "product: expected detector or upscaler, got ''"),
     (["detector", "nobody"], "detector.candidates: expected one of people, "),
     (["detector"], "got ''"),
     (["detector", "people", "bf16"], "got 'people bf16'"),
@@ -702,13 +702,13 @@ def test_what_was_not_built_is_not_evaluated(project: Path) -> None:
 
 def test_overflow_on_some_pictures_is_counted_and_fails(project: Path, here: None) -> None:
     """Bright squares overflow float16; their results are left out, and AP of the others stays a number."""
-    track = make_detector({"hot": [HALF]})
-    _, records = run(project, track)
+    product = make_detector({"hot": [HALF]})
+    _, records = run(project, product)
     is_bright = ["bright" in record.buckets for record in records]
     assert [record.scores["finite"] == 0 for record in records] == is_bright
     assert all(json.loads(record.output) == [] for record in records if "bright" in record.buckets)
     assert all(record.scores["found"] == record.scores["objects"] for record in records if "dim" in record.buckets)
-    compared = compare_release(track, project / "build/detector")
+    compared = compare_release(product, project / "build/detector")
     (verdict,) = compared.judgement.verdicts
     assert verdict.outcome == "fail"
     found = {c.metric: c for c in verdict.comparisons if c.bucket is None}
@@ -768,36 +768,36 @@ def test_a_detector_that_finds_nothing_at_all_fails(project: Path, here: None) -
     """No detections, no error: AP is 0, and 0 of 0 must not be read as sound."""
     shutil.copytree(project / "detector/squares", project / "detector/hot", dirs_exist_ok=True)
     edit(project, "detector/hot/config.json", "0.3", "99")
-    track = make_detector({"hot": []})
-    _, records = run(project, track)
+    product = make_detector({"hot": []})
+    _, records = run(project, product)
     assert {record.output for record in records} == {"[]"}
     assert {record.scores["finite"] for record in records} == {1.0}
-    (verdict,) = compare_release(track, project / "build/detector").judgement.verdicts
+    (verdict,) = compare_release(product, project / "build/detector").judgement.verdicts
     assert verdict.outcome == "fail"
     assert next(c.candidate for c in verdict.comparisons if c.metric == "squares/ap" and c.bucket is None) == 0
 
 
 def test_autocast_runs_in_its_format_and_keeps_weights(project: Path, here: None) -> None:
     step = {"kind": "precision", "dtype": "bfloat16", "autocast": True}
-    track = make_detector({"mixed": [step]})
-    exact, mixed = run(project, track)
-    serving = read_network_candidate(project / "build/detector", "mixed", track).serving
+    product = make_detector({"mixed": [step]})
+    exact, mixed = run(project, product)
+    serving = read_network_candidate(project / "build/detector", "mixed", product).serving
     assert serving.autocast and serving.dtype == "bfloat16"
     ours, theirs = ([json.loads(record.output)[0]["score"] for record in side] for side in (exact, mixed))
     errors = np.abs(np.array(ours) - np.array(theirs))
     assert 0 < errors.max() < 0.02, "float32 gives the reference's own numbers"
-    assert 0 < read_notes(project, track, "mixed")["speed"]["difference"] < 0.4
+    assert 0 < read_notes(project, product, "mixed")["speed"]["difference"] < 0.4
 
 
 def test_channels_last_finds_the_same_and_its_layout_is_noted(project: Path, here: None) -> None:
-    track = make_upscaler({"last": [LAST]})
-    first, last = run(project, track)
+    product = make_upscaler({"last": [LAST]})
+    first, last = run(project, product)
     assert [record.output for record in first] == [record.output for record in last]
-    notes = read_notes(project, track, "last")
+    notes = read_notes(project, product, "last")
     assert notes["layout"].keys() == {"other_formats", "num_reorders"}
     assert notes["speed"]["difference"] < 1e-4 and notes["speed"]["timed"]["cpu"]["ratio"]["median"] > 0
     assert notes["speed"]["baseline"] == "torch float32" and notes["compile"] is None
-    assert read_notes(project, track, "doubled") | {"peak_mib": 0} == {
+    assert read_notes(project, product, "doubled") | {"peak_mib": 0} == {
         "layers": {}, "speed": None, "total": None, "compile": None, "layout": None, "peak_mib": 0,
         "peak_pixels": [64, 96], "work": 1.0, "shapes": {"num_shapes": 1, "timed": [2, 64, 96], "num_timed": 4,
                                 "num_pictures": 4}}  # fmt: skip
@@ -811,13 +811,13 @@ def test_graph_breaks_and_recompilations_are_counted(project: Path, here: None) 
     wider = project / "evalsets/squares/images/39.png"
     Image.fromarray(np.full((32, 40, 3), 9, dtype=np.uint8)).save(wider)
     seal(project / "evalsets/squares")
-    track = make_detector({"compiled": [COMPILED]})
-    exact, compiled = run(project, track)
-    found = read_notes(project, track, "compiled")["compile"]
+    product = make_detector({"compiled": [COMPILED]})
+    exact, compiled = run(project, product)
+    found = read_notes(project, product, "compiled")["compile"]
     assert found["num_graphs"] == found["num_graph_breaks"] == 2
     assert found["num_shapes"] == 3, "whole batches, the one of three before the wide picture, and that"
     assert found["num_recompilations"] >= 2 and found["num_over_limit"] == 0
-    assert read_notes(project, track, "compiled")["shapes"] == {
+    assert read_notes(project, product, "compiled")["shapes"] == {
         "num_shapes": 3, "timed": [4, 32, 32], "num_timed": 36, "num_pictures": NUM_PICTURES}  # fmt: skip
     assert found["first_call_s"] > 0.3, "the file system's cache was not asked"
     assert all(a.scores == b.scores for a, b in zip(exact, compiled, strict=True))
@@ -843,9 +843,9 @@ def test_a_plain_network_compiles_into_one_graph(
 ) -> None:
     """For what is timed and what runs: another network of the same code would count towards torch's limit."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "users"))
-    track = make_detector({"compiled": [COMPILED]})
-    run(project, track, "compiled")
-    found = read_notes(project, track, "compiled")["compile"]
+    product = make_detector({"compiled": [COMPILED]})
+    run(project, product, "compiled")
+    found = read_notes(project, product, "compiled")["compile"]
     assert (found["num_graphs"], found["num_graph_breaks"], found["num_recompilations"]) == (1, 0, 0)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["unimplemented"]
     assert not (tmp_path / "users").exists() and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "users")
@@ -856,13 +856,13 @@ def test_tiles_cost_work_and_leave_a_seam_that_is_found(project: Path, here: Non
     shutil.rmtree(project / "evalsets/views")
     write_views(project / "evalsets/views", num=1, size=(128, 192))
     tiling = {"kind": "tiling", "tile": 64, "overlap": 0.125, "window": "linear"}
-    track = make_upscaler({"tiled": [tiling], "cut": [tiling | {"overlap": 0.0, "window": "none"}]})
-    plain, tiled, cut = (records[0].scores for records in run(project, track))
-    assert read_notes(project, track, "tiled")["work"] == 2.0, "3 tiles of 64 by 4, for 128 by 192"
-    assert read_notes(project, track, "cut")["work"] == 1.0
-    assert read_notes(project, track, "tiled")["speed"] is None
+    product = make_upscaler({"tiled": [tiling], "cut": [tiling | {"overlap": 0.0, "window": "none"}]})
+    plain, tiled, cut = (records[0].scores for records in run(project, product))
+    assert read_notes(project, product, "tiled")["work"] == 2.0, "3 tiles of 64 by 4, for 128 by 192"
+    assert read_notes(project, product, "cut")["work"] == 1.0
+    assert read_notes(project, product, "tiled")["speed"] is None
     assert plain["seam_levels"] == 0 and cut["seam_levels"] > 0.5 > abs(tiled["seam_levels"])
-    weighed = [read_notes(project, track, name)["peak_mib"] for name in ("doubled", "tiled")]
+    weighed = [read_notes(project, product, name)["peak_mib"] for name in ("doubled", "tiled")]
     assert weighed[0] > 3 * 256 * 384 * 4 / 2**20 and weighed[1] < weighed[0] * 1.2
 
 
@@ -887,10 +887,10 @@ def test_a_candidate_of_another_architecture_is_judged_without_layers(project: P
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"more.weight": torch.ones(1, 1, 1, 1), "more.bias": torch.zeros(1)},
               folder / "model.safetensors")  # fmt: skip
-    track = make_detector({"hot": []})
-    exact, other = run(project, track)
+    product = make_detector({"hot": []})
+    exact, other = run(project, product)
     assert [record.output for record in exact] == [record.output for record in other]
-    assert read_notes(project, track, "hot")["layers"] == {}
+    assert read_notes(project, product, "hot")["layers"] == {}
 
 
 def speed(low: float, median: float, high: float) -> dict[str, Any]:
@@ -909,8 +909,8 @@ def rewrite_speed(root: Path, name: str, found: dict[str, Any] | None) -> None:
     (folder / "evaluation.json").write_text(json.dumps(index))
 
 
-def make_fast(**gate: Any) -> NetworkTrack:
-    """Return a track whose candidate differs by its memory format alone; 40 equal pictures prove 10 points."""
+def make_fast(**gate: Any) -> VisionProduct:
+    """Return a product whose candidate differs by its memory format alone; 40 equal pictures prove 10 points."""
     tolerances = {"squares/ap": {"overall": 0.1}, "squares/finite_output_rate": {"overall": 0.1}}
     return make_detector({"last": [LAST]}, gate={
         "alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances} | gate)  # fmt: skip
@@ -932,10 +932,10 @@ def make_fast(**gate: Any) -> NetworkTrack:
 def test_a_step_for_speed_alone_must_surely_gain(
     project: Path, here: None, found: dict[str, Any] | None, outcome: str, said: str
 ) -> None:
-    track = make_fast()
-    run(project, track)
+    product = make_fast()
+    run(project, product)
     rewrite_speed(project, "last", found)
-    compared = compare_release(track, project / "build/detector")
+    compared = compare_release(product, project / "build/detector")
     (verdict,) = compared.judgement.verdicts
     assert verdict.outcome == outcome
     assert [reason for reason in verdict.reasons if reason.startswith("no gain: ")] == (
@@ -947,13 +947,13 @@ def test_a_step_for_speed_alone_must_surely_gain(
 
 def test_a_gain_in_cpu_time_that_users_wait_longer_for_is_none(project: Path, here: None) -> None:
     """Only the CPU's clock was asked, and a candidate that sleeps passed as faster."""
-    track = make_fast()
-    run(project, track)
+    product = make_fast()
+    run(project, product)
     slow = {"median": 1.5, "low": 1.4, "high": 1.6}
     found = speed(0.5, 0.6, 0.7)
     rewrite_speed(project, "last", found | {"timed": found["timed"] | {"wall": dict.fromkeys(
         ("baseline_ms", "candidate_ms", "ratio"), slow)}})  # fmt: skip
-    (verdict,) = compare_release(track, project / "build/detector").judgement.verdicts
+    (verdict,) = compare_release(product, project / "build/detector").judgement.verdicts
     assert verdict.outcome == "no gain" and any(
         "it takes 1.500 (1.400 to 1.600) of the wall time of" in r for r in verdict.reasons)
 
@@ -962,11 +962,11 @@ def test_a_step_without_a_compiler_is_left_off_and_gains_nothing(
     project: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidate.shutil, "which", lambda _name: None)
-    track = make_detector({"compiled": [COMPILED]}, gate=make_fast().gate.model_dump())
-    run(project, track)
-    built = read_network_candidate(project / "build/detector", "compiled", track)
+    product = make_detector({"compiled": [COMPILED]}, gate=make_fast().gate.model_dump())
+    run(project, product)
+    built = read_network_candidate(project / "build/detector", "compiled", product)
     assert built.serving.compile_mode is None and built.fallbacks[0].layer == "(all)"
-    (verdict,) = compare_release(track, project / "build/detector").judgement.verdicts
+    (verdict,) = compare_release(product, project / "build/detector").judgement.verdicts
     assert verdict.outcome == "no gain"
     assert any("not timed: torch.compile needs a C++ compiler on a CPU, and there is no g++" in reason
                for reason in verdict.reasons)  # fmt: skip
@@ -980,11 +980,11 @@ def judged(project: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> Callab
     whole = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
 
     def judge(found: dict[str, Any] | None, **gate: Any) -> ReleaseComparison:
-        track = make_fast(**gate)
-        params = parse_params(whole | {"detector": track.model_dump(mode="json")})
+        product = make_fast(**gate)
+        params = parse_params(whole | {"detector": product.model_dump(mode="json")})
         monkeypatch.setattr(stages.gate, "load_params", lambda: params)
         rewrite_speed(project, "last", found)
-        compared = compare_release(track, project / "build/detector")
+        compared = compare_release(product, project / "build/detector")
         write_record(compared.judgement.path, compared.judgement)
         return compared
 
@@ -1057,13 +1057,13 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def take(name: str, *candidates: str) -> NetworkTrack:
-    """Return a shipped track with some of its candidates and without its calibration images."""
-    track = get_track(load_params(ROOT / "params.yaml"), name, kind=NetworkTrack)
-    names = (track.reference, *candidates)
-    return track.model_copy(update={
-        "candidates": {kept: track.candidates[kept] for kept in names}, "release": list(candidates),
-        "calibration_images": None, "running": track.running.model_copy(update={"num_workers": 1})})  # fmt: skip
+def take(name: str, *candidates: str) -> VisionProduct:
+    """Return a shipped product with some of its candidates and without its calibration images."""
+    product = get_product(load_params(ROOT / "params.yaml"), name, kind=VisionProduct)
+    names = (product.reference, *candidates)
+    return product.model_copy(update={
+        "candidates": {kept: product.candidates[kept] for kept in names}, "release": list(candidates),
+        "calibration_images": None, "running": product.running.model_copy(update={"num_workers": 1})})  # fmt: skip
 
 
 def read_shipped(folder: Path) -> tuple[tuple[Any, ...], np.ndarray]:
@@ -1075,9 +1075,9 @@ def read_shipped(folder: Path) -> tuple[tuple[Any, ...], np.ndarray]:
 def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path, here: None) -> None:
     from models.people.detector import detect, open_detector
 
-    track = take("detector", "winograd-f43-fp16", "winograd-calibrated")
-    check_network(track, shipped)
-    exact, winograd, calibrated = run(shipped, track)
+    product = take("detector", "winograd-f43-fp16", "winograd-calibrated")
+    check_network(product, shipped)
+    exact, winograd, calibrated = run(shipped, product)
     _, pixels = read_shipped(shipped / "evalsets/scenes")
     found = detect(open_detector(shipped / "models/people-hard"), pixels)
     for record, own in zip(exact, found, strict=True):
@@ -1088,11 +1088,11 @@ def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path
     assert all(record.scores["finite"] for side in (exact, calibrated) for record in side)
     assert not any(record.scores["finite"] for record in winograd), "its branch of small people overflows"
     assert [record.output for record in winograd] != [record.output for record in exact]
-    layers = read_notes(shipped, track, "winograd-f43-fp16")["layers"]
+    layers = read_notes(shipped, product, "winograd-f43-fp16")["layers"]
     assert max(layer["relative_error"] for layer in layers.values()) > 1e-4
-    built = read_network_candidate(shipped / "build/detector", "winograd-f43-fp16", track)
+    built = read_network_candidate(shipped / "build/detector", "winograd-f43-fp16", product)
     assert {c.format for c in built.coverage} == {"winograd_f43 float16", "direct float16"} and built.fallbacks
-    compared = compare_release(track, shipped / "build/detector")
+    compared = compare_release(product, shipped / "build/detector")
     assert all(verdict.outcome != "pass" for verdict in compared.judgement.verdicts), "6 pictures prove nothing"
     assert "winograd-f43-fp16" in render_report(compared)
 
@@ -1100,9 +1100,9 @@ def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path
 def test_the_shipped_upscaler_writes_the_pictures_of_its_own_code(shipped: Path, here: None) -> None:
     from models.upscaler.upscaler import open_upscaler, upscale
 
-    track = take("upscaler", "tiled", "tiled-hann")
-    check_network(track, shipped)
-    whole, tiled, blended = run(shipped, track)
+    product = take("upscaler", "tiled", "tiled-hann")
+    check_network(product, shipped)
+    whole, tiled, blended = run(shipped, product)
     cases, pixels = read_shipped(shipped / "evalsets/panoramas")
     for case, own in zip(cases, upscale(open_upscaler(shipped / "models/upscaler"), pixels), strict=True):
         with Image.open(shipped / f"build/upscaler/evaluations/upscaler/panoramas/{case.id}.png") as picture:
@@ -1124,9 +1124,9 @@ def test_another_checkpoint_that_sleeps_is_slower_than_the_reference(project: Pa
     (project / DETECTOR_FILE).write_text(SLEEPY)
     (project / "detector/hot/config.json").write_text(json.dumps({"cell": 8, "least": 0.3, "wait": 0.05}))
     gate = describe_detector()["gate"] | {"max_slowdown": 0.25}
-    track = make_detector({"hot": steps}, gate=gate)
-    run(project, track)
-    compared = compare_release(track, project / BUILDS[track.name])
+    product = make_detector({"hot": steps}, gate=gate)
+    run(project, product)
+    compared = compare_release(product, project / BUILDS[product.name])
     verdict = compared.judgement.verdicts[0]
     assert verdict.outcome == "fail" and verdict.total is not None and verdict.total.low > 5
     assert any(reason.startswith("fail: speed: ") for reason in verdict.reasons)

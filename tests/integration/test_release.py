@@ -24,8 +24,8 @@ from pipeline.model_registry import RELEASED
 from pipeline.record_files import read_record
 from pipeline.release.manifest import Manifest
 from tests.paths import ROOT
-from tests.release_project import NAME, write_keys, write_project, write_stages
-from tests.synthetic_records import Behaviour, write_tree
+from tests.release_project import BUILD, JUDGING, NAME, VERDICT, write_keys, write_project, write_stages
+from tests.synthetic_records import PRODUCT, Behaviour, write_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -75,7 +75,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     root = folder / "project"
     write_project(root)
     shutil.rmtree(root / "reports")
-    (root / "build/gate.ok").unlink()
+    (root / BUILD / "gate.ok").unlink()
     (root / ".gitignore").write_text("/build/\n/mlflow.db*\n/.mlflow.lock\n/mlartifacts/\n/gate.md\n")
     shutil.copytree(ROOT / ".ci", root / ".ci")
     write_stages(root)
@@ -103,21 +103,21 @@ def clone(project: Project, released: Any, tmp_path_factory: pytest.TempPathFact
 
 def test_a_pass_ends_in_a_signed_bundle_and_a_registered_version(project: Project, released: Any) -> None:
     code, ran, said = released
-    assert code == 0 and ran == ["env", "evaluate", "compare", "gate", "release"], said
-    assert "release/text: signed" in said and f"'quantgate {NAME}' version 1 is {RELEASED!r}, new" in said
-    manifest = read_record(project.root / "release/text" / MANIFEST, Manifest)
+    assert code == 0 and ran == ["env", "evaluate", *(f"{stage}@{PRODUCT}" for stage in JUDGING)], said
+    assert "release/agent: signed" in said and f"'quantgate {PRODUCT} {NAME}' version 1 is {RELEASED!r}, new" in said
+    manifest = read_record(project.root / "release/agent" / MANIFEST, Manifest)
     assert [(side.candidate, side.outcome) for side in manifest.release] == [(NAME, "pass")]
     listed = project.run("git", "ls-files", "release", "build").stdout
-    assert "release/text/SHA256SUMS" in listed and "build/" not in listed
+    assert "release/agent/SHA256SUMS" in listed and "build/" not in listed
 
 
 def test_a_clone_verifies_the_bundle_without_the_weights(project: Project, clone: Project) -> None:
     assert not (clone.root / "build").exists()
     public = str(project.site.parent / "owner.pub")
-    done = clone.run("python", "-m", "scripts.verify", "release/text", "--public-key", public)
-    assert done.returncode == 0 and "release/text: verified" in done.stdout, done.stdout
-    (clone.root / "release/text/params.yaml").write_text("{}")
-    done = clone.run("python", "-m", "scripts.verify", "release/text", "--public-key", public)
+    done = clone.run("python", "-m", "scripts.verify", "release/agent", "--public-key", public)
+    assert done.returncode == 0 and "release/agent: verified" in done.stdout, done.stdout
+    (clone.root / "release/agent/params.yaml").write_text("{}")
+    done = clone.run("python", "-m", "scripts.verify", "release/agent", "--public-key", public)
     clone.git("checkout", "-q", ".")
     assert done.returncode == 1 and "DIFFERS" in done.stdout and "params.yaml" in done.stdout
 
@@ -131,15 +131,15 @@ def test_ci_passes_a_clone_of_a_release_that_passed(clone: Project) -> None:
     assert (clone.root / "dvc.lock").read_text() == lock
     assert "quantgate: pass" in comment and "BLOCKED" not in said
     assert [line for line in said.splitlines() if line.startswith("pass")] == [
-        "pass     results belong to this code and these settings", "pass     text: gate", "pass     text: release"]
+        "pass     results belong to this code and these settings", "pass     agent: gate", "pass     agent: release"]
 
 
 def test_ci_misses_no_committed_file_that_was_deleted(clone: Project) -> None:
     """DVC lets reports and bundles be missing; what is not there proves nothing."""
-    (clone.root / "reports/verdict.json").unlink()
+    (clone.root / VERDICT).unlink()
     code, said, _ = clone.gate()
     clone.git("checkout", "-q", ".")
-    assert code == 1 and "BLOCKED  text: gate" in said and "found no file" in said
+    assert code == 1 and "BLOCKED  agent: gate" in said and "found no file" in said
 
 
 def test_ci_evaluates_nothing_and_names_what_would_have_to_run(clone: Project) -> None:
@@ -148,26 +148,32 @@ def test_ci_evaluates_nothing_and_names_what_would_have_to_run(clone: Project) -
     shutil.rmtree(clone.root / "release")
     code, said, comment = clone.gate()
     clone.git("checkout", "-q", ".")
-    assert code == 1 and "out of date: evaluate, compare, gate, release\n" in said
-    assert "out of date: evaluate, compare" in comment and "evaluate: cases.txt modified\n" in said
-    assert "pass     text: gate" in said and "BLOCKED  text: release" in said, "a bundle that is gone proves nothing"
+    assert code == 1 and "out of date: evaluate, compare@agent, gate@agent, release@agent\n" in said
+    assert "out of date: evaluate, compare@agent" in comment and "evaluate: cases.txt modified\n" in said
+    assert "pass     agent: gate" in said and "BLOCKED  agent: release" in said, "a bundle that is gone proves nothing"
+
+
+def write_code(clone: Project, **digests: str) -> None:
+    """Write what stage env will find: other code of some stages."""
+    inputs = {stage: {PRODUCT: {"code": digests.get(stage, "1")}} for stage in JUDGING}
+    (clone.root / "inputs.json").write_text(json.dumps(inputs))
 
 
 def test_ci_names_the_stages_whose_code_was_changed(clone: Project) -> None:
     """Results of other code than the pull request's are none of it."""
-    (clone.root / "code.json").write_text(json.dumps({"compare": "2", "gate": "1", "release": "1"}))
+    write_code(clone, compare="2")
     code, said, _ = clone.gate()
     clone.git("checkout", "-q", ".")
-    assert code == 1 and "out of date: compare, gate, release\n" in said, said
+    assert code == 1 and "out of date: compare@agent, gate@agent, release@agent\n" in said, said
 
 
 def test_ci_misses_none_of_several_stages_that_can_not_run_here(clone: Project) -> None:
     """Where data is missing DVC says so of all of them in one sentence, of another form than of one."""
-    (clone.root / "code.json").write_text(json.dumps({"compare": "2", "gate": "1", "release": "2"}))
+    write_code(clone, compare="2", release="2")
     code, said, comment = clone.gate()
     clone.git("checkout", "-q", ".")
-    assert code == 1 and "out of date: compare, gate, release\n" in said, said
-    assert "compare: build/env/code.json: compare modified" in said and "blocked by results" in comment
+    assert code == 1 and "out of date: compare@agent, gate@agent, release@agent\n" in said, said
+    assert "compare@agent: build/env/inputs.json: compare.agent modified" in said and "blocked by results" in comment
 
 
 def test_ci_compares_the_recipe_with_the_release_where_dvc_lock_says_that_nothing_changed(clone: Project) -> None:
@@ -178,22 +184,22 @@ def test_ci_compares_the_recipe_with_the_release_where_dvc_lock_says_that_nothin
     forge(clone.root)
     code, said, _ = clone.gate()
     clone.git("checkout", "-q", ".")
-    assert "pass     results belong" in said and "pass     text: gate" in said, said
-    assert code == 1 and "BLOCKED  text: release" in said and f"candidates.{NAME}.steps.0.group_size: " in said, said
+    assert "pass     results belong" in said and "pass     agent: gate" in said, said
+    assert code == 1 and "BLOCKED  agent: release" in said and f"candidates.{NAME}.steps.0.group_size: " in said, said
 
 
 def test_a_fail_releases_nothing_and_ci_fails_on_its_clone(
     project: Project, released: Any, tmp_path: Path
 ) -> None:
-    before = (project.root / "release/text/SHA256SUMS").read_bytes()
-    shutil.rmtree(project.root / "build/evaluations")
-    write_tree(project.root / "build", {NAME: Behaviour({"workflows": 0.5})}, num_cases=80)
+    before = (project.root / "release/agent/SHA256SUMS").read_bytes()
+    shutil.rmtree(project.root / BUILD / "evaluations")
+    write_tree(project.root / BUILD, {NAME: Behaviour({"workflows": 0.5})}, num_cases=80)
     (project.root / "cases.txt").write_text("3")
     code, ran, said = project.repro()
-    assert code != 0 and ran[-1] == "gate" and "FAIL" in said, said
-    assert (project.root / "release/text/SHA256SUMS").read_bytes() == before
+    assert code != 0 and ran[-1] == "gate@agent" and "FAIL" in said, said
+    assert (project.root / "release/agent/SHA256SUMS").read_bytes() == before
     project.git("add", "-A")
     project.git("commit", "-qm", "regressed")
     code, said, comment = project.clone(tmp_path / "clone").gate()
-    assert code == 1 and "BLOCKED  text: gate" in said and "FAIL" in said, said
-    assert "blocked by text: gate" in comment and "workflows/task_completion_rate" in comment
+    assert code == 1 and "BLOCKED  agent: gate" in said and "FAIL" in said, said
+    assert "blocked by agent: gate" in comment and "workflows/task_completion_rate" in comment

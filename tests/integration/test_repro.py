@@ -43,9 +43,12 @@ GPTQ = {
 }  # fmt: skip
 # the smallest that there is: one cell, six rounds of four requests on each side
 BENCHMARK = {"candidates": ["int4"], "concurrency": [2], "prompt_tokens": [[10, 120]], "num_tokens": 4, "rounds": 6}
-JUDGING = ["compare", "track", "gate"]
-OTHER_RELEASES = ["release_detector", "release_images", "release_upscaler"]  # a bundle keeps params.yaml whole
-OTHERS = re.compile("_(?:images|detector|upscaler)")
+PRODUCT = "agent"
+JUDGING = [f"{stage}@{PRODUCT}" for stage in ("compare", "track", "gate")]
+RELEASE = f"release@{PRODUCT}"
+OTHERS = {"shots": ["shots", "bf16"], "people": ["people", "winograd-calibrated"],
+          "upscaler": ["upscaler", "tiled-hann"]}  # fmt: skip
+OTHER_NAMES = {name for product, candidates in OTHERS.items() for name in (product, *candidates)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Repro:
     code: int
     output: str
     ran: list[str]
-    ran_others: list[str]  # of other tracks
+    ran_others: list[str]  # of other products
     gate_ok: bool
     evaluated_at: dict[str, int]  # candidate -> when its evaluation was written, in ns
     verdicts: dict[str, str]
@@ -67,11 +70,20 @@ class Project:
 
     root: Path
 
-    def edit_params(self, **changes: Any) -> None:
-        """Write params.yaml with some of its top-level sections replaced."""
-        path = self.root / "params.yaml"
-        data = YAML(typ="safe").load(path.read_text(encoding="utf-8")) | changes
-        path.write_text(json.dumps(data, indent=2), encoding="utf-8")  # JSON is YAML
+    def read_params(self) -> dict[str, Any]:
+        """Read params.yaml."""
+        data: dict[str, Any] = YAML(typ="safe").load((self.root / "params.yaml").read_text(encoding="utf-8"))
+        return data
+
+    def write_params(self, data: dict[str, Any]) -> None:
+        """Write params.yaml; JSON is YAML."""
+        (self.root / "params.yaml").write_text(json.dumps(data, indent=2), encoding="utf-8")
+
+    def edit_product(self, **changes: Any) -> None:
+        """Replace some sections of the text product."""
+        data = self.read_params()
+        data["products"][PRODUCT] |= changes
+        self.write_params(data)
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the copy, offline, with the interpreter of the tests first in PATH."""
@@ -89,15 +101,16 @@ class Project:
         """Run `dvc repro` and look at what it did."""
         done = self.run(sys.executable, "-m", "dvc", "repro")
         ran = re.findall(r"^Running stage '(.+)':$", done.stdout, re.MULTILINE)
-        evaluations = (self.root / "build/evaluations").glob("*/evaluation.json")
-        verdict = self.root / "reports/verdict.json"
+        build = self.root / "build" / PRODUCT
+        evaluations = (build / "evaluations").glob("*/evaluation.json")
+        verdict = self.root / "reports" / PRODUCT / "verdict.json"
         judged = json.loads(verdict.read_text())["verdicts"] if verdict.exists() else []
         return Repro(
             code=done.returncode,
             output=done.stdout,
-            ran=[stage for stage in ran if not OTHERS.search(stage)],
-            ran_others=[stage for stage in ran if OTHERS.search(stage)],
-            gate_ok=(self.root / "build/gate.ok").exists(),
+            ran=[stage for stage in ran if stage.partition("@")[2] not in OTHER_NAMES],
+            ran_others=[stage for stage in ran if stage.partition("@")[2] in OTHER_NAMES],
+            gate_ok=(build / "gate.ok").exists(),
             evaluated_at={path.parent.name: path.stat().st_mtime_ns for path in evaluations},
             verdicts={v["candidate"]: v["outcome"] for v in judged},
         )
@@ -120,14 +133,17 @@ def cut_evalset(folder: Path, num_cases: int) -> None:
     seal(folder)
 
 
-def cut_track(track: dict[str, Any], names: list[str], tolerances: dict[str, Any]) -> dict[str, Any]:
-    """Return a network track with a reference and one candidate, which is let through on so few pictures."""
-    (name,) = track["evals"]
+def cut_product(product: dict[str, Any], release: list[str], tolerances: dict[str, Any]) -> dict[str, Any]:
+    """Return a product of vision whose one candidate is let through on so few pictures."""
+    (name,) = product["evals"]
     tolerances = tolerances | {f"{name}/finite_output_rate": {"overall": 0.5}}
-    return track | {
-        "release": names[1:], "candidates": {name: track["candidates"][name] for name in names},
-        "gate": {"alpha": 0.05, "on_inconclusive": "warn", "tolerances": tolerances},
-    }  # fmt: skip
+    return product | {"release": release,
+                      "gate": {"alpha": 0.05, "on_inconclusive": "warn", "tolerances": tolerances}}  # fmt: skip
+
+
+def describe_gate(tolerances: dict[str, Any]) -> dict[str, Any]:
+    """Return the gate's section of the text product."""
+    return {"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances}
 
 
 def write_noisy_copy(source: Path, target: Path) -> None:
@@ -158,28 +174,29 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     cut_evalset(root / "evalsets/calibration", NUM_CALIBRATION)
     write_noisy_copy(root / "models/agent", root / "models/noisy")
     project = Project(root)
-    params = YAML(typ="safe").load((root / "params.yaml").read_text(encoding="utf-8"))
-    images = params["images"] | {
-        "release": ["bf16"],
-        "candidates": {"shots": {"checkpoint": "models/product-shots", "steps": []},
-                       "bf16": {"checkpoint": "models/product-shots",
-                                "steps": [{"kind": "vae_precision", "dtype": "bfloat16"}]}},
-        "sampling": params["images"]["sampling"] | {"num_inference_steps": 4, "num_workers": 1},
-        "gate": params["images"]["gate"] | {"on_inconclusive": "warn"},  # eight images prove nothing
-    }  # fmt: skip
-    project.edit_params(
-        images=images,
-        detector=cut_track(params["detector"], ["people", "winograd-calibrated"], {
-            f"scenes/{metric}": {"overall": 0.3} for metric in ("ap", "ap_small", "ap_medium", "ap_large")}),
-        upscaler=cut_track(params["upscaler"], ["upscaler", "tiled-hann"], {
-            "panoramas/psnr_db": {"overall": 0.1}, "panoramas/seam_step_levels": {"overall": 0.5}}),
-        release=["int4"],
-        candidates={"reference": {"checkpoint": "models/agent", "steps": []},
-                    "int4": {"checkpoint": "models/agent", "steps": [GPTQ]}},
-        serving=params["serving"] | {"num_servers": 1},
-        gate={"alpha": 0.05, "on_inconclusive": "block", "tolerances": TOLERANCES},
-        benchmark=BENCHMARK,
-    )  # fmt: skip
+    params = project.read_params()
+    products, known = params["products"], params["candidates"]
+    bf16 = {"product": "shots", "checkpoint": "models/product-shots",
+            "steps": [{"kind": "vae_precision", "dtype": "bfloat16"}]}  # fmt: skip
+    project.write_params({
+        "products": {
+            PRODUCT: products[PRODUCT] | {
+                "reference": "reference", "release": ["int4"], "gate": describe_gate(TOLERANCES),
+                "resources": products[PRODUCT]["resources"] | {"num_servers": 1}, "benchmark": BENCHMARK},
+            "shots": products["shots"] | {
+                "release": ["bf16"], "serving": products["shots"]["serving"] | {"num_inference_steps": 4},
+                "resources": {"num_workers": 1},
+                "gate": products["shots"]["gate"] | {"on_inconclusive": "warn"}},  # eight images prove nothing
+            "people": cut_product(products["people"], ["winograd-calibrated"], {
+                f"scenes/{metric}": {"overall": 0.3} for metric in ("ap", "ap_small", "ap_medium", "ap_large")}),
+            "upscaler": cut_product(products["upscaler"], ["tiled-hann"], {
+                "panoramas/psnr_db": {"overall": 0.1}, "panoramas/seam_step_levels": {"overall": 0.5}}),
+        },
+        "candidates": {
+            "reference": {"product": PRODUCT, "checkpoint": "models/agent", "steps": []},
+            "int4": {"product": PRODUCT, "checkpoint": "models/agent", "steps": [GPTQ]},
+        } | {name: known.get(name, bf16) for names in OTHERS.values() for name in names},
+    })  # fmt: skip
     project.run("git", "init", "--quiet")
     return project
 
@@ -199,17 +216,17 @@ def repeated(project: Project, passed: Repro) -> Repro:
 @pytest.fixture(scope="module")
 def tolerance_edited(project: Project, repeated: Repro) -> Repro:
     """A run after one tolerance was edited."""
-    tolerances = TOLERANCES | {"choices/accuracy": {"overall": 0.35}}
-    project.edit_params(gate={"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances})
+    project.edit_product(gate=describe_gate(TOLERANCES | {"choices/accuracy": {"overall": 0.35}}))
     return project.repro()
 
 
 @pytest.fixture(scope="module")
 def candidate_edited(project: Project, tolerance_edited: Repro) -> Repro:
     """A run after the released candidate became one that must not pass, and is not timed any more."""
-    project.edit_params(candidates={"reference": {"checkpoint": "models/agent", "steps": []},
-                                    "int4": {"checkpoint": "models/noisy", "steps": []}},
-                        benchmark=BENCHMARK | {"candidates": []})  # fmt: skip
+    data = project.read_params()
+    data["candidates"]["int4"] |= {"checkpoint": "models/noisy", "steps": []}
+    project.write_params(data)
+    project.edit_product(benchmark=BENCHMARK | {"candidates": []})
     return project.repro()
 
 
@@ -222,28 +239,27 @@ def failed_again(project: Project, candidate_edited: Repro) -> Repro:
 def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: Repro) -> None:
     assert passed.code == 0, passed.output
     assert sorted(passed.ran) == sorted(["env", "optimize@reference", "optimize@int4", "evaluate@reference",
-                                         "evaluate@int4", "benchmark@int4", *JUDGING, "release"])  # fmt: skip
-    assert passed.ran[-4:] == [*JUDGING, "release"]
-    tracks = {"images": ["shots", "bf16"], "detector": ["people", "winograd-calibrated"],
-              "upscaler": ["upscaler", "tiled-hann"]}  # fmt: skip
+                                         "evaluate@int4", f"benchmark@{PRODUCT}", *JUDGING, RELEASE])  # fmt: skip
+    assert passed.ran[-4:] == [*JUDGING, RELEASE]
     assert sorted(passed.ran_others) == sorted(
-        [f"{stage}_{track}@{name}" for track, names in tracks.items() for name in names
-         for stage in ("optimize", "evaluate")]
-        + [f"{stage}_{track}" for track in tracks for stage in (*JUDGING, "release")])
-    for track in tracks:
-        assert (project.root / f"build/{track}/gate.ok").exists(), passed.output
-        assert (project.root / f"reports/{track}/worst.png").exists()
+        [f"{stage}@{name}" for names in OTHERS.values() for name in names for stage in ("optimize", "evaluate")]
+        + [f"{stage}@{product}" for product in OTHERS
+           for stage in ("benchmark", "compare", "track", "gate", "release")])  # fmt: skip
+    for product in OTHERS:
+        assert (project.root / f"build/{product}/gate.ok").exists(), passed.output
+        assert (project.root / f"reports/{product}/worst.png").exists()
+        assert (project.root / f"release/{product}/manifest.json").exists()
     assert passed.gate_ok and passed.verdicts == {"int4": "pass"}
-    evaluation = json.loads((project.root / "build/evaluations/int4/evaluation.json").read_text())
+    evaluation = json.loads((project.root / f"build/{PRODUCT}/evaluations/int4/evaluation.json").read_text())
     assert {name: found["num_cases"] for name, found in evaluation["evals"].items()} == {
         name: NUM_CASES[name] for name in TEXT_EVALS}
-    metrics = json.loads((project.root / "metrics/text/reference.json").read_text())
+    metrics = json.loads((project.root / f"metrics/{PRODUCT}/reference.json").read_text())
     assert metrics["workflows"]["task_completion_rate"] > 0.5, "the copy must evaluate a model that works"
-    assert "int4" in (project.root / "reports/report.md").read_text()
+    assert "int4" in (project.root / f"reports/{PRODUCT}/report.md").read_text()
 
 
 def test_the_candidate_was_timed_beside_the_reference(project: Project, passed: Repro) -> None:
-    timed = json.loads((project.root / "build/benchmarks/int4.json").read_text())
+    timed = json.loads((project.root / f"build/{PRODUCT}/benchmarks/int4.json").read_text())
     assert timed["refusal"] is None and len(timed["cells"][0]["candidate"]) == 6, passed.output
     assert timed["candidate"]["num_changed"] == 0 and timed["candidate"]["peak_memory_mib"] > 100
 
@@ -257,13 +273,14 @@ def test_a_second_run_does_nothing(repeated: Repro, passed: Repro) -> None:
 
 def test_an_edited_tolerance_only_judges_again(tolerance_edited: Repro, passed: Repro) -> None:
     assert tolerance_edited.code == 0, tolerance_edited.output
-    assert tolerance_edited.ran == ["env", *JUDGING, "release"]
-    assert sorted(tolerance_edited.ran_others) == OTHER_RELEASES
+    assert tolerance_edited.ran == ["env", *JUDGING, RELEASE]
+    assert tolerance_edited.ran_others == [], "other products have nothing to do with it"
     assert tolerance_edited.gate_ok and tolerance_edited.evaluated_at == passed.evaluated_at
 
 
 def test_an_edited_candidate_runs_alone(candidate_edited: Repro, passed: Repro) -> None:
-    assert candidate_edited.ran == ["env", "optimize@int4", "evaluate@int4", *JUDGING], candidate_edited.output
+    assert candidate_edited.ran == [
+        "env", "optimize@int4", "evaluate@int4", f"benchmark@{PRODUCT}", *JUDGING], candidate_edited.output
     assert candidate_edited.evaluated_at["reference"] == passed.evaluated_at["reference"]
     assert candidate_edited.evaluated_at["int4"] > passed.evaluated_at["int4"]
 
@@ -272,13 +289,13 @@ def test_a_bad_release_fails_the_run_and_says_why(project: Project, candidate_ed
     assert candidate_edited.code != 0 and not candidate_edited.gate_ok
     assert candidate_edited.verdicts == {"int4": "fail"}
     assert "FAIL" in candidate_edited.output and "workflows/task_completion_rate" in candidate_edited.output
-    assert "reports/report.md" in candidate_edited.output
-    assert "int4" in (project.root / "reports/report.md").read_text()
+    assert f"reports/{PRODUCT}/report.md" in candidate_edited.output
+    assert "int4" in (project.root / f"reports/{PRODUCT}/report.md").read_text()
 
 
 def test_the_gate_fires_again_and_nothing_else_is_repeated(failed_again: Repro, candidate_edited: Repro) -> None:
     assert failed_again.code != 0 and not failed_again.gate_ok
-    assert failed_again.ran == ["env", "gate"], failed_again.output
+    assert failed_again.ran == ["env", f"gate@{PRODUCT}"], failed_again.output
     assert "FAIL" in failed_again.output
     assert failed_again.evaluated_at == candidate_edited.evaluated_at
 
@@ -286,4 +303,4 @@ def test_the_gate_fires_again_and_nothing_else_is_repeated(failed_again: Repro, 
 def test_dvc_status_names_the_gate_alone(project: Project, failed_again: Repro) -> None:
     done = project.run(sys.executable, "-m", "dvc", "status", "--json")
     assert done.returncode == 0, done.stdout
-    assert sorted(json.loads(done.stdout)) == ["env", "gate", "release", *OTHER_RELEASES]
+    assert sorted(json.loads(done.stdout)) == ["env", f"gate@{PRODUCT}", RELEASE]

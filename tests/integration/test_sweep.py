@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.image_params import ImageTrack
+from pipeline.image_params import ImagesProduct
 from pipeline.records import read_cases
 from pipeline.sweep.rendering import render_settings, take_prompts
 from pipeline.sweep.settings import list_settings, make_sweep_track
@@ -25,26 +25,26 @@ def test_finished_settings_are_kept_while_they_are_what_would_be_rendered(tmp_pa
     take_prompts(ROOT / "evalsets/shots", 2, tmp_path / "prompts")
     build = tmp_path / "build"
 
-    def track(*percentiles: float | None) -> ImageTrack:
+    def product(*percentiles: float | None) -> ImagesProduct:
         settings = list_settings([9], [0], percentiles, [2])
         return make_sweep_track(make_track(), settings, eval_name="shots", evalset="prompts")
 
-    def run(asked: ImageTrack) -> list[str]:
+    def run(asked: ImagesProduct) -> list[str]:
         said: list[str] = []
         rendered = render_settings(asked, root=tmp_path, build=build, say=said.append)
         assert len(said) == len(asked.candidates)
         return rendered
 
-    assert run(track(None)) == ["shots", "scale-9-rescale-0"]
-    assert run(track(None, 99.5)) == [THRESHOLDED]
+    assert run(product(None)) == ["shots", "scale-9-rescale-0"]
+    assert run(product(None, 99.5)) == [THRESHOLDED]
     assert not list(build.glob("candidates/*/checkpoint")), "a copy of the pipeline for each setting"
     pictures = {name: [r.output for r in read_cases(build / "evaluations" / name / "shots.jsonl")]
-                for name in track(None, 99.5).candidates}  # fmt: skip
+                for name in product(None, 99.5).candidates}  # fmt: skip
     assert len({tuple(drawn) for drawn in pictures.values()}) == 3, "every setting reached the sampler"
 
     with (build / "evaluations/scale-9-rescale-0/shots.jsonl").open("a") as edited:
         edited.write("\n")
-    assert run(track(None, 99.5)) == ["scale-9-rescale-0"], "records that were edited"
+    assert run(product(None, 99.5)) == ["scale-9-rescale-0"], "records that were edited"
     config = tmp_path / "models/product-shots/scheduler/scheduler_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"solver_order": 1}))
-    assert len(run(track(None, 99.5))) == 3, "another pipeline"
+    assert len(run(product(None, 99.5))) == 3, "another pipeline"

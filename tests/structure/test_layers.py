@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.products import KINDS
 from pipeline.stage_code import find_named
 from tests.paths import ROOT
 
@@ -17,7 +18,7 @@ from tests.paths import ROOT
 LAYERS = (
     ("errors", "digests", "differences", "files", "plain_text", "yaml_files", "fingerprints", "record_files",
      "speculation_records", "serving_records", "canary_records", "records", "settings", "text_params",
-     "text_problems", "image_params", "network_params", "params", "built_candidates", "image_serving",
+     "text_problems", "image_params", "network_params", "built_candidates", "image_serving",
      "network_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
      "medians", "recall", "detection_params", "detections", "average_precision", "tile_grid", "harm_stop",
      "sweep.settings"),
@@ -29,16 +30,22 @@ LAYERS = (
     ("images", "networks"),
     ("first_turns",),
     ("preflight", "image_preflight", "network_preflight", "drift", "benchmark", "sweep.rendering",
-     "suite_sizes", "gate_preflight", "staleness"),
+     "suite_sizes", "staleness"),
+    ("product", "products"),
+    ("params",),
+    ("gate_preflight", "stage_inputs"),
 )
 PLANNING = ("suite_sizes", "gate_preflight")  # these ask the gate what it can prove
+PLOTTED = ("gate.plots", "gate.guidance_plot", "gate.image_plots", "gate.network_plots", "gate.network_pictures")
 # These judge and show records; the model is none of their business.
 RECORDS_ONLY = ("__main__", "gate", "outcomes", "release", "tracking", "model_registry", "run_contents",
                 "image_contents", "network_contents", "run_pictures", "predictions", "sweep.judging",
                 "sweep.table", "sweep.plot")  # fmt: skip
+# Leads to the kinds, and they to all work, but imports none of it: LIGHT_MODULES.
+SETTINGS = "params"
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
-LIGHT_MODULES = ("params", "preflight", "image_preflight", "network_preflight", "network_serving", "environment",
-                 "memory", "tile_grid", *RECORDS_ONLY)  # fmt: skip
+LIGHT_MODULES = (SETTINGS, "products", "stage_inputs", "preflight", "image_preflight", "network_preflight",
+                 "network_serving", "environment", "memory", "tile_grid", *RECORDS_ONLY)  # fmt: skip
 
 MODULES = sorted((ROOT / "pipeline").rglob("*.py"))
 
@@ -65,17 +72,39 @@ def test_imports_point_one_way(path: Path) -> None:
     for other in set(imported) - packages:
         other_layer = find_layer(other)
         if is_in(name, RECORDS_ONLY) and layer is None:
-            allowed = other_layer == 0 or is_in(other, RECORDS_ONLY)
+            allowed = other_layer == 0 or is_in(other, RECORDS_ONLY) or other == SETTINGS
         else:
             assert layer is not None or path.name == "__init__.py", f"give pipeline.{name} a place in LAYERS"
             allowed = other_layer is not None and other_layer <= (layer or 0)
             allowed |= name in PLANNING and is_in(other, ("gate",))
+            allowed |= is_in(name, ("products",)) and is_in(other, PLOTTED)
         assert allowed, f"pipeline.{name} imports pipeline.{other}, which is not below it"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_imports_its_work_only_when_asked(kind: str) -> None:
+    """Every stage imports every kind, whose work takes seconds to import and may lack a library."""
+    tree = ast.parse((ROOT / "pipeline/products" / kind / "__init__.py").read_text(encoding="utf-8"))
+    imported = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names = [name.removeprefix("pipeline.") for name in imported if name.startswith("pipeline.")]
+    assert names and not [name for name in names if find_layer(name) != 0 and name not in ("environment", "product")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_leads_to_no_other_kinds_work(kind: str) -> None:
+    named = {module_name(p) for p in find_named(ROOT / "pipeline/products" / kind / "__init__.py", ROOT)}
+    others = {"images": ("images", "image_preflight", "image_serving"), "vision": ("networks", "network_preflight"),
+              "text": ("evals.evaluate", "optimize", "preflight", "benchmark")}  # fmt: skip
+    own = others.pop(kind)
+    assert any(is_in(name, own) for name in named)
+    assert not [name for name in named if any(is_in(name, groups) for groups in others.values())]
+
+
 def test_no_module_imports_itself_in_a_circle() -> None:
-    graph = {module_name(p): {module_name(q) for q in find_named(p, ROOT) if q.name != "__init__.py"
-                              and q.is_relative_to(ROOT / "pipeline")} for p in MODULES}  # fmt: skip
+    """A package's own file counts where it holds code: those of the kinds."""
+    graph = {module_name(p): {module_name(q) for q in find_named(p, ROOT) if q.is_relative_to(ROOT / "pipeline")
+                              and (q.name != "__init__.py" or q.is_relative_to(ROOT / "pipeline/products"))}
+             for p in MODULES}  # fmt: skip
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -9,9 +9,10 @@ import pytest
 
 from pipeline.detection_params import DetectionEval
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.image_params import IMAGE_STEP_KINDS, ImagesEval, ImageStep
-from pipeline.network_params import NETWORK_STEP_KINDS, NetworkStep, UpscalingEval
+from pipeline.image_params import ImagesEval, ImageStep
+from pipeline.network_params import UpscalingEval
 from pipeline.params import load_params
+from pipeline.products import KINDS
 from pipeline.text_params import EvalSettings, Step
 from tests.paths import ROOT
 
@@ -31,6 +32,14 @@ def registry_kinds(package: str) -> set[str]:
     return {key.value for key in dicts[0].keys if isinstance(key, ast.Constant)}
 
 
+def test_kinds_of_products_registry_and_folders_agree() -> None:
+    """Nothing else tells one kind from another: a folder, and a line in the list."""
+    folders = {path.parent.name for path in (ROOT / "pipeline/products").glob("*/__init__.py")}
+    assert set(KINDS) == folders
+    assert {get_args(kind.settings.model_fields["kind"].annotation) for kind in KINDS.values()} == {
+        (name,) for name in KINDS}
+
+
 @pytest.mark.parametrize(("package", "union"), [("optimize", Step), ("evals", EvalSettings)], ids=["optimize", "evals"])
 def test_union_registry_and_files_agree(package: str, union: Any) -> None:
     kinds = union_kinds(union)
@@ -42,13 +51,7 @@ def test_union_registry_and_files_agree(package: str, union: Any) -> None:
 def test_image_steps_are_those_of_the_settings() -> None:
     tree = ast.parse((ROOT / "pipeline/images/steps.py").read_text(encoding="utf-8"))
     steps = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.value, ast.Dict))
-    assert [key.value for key in steps.keys if isinstance(key, ast.Constant)] == list(IMAGE_STEP_KINDS)
-    assert set(IMAGE_STEP_KINDS) == union_kinds(ImageStep)
-
-
-def test_network_steps_are_those_of_the_settings() -> None:
-    """A kind that is missing would stand in the path of every message about its keys."""
-    assert set(NETWORK_STEP_KINDS) == union_kinds(NetworkStep)
+    assert {key.value for key in steps.keys if isinstance(key, ast.Constant)} == union_kinds(ImageStep)
 
 
 def test_every_eval_kind_declares_its_metrics() -> None:

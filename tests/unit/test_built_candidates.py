@@ -55,13 +55,13 @@ def test_another_candidates_record_is_refused(tmp_path: Path) -> None:
 def test_serving_is_what_all_share_and_what_the_steps_changed(tmp_path: Path) -> None:
     """Another batch size must reach every candidate without building it again."""
     steps = [HALF, {"kind": "channels_last"}]
-    track = make_detector({"a": steps})
+    product = make_detector({"a": steps})
     write(tmp_path, "a", [HALF | {"serving": {"dtype": "float16", "autocast": False}},
                           {"kind": "channels_last", "serving": {"channels_last": True}}])  # fmt: skip
-    found = read_network_candidate(tmp_path, "a", track).serving
+    found = read_network_candidate(tmp_path, "a", product).serving
     assert (found.dtype, found.channels_last, found.batch_size, found.num_threads) == ("float16", True, 4, 1)
-    wider = track.model_copy(update={"running": track.running.model_copy(update={"batch_size": 9})})
+    wider = product.model_copy(update={"running": product.running.model_copy(update={"batch_size": 9})})
     again = read_network_candidate(tmp_path, "a", wider)
     assert again.serving.batch_size == 9
-    assert again.fingerprint != read_network_candidate(tmp_path, "a", track).fingerprint
-    assert serve(BuiltCandidate(name="a", checkpoint=CHECKPOINT), track).serving.summary == "torch float32"
+    assert again.fingerprint != read_network_candidate(tmp_path, "a", product).fingerprint
+    assert serve(BuiltCandidate(name="a", checkpoint=CHECKPOINT), product).serving.summary == "torch float32"

@@ -20,10 +20,12 @@ from pipeline.files import write_text
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import definition_of
+from pipeline.params import Params
 from pipeline.record_files import read_record, write_record
 from pipeline.records import read_cases
 from tests.outcome_tables import run, write_outcomes
 from tests.paths import ROOT
+from tests.release_project import BUILD, VERDICT
 from tests.synthetic_records import EVAL_KINDS, Behaviour, make_params, write_tree
 
 REAL = ROOT / "tests/golden/records"
@@ -326,7 +328,7 @@ def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
     (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "x"], "expected NAME=VALUE"),
     (["compare", "a.csv", "b.csv", "--policy", "none.yaml"], "expected a policy, found no file"),
     (["compare", "a.csv", "b.csv", "--policy", "a.csv"], "expected the key `gate`"),
-    (["gate", "texts"], "invalid choice"), (["gte"], "invalid choice"), (["gate"], "params.yaml"),
+    (["gate", "agent"], "params.yaml"), (["gte"], "invalid choice"), (["gate"], "params.yaml"),
 ])  # fmt: skip
 def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path, monkeypatch, capsys, argv, said):
     monkeypatch.chdir(tmp_path)
@@ -334,6 +336,17 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path, monkeypatch, caps
         write_outcomes(tmp_path / f"{name}.csv", [1.0, 0.0], name="one", real=["0.5", "0.7"], buckets=["easy", "easy"])
     code, text = run(*argv, capsys=capsys)
     assert code == 1 and said in text and text.startswith("quantgate: ") and text.count("\n") == 1
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["gate"], "expected the name of a product (agent, shots, people, upscaler)"),
+    (["gate", "texts"], "products: expected agent or shots or people or upscaler, got 'texts'"),
+    (["gate", "agent", "shots"], "unrecognized arguments: shots; see `quantgate --help`"),
+])  # fmt: skip
+def test_which_product_is_meant_is_asked_for_where_there_are_several(tmp_path, monkeypatch, capsys, argv, said):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    assert run(*argv, capsys=capsys) == (1, f"quantgate: {said}\n")
 
 
 def test_a_score_where_less_is_better(tmp_path, capsys):
@@ -365,15 +378,16 @@ def test_a_hostile_name_does_not_steer_the_terminal(tmp_path, capsys):
 
 def test_gate_gives_its_exit_codes_and_leaves_the_marker_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_tree(Path("build"), LOSSES)
-    write_text(Path("build/gate.ok"), "of another run")
+    write_tree(BUILD, LOSSES)
+    write_text(BUILD / "gate.ok", "of another run")
     for release, code in ((["good"], 0), (["good", "bad"], 20)):
-        params = make_params(list(LOSSES), release, on_inconclusive="block")
+        product = make_params(list(LOSSES), release, on_inconclusive="block")
+        params = Params({product.name: product})
         monkeypatch.setattr(command, "load_params", lambda params=params: params)
-        write_record(Path("reports/verdict.json"), compare_release(params, Path("build")).judgement)
-        assert run("gate", capsys=capsys)[0] == code
-    assert Path("build/gate.ok").read_text() == "of another run"
-    Path("reports/verdict.json").unlink()
+        write_record(VERDICT, compare_release(product, BUILD).judgement)
+        assert run("gate", capsys=capsys)[0] == run("gate", product.name, capsys=capsys)[0] == code
+    assert (BUILD / "gate.ok").read_text() == "of another run"
+    VERDICT.unlink()
     code, said = run("gate", capsys=capsys)
     assert code == 30 and said.startswith("quantgate: refused: ")
 
@@ -421,3 +435,19 @@ def test_the_judgement_is_written_in_every_form_that_was_asked_for(tmp_path, cap
     assert "&lt;b&gt;no&lt;/b&gt;" in page.replace("<mark>", "").replace("</mark>", "") and "<b>no</b>" not in page
     assert "<failure" in forms["junit"].read_text()
     assert "fail" in forms["summary"].read_text()
+
+
+@pytest.mark.parametrize(("products", "options", "code", "said"), [
+    (("own",), (), 20, "FAIL"), (("own", "other"), ("--product", "own"), 20, "FAIL"),
+    (("own", "other"), ("--product", "other"), 0, "PASS"),
+    (("own", "other"), (), 1, "--product: expected one of own, other, got none"),
+    (("own",), ("--product", "others"), 1, "--product: expected one of own, got others"),
+])  # fmt: skip
+def test_the_policy_of_params_yaml_is_that_of_one_product(tmp_path, capsys, products, options, code, said):
+    sides = [write_outcomes(tmp_path / f"{name}.csv", [0.0] * lost + [1.0] * (1000 - lost), name="score")
+             for name, lost in (("a", 0), ("b", 100))]  # fmt: skip
+    gates = {name: {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {"outcomes/score": {"overall": limit}}}
+             for name, limit in (("own", 0.03), ("other", 0.5))}  # fmt: skip
+    write_text(tmp_path / "params.yaml", json.dumps({"products": {name: {"gate": gates[name]} for name in products}}))
+    found, text = run("compare", *sides, "--policy", tmp_path / "params.yaml", *options, capsys=capsys)
+    assert found == code and said in text, text

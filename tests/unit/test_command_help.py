@@ -56,7 +56,7 @@ def test_help_has_an_example_of_every_format_and_each_is_understood(capsys):
     named = " ".join(examples)
     assert len(READERS) == 4  # a fifth needs an example, too
     assert "samples_*.jsonl" in text
-    for part in ("runs/bf16", ".eval", ".csv", "build/evaluations/", "--policy", "--better", "--cluster-by",
+    for part in ("runs/bf16", ".eval", ".csv", "build/agent/evaluations/", "--policy", "--better", "--cluster-by",
                  "--accept-gain"):
         assert part in named, part
     for example in examples:

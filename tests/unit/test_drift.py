@@ -11,7 +11,7 @@ import pytest
 from pipeline.drift import Comparison, Drift, check_drift
 from pipeline.errors import EvidenceError, RequestError
 from pipeline.fingerprints import SECTIONS, fingerprint
-from pipeline.params import Params
+from pipeline.text_params import TextProduct
 from pipeline.record_files import read_record, write_record
 from pipeline.records import Candidate, Evaluation
 from pipeline.serving.engines.openai import adopt

@@ -16,7 +16,7 @@ from filelock import FileLock
 import pipeline.evals.evaluate as evaluate_module
 from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
-from pipeline.params import Params
+from pipeline.text_params import TextProduct
 from pipeline.records import Candidate, CaseRecord, Evaluation
 from pipeline.serving.client import Reply
 from pipeline.serving_records import ServingConfig

@@ -11,16 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dvc.repo import Repo
 
 from pipeline.params import load_params
 from pipeline.record_files import read_record
 from pipeline.release.manifest import Manifest
 from pipeline.release.recipe import find_other_material
 from scripts import gate_committed
-from tests.release_project import NAME, VERDICT, bundle_project, judge_project, write_keys, write_project
+from tests.release_project import (
+    BUNDLE,
+    JUDGING,
+    NAME,
+    VERDICT,
+    bundle_project,
+    judge_project,
+    load_product,
+    write_keys,
+    write_project,
+)
+from tests.synthetic_records import PRODUCT
 
 ACCURACY = "choices/accuracy"
 KEY = f"tolerances.{ACCURACY}.overall"
+ASKED = f"products.{PRODUCT}"  # where its settings stand in params.yaml
 
 
 @pytest.fixture
@@ -52,8 +65,9 @@ def released(git, tmp_path):
 def release_with(root: Path, *, overall: float, loosened: dict[str, object]) -> None:
     """Release under a tolerance, and with reasons, as a pull request may."""
     params = json.loads((root / "params.yaml").read_text())
-    params["gate"]["tolerances"][ACCURACY]["overall"] = overall
-    params["gate"]["loosened"] = loosened
+    gate = params["products"][PRODUCT]["gate"]
+    gate["tolerances"][ACCURACY]["overall"] = overall
+    gate["loosened"] = loosened
     (root / "params.yaml").write_text(json.dumps(params))
     judge_project(root)
     bundle_project(root)
@@ -64,7 +78,7 @@ def check_base(base: str = "main") -> gate_committed.Check:
 
 
 def check_release() -> gate_committed.Check:
-    return gate_committed.check_release(load_params(Path("params.yaml")), "text")
+    return gate_committed.check_release(load_product(Path()))
 
 
 def test_a_release_in_the_pull_request_itself_excuses_no_looser_setting(released):
@@ -82,7 +96,7 @@ def test_a_release_in_the_pull_request_itself_excuses_no_looser_setting(released
 def test_a_release_that_was_deleted_or_a_branch_that_is_not_there_is_no_first_release(released):
     shutil.rmtree(released / "release")
     found = check_base()
-    assert not found.is_right and found.said.startswith("release/text/manifest.json: origin/main has it, and here")
+    assert not found.is_right and found.said.startswith(f"{BUNDLE}/manifest.json: origin/main has it, and here")
     found = check_base("next")
     assert not found.is_right and "origin/next: expected the branch" in found.said
 
@@ -114,7 +128,7 @@ def test_a_pull_request_can_not_change_the_key_that_releases_are_checked_with(re
     (lambda manifest: manifest["evalsets"]["choices"].update(digest="0" * 64), "evals.choices.cases"),
 ])  # fmt: skip
 def test_a_worse_reference_or_easier_cases_under_the_old_name_need_a_reason(released, change, key):
-    path = released / "release/text/manifest.json"
+    path = released / BUNDLE / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
     path.write_text(json.dumps(manifest))
@@ -152,6 +166,12 @@ def edit_params(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (root / "params.yaml").write_text(json.dumps(params, indent=1))
 
 
+def ask(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the product's section of params.yaml."""
+    section: dict[str, Any] = params["products"][PRODUCT]
+    return section
+
+
 def _calibrate(params: dict[str, Any]) -> None:
     params["candidates"][NAME]["steps"][0]["calibration"]["num_samples"] = 7
 
@@ -162,27 +182,27 @@ def _calibrate(params: dict[str, Any]) -> None:
     (lambda p: p["candidates"][NAME].update(checkpoint="models/other"), f"candidates.{NAME}.checkpoint"),
     (lambda p: p["candidates"][NAME].update(exact=True), f"candidates.{NAME}.exact"),
     (lambda p: p["candidates"]["reference"].update(checkpoint="models/other"), "candidates.reference.checkpoint"),
-    (lambda p: p["optimize"].update(num_threads=9), "optimize.num_threads"),
-    (lambda p: p["serving"].update(dtype="bfloat16"), "serving.dtype"),
-    (lambda p: p["serving"].update(max_tokens=65), "serving.max_tokens"),
-    (lambda p: p["evals"]["workflows"].update(max_turns=3), "evals.workflows.max_turns"),
-    (lambda p: p["evals"]["choices"].update(num_fewshot=2), "evals.choices.num_fewshot"),
-    (lambda p: p["canary"].update(num_prompts=99), "canary.num_prompts"),
+    (lambda p: ask(p)["optimize"].update(num_threads=9), f"{ASKED}.optimize.num_threads"),
+    (lambda p: ask(p)["serving"].update(dtype="bfloat16"), f"{ASKED}.serving.dtype"),
+    (lambda p: ask(p)["serving"].update(max_tokens=65), f"{ASKED}.serving.max_tokens"),
+    (lambda p: ask(p)["evals"]["workflows"].update(max_turns=3), f"{ASKED}.evals.workflows.max_turns"),
+    (lambda p: ask(p)["evals"]["choices"].update(num_fewshot=2), f"{ASKED}.evals.choices.num_fewshot"),
+    (lambda p: ask(p)["canary"].update(num_prompts=99), f"{ASKED}.canary.num_prompts"),
 ])  # fmt: skip
 def test_a_release_is_of_the_recipe_that_stands_in_params_yaml(project, change, key):
     """Whatever dvc.lock says: a merge by "ours" leaves it as if the new recipe had run."""
     assert check_release().is_right, check_release().said
     edit_params(project, change)
     found = check_release()
-    assert not found.is_right and found.said.startswith(f"params.yaml: {key}: release/text/params.yaml has ")
+    assert not found.is_right and found.said.startswith(f"params.yaml: {key}: {BUNDLE}/params.yaml has ")
     assert "run `make repro`" in found.said and "\n" not in found.said
 
 
 @pytest.mark.parametrize("change", [
-    lambda params: params["candidates"].update(other={"checkpoint": "models/other", "steps": []}),
+    lambda params: params["candidates"].update(other={"product": PRODUCT, "checkpoint": "models/other", "steps": []}),
     lambda params: params["candidates"]["reference"].update(engine={"kind": "transformers"}, exact=False),
-    lambda params: params["evals"]["choices"].pop("num_fewshot", None),
-    lambda params: params["gate"].update(loosened={}),
+    lambda params: ask(params)["evals"]["choices"].pop("num_fewshot", None),
+    lambda params: ask(params)["gate"].update(loosened={}),
 ])  # fmt: skip
 def test_other_candidates_and_defaults_that_are_written_out_are_the_same_recipe(project, change):
     """A bundle of a time before a setting was there has its default."""
@@ -191,7 +211,7 @@ def test_other_candidates_and_defaults_that_are_written_out_are_the_same_recipe(
 
 
 def test_cases_and_weights_that_lie_beside_a_release_are_those_that_it_is_about(project):
-    manifest = read_record(project / "release/text/manifest.json", Manifest)
+    manifest = read_record(project / BUNDLE / "manifest.json", Manifest)
     right = {name: kept.digest for name, kept in manifest.evalsets.items()}
     assert find_other_material(manifest, project, cases=right, adapter=None) == []
     assert find_other_material(manifest, project, cases={}, adapter=None) == [], "kept elsewhere, and not here"
@@ -205,16 +225,22 @@ def test_cases_and_weights_that_lie_beside_a_release_are_those_that_it_is_about(
 
 
 def write_stages(root: Path, **changed: str) -> None:
-    stages = {"env": "true", "compare": "python -m stages.compare", "gate": "python -m stages.gate",
-              "release": "python -m stages.release"} | changed  # fmt: skip
-    (root / "dvc.yaml").write_text(json.dumps({"stages": {name: {"cmd": cmd} for name, cmd in stages.items() if cmd}}))
+    """Write a dvc.yaml with a product `fonts` beside the one that is released, each with its judging stages."""
+    judging = {stage: f"python -m stages.{stage} ${{key}}" for stage in JUDGING}
+    stages = {name: {"cmd": cmd} for name, cmd in {"env": "true", **changed}.items() if cmd and name not in judging}
+    stages |= {name: {"foreach": {PRODUCT: None, "fonts": None}, "do": {"cmd": cmd}}
+               for name, cmd in (judging | changed).items() if cmd and name in judging}  # fmt: skip
+    (root / "dvc.yaml").write_text(json.dumps({"stages": stages}))
+    Repo.init(str(root), no_scm=True)
 
 
 @pytest.mark.parametrize(("changed", "said"), [
     ({}, "nothing is out of date"),
-    ({"gate": "true"}, "dvc.yaml: gate.cmd: expected 'python -m stages.gate', got 'true'"),
-    ({"compare": "true"}, "dvc.yaml: compare.cmd: expected 'python -m stages.compare', got 'true'"),
-    ({"release": ""}, "dvc.yaml: release.cmd: expected 'python -m stages.release', got 'no such stage'"),
+    ({"gate": "true"}, "dvc.yaml: gate@agent.cmd: expected 'python -m stages.gate agent', got 'true'"),
+    ({"gate": "python -m stages.gate agent"},
+     "dvc.yaml: gate@fonts.cmd: expected 'python -m stages.gate fonts', got 'python -m stages.gate agent'"),
+    ({"compare": "true"}, "dvc.yaml: compare@agent.cmd: expected 'python -m stages.compare agent', got 'true'"),
+    ({"release": ""}, "dvc.yaml: release@agent.cmd: expected 'python -m stages.release agent', got 'no such stage'"),
     ({"env": "echo no memory; exit 3"}, "stage env ended with 3\nno memory"),
     ({"env": ""}, "stage env ended with 1\ndvc.yaml: expected a stage env, found none"),
 ])  # fmt: skip
@@ -223,7 +249,7 @@ def test_what_judges_must_be_there_and_run_whatever_dvc_lock_says(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     write_stages(tmp_path, **changed)
     monkeypatch.setattr(gate_committed, "find_stale", lambda root, runs_here: {})
-    found = gate_committed.check_results(["text"])
+    found = gate_committed.check_results([PRODUCT, "fonts"])
     assert found.said.startswith(said) and found.is_right == (not changed)
 
 
@@ -232,11 +258,11 @@ def test_what_digests_the_code_must_run_and_nothing_stands_for_it(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     write_stages(tmp_path)
     (tmp_path / "stages").mkdir()
-    committed = tmp_path / "build/env/code.json"
+    committed = tmp_path / "build/env/inputs.json"
     committed.parent.mkdir(parents=True)
     committed.write_text("{}")
     monkeypatch.setattr(gate_committed, "find_stale", lambda root, runs_here: {})
-    found = gate_committed.check_results(["text"])
+    found = gate_committed.check_results([PRODUCT, "fonts"])
     assert not found.is_right and "dvc.yaml: env.cmd: expected 'python -m stages.env', got 'true'" in found.said
     assert not committed.exists()
 
@@ -245,7 +271,8 @@ def test_what_is_out_of_date_is_named_in_order_and_why(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_stages(tmp_path)
     monkeypatch.setattr(gate_committed, "find_stale", lambda root, runs_here: {
-        "evaluate@a": ["serving.dtype modified"], "compare": []})  # fmt: skip
-    found = gate_committed.check_results(["text"])
+        "evaluate@a": ["serving.dtype modified"], "compare@agent": []})  # fmt: skip
+    found = gate_committed.check_results([PRODUCT, "fonts"])
     assert not found.is_right
-    assert found.said.startswith("out of date: evaluate@a, compare\nevaluate@a: serving.dtype modified\nrun `make ")
+    named = "out of date: evaluate@a, compare@agent\nevaluate@a: serving.dtype modified\n"
+    assert found.said.startswith(f"{named}run `make ")

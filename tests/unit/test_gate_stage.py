@@ -18,13 +18,17 @@ from pipeline.files import write_text
 from pipeline.fingerprints import fingerprint
 from pipeline.gate.compare import compare_release
 from pipeline.gate.explanation_records import Explanation
-from pipeline.gate.verdicts import VERDICT_PATH, Judgement
+from pipeline.gate.verdicts import Judgement
+from pipeline.params import Params
 from pipeline.record_files import read_record, write_record
 from pipeline.records import BuiltCandidate, Evaluation
 from pipeline.serving_config import read_candidate
 from pipeline.speculation_records import SpeculativeConfig
 from pipeline.text_params import SpeculativeStep
+from tests.release_project import BUILD, BUNDLE
+from tests.release_project import VERDICT as VERDICT_PATH
 from tests.synthetic_records import (
+    PRODUCT,
     WEIGHTS,
     Behaviour,
     make_params,
@@ -37,12 +41,12 @@ from tests.synthetic_records import (
 def project(tmp_path, monkeypatch):
     """A folder with a judged release: one candidate that passes, one that fails."""
     monkeypatch.chdir(tmp_path)
-    write_tree(tmp_path / "build", {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2})})
+    write_tree(tmp_path / BUILD, {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2})})
 
     def judge(*release, **gate):
-        params = make_params(["good", "bad"], release, **gate)
-        monkeypatch.setattr(stages.gate, "load_params", lambda: params)
-        compared = compare_release(params, tmp_path / "build")
+        product = make_params(["good", "bad"], release, **gate)
+        monkeypatch.setattr(stages.gate, "load_params", lambda: Params({PRODUCT: product}))
+        compared = compare_release(product, tmp_path / BUILD)
         write_record(VERDICT_PATH, compared.judgement)
         return compared.judgement
 
@@ -50,7 +54,7 @@ def project(tmp_path, monkeypatch):
 
 
 def run_gate():
-    return stages.gate.main([]), Path("build") / stages.gate.MARKER
+    return stages.gate.main([PRODUCT]), BUILD / stages.gate.MARKER
 
 
 def test_gate_passes_and_writes_its_marker(project, capsys):
@@ -70,7 +74,7 @@ def test_gate_blocks_names_the_cause_and_removes_a_stale_marker(project, capsys)
     code, marker = run_gate()
     said = capsys.readouterr().out
     assert code == 1 and not marker.exists()
-    assert "workflows/task_completion_rate" in said and "of n 400" in said and "reports/report.md" in said
+    assert "workflows/task_completion_rate" in said and "of n 400" in said and "reports/agent/report.md" in said
 
 
 @pytest.mark.parametrize(("policy", "code"), [("warn", 0), ("block", 1)])
@@ -112,7 +116,7 @@ def test_gate_refuses_a_judgement_under_other_settings(project, monkeypatch, cha
     """A verdict.json from a laxer params.yaml must not let a release through."""
     project("good")
     asked = make_params(["good", "bad"], change.get("release", ["good"]), **change.get("gate", {}))
-    monkeypatch.setattr(stages.gate, "load_params", lambda: asked)
+    monkeypatch.setattr(stages.gate, "load_params", lambda: Params({PRODUCT: asked}))
     with pytest.raises(EvidenceError) as caught:
         run_gate()
     assert str(caught.value) == f"{VERDICT_PATH}: judged with {named}; run `dvc repro` to judge again"
@@ -120,7 +124,7 @@ def test_gate_refuses_a_judgement_under_other_settings(project, monkeypatch, cha
 
 def test_gate_refuses_weights_that_were_swapped_under_their_record(project, tmp_path):
     project("good")
-    (tmp_path / "build/candidates/good/checkpoint" / WEIGHTS).write_text("other weights")
+    (tmp_path / BUILD / "candidates/good/checkpoint" / WEIGHTS).write_text("other weights")
     with pytest.raises(EvidenceError, match="expected the checkpoint that was judged.*found other files"):
         run_gate()
 
@@ -129,11 +133,11 @@ def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(project, t
     judgement = project("good")
     draft = tmp_path / "draft/model.safetensors"
     write_text(draft, "draft")
-    path = tmp_path / "build/candidates/good/candidate.json"
+    path = tmp_path / BUILD / "candidates/good/candidate.json"
     speculative = SpeculativeConfig(method="draft_model", num_tokens=2, draft_path="draft",
                                     draft_digest=digest_checkpoint(draft.parent))
     write_record(path, read_record(path, BuiltCandidate).model_copy(update={"speculative": speculative}))
-    after = read_candidate(tmp_path / "build", "good", stages.gate.load_params())
+    after = read_candidate(tmp_path / BUILD, "good", stages.gate.load_params().products[PRODUCT])
     judged = [v.model_copy(update={"facts": after.facts, "fingerprint": after.fingerprint}) if v.candidate == "good"
               else v for v in judgement.verdicts]
     write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": tuple(judged)}))
@@ -145,11 +149,11 @@ def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(project, t
 
 def test_gate_refuses_a_judgement_under_another_min_acceptance(project, monkeypatch):
     project("good")
-    asked = stages.gate.load_params()
+    asked = stages.gate.load_params().products[PRODUCT]
     step = SpeculativeStep(kind="speculative", method="prompt_lookup", num_tokens=2, min_acceptance=0.5)
     good = asked.candidates["good"].model_copy(update={"steps": [step]})
     asked = asked.model_copy(update={"candidates": asked.candidates | {"good": good}})
-    monkeypatch.setattr(stages.gate, "load_params", lambda: asked)
+    monkeypatch.setattr(stages.gate, "load_params", lambda: Params({PRODUCT: asked}))
     with pytest.raises(EvidenceError, match="judged with min_acceptance.good nothing, params.yaml says 0.5"):
         run_gate()
 
@@ -203,7 +207,7 @@ def test_gate_refuses_a_pass_without_what_it_must_rest_on(project, edit):
 def test_a_bound_below_the_tolerance_on_few_clusters_is_no_forgery(project, tmp_path, capsys):
     """The gate once called an honest run edited when 25 documents bounded a loss."""
     for name in ("reference", "good", "bad"):
-        rewrite_records(tmp_path / "build", name, "prose", lambda records: records[:25])
+        rewrite_records(tmp_path / BUILD, name, "prose", lambda records: records[:25])
     judgement = project("good", on_inconclusive="warn", tolerances=TOLERANCES | {
         "prose/perplexity_per_token": {"overall": 0.05}})
     prose = next(c for c in judgement.verdicts[0].comparisons if c.metric == "prose/perplexity_per_token")
@@ -214,13 +218,13 @@ def test_a_bound_below_the_tolerance_on_few_clusters_is_no_forgery(project, tmp_
 
 def test_gate_refuses_a_record_that_points_at_other_weights(project, tmp_path):
     project("good")
-    path = tmp_path / "build/candidates/good/candidate.json"
+    path = tmp_path / BUILD / "candidates/good/candidate.json"
     shutil.copytree(path.with_name("checkpoint"), tmp_path / "elsewhere")
     path.with_name("checkpoint").joinpath(WEIGHTS).write_text("bad weights")
     built = read_record(path, BuiltCandidate)
     checkpoint = built.checkpoint.model_copy(update={"path": "elsewhere"})
     write_record(path, built.model_copy(update={"checkpoint": checkpoint}))
-    with pytest.raises(EvidenceError, match="expected the checkpoint 'build/candidates/good/checkpoint'"):
+    with pytest.raises(EvidenceError, match="expected the checkpoint 'build/agent/candidates/good/checkpoint'"):
         run_gate()
 
 
@@ -232,7 +236,7 @@ def test_gate_says_which_evals_nothing_gates(project, capsys):
 
 def test_gate_refuses_a_candidate_rebuilt_after_it_was_judged(project, tmp_path):
     project("good")
-    path = tmp_path / "build/candidates/good/candidate.json"
+    path = tmp_path / BUILD / "candidates/good/candidate.json"
     built = read_record(path, BuiltCandidate)
     write_record(path, built.model_copy(update={"libraries": {"torch": "3"}}))
     with pytest.raises(EvidenceError, match="libraries.torch: judged with .2.13.0., what would ship has .3."):
@@ -242,7 +246,7 @@ def test_gate_refuses_a_candidate_rebuilt_after_it_was_judged(project, tmp_path)
 def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
     """DVC takes a candidate away when making it again failed: the old verdict must not let it ship."""
     project("good")
-    shutil.rmtree(tmp_path / "build/candidates/good")
+    shutil.rmtree(tmp_path / BUILD / "candidates/good")
     with pytest.raises(EvidenceError, match="expected the candidate that was judged.*found none"):
         run_gate()
 
@@ -250,10 +254,10 @@ def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
 def test_gate_refuses_other_cases_than_at_the_last_release(project, tmp_path):
     """The cases of a suite may be made easier in place: no setting moves."""
     judgement = project("good")
-    evaluation = read_record(tmp_path / "build/evaluations/reference/evaluation.json", Evaluation)
+    evaluation = read_record(tmp_path / BUILD / "evaluations/reference/evaluation.json", Evaluation)
     manifest = {"policy": judgement.policy.model_dump(mode="json"), "evalsets": {"workflows": {"digest": "0" * 64}},
                 "reference": {"weights_digest": evaluation.checkpoint_digest}}  # fmt: skip
-    write_text(tmp_path / "release/text/manifest.json", json.dumps(manifest))
+    write_text(tmp_path / BUNDLE / "manifest.json", json.dumps(manifest))
     with pytest.raises(SettingsError, match="expected 'evals.workflows.cases' with a reason, as it was 000000000000"):
         run_gate()
 
@@ -262,7 +266,7 @@ def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(proje
     project("bad")
     shutil.rmtree(tmp_path / "build")
     assert run_gate()[0] == 1
-    assert "build/candidates is not here" in capsys.readouterr().out
+    assert "build/agent/candidates is not here" in capsys.readouterr().out
     VERDICT_PATH.unlink()
     with pytest.raises(EvidenceError, match="found no file"):
         run_gate()
@@ -281,21 +285,23 @@ def test_gate_imports_neither_numpy_nor_plots():
 
 
 def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
-    write_tree(tmp_path / "build", {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2, "prose": 0.0})})
+    write_tree(tmp_path / BUILD, {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2, "prose": 0.0})})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stages.compare, "load_params", lambda: make_params(["good", "bad"], ["good"]))
-    (tmp_path / "metrics/text").mkdir(parents=True)
-    (tmp_path / "metrics/text/gone.json").write_text("{}")  # of a candidate that is no more
-    assert stages.compare.main([]) == 0
-    names = ["reports/verdict.json", "reports/report.md", "reports/harm.png", "reports/completion.png",
-             "reports/speed.png", "metrics/text/reference.json", "metrics/text/good.json", "metrics/text/bad.json"]
-    assert sorted(p.name for p in (tmp_path / "metrics/text").iterdir()) == ["bad.json", "good.json", "reference.json"]
+    product = make_params(["good", "bad"], ["good"])
+    monkeypatch.setattr(stages.compare, "load_params", lambda: Params({PRODUCT: product}))
+    (tmp_path / "metrics/agent").mkdir(parents=True)
+    (tmp_path / "metrics/agent/gone.json").write_text("{}")  # of a candidate that is no more
+    assert stages.compare.main([PRODUCT]) == 0
+    reports = ("verdict.json", "report.md", "harm.png", "completion.png", "speed.png")
+    names = [*(f"reports/agent/{name}" for name in reports),
+             *(f"metrics/agent/{name}.json" for name in ("reference", "good", "bad"))]
+    assert sorted(p.name for p in (tmp_path / "metrics/agent").iterdir()) == ["bad.json", "good.json", "reference.json"]
     first = {name: digest_file(tmp_path / name) for name in names}
-    stages.compare.main([])
+    stages.compare.main([PRODUCT])
     assert first == {name: digest_file(tmp_path / name) for name in names}
-    tree = json.loads((tmp_path / "metrics/text/good.json").read_text())
+    tree = json.loads((tmp_path / "metrics/agent/good.json").read_text())
     assert tree["workflows"]["task_completion_rate by bucket"]["constraint_retention"] > 0.5
-    assert "null" not in (tmp_path / "metrics/text/good.json").read_text()
+    assert "null" not in (tmp_path / "metrics/agent/good.json").read_text()
     assert read_record(VERDICT_PATH, Judgement).verdicts[1].outcome == "fail"
 
 
@@ -309,14 +315,15 @@ def test_github_is_told_where_its_runner_says_so(project, capsys, monkeypatch, t
     for name, value in (("GITHUB_ACTIONS", "true"), ("GITHUB_STEP_SUMMARY", str(summary)),
                         ("GITHUB_WORKSPACE", str(tmp_path.parent))):
         monkeypatch.setenv(name, value)
-    write_text(Path("params.yaml"), "gate: {tolerances: {workflows/task_completion_rate: {overall: 0.02}}}\n")
+    write_text(Path("params.yaml"), "products:\n  agent:\n    gate:\n"
+               "      tolerances: {workflows/task_completion_rate: {overall: 0.02}}\n")
     write_record(VERDICT_PATH.with_name("explanation.json"), Explanation(candidates=()))
     summary.write_text("from another step\n")
     assert run_gate()[0] == 1
     said = capsys.readouterr().out
-    assert f"::error file={tmp_path.name}/params.yaml,line=1,title=bad%3A fail::workflows/task_completion_rate" in said
+    assert f"::error file={tmp_path.name}/params.yaml,line=4,title=bad%3A fail::workflows/task_completion_rate" in said
     written = summary.read_text()
-    assert written.startswith("from another step\n## Gate\n") and "**Blocked** by `bad`" in written
+    assert written.startswith("from another step\n## Gate: agent\n") and "**Blocked** by `bad`" in written
 
 
 def _drop_comparisons(verdict):
@@ -348,4 +355,16 @@ def test_gate_refuses_a_fail_that_was_edited_into_inconclusive(project, edit):
     VERDICT_PATH.write_text(json.dumps(judgement))
     with pytest.raises(EvidenceError, match="contradicts the numbers or the policy beside it"):
         run_gate()
-    assert not (Path("build") / stages.gate.MARKER).exists()
+    assert not (BUILD / stages.gate.MARKER).exists()
+
+
+@pytest.mark.parametrize(("names", "said"), [
+    ([], "expected the name of one product, got ''"),
+    (["agent", "other"], "expected the name of one product, got 'agent other'"),
+    (["other"], "products: expected agent, got 'other'"),
+])  # fmt: skip
+def test_gate_judges_no_product_that_was_not_named(project, names, said):
+    project("good")
+    with pytest.raises(SettingsError) as caught:
+        stages.gate.main(names)
+    assert str(caught.value) == said and not (BUILD / stages.gate.MARKER).exists()

@@ -21,6 +21,8 @@ from pipeline.params import load_params
 from pipeline.release.checksums import SUMS, find_changes
 from pipeline.release.kept_records import restore_records
 from tests.paths import ROOT
+from tests.release_project import VERDICT
+from tests.synthetic_records import PRODUCT
 
 GOOD = "case_id,score\n" + "".join(f"c{i},{i % 2}\n" for i in range(60))
 HEADER = {"status": "success", "eval": {"task": "sums"}, "plan": {}, "results": {"total_samples": 1}}
@@ -217,6 +219,18 @@ def test_a_policy_or_settings_that_can_not_be_read_are_one_line_and_no_verdict(t
     assert time.perf_counter() - started < 10
 
 
+@pytest.mark.parametrize("text", [
+    "products: [{}]", "products: {{}}\ncandidates: {{a: {}}}", "products: {{a: {{kind: {}}}}}\ncandidates: {{a: {{}}}}",
+    "products: {{a: {{kind: text}}}}\ncandidates: {{a: {{product: {}}}}}",
+    "products: {{a: {{kind: text, reference: [{}]}}}}\ncandidates: {{a: {{product: a}}}}"])  # fmt: skip
+def test_a_long_value_of_the_settings_is_cut_in_the_line_that_refuses_it(tmp_path, text):
+    path = tmp_path / "params.yaml"
+    path.write_text(text.format("x" * 100_000))
+    with pytest.raises(SettingsError) as refused:
+        load_params(path)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
 @pytest.mark.parametrize("text", [BOMB, DEEP, "name: &a [*a]", f"name: {DIGITS}"], ids=lambda text: text[:10])
 def test_a_card_that_can_not_be_read_is_one_line(tmp_path, text):
     (tmp_path / "card.yaml").write_text(text)
@@ -259,11 +273,13 @@ def test_cases_behind_a_link_that_leaves_the_folder_are_not_read(tmp_path):
                                                     "cut", "folder"])  # fmt: skip
 def test_a_verdict_that_can_not_be_read_is_refused(tmp_path, monkeypatch, capsys, write):
     (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
-    (tmp_path / "reports").mkdir()
-    write(tmp_path / "reports" / "verdict.json")
+    verdict = tmp_path / VERDICT
+    verdict.parent.mkdir(parents=True)
+    write(verdict)
     monkeypatch.chdir(tmp_path)
-    code, out, err = run("gate", capsys=capsys)
+    code, out, err = run("gate", PRODUCT, capsys=capsys)
     assert (code, out, err.count("\n")) == (30, "", 1) and len(err) < 500, err
+    assert str(VERDICT) in err and "found no file" not in err, "it was not even looked for where it lies"
 
 
 def test_the_limit_is_a_setting_and_a_wrong_one_is_no_verdict(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The report of the image track: the picture of guidance only where it says something, and no table without rows."""
+"""The report of the image product: the picture of guidance only where it says something, and no table without rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pipeline.gate.images import describe_guidance, list_guided
 from pipeline.gate.report import render_report
 from pipeline.record_files import write_cases
 from pipeline.records import read_cases
-from tests.synthetic_images import Look, make_image_track, write_image_tree
+from tests.synthetic_images import Look, make_image_product, write_image_tree
 
 FLIPS = "|  | image | prompt |"
 
 
 def judge(build: Path, looks: dict[str, Look]) -> ReleaseComparison:
-    track = make_image_track(looks, next(iter(looks)))
-    write_image_tree(build, track, looks)
-    return compare_release(track, build)
+    product = make_image_product(looks, next(iter(looks)))
+    write_image_tree(build, product, looks)
+    return compare_release(product, build)
 
 
 def find_guided(compared: ReleaseComparison) -> list[str]:
@@ -71,11 +71,11 @@ def test_a_candidate_that_could_not_be_read_does_not_stop_the_picture(tmp_path: 
     looks = {"guided": Look(guidance={"scale": 12}), "gone": Look(guidance={"scale": 9})}
     judge(tmp_path, looks)
     (tmp_path / "evaluations/gone/evaluation.json").unlink()
-    compared = compare_release(make_image_track(looks, "guided"), tmp_path)
+    compared = compare_release(make_image_product(looks, "guided"), tmp_path)
     assert find_guided(compared) == ["shots", "guided"]
     plot_guidance(compared, tmp_path / "guidance.png")
     (tmp_path / "evaluations/shots/evaluation.json").unlink()
-    assert find_guided(compare_release(make_image_track(looks, "guided"), tmp_path)) == []
+    assert find_guided(compare_release(make_image_product(looks, "guided"), tmp_path)) == []
 
 
 def test_guidance_is_described_in_full(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_records_that_are_unfit_are_refused_and_reported(tmp_path: Path, name: s
     looks = {"bad": Look(), "guided": Look(guidance={"scale": 12})}
     judge(tmp_path, looks)
     (tmp_path / f"evaluations/{name}/shots.jsonl").write_text("edited")
-    compared = compare_release(make_image_track(looks, "bad"), tmp_path)
+    compared = compare_release(make_image_product(looks, "bad"), tmp_path)
     assert "the records were edited or cut" in render_report(compared)
     for draw in (plot_guidance, plot_worst_images, plot_headroom):
         draw(compared, tmp_path / "picture.png")
@@ -121,8 +121,8 @@ def test_sides_that_ran_on_other_hardware_are_not_compared(tmp_path: Path) -> No
                                              for r in read_cases(folder / "shots.jsonl")])
         evaluation["evals"]["shots"]["sha256"] = digest_file(folder / "shots.jsonl")
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    (verdict,) = compare_release(make_image_track(looks, "guided"), tmp_path).judgement.verdicts
-    assert verdict.outcome == "refused" and "`dvc repro -f -s evaluate_images@shots`" in verdict.reasons[0]
+    (verdict,) = compare_release(make_image_product(looks, "guided"), tmp_path).judgement.verdicts
+    assert verdict.outcome == "refused" and "`dvc repro -f -s evaluate@shots`" in verdict.reasons[0]
 
 
 def test_a_file_that_no_step_names_is_named(tmp_path: Path) -> None:
@@ -132,5 +132,5 @@ def test_a_file_that_no_step_names_is_named(tmp_path: Path) -> None:
     built = json.loads(path.read_text())
     built["checkpoint"]["files"] = {"scheduler/scheduler_config.json": "another"}
     path.write_text(json.dumps(built))
-    report = render_report(compare_release(make_image_track(looks, "guided"), tmp_path))
+    report = render_report(compare_release(make_image_product(looks, "guided"), tmp_path))
     assert "Files that differ from the reference's: `scheduler/scheduler_config.json`." in report

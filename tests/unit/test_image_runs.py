@@ -24,8 +24,8 @@ from pipeline.record_files import write_cases
 from pipeline.records import read_cases
 from pipeline.run_contents import RunContents, describe_runs
 from pipeline.run_pictures import MAX_SIDE, draw_pictures, fit_size
-from pipeline.tracking import PAGES_FILES, log_runs, write_pages
-from tests.synthetic_images import SIDE, Look, make_image_track, write_image_tree
+from pipeline.tracking import log_runs, write_pages
+from tests.synthetic_images import SIDE, Look, make_image_product, write_image_tree
 
 MAX_LOGGED = 12  # images a run
 LOOKS = {"fine": Look(worst=3), "bad": Look(changes={"clip": -0.1}, worst=7), "alike": Look(worst=3)}
@@ -34,12 +34,12 @@ LOOKS = {"fine": Look(worst=3), "bad": Look(changes={"clip": -0.1}, worst=7), "a
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = tmp_path_factory.mktemp("project") / "build"
-    write_image_tree(build, make_image_track(LOOKS, "bad"), LOOKS)
+    write_image_tree(build, make_image_product(LOOKS, "bad"), LOOKS)
     return build
 
 
 def describe(build: Path, looks: dict[str, Look] = LOOKS, release: str = "bad") -> list[RunContents]:
-    return describe_runs(compare_release(make_image_track(looks, release), build).judgement, build)
+    return describe_runs(compare_release(make_image_product(looks, release), build).judgement, build)
 
 
 def list_cases(run: RunContents) -> list[str]:
@@ -86,7 +86,7 @@ def test_a_candidate_with_the_references_own_images_takes_no_row(built: Path, tm
 def test_many_candidates_show_no_more_than_a_dozen_images(tmp_path: Path) -> None:
     looks = {f"c{i}": Look(worst=2 * i) for i in range(MAX_CASES + 3)}
     last = f"c{MAX_CASES + 2}"
-    write_image_tree(tmp_path, make_image_track(looks, last), looks)
+    write_image_tree(tmp_path, make_image_product(looks, last), looks)
     runs = describe(tmp_path, looks, last)
     assert all(len(list_cases(run)) == MAX_CASES and len(run.images) <= MAX_LOGGED for run in runs)
     assert list_cases(runs[0])[0].endswith(f"worst of {last}"), "what is to be released is never left out"
@@ -95,7 +95,7 @@ def test_many_candidates_show_no_more_than_a_dozen_images(tmp_path: Path) -> Non
 
 def test_odd_names_of_cases_become_keys_that_mlflow_takes(tmp_path: Path) -> None:
     """A slash would open another section, and two names may be spelled alike."""
-    write_image_tree(tmp_path, make_image_track(LOOKS, "bad"), LOOKS, case_id="ü/a:{i}" + "x" * 90)
+    write_image_tree(tmp_path, make_image_product(LOOKS, "bad"), LOOKS, case_id="ü/a:{i}" + "x" * 90)
     (keys,) = {tuple(list_cases(run)) for run in describe(tmp_path)}
     assert len(set(keys)) == 2 and all(re.fullmatch(r"images/[\w.\- ]+", key, re.ASCII) for key in keys)
     assert max(map(len, keys)) < 180, "it becomes part of a file's name"
@@ -135,12 +135,12 @@ def list_logged(root: Path, run_id: str) -> list[str]:
 
 def test_a_second_track_logs_nothing(built: Path, tmp_path: Path) -> None:
     runs = describe(built)
-    first = log_runs(runs, tmp_path, track="images")
+    first = log_runs(runs, tmp_path, product="shots")
     for run, logged in zip(runs, first, strict=True):
         assert list_logged(tmp_path, logged.run_id) == sorted(image.key for image in run.images)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mlartifacts").rglob("*")}
     database = digest_file(tmp_path / "mlflow.db")
-    again = log_runs(describe(built), tmp_path, track="images")
+    again = log_runs(describe(built), tmp_path, product="shots")
     assert [(run.run_id, run.is_new) for run in again] == [(run.run_id, False) for run in first]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mlartifacts").rglob("*")} == before
     assert digest_file(tmp_path / "mlflow.db") == database
@@ -148,8 +148,8 @@ def test_a_second_track_logs_nothing(built: Path, tmp_path: Path) -> None:
     experiment = open_client(tmp_path).get_experiment(first[0].experiment_id)
     (grid,) = json.loads(json.loads(experiment.tags[f"mlflow.sharedViewState.{VIEW}"])["state"])["compareRunCharts"]
     assert set(grid["imageKeys"]) == {image.key for run in runs for image in run.images}
-    write_pages(first, tmp_path, track="images")
-    assert f"&viewStateShareKey={VIEW}\n" in (tmp_path / PAGES_FILES["images"]).read_text()
+    write_pages(first, tmp_path, product="shots", has_pictures=True)
+    assert f"&viewStateShareKey={VIEW}\n" in (tmp_path / "mlartifacts/pages-shots.txt").read_text()
 
 
 Damage = Callable[[Path], Any]
@@ -167,7 +167,7 @@ def test_an_image_that_can_not_be_shown_is_a_line_in_the_note(
     build = tmp_path / "build"
     shutil.copytree(built, build)
     damage(build / "evaluations/bad/shots/shot-3.png")
-    logged = {run.candidate: run for run in log_runs(describe(build), tmp_path, track="images")}
+    logged = {run.candidate: run for run in log_runs(describe(build), tmp_path, product="shots")}
     run_id = logged["bad"].run_id
     assert list_logged(tmp_path, run_id) == ["images/1 shot-7 - worst of bad", "images/difference x 4",
                                              "images/headroom"]  # fmt: skip
@@ -175,7 +175,7 @@ def test_an_image_that_can_not_be_shown_is_a_line_in_the_note(
     (line,) = [line for line in note.splitlines() if "not shown" in line]
     assert "images/2 shot-3 - worst of fine and 1 more: " in line and said in line
     shutil.copy(built / "evaluations/bad/shots/shot-3.png", build / "evaluations/bad/shots/shot-3.png")
-    again = {run.candidate: run.is_new for run in log_runs(describe(build), tmp_path, track="images")}
+    again = {run.candidate: run.is_new for run in log_runs(describe(build), tmp_path, product="shots")}
     assert again == {"shots": False, "fine": False, "bad": True, "alike": False}, "repaired, it is shown"
 
 
@@ -200,7 +200,7 @@ def test_broken_notes_never_stop_a_run(tmp_path: Path, text: str) -> None:
 def test_a_missing_image_does_not_stop_compare(built: Path, tmp_path: Path) -> None:
     build = tmp_path / "build"
     shutil.copytree(built, build)
-    compared = compare_release(make_image_track(LOOKS, "bad"), build)
+    compared = compare_release(make_image_product(LOOKS, "bad"), build)
     plot_worst_images(compared, tmp_path / "whole.png")
     (build / "evaluations/bad/shots/shot-7.png").unlink()
     plot_worst_images(compared, tmp_path / "gap.png")
@@ -238,20 +238,20 @@ def test_another_release_moves_the_columns_of_runs_that_stay(built: Path, tmp_pa
         return [run.info.run_name for run in runs]
 
     runs = describe(built)
-    first = log_runs(runs, tmp_path, track="images")
+    first = log_runs(runs, tmp_path, product="shots")
     assert read_columns() == ["shots", "bad", "fine", "alike"]
     moved = [replace(run, column=column) for run, column in zip(runs, ("0009", "0006", "0008", "0007"), strict=True)]
-    assert not any(run.is_new for run in log_runs(moved, tmp_path, track="images"))
+    assert not any(run.is_new for run in log_runs(moved, tmp_path, product="shots"))
     assert read_columns() == ["shots", "bad", "alike", "fine"]
-    log_runs(runs, tmp_path, track="images", dvc_experiment="sweep-1")
+    log_runs(runs, tmp_path, product="shots", dvc_experiment="sweep-1")
     assert read_columns()[:4] == ["shots", "bad", "alike", "fine"], "an experiment takes no column from the workspace"
 
 
 def test_the_worst_image_is_unsound_or_lost_most_and_not_just_beyond_a_limit(tmp_path: Path) -> None:
     """A rate has no size: of all images beyond its limit the first would be the worst."""
     looks = {"bad": Look(changes={"oversaturated": 1.0}, worst=9)}
-    write_image_tree(tmp_path, make_image_track(looks, "bad"), looks)
-    pairs = compare_release(make_image_track(looks, "bad"), tmp_path).measured["bad"].pairs
+    write_image_tree(tmp_path, make_image_product(looks, "bad"), looks)
+    pairs = compare_release(make_image_product(looks, "bad"), tmp_path).measured["bad"].pairs
     assert list_worst_images(pairs, {"shots": "images"})[0] == ("shots", 9)
     records = read_cases(tmp_path / "evaluations/bad/shots.jsonl")
     records[4] = records[4].model_copy(update={"scores": records[4].scores | {"sound": 0.0}})

@@ -11,7 +11,8 @@ from pipeline.files import write_text
 from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
 from pipeline.gate.verdicts import describe_policy
 from pipeline.serving_records import ServingConfig
-from tests.synthetic_records import make_params
+from pipeline.settings import RELEASE
+from tests.synthetic_records import PRODUCT, make_params
 
 TASK, CALLS = "workflows/task_completion_rate", "calls/tool_call_exact_match"
 TOLERANCES = {TASK: {"overall": 0.02, "buckets": {"hard": 0.05}}, CALLS: {"overall": 0.02}}
@@ -40,7 +41,7 @@ def released(tmp_path):
                 "reference": {"weights_digest": "a" * 64, "serving_digest": "f" * 64, "adapter_digest": "9" * 64},
                 "evalsets": {name: {"digest": digit * 64} for name, digit in
                              (("workflows", "b"), ("calls", "c"), ("choices", "d"))}}  # fmt: skip
-    write_text(tmp_path / "release/text/manifest.json", json.dumps(manifest))
+    write_text(tmp_path / RELEASE / PRODUCT / "manifest.json", json.dumps(manifest))
     return tmp_path
 
 
@@ -60,7 +61,7 @@ def test_a_looser_setting_needs_its_reason(released, change, key, was, now) -> N
     reason = {"was": was, "now": now, "why": WHY}
     with pytest.raises(SettingsError) as caught:
         check_loosening(policy(**change), released, material=MATERIAL)
-    assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
+    assert f"products.{PRODUCT}.gate.loosened: expected {key!r} with a reason" in str(caught.value)
     check_loosening(policy(**change, loosened={key: reason}), released, material=MATERIAL)
     for part in ("was", "now"):
         with pytest.raises(SettingsError, match=f"{part}: expected .*, got 0.001; correct it"):
@@ -81,10 +82,22 @@ def test_another_question_needs_its_reason(released, change, key, was, now) -> N
     asked = policy().model_copy(update=change)
     with pytest.raises(SettingsError) as caught:
         check_loosening(asked, released, material=MATERIAL)
-    assert f"gate.loosened: expected {key!r} with a reason" in str(caught.value)
+    assert f"products.{PRODUCT}.gate.loosened: expected {key!r} with a reason" in str(caught.value)
     assert f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}" in str(caught.value)
     reason = policy(loosened={key: {"was": was, "now": now, "why": WHY}}).loosened
     check_loosening(asked.model_copy(update={"loosened": reason}), released, material=MATERIAL)
+
+
+def test_a_release_of_before_products_had_names_is_compared_with(released, tmp_path) -> None:
+    """Its policy said `track`; what is asked now says product and kind."""
+    path = tmp_path / RELEASE / PRODUCT / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["policy"] = {key: value for key, value in manifest["policy"].items() if key not in ("product", "kind")}
+    manifest["policy"] |= {"track": "text", "max_slowdown": 0.1}
+    write_text(path, json.dumps(manifest))
+    check_loosening(policy().model_copy(update={"max_slowdown": 0.1}), released, material=MATERIAL)
+    with pytest.raises(SettingsError, match=r"^products\.agent\.gate\.loosened: expected 'benchmark\.max_slowdown'"):
+        check_loosening(policy(), released, material=MATERIAL)
 
 
 def test_an_eval_that_gates_nothing_may_change(released) -> None:
@@ -100,8 +113,8 @@ def test_stricter_and_new_settings_need_none(released, change) -> None:
 
 def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_named(tmp_path) -> None:
     check_loosening(policy(alpha=0.2), tmp_path, material=MATERIAL)
-    write_text(tmp_path / "release/text/manifest.json", "{")
-    with pytest.raises(EvidenceError, match=r"release/text/manifest.json: expected the manifest of a release"):
+    write_text(tmp_path / RELEASE / PRODUCT / "manifest.json", "{")
+    with pytest.raises(EvidenceError, match=r"release/agent/manifest.json: expected the manifest of a release"):
         check_loosening(policy(), tmp_path, material=MATERIAL)
 
 
@@ -145,7 +158,7 @@ def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released
     (TIMED, {**TIMED, "grid": GRID | {"prompt_tokens": [[16, 90]]}}, "benchmark.prompt_tokens"),
     (TIMED, {**TIMED, "grid": GRID | {"num_tokens": 2}}, "benchmark.num_tokens"),
     (TIMED, {**TIMED, "grid": GRID | {"rounds": 6}}, "benchmark.rounds"),
-    ({"track": "detector", "max_slowdown": 0.1}, {"track": "detector"}, "max_slowdown"),
+    ({"kind": "vision", "max_slowdown": 0.1}, {"kind": "vision"}, "max_slowdown"),
     ({"exact": ("a",)}, {"release": ("b",)}, "candidates.b.exact"),
     ({"min_acceptance": {"a": 0.9}}, {"release": ("b",)}, "candidates.b.min_acceptance"),
     ({"min_acceptance": {"a": 0.9}}, {"min_acceptance": {"a": 0.8}}, "candidates.a.min_acceptance"),
@@ -166,7 +179,8 @@ def test_more_may_be_timed_and_what_fails_nobody_may_be_timed_less(last, now) ->
 
 
 @pytest.mark.parametrize(("key", "said"), [
-    ("alpha", "gate.loosened.alpha: expected a setting that is looser than at the last release, found none"),
+    ("alpha",
+     "products.agent.gate.loosened.alpha: expected a setting that is looser than at the last release, found none"),
     (f"tolerances.{CALLS}.overal", "found none of that name that is; remove it"),
     ("reference.weights", "gate.loosened.reference.weights: expected a setting that is looser"),
 ])
@@ -182,7 +196,7 @@ def test_a_reason_may_stay_until_its_change_is_undone_and_before_weights_are_kno
     reason = {"was": 0.05, "now": 0.1, "why": WHY}
     loose = policy(alpha=0.1, loosened={"alpha": reason})
     check_loosening(loose, released, material=MATERIAL)
-    path = tmp_path / "release/text/manifest.json"
+    path = tmp_path / RELEASE / PRODUCT / "manifest.json"
     manifest = json.loads(path.read_text()) | {"policy": loose.model_dump(mode="json")}
     write_text(path, json.dumps(manifest))
     check_loosening(loose, tmp_path, material=MATERIAL)

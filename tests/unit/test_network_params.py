@@ -1,4 +1,4 @@
-"""The sections `detector` and `upscaler`: what contradicts itself is refused with the path of its key."""
+"""Products of kind vision, a detector and an upscaler: what contradicts itself is refused with the path of its key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ruamel.yaml import YAML
 from pipeline.environment import GpuProof
 from pipeline.errors import SettingsError
 from pipeline.gate.verdicts import describe_policy
+from pipeline.network_params import VisionProduct
 from pipeline.network_preflight import describe_slow_formats
-from pipeline.params import parse_params
+from pipeline.params import Params, get_product, parse_params
+from pipeline.settings import Product
 from tests.paths import ROOT
 from tests.tiny_networks import describe_detector, describe_upscaler, make_detector
 from tests.unit.test_environment import machine
@@ -23,14 +25,32 @@ HALF = {"kind": "precision", "dtype": "float16"}
 TILING = {"kind": "tiling", "tile": 32, "overlap": 0.125, "window": "hann"}
 GATE = describe_detector()["gate"]
 EVAL = describe_detector()["evals"]["squares"]
+VIEWS = describe_upscaler()["evals"]["views"]
 
 
-def refusal(section: str, changes: dict[str, Any]) -> str:
-    describe = {"detector": describe_detector, "upscaler": describe_upscaler}[section]
+DESCRIBE = {"detector": describe_detector, "upscaler": describe_upscaler}
+
+
+def parse(described: dict[str, Any]) -> Params:
+    """Parse the shipped project with this product added, or put in place of the one of its name."""
+    product = dict(described)
+    name, own = product.pop("name"), product.pop("candidates")
+    others = {key: candidate for key, candidate in WHOLE["candidates"].items() if candidate["product"] != name}
+    assert not own.keys() & others.keys()
+    return parse_params({"products": WHOLE["products"] | {name: product}, "candidates": others | {
+        key: {"product": name} | candidate for key, candidate in own.items()}})  # fmt: skip
+
+
+def refusal(name: str, changes: dict[str, Any]) -> str:
     with pytest.raises(SettingsError) as caught:
-        parse_params(WHOLE | {section: describe(**changes)})
+        parse(DESCRIBE[name](**changes))
     assert "\n" not in str(caught.value)
     return str(caught.value).removeprefix("params.yaml: ")
+
+
+def locate(name: str, said: str) -> str:
+    """Put the product in front of a message about one of its settings; candidates stand beside products."""
+    return said if said.startswith("candidates") else f"products.{name}.{said}"
 
 
 def steps(*given: dict[str, Any], name: str = "mine") -> dict[str, Any]:
@@ -46,12 +66,12 @@ def areas(**given: list[float]) -> dict[str, Any]:
     return {"evals": {"squares": EVAL | {"areas": given}}}
 
 
-AT = "detector.candidates.mine.steps"
+AT = "candidates.mine.steps"
 
 
 @pytest.mark.parametrize(("changes", "said"), [
     pytest.param({"gate": describe_detector()["gate"] | {"max_slowdown": 25.0}},
-                 "detector.gate.max_slowdown: expected 10 or less, got 25", id="slowdown-in-percent"),
+                 "gate.max_slowdown: expected 10 or less, got 25", id="slowdown-in-percent"),
     pytest.param(steps(POLICY, HALF), f"{AT}.1: expected no precision beside conv_policy, which is emulated",
                  id="policy-and-precision"),
     pytest.param(steps({"kind": "channels_last"}, POLICY), f"{AT}.0: expected no channels_last beside conv_policy",
@@ -76,54 +96,65 @@ AT = "detector.candidates.mine.steps"
                  "or 'winograd_f43', got 'winograd_f63'", id="unknown-algorithm"),
     pytest.param(steps(HALF | {"dtype": "int8"}), f"{AT}.0.dtype: expected 'float32', 'bfloat16' or 'float16'",
                  id="unknown-dtype"),
-    pytest.param(areas(small=[0.0, 9.0]), "detector.evals.squares.areas.small: expected another name than COCO's own",
+    pytest.param(areas(small=[0.0, 9.0]), "evals.squares.areas.small: expected another name than COCO's own",
                  id="area-named-as-cocos"),
-    pytest.param(areas(tiny=[9.0, 4.0]), "detector.evals.squares.areas.tiny: expected the smaller area first, got "
+    pytest.param(areas(tiny=[9.0, 4.0]), "evals.squares.areas.tiny: expected the smaller area first, got "
                  "[9.0, 4.0]; swap them", id="area-swapped"),
-    pytest.param(areas(tiny=[9.0]), "detector.evals.squares.areas.tiny: expected 2 or more", id="area-of-one-bound"),
-    pytest.param(tolerances(squares__ap={"overall": 0.1}), "detector.gate.tolerances: expected "
+    pytest.param(areas(tiny=[9.0]), "evals.squares.areas.tiny: expected 2 or more", id="area-of-one-bound"),
+    pytest.param(tolerances(squares__ap={"overall": 0.1}), "gate.tolerances: expected "
                  "squares/finite_output_rate with an overall tolerance that can stop a release, found none; NaN",
                  id="finite-not-gated"),
-    pytest.param(tolerances(squares__finite_output_rate={"buckets": {"dim": 0.1}}), "expected squares/"
-                 "finite_output_rate with an overall tolerance", id="finite-gated-in-a-bucket-only"),
-    pytest.param(tolerances(**{"squares/psnr_db": {"overall": 0.1}}), "detector.gate.tolerances.squares/psnr_db: no "
+    pytest.param(tolerances(squares__finite_output_rate={"buckets": {"dim": 0.1}}),
+                 "gate.tolerances: expected squares/finite_output_rate with an overall tolerance",
+                 id="finite-gated-in-a-bucket-only"),
+    pytest.param(tolerances(**{"squares/psnr_db": {"overall": 0.1}}), "gate.tolerances.squares/psnr_db: no "
                  "such metric", id="metric-of-another-kind"),
-    pytest.param({"evals": {"squares": EVAL | {"kind": "upscaling"}}}, "detector.evals.squares.kind: expected "
-                 "'detection', got 'upscaling'", id="eval-of-another-kind"),
-    pytest.param({"reference": "none"}, "detector.reference: expected one of the candidates", id="no-reference"),
-    pytest.param({"reference": "half", "release": ["squares"]}, "detector.candidates.half.steps: expected none, as it "
-                 "is the reference", id="reference-with-steps"),
-    pytest.param({"release": ["squares"]}, "detector.release.0: 'squares' is the reference", id="release-reference"),
-    pytest.param({"adapter": 3}, "detector.adapter: expected text, got 3", id="adapter-no-text"),
-    pytest.param({"running": {"batch_size": 0, "num_workers": 1, "num_threads": 1}}, "detector.running.batch_size: "
+    pytest.param({"evals": {"squares": EVAL, "views": VIEWS}, **tolerances(
+                     squares__finite_output_rate={"overall": 0.1}, views__finite_output_rate={"overall": 0.1})},
+                 "evals.views.kind: expected detection, as the first eval has, got upscaling: an "
+                 "adapter gives boxes or pictures; make it a product of its own", id="eval-of-another-task"),
+    pytest.param({"evals": {"squares": VIEWS}}, "gate.tolerances.squares/ap: no such metric",
+                 id="detector-evaluated-as-an-upscaler"),
+    pytest.param({"evals": {"squares": EVAL | {"kind": "images"}}}, "evals.squares: expected one of "
+                 "the kinds 'detection', 'upscaling', got 'images'", id="eval-of-another-kind"),
+    pytest.param({"running": {"batch_size": 4}}, "running: unknown key", id="old-name-of-serving"),
+    pytest.param({"serving": {"batch_size": 4, "num_threads": 1, "num_workers": 1}},
+                 "serving.num_workers: unknown key", id="workers-change-no-output"),
+    pytest.param({"resources": {"num_workers": 0}}, "resources.num_workers: expected 1 or more, got 0",
+                 id="no-worker"),
+    pytest.param({"reference": "none"}, "reference: expected one of the candidates", id="no-reference"),
+    pytest.param({"reference": "half", "release": ["squares"]}, "candidates.half.steps: expected none, as it is the "
+                 "reference", id="reference-with-steps"),
+    pytest.param({"release": ["squares"]}, "release.0: 'squares' is the reference", id="release-reference"),
+    pytest.param({"adapter": 3}, "adapter: expected text, got 3", id="adapter-no-text"),
+    pytest.param({"serving": {"batch_size": 0, "num_threads": 1}}, "serving.batch_size: "
                  "expected 1 or more, got 0", id="no-batch"),
-    pytest.param({"adaptor": "x.py"}, "detector.adaptor: unknown key", id="unknown-key"),
+    pytest.param({"adaptor": "x.py"}, "adaptor: unknown key", id="unknown-key"),
 ])  # fmt: skip
 def test_a_detector_that_contradicts_itself_is_told_by_its_key(changes: dict[str, Any], said: str) -> None:
-    found = refusal("detector", changes)
-    assert found.startswith(said) or said in found.partition(": ")[2] or said in found
+    assert refusal("detector", changes).startswith(locate("detector", said))
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    pytest.param(steps(TILING | {"overlap": 0.6}), "upscaler.candidates.mine.steps.0.overlap: expected 0.5 or less",
+    pytest.param(steps(TILING | {"overlap": 0.6}), "candidates.mine.steps.0.overlap: expected 0.5 or less",
                  id="overlap"),
-    pytest.param(steps(TILING | {"tile": 4}), "upscaler.candidates.mine.steps.0.tile: expected 8 or more", id="tile"),
-    pytest.param(steps(TILING | {"tile": 32.0}), "upscaler.candidates.mine.steps.0.tile: expected a whole number",
+    pytest.param(steps(TILING | {"tile": 4}), "candidates.mine.steps.0.tile: expected 8 or more", id="tile"),
+    pytest.param(steps(TILING | {"tile": 32.0}), "candidates.mine.steps.0.tile: expected a whole number",
                  id="tile-no-integer"),
-    pytest.param(steps(TILING | {"window": "cosine"}), "upscaler.candidates.mine.steps.0.window: expected 'none', ",
+    pytest.param(steps(TILING | {"window": "cosine"}), "candidates.mine.steps.0.window: expected 'none', ",
                  id="window"),
-    pytest.param(steps(TILING | {"overlap": 0.0}), "upscaler.candidates.mine.steps.0.overlap: expected a pixel or "
+    pytest.param(steps(TILING | {"overlap": 0.0}), "candidates.mine.steps.0.overlap: expected a pixel or "
                  "more for window hann to blend, got 0 of a tile of 32; raise it, or set window: none", id="gap"),
-    pytest.param(steps(TILING | {"overlap": 0.01, "window": "linear"}), "upscaler.candidates.mine.steps.0.overlap: "
+    pytest.param(steps(TILING | {"overlap": 0.01, "window": "linear"}), "candidates.mine.steps.0.overlap: "
                  "expected a pixel or more for window linear to blend, got 0.01 of a tile of 32", id="half-a-pixel"),
     pytest.param({"evals": {"views": {"kind": "upscaling", "evalset": "e", "areas": {}}}},
-                 "upscaler.evals.views.areas: unknown key", id="areas"),
+                 "evals.views.areas: unknown key", id="areas"),
 ])  # fmt: skip
 def test_an_upscaler_that_contradicts_itself_is_told_by_its_key(changes: dict[str, Any], said: str) -> None:
-    assert refusal("upscaler", changes).startswith(said)
+    assert refusal("upscaler", changes).startswith(locate("upscaler", said))
 
 
-@pytest.mark.parametrize(("section", "given"), [
+@pytest.mark.parametrize(("name", "given"), [
     ("detector", steps(HALF, {"kind": "channels_last"}, {"kind": "compile", "mode": "default", "dynamic": True})),
     ("detector", steps(HALF | {"autocast": True})),
     ("detector", steps(POLICY | {"rules": [RULE, RULE | {"reason": "small"}]})),
@@ -131,10 +162,10 @@ def test_an_upscaler_that_contradicts_itself_is_told_by_its_key(changes: dict[st
     ("upscaler", steps(TILING, HALF, {"kind": "channels_last"})),
     ("upscaler", steps(TILING | {"overlap": 0.0, "window": "none"})),
 ])  # fmt: skip
-def test_steps_that_go_together_are_let_through(section: str, given: dict[str, Any]) -> None:
+def test_steps_that_go_together_are_let_through(name: str, given: dict[str, Any]) -> None:
     """Without it a check that refuses every second step would pass all above."""
-    describe = {"detector": describe_detector, "upscaler": describe_upscaler}[section]
-    assert getattr(parse_params(WHOLE | {section: describe(**given)}), section).candidates["mine"].steps
+    product = get_product(parse(DESCRIBE[name](**given)), name, kind=VisionProduct)
+    assert len(product.candidates["mine"].steps) == len(given["steps"]["mine"])
 
 
 @pytest.mark.parametrize(("metric", "limit", "is_fine"), [
@@ -145,18 +176,20 @@ def test_what_may_be_lost_is_told_in_the_unit_of_the_metric(metric: str, limit: 
     changed = describe_upscaler()
     changed["gate"]["tolerances"][f"views/{metric}"] = {"overall": limit}
     if is_fine:
-        assert parse_params(WHOLE | {"upscaler": changed}).upscaler
+        product = get_product(parse(changed), "upscaler", kind=VisionProduct)
+        assert product.gate.tolerances[f"views/{metric}"].overall == limit
         return
-    with pytest.raises(SettingsError, match=rf"upscaler.gate.tolerances.views/{metric}.overall: expected less than 1 "):
-        parse_params(WHOLE | {"upscaler": changed})
+    where = f"products.upscaler.gate.tolerances.views/{metric}.overall"
+    with pytest.raises(SettingsError, match=rf"{where}: expected less than 1 "):
+        parse(changed)
 
 
 def test_the_policy_names_what_is_there_for_speed_alone() -> None:
     """From it the gate knows that a verdict must hold a gain, whatever the verdict says."""
-    track = make_detector({"half": [HALF], "last": [{"kind": "channels_last"}],
+    product = make_detector({"half": [HALF], "last": [{"kind": "channels_last"}],
                            "both": [HALF, {"kind": "compile", "mode": "default"}]})  # fmt: skip
-    assert describe_policy(track).for_speed == ("last", "both")
-    assert describe_policy(parse_params(WHOLE)).for_speed == ()
+    assert describe_policy(product).for_speed == ("last", "both")
+    assert describe_policy(get_product(parse_params(WHOLE), "agent", kind=Product)).for_speed == ()
 
 
 @pytest.mark.parametrize(("facts", "is_slow"), [
@@ -166,6 +199,6 @@ def test_the_policy_names_what_is_there_for_speed_alone() -> None:
 ])  # fmt: skip
 def test_sixteen_bits_without_avx512_are_warned_of(facts: dict[str, Any], is_slow: bool) -> None:
     """Eight minutes went by on 300 pictures that take 14 seconds in float32, without a word."""
-    track = make_detector({"half": [HALF], "last": [{"kind": "channels_last"}], "policy": [POLICY]})
-    found = describe_slow_formats(track, machine(**facts))
-    assert [line.partition(": this CPU")[0] for line in found] == (["detector.candidates: half"] if is_slow else [])
+    product = make_detector({"half": [HALF], "last": [{"kind": "channels_last"}], "policy": [POLICY]})
+    found = describe_slow_formats(product, machine(**facts))
+    assert [line.partition(": this CPU")[0] for line in found] == (["candidates: half"] if is_slow else [])

@@ -1,10 +1,10 @@
-"""The report of a network track: what it costs, what an average hides, and pictures that never stop a judgement."""
+"""The report of a network product: what it costs, what an average hides, and pictures that never stop a judgement."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ from pipeline.gate.report import render_report
 from pipeline.gate.seams import cut_strip
 from pipeline.gate.terminal import render_gate
 from pipeline.gate.verdicts import is_blocking
+from pipeline.product import Plot
+from pipeline.products import KINDS
 from pipeline.record_files import read_record, write_record
 from pipeline.records import CaseRecord, Evaluation, Fallback
 from pipeline.serving_records import Tiling
 from pipeline.verdict_records import Verdict
-from stages.compare import PLOTS
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
     NOTES,
@@ -43,7 +44,7 @@ from tests.synthetic_networks import (
     TILE,
     Way,
     compile_notes,
-    make_network_track,
+    make_network_product,
     make_people,
     time_notes,
     write_detector,
@@ -76,24 +77,24 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every candidate of WAYS on images of many large objects and few small ones."""
     root, rng = tmp_path_factory.mktemp("detector"), np.random.default_rng(2)
     objects = [make_people(rng, num_large=9, num_small=i % 2) for i in range(140)]
-    return write_detector(root, make_network_track("detector", WAYS), WAYS, objects=objects)
+    return write_detector(root, make_network_product("detector", WAYS), WAYS, objects=objects)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same candidates on few images, to be damaged."""
     root = tmp_path_factory.mktemp("small")
-    return write_detector(root, make_network_track("detector", WAYS), WAYS, num_images=12)
+    return write_detector(root, make_network_product("detector", WAYS), WAYS, num_images=12)
 
 
 @pytest.fixture(scope="module")
 def judged(detector: Path) -> ReleaseComparison:
-    return compare_release(make_network_track("detector", WAYS), detector)
+    return compare_release(make_network_product("detector", WAYS), detector)
 
 
 def judge_upscaler(root: Path, ways: dict[str, Way], plain: dict[str, Any] | None = None) -> ReleaseComparison:
-    track = make_network_track("upscaler", ways)
-    return compare_release(track, write_upscaler(root, track, {REFERENCE: Way(notes=plain or {}), **ways}))
+    product = make_network_product("upscaler", ways)
+    return compare_release(product, write_upscaler(root, product, {REFERENCE: Way(notes=plain or {}), **ways}))
 
 
 def costs_of(compared: ReleaseComparison, name: str) -> dict[str, str]:
@@ -147,8 +148,8 @@ SLOW = time_notes(median=9.0, low=8.0, high=10.0)
 
 
 def judge_slow(root: Path, way: Way, **gate: Any) -> Verdict:
-    track = make_network_track("upscaler", {"slow": way}, **gate)
-    compared = compare_release(track, write_upscaler(root, track, {REFERENCE: Way(), "slow": way}))
+    product = make_network_product("upscaler", {"slow": way}, **gate)
+    compared = compare_release(product, write_upscaler(root, product, {REFERENCE: Way(), "slow": way}))
     check_outcomes(compared.judgement)
     return compared.judgement.verdicts[0]
 
@@ -199,8 +200,8 @@ def test_users_wait_by_the_wall_clock_too(tmp_path: Path) -> None:
 def test_a_limit_on_time_that_was_not_applied_is_said_where_the_verdict_is(tmp_path: Path) -> None:
     """It stood in the report alone: at the terminal an emulated candidate had kept a limit that nothing measured."""
     ways = {"policy": Way([POLICY])}
-    track = make_network_track("upscaler", ways, max_slowdown=0.2)
-    judgement = compare_release(track, write_upscaler(tmp_path, track, ways)).judgement
+    product = make_network_product("upscaler", ways, max_slowdown=0.2)
+    judgement = compare_release(product, write_upscaler(tmp_path, product, ways)).judgement
     check_outcomes(judgement)
     said = "speed: gate.max_slowdown was not applied: an emulated policy has no time of its own"
     assert judgement.outcome == "pass" and f"note: {said}" in judgement.verdicts[0].reasons
@@ -217,8 +218,8 @@ def test_tiles_alone_are_timed_or_refused_where_there_is_a_limit(tmp_path: Path)
 
 def test_a_slow_candidate_is_none_that_passes_by_an_edit(tmp_path: Path) -> None:
     way = Way([HALF], notes={"speed": SLOW, "total": SLOW})
-    track = make_network_track("upscaler", {"slow": way}, max_slowdown=0.2)
-    judgement = compare_release(track, write_upscaler(tmp_path, track, {"slow": way})).judgement
+    product = make_network_product("upscaler", {"slow": way}, max_slowdown=0.2)
+    judgement = compare_release(product, write_upscaler(tmp_path, product, {"slow": way})).judgement
     passed = judgement.verdicts[0].model_copy(update={"outcome": "pass", "reasons": ()})
     with pytest.raises(EvidenceError, match="slow: the verdict contradicts"):
         check_outcomes(judgement.model_copy(update={"verdicts": (passed,)}))
@@ -237,9 +238,9 @@ def test_a_limit_on_time_refuses_notes_without_it(tmp_path: Path) -> None:
     verdict = judge_slow(tmp_path, way, max_slowdown=0.2)
     assert verdict.outcome == "refused" and "gate.max_slowdown: expected the time in total" in verdict.reasons[0]
     assert judge_slow(tmp_path / "unlimited", way).outcome == "pass"
-    track = make_network_track("upscaler", {"slow": way}, max_slowdown=0.2)
+    product = make_network_product("upscaler", {"slow": way}, max_slowdown=0.2)
     timed = Way([HALF], notes={"speed": time_notes(), "total": time_notes()})
-    judgement = compare_release(track, write_upscaler(tmp_path / "timed", track, {"slow": timed})).judgement
+    judgement = compare_release(product, write_upscaler(tmp_path / "timed", product, {"slow": timed})).judgement
     assert judgement.outcome == "pass"
     without = judgement.verdicts[0].model_copy(update={"total": None})
     with pytest.raises(EvidenceError, match="slow: the verdict contradicts"):
@@ -265,8 +266,8 @@ def test_another_checkpoint_is_timed_or_refused_where_there_is_a_limit(tmp_path:
 def test_another_checkpoint_without_a_time_is_none_that_passes_by_an_edit(tmp_path: Path) -> None:
     """The steps do not tell that it had to be timed."""
     way = Way(notes={"total": time_notes()}, checkpoint="models/int8")
-    track = make_network_track("upscaler", {"int8": way}, max_slowdown=0.25)
-    judgement = compare_release(track, write_upscaler(tmp_path, track, {"int8": way})).judgement
+    product = make_network_product("upscaler", {"int8": way}, max_slowdown=0.25)
+    judgement = compare_release(product, write_upscaler(tmp_path, product, {"int8": way})).judgement
     assert judgement.outcome == "pass"
     without = judgement.verdicts[0].model_copy(update={"total": None})
     with pytest.raises(EvidenceError, match="int8: the verdict contradicts"):
@@ -338,11 +339,11 @@ def test_a_failing_bucket_lists_its_own_cases(judged: ReleaseComparison) -> None
 
 def test_pictures_that_became_unsound_are_named_and_not_printed(tmp_path: Path) -> None:
     ways = {"policy": Way([POLICY])}
-    track = make_network_track("detector", ways)
-    build = write_detector(tmp_path, track, ways)
+    product = make_network_product("detector", ways)
+    build = write_detector(tmp_path, product, ways)
     edit_records(build / "evaluations/policy", "scenes",
                  lambda r: r.model_copy(update={"scores": r.scores | {"finite": 0.0}}))
-    report = render_report(compare_release(track, build))
+    report = render_report(compare_release(product, build))
     assert "| loss | scene-0 | " in report and "|  | image | picture |" in report and "bbox" not in report
 
 
@@ -376,12 +377,12 @@ def test_tiles_are_counted_with_the_overlap_that_they_were_run_with(tmp_path: Pa
     assert "views: 40 of 40 pictures are larger than a tile and are cut, into up to 16 tiles." in report
 
 
-@pytest.mark.parametrize("track", ["detector", "upscaler"])
-def test_names_can_not_forge_a_line_of_the_report(tmp_path: Path, track: str) -> None:
-    ways = {"bad": Way([TILED] if track == "upscaler" else [POLICY], seam=9.0, by=LOSING, notes=OVERFLOW,
+@pytest.mark.parametrize("product", ["detector", "upscaler"])
+def test_names_can_not_forge_a_line_of_the_report(tmp_path: Path, product: str) -> None:
+    ways = {"bad": Way([TILED] if product == "upscaler" else [POLICY], seam=9.0, by=LOSING, notes=OVERFLOW,
                        fallbacks=[Fallback(layer=FORGED, reason=FORGED)])}  # fmt: skip
-    settings = make_network_track(track, ways)
-    write = write_detector if track == "detector" else write_upscaler
+    settings = make_network_product(product, ways)
+    write = write_detector if product == "detector" else write_upscaler
     build = write(tmp_path, settings, ways)
     for name in ("plain", "bad"):
         edit_records(build / "evaluations" / name, next(iter(settings.evals)),
@@ -393,8 +394,14 @@ def test_names_can_not_forge_a_line_of_the_report(tmp_path: Path, track: str) ->
     draw_all(compared, tmp_path)
 
 
+def list_plots(compared: ReleaseComparison) -> Mapping[str, Plot]:
+    """Return what stage compare draws of a product."""
+    policy = compared.judgement.policy
+    return KINDS[policy.kind].list_plots(make_network_product(policy.product, WAYS))
+
+
 def draw_all(compared: ReleaseComparison, folder: Path) -> dict[str, bytes]:
-    plots = PLOTS[compared.judgement.policy.track]
+    plots = list_plots(compared)
     for name, plot in plots.items():
         plot(compared, folder / name)
     return {name: (folder / name).read_bytes() for name in plots}
@@ -406,7 +413,7 @@ def test_every_picture_stands_in_the_report_and_has_the_same_bytes_again(
     upscaler = judge_upscaler(tmp_path, {"tiled": Way([TILED], seam=4.0)})
     for compared in (judged, upscaler):
         report = render_report(compared)
-        assert all(f"]({name})" in report for name in PLOTS[compared.judgement.policy.track])
+        assert all(f"]({name})" in report for name in list_plots(compared))
         assert draw_all(compared, tmp_path) == draw_all(compared, tmp_path)
 
 
@@ -443,7 +450,7 @@ def test_a_candidate_without_results_is_not_in_the_legend_of_sizes(
     build = tmp_path / "build"
     shutil.copytree(small, build)
     (build / "evaluations/last/scenes.npz").unlink()
-    judgement = compare_release(make_network_track("detector", WAYS), build).judgement
+    judgement = compare_release(make_network_product("detector", WAYS), build).judgement
     words = list_words(partial(network_plots.plot_buckets, judgement), tmp_path, monkeypatch)
     assert {"plain", "policy", "compiled"} <= words and "last" not in words
 
@@ -456,8 +463,8 @@ Damage = Callable[[Path], Any]
 ])  # fmt: skip
 def test_a_picture_that_can_not_be_read_leaves_its_place_empty(tmp_path: Path, damage: Damage) -> None:
     ways = {"bad": Way([POLICY], by=LOSING)}
-    track = make_network_track("detector", ways)
-    compared = compare_release(track, write_detector(tmp_path, track, ways, num_images=40))
+    product = make_network_product("detector", ways)
+    compared = compare_release(product, write_detector(tmp_path, product, ways, num_images=40))
     whole = draw_all(compared, tmp_path)
     for path in (tmp_path / "pictures").glob("*.png"):
         damage(path)
@@ -480,7 +487,7 @@ def test_notes_of_another_version_are_refused_in_one_line(small: Path, tmp_path:
     shutil.copytree(small, build)
     (build / "evaluations" / name / "scenes.json").write_text(text)
     seal(build / "evaluations" / name, "scenes")
-    compared = compare_release(make_network_track("detector", WAYS), build)
+    compared = compare_release(make_network_product("detector", WAYS), build)
     verdicts = {v.candidate: v for v in compared.judgement.verdicts}
     if name == "last":
         assert verdicts["last"].outcome == "refused"
@@ -496,7 +503,7 @@ def test_evidence_that_is_gone_is_refused_and_reported(small: Path, tmp_path: Pa
     build = tmp_path / "build"
     shutil.copytree(small, build)
     (build / "evaluations" / name / file).unlink()
-    compared = compare_release(make_network_track("detector", WAYS), build)
+    compared = compare_release(make_network_product("detector", WAYS), build)
     assert compared.judgement.verdicts[0].outcome == "refused" and "⛔ refused" in render_report(compared)
     draw_all(compared, tmp_path)
 

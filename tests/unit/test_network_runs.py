@@ -1,4 +1,4 @@
-"""What MLflow shows of a network track: boxes and what was lost, a stitch, costs; whatever is broken is a line."""
+"""What MLflow shows of a network product: boxes and what was lost, a stitch, costs; whatever is broken is a line."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from pipeline.gate.compare import compare_release
 from pipeline.network_contents import STITCH
 from pipeline.run_contents import RunContents, describe_runs
 from pipeline.run_pictures import draw_pictures
-from pipeline.settings import TRACKS
-from pipeline.tracking import EXPERIMENTS, PAGES_FILES, log_runs, write_pages
+from pipeline.tracking import log_runs, write_pages
 from stages.track import list_attachments
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
     NOTES,
     Way,
     compile_notes,
-    make_network_track,
+    make_network_product,
     time_notes,
     write_detector,
     write_upscaler,
@@ -45,17 +44,17 @@ UPSCALERS = {"tiled": Way([{"kind": "tiling", "tile": 16, "overlap": 0.0, "windo
 
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_detector(tmp_path_factory.mktemp("detector"), make_network_track("detector", DETECTORS), DETECTORS,
+    return write_detector(tmp_path_factory.mktemp("detector"), make_network_product("detector", DETECTORS), DETECTORS,
                           num_images=12)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def upscaler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_upscaler(tmp_path_factory.mktemp("upscaler"), make_network_track("upscaler", UPSCALERS), UPSCALERS)
+    return write_upscaler(tmp_path_factory.mktemp("upscaler"), make_network_product("upscaler", UPSCALERS), UPSCALERS)
 
 
 def describe(build: Path, kind: str, ways: dict[str, Way]) -> dict[str, RunContents]:
-    runs = describe_runs(compare_release(make_network_track(kind, ways), build).judgement, build)
+    runs = describe_runs(compare_release(make_network_product(kind, ways), build).judgement, build)
     return {run.candidate: run for run in runs}
 
 
@@ -105,7 +104,7 @@ def test_an_overflow_has_no_number_that_mlflow_could_not_take(tmp_path: Path) ->
     zero = {"relative_error": 0.0, "absmax": 0.0, "nonfinite_count": 0, "headroom_bits": None}
     ways = {"hot": Way(by=SAME, notes={"layers": NOTES["layers"] | {"head": broken}}),
             "dead": Way(by=SAME, notes={"layers": {"stem": zero}})}  # fmt: skip
-    build = write_detector(tmp_path, make_network_track("detector", ways), ways, num_images=4)
+    build = write_detector(tmp_path, make_network_product("detector", ways), ways, num_images=4)
     runs = describe(build, "detector", ways)
     assert runs["hot"].metrics["cost/least_headroom_doublings"] == -4
     assert np.isfinite([*runs["hot"].metrics.values()]).all()
@@ -126,23 +125,38 @@ def test_params_and_predictions_are_for_people(detector: Path, upscaler: Path) -
 
 def test_a_second_log_adds_nothing(detector: Path, tmp_path: Path) -> None:
     runs = list(describe(detector, "detector", DETECTORS).values())
-    first = log_runs(runs, tmp_path, track="detector")
-    again = log_runs(list(describe(detector, "detector", DETECTORS).values()), tmp_path, track="detector")
+    first = log_runs(runs, tmp_path, product="detector")
+    again = log_runs(list(describe(detector, "detector", DETECTORS).values()), tmp_path, product="detector")
     assert [(r.run_id, r.is_new) for r in again] == [(r.run_id, False) for r in first]
-    write_pages(first, tmp_path, track="detector")
-    assert "viewStateShareKey" in (tmp_path / PAGES_FILES["detector"]).read_text()
+    write_pages(first, tmp_path, product="detector", has_pictures=any(run.images for run in runs))
+    assert "viewStateShareKey" in (tmp_path / "mlartifacts/pages-detector.txt").read_text()
 
 
-def test_tracks_share_no_experiment_and_no_file() -> None:
-    assert len({EXPERIMENTS[track] for track in TRACKS}) == len({PAGES_FILES[track] for track in TRACKS}) == len(TRACKS)
-    assert EXPERIMENTS["upscaler"] == "quantgate upscaler"
-    assert PAGES_FILES["upscaler"] == "mlartifacts/pages-upscaler.txt"
+def test_products_share_no_experiment_and_no_file(detector: Path, upscaler: Path, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    runs = {"people": list(describe(detector, "detector", DETECTORS).values()),
+            "faces": list(describe(detector, "detector", DETECTORS).values()),
+            "upscaler": list(describe(upscaler, "upscaler", UPSCALERS).values())}  # fmt: skip
+    logged = {product: log_runs(shown, tmp_path, product=product) for product, shown in runs.items()}
+    for product, shown in logged.items():
+        write_pages(shown, tmp_path, product=product, has_pictures=False)
+    assert all(run.is_new for shown in logged.values() for run in shown), "another product's run is none of its own"
+    ids = {product: {run.experiment_id for run in shown} for product, shown in logged.items()}
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert {product: [client.get_experiment(i).name for i in found] for product, found in ids.items()} == {
+        "people": ["quantgate people"], "faces": ["quantgate faces"], "upscaler": ["quantgate upscaler"]}  # fmt: skip
+    for product, shown in logged.items():
+        found = client.search_runs([*ids[product]])
+        assert {run.info.run_id for run in found} == {run.run_id for run in shown}, "all active: none was binned"
+        pages = (tmp_path / f"mlartifacts/pages-{product}.txt").read_text()
+        assert all(run.run_id in pages for run in shown) and "viewStateShareKey" not in pages
 
 
 def test_a_verdict_of_no_gain_has_a_colour_of_its_own(tmp_path: Path) -> None:
     ways = {"same": DETECTORS["same"], "losing": Way(by=SAME)}
-    track = make_network_track("detector", ways, {"scenes/ap": {"overall": 0.2}})
-    runs = describe_runs(compare_release(track, write_detector(tmp_path, track, ways, num_images=80)).judgement,
+    product = make_network_product("detector", ways, {"scenes/ap": {"overall": 0.2}})
+    runs = describe_runs(compare_release(product, write_detector(tmp_path, product, ways, num_images=80)).judgement,
                          tmp_path / "build")  # fmt: skip
     assert [run.params["gate"] for run in runs] == ["reference", "no gain (release)", "pass (release)"]
     assert len({run.color for run in runs}) == 3
@@ -178,7 +192,7 @@ def test_broken_evidence_never_stops_a_run(
 
 def test_a_picture_that_is_gone_is_a_line(detector: Path, upscaler: Path, tmp_path: Path) -> None:
     ways = {"losing": DETECTORS["losing"]}
-    build = write_detector(tmp_path, make_network_track("detector", ways), ways, num_images=8)
+    build = write_detector(tmp_path, make_network_product("detector", ways), ways, num_images=8)
     shutil.rmtree(tmp_path / "pictures")
     pictures, problems = draw_pictures(describe(build, "detector", ways)["losing"].images)
     assert not pictures and "expected an image, found no file" in problems[0]

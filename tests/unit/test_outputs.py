@@ -204,26 +204,29 @@ def read_annotations(lines: list[str]) -> list[tuple[str, int, str]]:
 
 def test_annotations_stand_at_the_tolerance(compared: ReleaseComparison) -> None:
     judgement = compared.judgement
-    text = ("gate:\n  alpha: 0.05\n  tolerances:\n    calls/tool_call_exact_match:\n      # why\n      overall: 0.02\n"
-            "candidates:\n  broken:\n    steps: []\n")
+    gate = ("    gate:\n      alpha: 0.05\n      tolerances:\n        calls/tool_call_exact_match:\n          # why\n"
+            "          overall: 0.02\n")
+    text = f"products:\n  other:\n{gate}  agent:\n{gate}candidates:\n  broken:\n    steps: []\n"
     found = read_annotations(render_annotations(judgement, text))
     by_message = {message.partition(": ")[0]: (level, line) for level, line, message in found}
-    assert by_message["calls/tool_call_exact_match"] == ("error", 6)
-    assert by_message["refused"] == ("error", 8)
+    assert by_message["calls/tool_call_exact_match"] == ("error", 15)
+    assert by_message["refused"] == ("error", 17)
 
 
 def test_every_tolerance_of_the_shipped_settings_has_its_line() -> None:
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
     lines, shipped, find_line = text.splitlines(), YAML(typ="safe").load(text), index_lines(text)
-    for section in ((), ("images",), ("detector",), ("upscaler",)):
-        gate = (shipped[section[0]] if section else shipped)["gate"]
-        for metric, tolerance in gate["tolerances"].items():
-            key = (*section, "gate", "tolerances", metric)
+    for product, section in shipped["products"].items():
+        for metric, tolerance in section["gate"]["tolerances"].items():
+            key = ("products", product, "gate", "tolerances", metric)
             assert lines[find_line(key) - 1].strip().startswith(f"{metric}:")
             for bucket in tolerance.get("buckets", {}):
                 assert f"{bucket}: " in lines[find_line((*key, "buckets", bucket)) - 1]
                 assert find_line(key) <= find_line((*key, "buckets", bucket)) < find_line(key) + 9
-    assert find_line(("gate", "tolerances", "no/such")) == find_line(("gate", "tolerances")), "its nearest parent"
+    tolerances = ("products", "agent", "gate", "tolerances")
+    assert find_line((*tolerances, "no/such")) == find_line(tolerances) > 1, "its nearest parent"
+    found = [find_line(("candidates", name)) for name in shipped["candidates"]]
+    assert [lines[line - 1].split(":")[0].strip() for line in found] == list(shipped["candidates"])
     assert find_line(("no", "such")) == 1
 
 
@@ -267,7 +270,7 @@ def test_what_does_not_fit_into_a_summary_is_left_out_whole(compared: ReleaseCom
     large = Explanation(candidates=(CandidateExplanation(candidate="bad", folder="f", flips=(flip,), lost=()),))
     text = render_summary(compared.judgement, large)
     assert len(text.encode()) < MAX_SUMMARY_BYTES + 100
-    assert "reports/report.md" in text and text.count("<details>") == text.count("</details>") == 0
+    assert "reports/agent/report.md" in text and text.count("<details>") == text.count("</details>") == 0
 
 
 # --- what is explained

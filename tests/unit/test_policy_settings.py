@@ -14,53 +14,61 @@ from pipeline.networks.proposal import LayerProposal
 
 BEFORE = """\
 # Every setting.
-release: [a]   # keep
+products:
+  people:
+    kind: vision
+    release: [a]   # keep
 
-detector:
-  candidates:
-    plain:
-      checkpoint: models/people
-      steps: []
+candidates:
+  plain:
+    product: people
+    checkpoint: models/people
+    steps: []
 
-    # Found on calibration images.
-    calibrated:
-      checkpoint: models/people
-      steps:
+  # Found on calibration images.
+  calibrated:
+    product: people
+    checkpoint: models/people
+    steps:
 """
 AFTER = """
-    # What follows belongs to the next candidate.
-    other:
-      checkpoint: 'models/people'
-      steps: [{kind: channels_last}]
+  # What follows belongs to the next candidate.
+  other:
+    product: people
+    checkpoint: 'models/people'
+    steps: [{kind: channels_last}]
 
-upscaler:
-  candidates: {}
+  # Of another product.
+  tiled:
+    product: upscaler
+    checkpoint: models/upscaler
+    steps: []
 """
 LAYOUTS = {
     "block": """\
-        - kind: conv_policy
-          algorithm: direct        # direct | winograd_f23 | winograd_f43
-          dtype: float32           # of all that no rule names
-          rules:
-            # by hand
-            - {layers: [stem], algorithm: direct, dtype: float32, reason: "it: is #1"}  # the last
+      - kind: conv_policy
+        algorithm: direct        # direct | winograd_f23 | winograd_f43
+        dtype: float32           # of all that no rule names
+        rules:
+          # by hand
+          - {layers: [stem], algorithm: direct, dtype: float32, reason: "it: is #1"}  # the last
 """,
     "no rules": """\
-        - kind: conv_policy
-          algorithm: direct        # direct | winograd_f23 | winograd_f43
-          dtype: float32           # of all that no rule names
+      - kind: conv_policy
+        algorithm: direct        # direct | winograd_f23 | winograd_f43
+        dtype: float32           # of all that no rule names
 """,
     "rules first": """\
-        - rules: []
-          kind: conv_policy
-          algorithm: direct
-          dtype: float32
+      - rules: []
+        kind: conv_policy
+        algorithm: direct
+        dtype: float32
 """,
-    "braces": "        - {kind: conv_policy, algorithm: direct, dtype: float32}   # comment\n",
+    "braces": "      - {kind: conv_policy, algorithm: direct, dtype: float32}   # comment\n",
     "beside another": """\
-        - {kind: conv_policy, algorithm: direct, dtype: float32}
-        - kind: tiling   # keep this
-          tile: 64
+      - {kind: conv_policy, algorithm: direct, dtype: float32}
+      - kind: tiling   # keep this
+        tile: 64
 """,
 }
 
@@ -78,7 +86,7 @@ WANTED = [("b.1", "winograd_f23", "float16"), ("1", "direct", "bfloat16"), ("nul
 
 
 def read_step(text: str, candidate: str = "calibrated") -> dict:
-    steps = YAML(typ="safe").load(text)["detector"]["candidates"][candidate]["steps"]
+    steps = YAML(typ="safe").load(text)["candidates"][candidate]["steps"]
     return next(step for step in steps if step["kind"] == "conv_policy")
 
 
@@ -93,21 +101,21 @@ def check_step(step: dict) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_step_is_written_and_all_else_stays(layout: str) -> None:
     """ruamel.yaml hangs the comment before the next candidate on the last rule: dumped anew, it would be lost."""
-    found = write_policy(BEFORE + LAYOUTS[layout] + AFTER, "detector", "calibrated", "float16", PROPOSALS)
+    found = write_policy(BEFORE + LAYOUTS[layout] + AFTER, "calibrated", "float16", PROPOSALS)
     assert found.startswith(BEFORE) and found.endswith(AFTER)
     check_step(read_step(found))
     kept = [line for line in LAYOUTS[layout].splitlines() if "# direct |" in line or "# of all" in line]
     assert [re.search("#.*", line).group() in found for line in kept] == [True] * len(kept)
     assert ("# keep this" in found) == ("# keep this" in LAYOUTS[layout])
-    again = write_policy(found, "detector", "calibrated", "float16", PROPOSALS)
+    again = write_policy(found, "calibrated", "float16", PROPOSALS)
     assert read_step(again) == read_step(found) and again.endswith(AFTER)
-    assert write_policy(again, "detector", "calibrated", "float16", PROPOSALS) == again
+    assert write_policy(again, "calibrated", "float16", PROPOSALS) == again
 
 
 def test_steps_in_brackets_are_laid_out_on_lines() -> None:
-    steps = "      steps: [{kind: conv_policy, algorithm: direct, dtype: float32}, {kind: tiling, tile: 8}]  # all\n"
-    before = BEFORE.removesuffix("      steps:\n")
-    found = write_policy(before + steps + AFTER, "detector", "calibrated", "float16", PROPOSALS)
+    steps = "    steps: [{kind: conv_policy, algorithm: direct, dtype: float32}, {kind: tiling, tile: 8}]  # all\n"
+    before = BEFORE.removesuffix("    steps:\n")
+    found = write_policy(before + steps + AFTER, "calibrated", "float16", PROPOSALS)
     assert found.startswith(before) and found.endswith(AFTER) and "- {kind: tiling, tile: 8}" in found
     check_step(read_step(found))
 
@@ -115,7 +123,7 @@ def test_steps_in_brackets_are_laid_out_on_lines() -> None:
 def test_without_a_layer_apart_the_old_rules_go() -> None:
     """Left there, they would hold layers that the new default is for."""
     text = BEFORE + LAYOUTS["block"] + AFTER
-    found = write_policy(text, "detector", "calibrated", "bfloat16", [propose("a", "winograd_f23", "bfloat16")])
+    found = write_policy(text, "calibrated", "bfloat16", [propose("a", "winograd_f23", "bfloat16")])
     assert read_step(found)["rules"] == [] and found.endswith(AFTER)
     assert read_step(found)["algorithm"] == "winograd_f23" and read_step(found)["dtype"] == "bfloat16"
 
@@ -135,20 +143,20 @@ def test_a_name_that_a_shell_would_read_as_a_pattern_is_a_name() -> None:
 
 
 @pytest.mark.parametrize(("candidate", "steps", "message"), [
-    ("absent", "        - kind: conv_policy\n", "absent: expected a candidate with a list of steps"),
-    ("calibrated", "        - kind: tiling\n", "expected a step of kind conv_policy, found none"),
-    ("calibrated", "        - kind: conv_policy\n          dtype: float16\n", "expected algorithm in the step"),
-    ("plain", "        - kind: conv_policy\n", "expected a step of kind conv_policy"),
+    ("absent", "      - kind: conv_policy\n", "absent: expected a candidate with a list of steps"),
+    ("calibrated", "      - kind: tiling\n", "expected a step of kind conv_policy, found none"),
+    ("calibrated", "      - kind: conv_policy\n        dtype: float16\n", "expected algorithm in the step"),
+    ("plain", "      - kind: conv_policy\n", "expected a step of kind conv_policy"),
 ])  # fmt: skip
 def test_what_cannot_be_written_is_refused(candidate: str, steps: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        write_policy(BEFORE + steps + AFTER, "detector", candidate, "float16", PROPOSALS)
+        write_policy(BEFORE + steps + AFTER, candidate, "float16", PROPOSALS)
 
 
 def test_a_candidate_in_braces_is_refused() -> None:
-    text = "detector:\n  candidates:\n    a: {checkpoint: x, steps: [{kind: conv_policy}]}\n"
+    text = "candidates:\n  a: {product: people, checkpoint: x, steps: [{kind: conv_policy}]}\n"
     with pytest.raises(SettingsError, match="got it in braces"):
-        write_policy(text, "detector", "a", "float16", PROPOSALS)
+        write_policy(text, "a", "float16", PROPOSALS)
 
 
 def test_the_table_has_a_row_a_layer_and_what_is_saved() -> None:

@@ -17,31 +17,35 @@ import pipeline.preflight
 from pipeline.digests import digest_file
 from pipeline.errors import EvalsetError, SettingsError
 from pipeline.evalsets import Evalset, load_evalset
-from pipeline.params import load_params, parse_params
-from pipeline.preflight import check_project
+from pipeline.params import choose_product, load_params, parse_params
+from pipeline.preflight import check_text
+from pipeline.text_params import TextProduct
 from tests.paths import ROOT
 from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import write_documents, write_tiny_llama
 
 CALIBRATION = {"sources": ["prose", "long"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
 SETTINGS: dict[str, Any] = {
-    "reference": "reference", "release": ["int4"],
-    "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
+    "products": {"agent": {
+        "kind": "text", "reference": "reference", "release": ["int4"],
+        "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
+        "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_threads": 1,
+                    "context_length": 512, "max_tokens": 64},
+        "resources": {"num_servers": 1, "request_timeout_s": 60, "start_timeout_s": 60},
+        "canary": {"num_prompts": 8, "target_rate": 0.3},
+        "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
+                  "choices": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"},
+                  "builtin": {"kind": "harness", "task": "arc_easy"},
+                  "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8}},
+        "gate": {"alpha": 0.05, "on_inconclusive": "block",
+                 "tolerances": {"prose/perplexity_per_token": {"overall": 0.02, "buckets": {"long": 0.05}}}},
+        "benchmark": NO_BENCHMARK,
+    }},
     "candidates": {
-        "reference": {"checkpoint": "models/tiny", "steps": []},
-        "int4": {"checkpoint": "models/tiny",
+        "reference": {"product": "agent", "checkpoint": "models/tiny", "steps": []},
+        "int4": {"product": "agent", "checkpoint": "models/tiny",
                  "steps": [{"kind": "gptq", "group_size": 64, "calibration": CALIBRATION}]},
     },
-    "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_servers": 1, "num_threads": 1,
-                "context_length": 512, "max_tokens": 64, "request_timeout_s": 60, "start_timeout_s": 60},
-    "canary": {"num_prompts": 8, "target_rate": 0.3},
-    "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
-              "choices": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"},
-              "builtin": {"kind": "harness", "task": "arc_easy"},
-              "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8}},
-    "gate": {"alpha": 0.05, "on_inconclusive": "block",
-             "tolerances": {"prose/perplexity_per_token": {"overall": 0.02, "buckets": {"long": 0.05}}}},
-    "benchmark": NO_BENCHMARK,
 }  # fmt: skip
 
 
@@ -77,15 +81,15 @@ def write_card(folder: Path, **changes: Any) -> None:
 
 
 def check(project: Path, path: str = "", value: Any = None) -> None:
-    """Check SETTINGS with the value at a path ("candidates//int4") replaced."""
+    """Check SETTINGS with the value at a path ("candidates//int4", or a key of the product) replaced."""
     data = copy.deepcopy(SETTINGS)
-    *parents, last = path.split("//") if path else ["gate"]
-    target: Any = data
+    *parents, last = path.split("//")
+    target: Any = data if path.startswith("candidates") else data["products"]["agent"]
     for part in parents:
         target = target[int(part)] if isinstance(target, list) else target[part]
     if path:
-        target[last] = value
-    check_project(parse_params(data), project)
+        target[last] = {"product": "agent"} | value if parents == ["candidates"] else value
+    check_text(choose_product(parse_params(data), None, kind=TextProduct), project)
 
 
 def refusal(project: Path, path: str, value: Any) -> str:
@@ -100,7 +104,7 @@ def test_settings_that_fit_pass(project: Path) -> None:
 
 
 def test_the_shipped_project_passes() -> None:
-    check_project(load_params(ROOT / "params.yaml"), ROOT)
+    check_text(choose_product(load_params(ROOT / "params.yaml"), None, kind=TextProduct), ROOT)
 
 
 STEP = "candidates//int4//steps//0"
@@ -141,7 +145,8 @@ STEP = "candidates//int4//steps//0"
     ],
 )  # fmt: skip
 def test_a_contradiction_is_named_by_its_path(project: Path, path: str, value: Any, said: str) -> None:
-    assert refusal(project, path, value).startswith(said)
+    at = "" if said.startswith("candidates") else "products.agent."
+    assert refusal(project, path, value).startswith(at + said)
 
 
 def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_path: Path) -> None:
@@ -265,7 +270,7 @@ def test_a_context_beyond_the_models_positions_is_refused(project: Path, copied:
     limit = {"max_position_embeddings": 256}
     edit_json(copied / "config.json", **({key: limit} if key else limit))
     assert refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []}) == (
-        "serving.context_length: expected at most 256, the max_position_embeddings of "
+        "products.agent.serving.context_length: expected at most 256, the max_position_embeddings of "
         f"{copied}/config.json, got 512; lower it")
 
 
@@ -344,9 +349,9 @@ def test_a_task_that_no_file_defines_is_refused_with_those_that_are(project: Pat
     (tmp_path / "list.yaml").write_text("- task\n")
     harness = {"kind": "harness", "task": "elsewhere", "include_path": str(tmp_path)}
     assert refusal(project, "evals//choices", harness) == (
-        f"evals.choices.task: expected a task, group or tag that a *.yaml file in {tmp_path} defines, got 'elsewhere'; "
-        f"they define inline, all, reading, short; {tmp_path}/broken.yaml is not valid YAML: line 3: expected ',' or "
-        "']', but got '<stream end>'")
+        f"products.agent.evals.choices.task: expected a task, group or tag that a *.yaml file in {tmp_path} defines, "
+        f"got 'elsewhere'; they define inline, all, reading, short; {tmp_path}/broken.yaml is not valid YAML: line 3: "
+        "expected ',' or ']', but got '<stream end>'")
 
 
 def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.model_registry import RELEASED, ReleasedVersion, register_versions
 from pipeline.tracking import open_store
+from tests.synthetic_records import PRODUCT
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +18,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("registry")
 
 
-def release(root: Path, *names: str, verdict: str, track: str = "text") -> list[str]:
-    return register_versions([ReleasedVersion(name, Path("build", name), {
-        "gate": "pass", "verdict_sha256": verdict, "fingerprint": f"of {name}"}) for name in names], root, track=track)
+def release(root: Path, *names: str, verdict: str, product: str = PRODUCT) -> list[str]:
+    versions = [ReleasedVersion(name, Path("build", name), {
+        "gate": "pass", "verdict_sha256": verdict, "fingerprint": f"of {name}"}) for name in names]  # fmt: skip
+    return register_versions(versions, root, product=product)
 
 
 def read(root: Path) -> dict[str, tuple[str | None, dict[str, Any]]]:
@@ -31,15 +33,15 @@ def read(root: Path) -> dict[str, tuple[str | None, dict[str, Any]]]:
 
 
 def test_versions_follow_releases(store: Path) -> None:
-    assert release(store, "int4", verdict="one") == [f"'quantgate int4' version 1 is {RELEASED!r}, new"]
-    assert release(store, "int4", verdict="one") == [f"'quantgate int4' version 1 is {RELEASED!r}"]
+    assert release(store, "int4", verdict="one") == [f"'quantgate agent int4' version 1 is {RELEASED!r}, new"]
+    assert release(store, "int4", verdict="one") == [f"'quantgate agent int4' version 1 is {RELEASED!r}"]
     release(store, "int4", verdict="two")
-    alias, versions = read(store)["quantgate int4"]
+    alias, versions = read(store)["quantgate agent int4"]
     assert alias == "2" and versions["2"]["verdict_sha256"] == "two" and versions["2"]["gate"] == "pass"
     release(store, "int4", verdict="one")  # the earlier release again
-    assert read(store)["quantgate int4"][0] == "1" and len(read(store)["quantgate int4"][1]) == 2
-    release(store, "bf16", verdict="six", track="images")
+    assert read(store)["quantgate agent int4"][0] == "1" and len(read(store)["quantgate agent int4"][1]) == 2
+    release(store, "bf16", verdict="six", product="shots")
     release(store, "int8", verdict="three")
     models = read(store)
-    assert models["quantgate int4"][0] is None, "what is not released any more must not be called released"
-    assert models["quantgate int8"][0] == "1" and models["quantgate images bf16"][0] == "1"
+    assert models["quantgate agent int4"][0] is None, "what is not released any more must not be called released"
+    assert models["quantgate agent int8"][0] == "1" and models["quantgate shots bf16"][0] == "1"

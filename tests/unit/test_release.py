@@ -23,12 +23,23 @@ from pipeline.release.bundle import check_marker, write_bundle
 from pipeline.release.checksums import SUMS, write_sums
 from pipeline.release.kept_records import keep_records, restore_records
 from pipeline.release.manifest import Manifest, read_git
+from pipeline.release.recipe import find_other_recipe
+from pipeline.release.settings import load_released
 from pipeline.release.signature import SIGNATURE
 from pipeline.release.verification import Verification, find_differences, verify_bundle
-from tests.release_project import NAME, VERDICT, bundle_project, judge_project, write_keys, write_project
+from tests.release_project import (
+    BUILD,
+    BUNDLE,
+    NAME,
+    VERDICT,
+    bundle_project,
+    judge_project,
+    write_keys,
+    write_project,
+)
 from tests.synthetic_detections import Change
-from tests.synthetic_networks import Way, make_network_track, write_detector
-from tests.synthetic_records import WEIGHTS, make_params, rewrite_records
+from tests.synthetic_networks import Way, make_network_product, write_detector
+from tests.synthetic_records import PRODUCT, WEIGHTS, describe_project, make_params, rewrite_records
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +55,7 @@ def project(tmp_path_factory):
 @pytest.fixture
 def bundle(project, tmp_path):
     """A copy of its bundle, to be tampered with."""
-    return Path(shutil.copytree(project / "release/text", tmp_path / "bundle"))
+    return Path(shutil.copytree(project / BUNDLE, tmp_path / "bundle"))
 
 
 def test_what_does_not_verify_leaves_the_last_bundle_as_it_was(tmp_path, monkeypatch):
@@ -56,7 +67,7 @@ def test_what_does_not_verify_leaves_the_last_bundle_as_it_was(tmp_path, monkeyp
     with pytest.raises(EvidenceError, match="the bundle that was just written does not verify: harm was 0, is 1"):
         bundle_project(tmp_path)
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
-    assert [child.name for child in path.parent.iterdir()] == ["text"]
+    assert [child.name for child in path.parent.iterdir()] == [PRODUCT]
 
 
 def edit_json(path, edit):
@@ -79,7 +90,7 @@ def edit_packed(path, edit):
 
 
 def test_a_bundle_verifies_with_its_owners_key_and_the_weights(project, bundle):
-    weights = project / "build/candidates" / NAME / "checkpoint"
+    weights = project / BUILD / "candidates" / NAME / "checkpoint"
     found = verify_bundle(bundle, public_key=project / "owner.pub", weights={NAME: weights})
     assert found.problems == []
     said = "\n".join(found.notes)
@@ -88,19 +99,19 @@ def test_a_bundle_verifies_with_its_owners_key_and_the_weights(project, bundle):
 
 def test_a_bundle_holds_no_text_of_a_case(bundle, project):
     kept = b"".join(gzip.decompress(p.read_bytes()) for p in bundle.rglob("*.jsonl.gz") if p.name != "canary.jsonl.gz")
-    records = read_cases(project / f"build/evaluations/{NAME}/workflows.jsonl")
+    records = read_cases(project / BUILD / f"evaluations/{NAME}/workflows.jsonl")
     assert records[0].case_id.encode() in kept
     assert b"Move crate" not in kept and b"dock" not in kept and b"bay" not in kept
 
 
 def test_the_manifest_names_what_went_out(project):
-    manifest = read_record(project / "release/text" / MANIFEST, Manifest)
+    manifest = read_record(project / BUNDLE / MANIFEST, Manifest)
     (side,) = manifest.release
-    index = read_record(project / f"build/evaluations/{NAME}/evaluation.json", Evaluation)
+    index = read_record(project / BUILD / f"evaluations/{NAME}/evaluation.json", Evaluation)
     assert (side.candidate, side.outcome, side.fingerprint) == (NAME, "pass", index.fingerprint)
     assert side.weights_digest == digest_json({WEIGHTS: digest_text(NAME)})
     assert manifest.verdict_sha256 == digest_file(project / VERDICT)
-    assert side.records["workflows.jsonl"] == digest_file(project / f"build/evaluations/{NAME}/workflows.jsonl")
+    assert side.records["workflows.jsonl"] == digest_file(project / BUILD / f"evaluations/{NAME}/workflows.jsonl")
     assert {"torch", "scipy", "python"} <= manifest.libraries.keys()
 
 
@@ -118,7 +129,7 @@ def test_other_weights_are_named(project, bundle, tmp_path):
 @given(data=st.data())
 def test_no_file_changes_goes_or_comes_unseen(project, tmp_path_factory, data):
     """Without any key: a flipped byte, a file that is gone, one that is new, wherever it is."""
-    bundle = Path(shutil.copytree(project / "release/text", tmp_path_factory.mktemp("tampered") / "bundle"))
+    bundle = Path(shutil.copytree(project / BUNDLE, tmp_path_factory.mktemp("tampered") / "bundle"))
     path = data.draw(st.sampled_from(sorted(p for p in bundle.rglob("*") if p.is_file())))
     match data.draw(st.sampled_from(["flip", "cut", "delete", "add"])):
         case "flip":
@@ -186,7 +197,7 @@ def lose_ten(records):
     (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lambda r: r.pop()), "expected 80 cases"),
     (lambda b: edit_json(b / "verdict.json", lambda v: v["verdicts"][0]["comparisons"][0].update(candidate=0.999)),
      "comparisons.workflows/task_completion_rate.candidate: says 0.999, the scores give"),
-    (lambda b: edit_json(b / "params.yaml", lambda p: p["gate"].update(alpha=0.1)),
+    (lambda b: edit_json(b / "params.yaml", lambda p: p["products"][PRODUCT]["gate"].update(alpha=0.1)),
      "bundle/params.yaml: the verdict beside it was reached with alpha 0.05, params.yaml says 0.1"),
     (lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(weights_digest="f" * 64)),
      "release.0.weights_digest: says 'ffff"),
@@ -211,7 +222,7 @@ def test_what_agrees_with_its_sums_must_agree_with_the_rest(bundle, tamper, name
 
 def make_worse_and_judge(root, private_key):
     """Write a bundle that is consistent in itself and about other records."""
-    rewrite_records(root / "build", NAME, "choices", lambda records: [
+    rewrite_records(root / BUILD, NAME, "choices", lambda records: [
         r.model_copy(update={"scores": {"accuracy": 1.0}}) for r in records])
     judge_project(root)
     return bundle_project(root, private_key=private_key)
@@ -220,14 +231,14 @@ def make_worse_and_judge(root, private_key):
 def test_only_the_signature_finds_a_bundle_that_is_consistent_in_itself(project, tmp_path):
     shutil.copytree(project / "build", tmp_path / "build")
     shutil.copy(project / "params.yaml", tmp_path)
-    rewrite_records(tmp_path / "build", "reference", "choices", lambda records: [
+    rewrite_records(tmp_path / BUILD, "reference", "choices", lambda records: [
         r.model_copy(update={"scores": {"accuracy": 1.0}}) for r in records])
     forger, _ = write_keys(tmp_path, "forger")
     forged = make_worse_and_judge(tmp_path, forger)
     assert verify_bundle(forged).problems == []
     (problem,) = verify_bundle(forged, public_key=project / "owner.pub").problems
     assert "not the signature of this bundle by this key" in problem
-    shutil.copy(project / "release/text" / SIGNATURE, forged)
+    shutil.copy(project / BUNDLE / SIGNATURE, forged)
     write_sums(forged)
     (problem,) = verify_bundle(forged, public_key=project / "owner.pub").problems
     assert "not the signature of this bundle by this key" in problem
@@ -251,14 +262,14 @@ def test_a_key_that_is_none_is_one_line_and_loses_no_bundle(project, tmp_path):
         with pytest.raises(SettingsError, match="expected an unencrypted PEM private key") as caught:
             bundle_project(tmp_path, private_key=key)
         assert "\n" not in str(caught.value)
-    assert (bundle / SUMS).read_text() == before and [p.name for p in bundle.parent.iterdir()] == ["text"]
+    assert (bundle / SUMS).read_text() == before and [p.name for p in bundle.parent.iterdir()] == [PRODUCT]
     with pytest.raises(SettingsError, match="expected a PEM public key"):
         verify_bundle(bundle, public_key=tmp_path / "none.pem")
 
 
 @pytest.mark.parametrize(("spoil", "named"), [
-    (lambda root: (root / "build/gate.ok").unlink(), "expected the gate's marker of a pass, found none"),
-    (lambda root: (root / "build/gate.ok").write_text("[]"), "found other content"),
+    (lambda root: (root / BUILD / "gate.ok").unlink(), "expected the gate's marker of a pass, found none"),
+    (lambda root: (root / BUILD / "gate.ok").write_text("[]"), "found other content"),
     (lambda root: edit_json(root / VERDICT, lambda v: v.update(interval_confidence=0.9)), "passed another verdict"),
 ])
 def test_nothing_is_released_that_the_gate_did_not_pass(project, tmp_path, spoil, named):
@@ -266,15 +277,15 @@ def test_nothing_is_released_that_the_gate_did_not_pass(project, tmp_path, spoil
     spoil(root)
     judgement = read_record(root / VERDICT, Judgement)
     with pytest.raises(EvidenceError, match=named):
-        check_marker(root / "build/gate.ok", judgement, root / VERDICT)
+        check_marker(root / BUILD / "gate.ok", judgement, root / VERDICT)
 
 
 def test_a_marker_forged_for_a_blocking_verdict_is_refused(tmp_path):
     write_project(tmp_path, loss=0.5)
     judgement = read_record(tmp_path / VERDICT, Judgement)
-    (tmp_path / "build/gate.ok").write_text(json.dumps({"verdict_sha256": digest_file(tmp_path / VERDICT)}))
+    (tmp_path / BUILD / "gate.ok").write_text(json.dumps({"verdict_sha256": digest_file(tmp_path / VERDICT)}))
     with pytest.raises(EvidenceError, match="good is fail, which blocks"):
-        check_marker(tmp_path / "build/gate.ok", judgement, tmp_path / VERDICT)
+        check_marker(tmp_path / BUILD / "gate.ok", judgement, tmp_path / VERDICT)
 
 
 def test_stripped_outputs_keep_what_the_gate_looks_at(project, tmp_path):
@@ -285,8 +296,8 @@ def test_stripped_outputs_keep_what_the_gate_looks_at(project, tmp_path):
     def say(records: list[CaseRecord]) -> list[CaseRecord]:
         return [r.model_copy(update={"output": out}) for r, out in zip(records, outputs, strict=False)]
 
-    rewrite_records(tmp_path / "build", NAME, "workflows", say)
-    keep_records(tmp_path / "build", [NAME], tmp_path / "kept")
+    rewrite_records(tmp_path / BUILD, NAME, "workflows", say)
+    keep_records(tmp_path / BUILD, [NAME], tmp_path / "kept")
     restore_records(tmp_path / "kept", tmp_path / "again")
     kept = [r.output for r in read_cases(tmp_path / f"again/evaluations/{NAME}/workflows.jsonl")]
     assert kept[:2] == ["", "  "] and kept[2] == kept[3] != "a\nb" and len(kept[2].split("\n")) == 2
@@ -298,18 +309,79 @@ def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path):
     ways = {"close": Way([{"kind": "precision", "dtype": "bfloat16"}], Change())}
     wide = {"scenes/ap": {"overall": 0.3}, "scenes/ap_small": {"overall": 0.3}, "scenes/ap_large": {"overall": 0.3},
             "scenes/finite_output_rate": {"overall": 0.3}}  # fmt: skip
-    track = make_network_track("detector", ways, wide)
-    build = write_detector(tmp_path, track, ways, num_images=32)
-    text, section = (s.model_dump(mode="json", exclude_none=True) for s in (make_params([NAME], [NAME]), track))
-    (tmp_path / "params.yaml").write_text(json.dumps(text | {"detector": section}))
-    judgement = compare_release(track, build).judgement
+    product = make_network_product("detector", ways, wide)
+    build = write_detector(tmp_path, product, ways, num_images=32)
+    (tmp_path / "params.yaml").write_text(json.dumps(describe_project(make_params([NAME], [NAME]), product)))
+    judgement = compare_release(product, build).judgement
     assert judgement.outcome == "pass", judgement.verdicts[0].reasons
     write_record(tmp_path / VERDICT, judgement)
     (tmp_path / "libraries.json").write_text("{}")
     bundle = tmp_path / "release/detector"
-    write_bundle(track, judgement, build=build, params=tmp_path / "params.yaml", verdict=tmp_path / VERDICT,
+    write_bundle(product, judgement, build=build, params=tmp_path / "params.yaml", verdict=tmp_path / VERDICT,
                  bundle=bundle, libraries=tmp_path / "libraries.json", private_key=None)
     assert verify_bundle(bundle).problems == []
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A copy of the bundle of an upscaler from before products had names."""
+    return Path(shutil.copytree(Path(__file__).parent / "old_bundle", tmp_path / "old"))
+
+
+def test_a_bundle_of_before_products_had_names_verifies(old):
+    """Its manifest and verdict say `track`, and its settings are a section of a text project's."""
+    said = json.loads((old / MANIFEST).read_text())
+    assert said["track"] == said["policy"]["track"] == "upscaler" and "product" not in said
+    found = verify_bundle(old)
+    assert found.problems == [] and "upscaler: tiled-hann pass; judged again from the scores of 1 evals" in found.notes
+    manifest = read_record(old / MANIFEST, Manifest)
+    assert (manifest.product, manifest.policy.product, manifest.policy.kind) == ("upscaler", "upscaler", "vision")
+
+
+def lower_quality(records):
+    for record in records[:10]:
+        record["scores"]["psnr_db"] -= 0.05
+
+
+@pytest.mark.parametrize(("tamper", "named"), [
+    (lambda b: edit_packed(b / "evaluations/tiled-hann/panoramas.jsonl.gz", lower_quality),
+     "verdicts.tiled-hann.comparisons.panoramas/psnr_db.candidate: says"),
+    (lambda b: edit_json(b / "verdict.json", lambda v: v["policy"].update(track="detector")),
+     "old/params.yaml: the verdict beside it was reached with "),
+    (lambda b: edit_text(b / "params.yaml", "panoramas/psnr_db: {overall: 0.1}", "panoramas/psnr_db: {overall: 0.2}"),
+     "old/params.yaml: the verdict beside it was reached with tolerances.panoramas/psnr_db.overall 0.1"),
+])  # fmt: skip
+def test_an_edit_of_a_bundle_of_before_products_had_names_is_found(old, tamper, named):
+    """With its sums as they were, and with sums that were written anew."""
+    tamper(old)
+    assert "it was changed" in "\n".join(verify_bundle(old).problems)
+    write_sums(old)
+    said = "\n".join(verify_bundle(old).problems)
+    assert named in said and "it was changed" not in said
+
+
+@pytest.mark.parametrize(("name", "kind", "serving", "resources"), [
+    ("text", "text", {"dtype": "float32", "concurrency": 64},
+     {"num_servers": 2, "request_timeout_s": 120.0, "start_timeout_s": 120.0}),
+    ("images", "images", {"num_inference_steps": 20, "batch_size": 16}, {"num_workers": 2}),
+    ("detector", "vision", {"batch_size": 6}, {"num_workers": 2}),
+    ("upscaler", "vision", {"batch_size": 1}, {"num_workers": 2}),
+])  # fmt: skip
+def test_settings_of_before_products_had_names_are_read_as_products(old, name, kind, serving, resources):
+    """All four stood in one file, each with candidates and a way of serving of its own."""
+    product = load_released(old / "params.yaml", name)
+    assert (product.name, product.kind) == (name, kind) and product.reference in product.candidates
+    settings = product.model_dump(mode="json")
+    assert settings["serving"] | serving == settings["serving"]
+    assert settings["resources"] == resources
+
+
+def test_a_recipe_of_before_products_had_names_is_compared_as_one_of_today(old):
+    product = load_released(old / "params.yaml", "upscaler")
+    assert find_other_recipe(old, product) == []
+    other = product.model_copy(update={"serving": product.serving.model_copy(update={"batch_size": 7})})
+    [problem] = find_other_recipe(old, other)
+    assert problem.startswith(f"params.yaml: products.upscaler.serving.batch_size: {old}/params.yaml has 1, got 7; ")
 
 
 def test_rounding_is_no_difference_and_everything_else_is():
@@ -325,7 +397,7 @@ def test_a_card_reads_as_a_model_index(project):
     from huggingface_hub import ModelCard
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
-    card = ModelCard.load(project / "release/text/cards/good.md", ignore_metadata_errors=False)
+    card = ModelCard.load(project / BUNDLE / "cards/good.md", ignore_metadata_errors=False)
     verdict = read_record(project / VERDICT, Judgement).verdicts[0]
     gated = {c.metric: c for c in verdict.comparisons if c.tolerance is not None}
     assert card.data.model_name == NAME and len(card.data.eval_results) == len(gated) == 4
@@ -335,7 +407,7 @@ def test_a_card_reads_as_a_model_index(project):
         assert result.metric_args["confidence_one_sided"] == 0.95
         assert result.metric_args["outcome"] == "pass" and result.task_type == "text-generation"
     assert eval_results_to_model_index(NAME, card.data.eval_results) == card.data.to_dict()["model-index"]
-    assert "python -m scripts.verify release/text" in card.text
+    assert "python -m scripts.verify release/agent" in card.text
 
 
 def test_git_says_where_the_code_stands(tmp_path, monkeypatch):

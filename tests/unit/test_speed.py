@@ -20,7 +20,7 @@ from pipeline.gate.speed import describe_speed, judge_speed
 from pipeline.gate.speed_section import describe_measurement
 from pipeline.gate.terminal import render_gate
 from pipeline.gate.verdicts import VERDICT_PATH, describe_policy
-from pipeline.params import Params
+from pipeline.text_params import TextProduct
 from pipeline.recall import NUM_PROBES
 from pipeline.record_files import write_record
 from pipeline.records import CaseRecord

@@ -214,13 +214,25 @@ def test_what_dvc_can_not_read_is_not_up_to_date(clone, name, text):
 
 
 def test_commands_are_those_of_the_file(clone):
-    assert read_commands(clone) == {name: [stage["cmd"]] for name, stage in STAGES.items() if "cmd" in stage}
-    path = clone / "dvc.yaml"
-    whole = path.read_text()
-    for cmd, expected in (("true", ["True"]), ("3", ["3"]), ('["a", "b"]', ["a", "b"]), ("null", ["None"])):
-        path.write_text(f'{{"stages": {{"gate": {{"cmd": {cmd}}}}}}}')  # a boolean was a traceback
+    made = {f"make@{item}": [f"mkdir -p build/made/{item} && cp data.txt build/made/{item}"] for item in ("a", "b")}
+    assert read_commands(clone) == made | {name: [stage["cmd"]] for name, stage in STAGES.items() if "cmd" in stage}
+    for cmd, expected in (('"true"', ["true"]), ('["a", "b"]', ["a", "b"])):
+        (clone / "dvc.yaml").write_text(f'{{"stages": {{"gate": {{"cmd": {cmd}}}}}}}')
         assert read_commands(clone) == {"gate": expected}
-    path.write_text(whole)
-    (clone / "dvc.yaml").write_text("stages: [")
-    with pytest.raises(EvidenceError, match=r"dvc.yaml: expected DVC's stages, found none \(ParserError: line 1"):
+
+
+@pytest.mark.parametrize("text", ["stages: [", *(
+    f'{{"stages": {{"gate": {{"cmd": {cmd}}}}}}}' for cmd in ("true", "3", "null"))])  # a boolean was a traceback
+def test_what_is_no_command_is_one_line(clone, text):
+    (clone / "dvc.yaml").write_text(text)
+    with pytest.raises(EvidenceError, match=r"dvc.yaml: expected stages that DVC can compare .*Error") as found:
         read_commands(clone)
+    assert "\n" not in str(found.value)
+
+
+def test_a_foreach_over_the_settings_names_its_stages(clone):
+    """As that of the project does: a product that is there has stages, and one that is not has none."""
+    edit(clone, "params.yaml", lambda params: params.update(products={"one": {"folder": "x"}, "two": {"folder": "y"}}))
+    edit(clone, "dvc.yaml", lambda file: file.update(stages={"gate": {
+        "foreach": "${products}", "do": {"cmd": "judge ${key} ${item.folder}"}}}))
+    assert read_commands(clone) == {"gate@one": ["judge one x"], "gate@two": ["judge two y"]}

@@ -13,14 +13,14 @@ import pytest
 from pipeline.digests import digest_text
 from pipeline.errors import SettingsError
 from pipeline.evalsets import load_evalset
-from pipeline.image_params import GuidanceStep, ImageTrack
+from pipeline.image_params import GuidanceStep, ImagesProduct
 from pipeline.image_serving import serve
 from pipeline.record_files import write_record
 from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint
 from pipeline.sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
 from pipeline.sweep.plot import plot_sweep
 from pipeline.sweep.rendering import take_prompts
-from pipeline.sweep.settings import list_settings, make_sweep_track, name_setting, read_setting
+from pipeline.sweep.settings import list_settings, make_sweep_product, name_setting, read_setting
 from pipeline.sweep.table import format_step, render_sweep, render_table
 from tests.paths import ROOT
 from tests.synthetic_images import write_image_evaluation
@@ -28,37 +28,37 @@ from tests.synthetic_images import write_image_evaluation
 NUM_PROMPTS = 96
 
 
-def make_track(**gate: Any) -> ImageTrack:
-    return ImageTrack.model_validate({
-        "reference": "shots", "release": ["half"],
+def make_track(**gate: Any) -> ImagesProduct:
+    return ImagesProduct.model_validate({
+        "name": "shots", "kind": "images", "reference": "shots", "release": ["half"],
         "candidates": {"shots": {"checkpoint": "models/product-shots", "steps": []},
                        "half": {"checkpoint": "models/product-shots",
                                 "steps": [{"kind": "vae_precision", "dtype": "float16"}]}},
-        "sampling": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_workers": 1,
-                     "num_threads": 1},
+        "serving": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_threads": 1},
+        "resources": {"num_workers": 1},
         "evals": {"shots": {"kind": "images", "evalset": "evalsets/shots", "clip": "models/product-shots-clip"}},
         "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
             "shots/saturated_pixel_fraction": {"overall": 0.01}, "shots/clip_similarity": {"overall": 0.01}}} | gate,
     })  # fmt: skip
 
 
-def make_sweep(settings: list[GuidanceStep]) -> ImageTrack:
-    return make_sweep_track(make_track(), settings, eval_name="shots", evalset="evalsets/shots")
+def make_sweep(settings: list[GuidanceStep]) -> ImagesProduct:
+    return make_sweep_product(make_track(), settings, eval_name="shots", evalset="evalsets/shots")
 
 
-def write_tree(build: Path, track: ImageTrack, shown: dict[str, tuple[float, float]]) -> None:
+def write_tree(build: Path, product: ImagesProduct, shown: dict[str, tuple[float, float]]) -> None:
     """Write what a rendered sweep leaves: of each setting the mean saturation and similarity that `shown` gives it."""
     noise = np.random.default_rng(0).normal(0, 0.004, NUM_PROMPTS)
     for name, (saturated, similar) in shown.items():
         built = BuiltCandidate(
             name=name, libraries={"torch": "2.13.0"},
             steps=tuple(step.model_dump(mode="json") | {"serving": {"guidance_scale": step.scale}}
-                        for step in track.candidates[name].steps if isinstance(step, GuidanceStep)),
+                        for step in product.candidates[name].steps if isinstance(step, GuidanceStep)),
             checkpoint=Checkpoint(path="models/product-shots", kind="StableDiffusionXLPipeline", format="diffusers",
                                   dtype="float32", num_parameters=1, num_bytes=4, digest=digest_text(name)),
         )  # fmt: skip
         write_record(build / "candidates" / name / "candidate.json", built)
-        candidate, folder = serve(built, track), build / "evaluations" / name
+        candidate, folder = serve(built, product), build / "evaluations" / name
         records = [CaseRecord(
             case_id=f"shot-{i}", input_digest=digest_text(str(i)), cluster=str(i), prompt="a ball",
             output=f"{name} {i}", fingerprint=candidate.fingerprint, scores={
@@ -66,7 +66,7 @@ def write_tree(build: Path, track: ImageTrack, shown: dict[str, tuple[float, flo
                 "oversaturated": float(saturated > 0.05),
                 "clip": similar + float(noise[-i]), "seam_levels": 0.0, "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0,
                 "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0}) for i in range(NUM_PROMPTS)]  # fmt: skip
-        write_image_evaluation(folder, candidate, track, records, {"decoder": {}})
+        write_image_evaluation(folder, candidate, product, records, {"decoder": {}})
 
 
 def test_a_setting_without_threshold_has_no_maximum_and_comes_once() -> None:
@@ -88,9 +88,9 @@ def test_a_number_out_of_range_is_one_line(asked: tuple[Any, ...], said: str) ->
 
 
 def test_the_references_own_guidance_is_rendered_once() -> None:
-    track = make_sweep(list_settings([5, 9], [0], [None], [1]))
-    assert list(track.candidates) == ["shots", "scale-9-rescale-0"]
-    assert read_setting(track, "shots") == GuidanceStep(kind="guidance", scale=5)
+    product = make_sweep(list_settings([5, 9], [0], [None], [1]))
+    assert list(product.candidates) == ["shots", "scale-9-rescale-0"]
+    assert read_setting(product, "shots") == GuidanceStep(kind="guidance", scale=5)
     with pytest.raises(SettingsError, match="expected a setting beside the reference's own guidance"):
         make_sweep(list_settings([5], [0], [None], [1]))
 
@@ -132,11 +132,11 @@ def test_whole_clusters_are_drawn() -> None:
 
 
 def test_table_has_a_row_a_setting_with_the_gates_own_verdicts(tmp_path: Path) -> None:
-    track = make_sweep(list_settings([5, 12], [0, 0.7], [None], [1]))
+    product = make_sweep(list_settings([5, 12], [0, 0.7], [None], [1]))
     shown = {"shots": (0.02, 0.95), "scale-5-rescale-0-7": (0.015, 0.95), "scale-12-rescale-0": (0.08, 0.80),
              "scale-12-rescale-0-7": (0.025, 0.90)}  # fmt: skip
-    write_tree(tmp_path, track, shown)
-    rows = {row.name: row for row in judge_sweep(track, tmp_path)}
+    write_tree(tmp_path, product, shown)
+    rows = {row.name: row for row in judge_sweep(product, tmp_path)}
     assert [name for name, row in rows.items() if row.is_pareto] == ["scale-5-rescale-0-7"]
     assert rows["scale-5-rescale-0-7"].pareto_share == 1 and rows["shots"].verdict is None
     assert {name: row.verdict.outcome for name, row in rows.items() if row.verdict} == {
@@ -152,10 +152,10 @@ def test_table_has_a_row_a_setting_with_the_gates_own_verdicts(tmp_path: Path) -
     partly = next(line for line in lines if line.startswith("| 12 | 0.7 |"))
     assert "pass: +0.50 points" in partly and "fail: +0.0500" in partly
 
-    text = render_sweep(list(rows.values()), track, picture="sweep.png")
+    text = render_sweep(list(rows.values()), product, picture="sweep.png")
     assert "Of 3 settings: 2 fail, 1 pass. Would pass: `{kind: guidance, scale: 5, rescale: 0.7}`." in text
     assert "tolerated: saturation 1 points, CLIP similarity 0.01" in text
-    plot_sweep(list(rows.values()), track, tmp_path / "sweep.png")
+    plot_sweep(list(rows.values()), product, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -19,10 +19,9 @@ import pipeline.evals.evaluate as evaluate_module
 from pipeline.errors import SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
 from pipeline.evals.material import digest_evalsets, digest_task, read_fresh
-from pipeline.params import Params
 from pipeline.records import CaseRecord, read_cases
 from pipeline.serving.client import TokenScores
-from pipeline.text_params import HarnessEval
+from pipeline.text_params import HarnessEval, TextProduct
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evaluate import FakeEndpoint as ChatEndpoint
 from tests.unit.test_evaluate import FakeEngine
@@ -114,14 +113,14 @@ class Project:
         """Evaluate, as the stage does from the project's root; return the records."""
         self.endpoint.asked.clear()
         evals = {"e": {"kind": "harness", "task": "mine", "include_path": "tasks"} | settings}
-        params = Params.model_validate(make_params(["a"], ["a"]).model_dump() | {"evals": evals})
+        params = TextProduct.model_validate(make_params(["a"], ["a"]).model_dump() | {"evals": evals})
         asyncio.run(evaluate_candidate(make_candidate("a"), params, root=Path(), build=Path("build")))
         return read_cases(Path("build/evaluations/a/e.jsonl"))
 
     def watched(self, **settings: Any) -> str:
         """Return what DVC watches."""
         evals = {"e": {"kind": "harness", "task": "mine", "include_path": "tasks"} | settings}
-        params = Params.model_validate(make_params(["a"], ["a"]).model_dump() | {"evals": evals})
+        params = TextProduct.model_validate(make_params(["a"], ["a"]).model_dump() | {"evals": evals})
         return digest_evalsets(params, Path())["e"]
 
 
@@ -254,13 +253,14 @@ def test_what_can_not_be_found_is_refused_by_name(project: Project, name: str) -
     with pytest.raises(SettingsError) as caught:
         project.watched()
     message = str(caught.value)
-    assert message.startswith("evals.e.task: lm-eval can't load 'mine': FileNotFoundError: ")
+    assert message.startswith("products.agent.evals.e.task: lm-eval can't load 'mine': FileNotFoundError: ")
     assert name in message and "\n" not in message
 
 
 def test_a_data_set_that_can_not_be_reached_is_refused_by_name(project: Project) -> None:
     project.write_task(dataset_path="someone/cases")
-    with pytest.raises(SettingsError, match=r"^evals\.e\.task: lm-eval can't load 'mine': .*'someone/cases'"):
+    said = r"^products\.agent\.evals\.e\.task: lm-eval can't load 'mine': .*'someone/cases'"
+    with pytest.raises(SettingsError, match=said):
         project.watched()
 
 

@@ -17,9 +17,9 @@ from pipeline.gate.verdicts import Judgement
 from pipeline.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
 from pipeline.records import CaseRecord
 from pipeline.run_contents import RunContents, describe_runs, name_metrics
-from pipeline.tracking import PAGES_FILES, log_runs, write_pages
+from pipeline.tracking import log_runs, write_pages
 from pipeline.verdict_records import Metric
-from tests.synthetic_records import Behaviour, make_params, write_tree
+from tests.synthetic_records import PRODUCT, Behaviour, make_params, write_tree
 
 LOSSES = {"gptq-short": Behaviour(loss={"workflows": 0.3}), "awq-long": Behaviour(loss={"workflows": 0.01})}
 
@@ -141,28 +141,33 @@ def open_client(root: Path) -> Any:
     return MlflowClient(tracking_uri=f"sqlite:///{root / 'mlflow.db'}")
 
 
-def list_names(root: Path) -> list[str]:
+def list_names(root: Path, product: str = PRODUCT) -> list[str]:
     client = open_client(root)
-    return [run.info.run_name for run in client.search_runs([client.get_experiment_by_name("quantgate").experiment_id])]
+    experiment = client.get_experiment_by_name(f"quantgate {product}")
+    return [run.info.run_name for run in client.search_runs([experiment.experiment_id])]
 
 
 def test_logging_twice_adds_nothing_and_a_new_verdict_replaces(runs: list[RunContents], tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     report.write_text("# report")
-    first = log_runs(runs, tmp_path, attachments=[report, tmp_path / "none.png"])
+    first = log_runs(runs, tmp_path, product=PRODUCT, attachments=[report, tmp_path / "none.png"])
     assert [run.is_new for run in first] == [True] * 3
     assert list_names(tmp_path) == ["reference", "gptq-short", "awq-long"], "listed in the order of the report"
 
-    again = log_runs(runs, tmp_path)
+    again = log_runs(runs, tmp_path, product=PRODUCT)
     assert [(run.run_id, run.is_new) for run in again] == [(run.run_id, False) for run in first]
 
     changed = RunContents(**{**vars(runs[1]), "key": "another verdict"})
-    log_runs([changed], tmp_path)
+    log_runs([changed], tmp_path, product=PRODUCT)
     assert sorted(list_names(tmp_path)) == ["awq-long", "gptq-short", "reference"], "one run per candidate"
-    back = log_runs([runs[1]], tmp_path)
+    back = log_runs([runs[1]], tmp_path, product=PRODUCT)
     assert back[0].run_id == first[1].run_id and not back[0].is_new, "a verdict that returns brings its run back"
 
-    log_runs([changed], tmp_path, dvc_experiment="sweep-1")
+    log_runs([changed], tmp_path, product=PRODUCT, dvc_experiment="sweep-1")
+    assert sorted(list_names(tmp_path)) == ["awq-long", "gptq-short", "gptq-short (sweep-1)", "reference"]
+
+    other, = log_runs([runs[1]], tmp_path, product="other")
+    assert other.is_new and list_names(tmp_path, "other") == ["gptq-short"], "another product has its own experiment"
     assert sorted(list_names(tmp_path)) == ["awq-long", "gptq-short", "gptq-short (sweep-1)", "reference"]
 
     client = open_client(tmp_path)
@@ -173,20 +178,25 @@ def test_logging_twice_adds_nothing_and_a_new_verdict_replaces(runs: list[RunCon
     (table,) = (tmp_path / "mlartifacts").glob(f"{first[1].run_id}/artifacts/predictions.json")
     assert json.loads(table.read_text())["columns"] == ["id", "output", "ok", "prompt", "eval"]
 
-    other = tmp_path / "other"  # the client keeps a store that it has opened
-    other.mkdir()
-    shutil.copy(tmp_path / "mlflow.db", other)
-    with sqlite3.connect(other / "mlflow.db") as database:
+    copy = tmp_path / "copy"  # the client keeps a store that it has opened
+    copy.mkdir()
+    shutil.copy(tmp_path / "mlflow.db", copy)
+    with sqlite3.connect(copy / "mlflow.db") as database:
         database.execute("update alembic_version set version_num = 'f00d'")
-    assert "Detected out-of-date database schema (found version f00d, but expected " in refusal(runs, other)
+    assert "Detected out-of-date database schema (found version f00d, but expected " in refusal(runs, copy)
 
-    write_pages(first, tmp_path)
-    assert first[0].run_id in (tmp_path / PAGES_FILES["text"]).read_text()
+    pages = {}
+    for name, has_pictures in ((PRODUCT, False), ("other", True)):
+        write_pages(first, tmp_path, product=name, has_pictures=has_pictures)
+        pages[name] = (tmp_path / f"mlartifacts/pages-{name}.txt").read_text()
+    assert all(first[0].run_id in text for text in pages.values())
+    assert [line.split()[0] for line in pages[PRODUCT].splitlines()] == ["compare", "charts", "predictions"]
+    assert pages["other"].startswith(pages[PRODUCT] + "images "), "pictures have a page of their own"
 
 
 def refusal(runs: list[RunContents], root: Path) -> str:
     with pytest.raises(JournalError) as caught:
-        log_runs(runs, root)
+        log_runs(runs, root, product=PRODUCT)
     assert str(caught.value).startswith(f"{root / 'mlflow.db'}: expected a store that MLflow can write, got ")
     assert "; if it is damaged or of another version, move it away and run `dvc repro " in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -20,7 +20,7 @@ from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import blocking_verdicts
 from pipeline.network_params import find_network_problems
 from tests.synthetic_detections import Change
-from tests.synthetic_networks import Way, make_network_track, write_detector
+from tests.synthetic_networks import Way, make_network_product, write_detector
 from tests.unit.test_network_report import edit_records
 
 SAME = Change(score=0, box=0)
@@ -33,13 +33,13 @@ def judge(root: Path, num_images: int, *, tiers: tuple[str, str] = ("supporting"
     ways = {"same": Way(by=SAME)}
     tolerances = {"scenes/ap": {"overall": 0.05, "tier": tiers[0]},
                   "scenes/finite_output_rate": {"overall": 0.05, "tier": tiers[1]}}
-    track = make_network_track("detector", ways, tolerances)
-    gate = track.gate.model_copy(update={"on_inconclusive": on_inconclusive})
-    build = write_detector(root, track, ways, num_images=num_images)
+    product = make_network_product("detector", ways, tolerances)
+    gate = product.gate.model_copy(update={"on_inconclusive": on_inconclusive})
+    build = write_detector(root, product, ways, num_images=num_images)
     if finite < 1:
         edit_records(build / "evaluations/same", "scenes",
                      lambda r: r.model_copy(update={"scores": r.scores | {"finite": finite}}))
-    compared = compare_release(track.model_copy(update={"gate": gate}), build)
+    compared = compare_release(product.model_copy(update={"gate": gate}), build)
     check_outcomes(compared.judgement)
     return compared
 
@@ -94,9 +94,9 @@ def test_a_network_whose_every_output_is_nan_fails_however_few_there_are(tmp_pat
 
 def test_a_detector_that_finds_nothing_at_all_fails_however_few_pictures_there_are(tmp_path: Path) -> None:
     ways = {"blind": Way(by=Change(score=0, box=0, drop=1.0))}
-    track = make_network_track("detector", ways, {"scenes/ap": {"overall": 0.05},
-                                                  "scenes/finite_output_rate": {"overall": 0.05}})
-    verdict = compare_release(track, write_detector(tmp_path, track, ways, num_images=3)).judgement.verdicts[0]
+    product = make_network_product("detector", ways, {"scenes/ap": {"overall": 0.05},
+                                                      "scenes/finite_output_rate": {"overall": 0.05}})
+    verdict = compare_release(product, write_detector(tmp_path, product, ways, num_images=3)).judgement.verdicts[0]
     assert verdict.outcome == "fail"
     assert any("scenes/ap: no valid output" in reason for reason in verdict.reasons)
 
@@ -123,6 +123,6 @@ def test_facts_about_outputs_are_told_from_answers_that_chance_may_turn(
 
 def test_the_rate_of_sound_outputs_may_not_be_advisory() -> None:
     """It had to have a tolerance, and one that stops nothing was one."""
-    track = make_network_track("detector", {"same": Way()}, {
+    product = make_network_product("detector", {"same": Way()}, {
         "scenes/ap": {"overall": 0.05}, "scenes/finite_output_rate": {"overall": 0.05, "tier": "advisory"}})
-    assert any("scenes/finite_output_rate" in problem for problem in find_network_problems(track))
+    assert any("scenes/finite_output_rate" in problem for problem in find_network_problems(product))

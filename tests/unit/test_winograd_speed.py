@@ -23,8 +23,8 @@ from benchmarks.ncnn_nets import (
 )
 from benchmarks.winograd_speed import POLICIES, ROOT, add_up, bind_layers, bind_policies
 from models.people.detector import Detector
-from pipeline.network_params import DetectorTrack
-from pipeline.params import get_track, load_params
+from pipeline.network_params import VisionProduct
+from pipeline.params import get_product, load_params
 
 DIRECT, F23, F43, CALIBRATED, MIXED = POLICIES
 
@@ -110,8 +110,8 @@ def test_a_policy_adds_up_each_layer_by_its_own_algorithm() -> None:
 
 def test_the_calibrated_policy_is_the_one_that_is_released() -> None:
     """Its speed is read beside its verdict: another policy's would be believed."""
-    track = get_track(load_params(ROOT / "params.yaml"), "detector", kind=DetectorTrack)
-    (step,) = track.candidates["winograd-calibrated"].steps
+    product = get_product(load_params(ROOT / "params.yaml"), "people", kind=VisionProduct)
+    (step,) = product.candidates["winograd-calibrated"].steps
     rules = tuple((pattern, rule.algorithm) for rule in step.rules for pattern in rule.layers)
     assert (CALIBRATED.algorithm, CALIBRATED.rules) == (step.algorithm, rules)
 

@@ -5,4 +5,4 @@ models, names and failures are other people's texts, and each form escapes them 
 """
 
 EXPLANATION, JUNIT = "explanation.json", "junit.xml"  # beside the report: git keeps them
-PAGE = "report.html"  # in the track's build folder: it holds the pictures once more
+PAGE = "report.html"  # in the product's build folder: it holds the pictures once more

@@ -2,7 +2,7 @@
 
 An annotation is one line on stdout, and GitHub reads every line of it: so what comes from elsewhere is escaped as its
 runner's own toolkit does it. GitHub shows ten errors and ten warnings a step; what is beyond that is counted in the
-last. A step's summary may have 1 MiB, and the tracks of a project share it.
+last. A step's summary may have 1 MiB, and the products of a project share it.
 
 Reference: https://docs.github.com/actions/reference/workflow-commands-for-github-actions
 """
@@ -40,7 +40,7 @@ from pipeline.gate.wording import cut_text, escape_markdown, name_comparison, sh
 from pipeline.record_files import read_record
 from pipeline.verdict_records import Comparison, Verdict
 
-MAX_SUMMARY_BYTES = 200_000  # of a track: 1 MiB is a step's, and all tracks may be gated in one
+MAX_SUMMARY_BYTES = 200_000  # of a product: 1 MiB is a step's, and all products may be gated in one
 _MAX_SHOWN = 10  # annotations of a level
 _MAX_MESSAGE = 1_000  # characters
 _MAX_REASONS, _MAX_FLIPS = 12, 3  # of a candidate
@@ -109,9 +109,9 @@ def escape_property(text: str) -> str:
 
 
 def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
-    section = () if judgement.policy.track == "text" else (judgement.policy.track,)
+    section = ("products", judgement.policy.product)
     level: Literal["error", "warning"] = "error" if is_blocking(verdict, judgement.policy) else "warning"
-    candidate = (*section, "candidates", verdict.candidate)
+    candidate = ("candidates", verdict.candidate)
     found = [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", reason)
              for reason in verdict.reasons if reason.startswith((REFUSED, *FAILED, UNPROVEN, NO_GAIN))]  # fmt: skip
     if level == "warning" and (unproven := describe_unproven(verdict)):
@@ -159,7 +159,7 @@ def render_summary(judgement: Judgement, explanation: Explanation) -> str:
     """Write the Markdown of a step's summary: verdicts, reasons, the first flips; short, and cut to what fits."""
     policy = judgement.policy
     blocking = ", ".join(f"{render_name(v.candidate)} ({v.outcome})" for v in blocking_verdicts(judgement))
-    title = "Gate" if policy.track == "text" else f"Gate: {policy.track}"
+    title = f"Gate: {policy.product}" if policy.product else "Gate"
     parts = [f"## {title}\n\n" + (f"**Blocked** by {blocking}.\n" if blocking else "**Nothing blocks the release.**\n"),
              *(f"**{escape_markdown(said[0].upper() + said[1:])}.**\n" for said in list_unproven(judgement)),
              _tabulate(judgement)]  # fmt: skip
@@ -190,7 +190,7 @@ def _explain(verdict: Verdict, explanation: Explanation) -> str:
 
 
 def _fit(parts: Sequence[str], *, report: str) -> str:
-    """Join parts as long as they fit, whole: half a code block would swallow what other tracks write behind it."""
+    """Join parts as long as they fit, whole: half a code block would swallow what other products write behind it."""
     text = ""
     for part in parts:
         if len(f"{text}{part}".encode()) > MAX_SUMMARY_BYTES:

@@ -35,8 +35,8 @@ def render_junit(judgement: Judgement) -> str:
 
 
 def _name_source(policy: Policy) -> str:
-    """Return the track, or the command that judged records of others."""
-    return "compare" if set(policy.eval_kinds.values()) == {"outcomes"} else policy.track
+    """Return the product, or the command that judged records of others."""
+    return policy.product or "compare"
 
 
 def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) -> None:

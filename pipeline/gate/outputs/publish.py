@@ -23,8 +23,8 @@ def write_outputs(compared: ReleaseComparison, reports: Path, build: Path) -> No
 
     Args:
         compared: what to write.
-        reports: the folder in which the track's report and its pictures lie already.
-        build: the track's build folder.
+        reports: the folder in which the product's report and its pictures lie already.
+        build: the product's build folder.
     """
     explanation = explain_release(compared)
     write_record(reports / EXPLANATION, explanation)

@@ -18,7 +18,7 @@ from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.processes import ServerProcess
 from pipeline.serving.readiness import needs_scores, probe
-from pipeline.text_params import EvalSettings, ServingSettings
+from pipeline.text_params import EvalSettings, ResourceSettings
 
 T = TypeVar("T")
 LOCAL, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"
@@ -30,7 +30,7 @@ class Order:
 
     Attributes:
         candidate: what to serve.
-        settings: number of servers and time limits.
+        resources: number of servers and time limits.
         evals: what the endpoint will be asked for, by name; anything else it may lack.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs and the configuration that the engine was given.
@@ -39,7 +39,7 @@ class Order:
     """
 
     candidate: Candidate
-    settings: ServingSettings
+    resources: ResourceSettings
     evals: Mapping[str, EvalSettings]
     root: Path
     logs: Path
@@ -92,10 +92,10 @@ class Engine:
         for process in self.processes:
             process.check_alive()
 
-    def connect(self, settings: ServingSettings, *, concurrency: int, only: str | None = None) -> Client:
+    def connect(self, resources: ResourceSettings, *, concurrency: int, only: str | None = None) -> Client:
         """Return a client of the endpoint, or of one of its servers."""
         return Client([only] if only else self.base_urls, self.model, concurrency=concurrency,
-                      timeout_s=settings.request_timeout_s, check_alive=self.check_alive, echo=self.echo,
+                      timeout_s=resources.request_timeout_s, check_alive=self.check_alive, echo=self.echo,
                       api_key=self.api_key)  # fmt: skip
 
 
@@ -103,7 +103,7 @@ async def probe_servers(engine: Engine, order: Order) -> None:
     """Ask each server what the evals will ask."""
 
     async def ask(url: str) -> None:
-        async with engine.connect(order.settings, concurrency=1, only=url) as client:
+        async with engine.connect(order.resources, concurrency=1, only=url) as client:
             await probe(client, order.evals)
 
     await gather(*(ask(url) for url in engine.base_urls))

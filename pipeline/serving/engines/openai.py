@@ -37,7 +37,7 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         raise EngineError(f"{candidate.name}: engine openai needs base_url and model, "
                           f"got {serving.base_url!r} and {serving.model!r}")  # fmt: skip
     url, key = serving.base_url.rstrip("/").removesuffix("/v1"), read_key(candidate)
-    async with Client([url], serving.model, concurrency=1, timeout_s=order.settings.request_timeout_s,
+    async with Client([url], serving.model, concurrency=1, timeout_s=order.resources.request_timeout_s,
                       max_refusals=MAX_REFUSALS, api_key=key) as client:  # fmt: skip
         await _check_listing(client, url, order)
     async with Client([url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1,
@@ -49,7 +49,7 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         facts = adopt(candidate, facts)
     engine = Engine((url,), serving.model, candidate.facts | facts, proof or DECLARED,
                     is_declared="checkpoint" not in facts, api_key=key)  # fmt: skip
-    async with engine.connect(order.settings, concurrency=serving.concurrency) as client:
+    async with engine.connect(order.resources, concurrency=serving.concurrency) as client:
         await probe(client, order.evals, attached_as=candidate.name)
     yield engine
 

@@ -11,7 +11,7 @@ from pipeline.records import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines import openai, transformers, vllm
 from pipeline.serving.engines.engine import LOCAL, Engine, Order
-from pipeline.text_params import EvalSettings, ServingSettings
+from pipeline.text_params import EvalSettings, ResourceSettings
 
 ENGINES: dict[str, Callable[[Order], AbstractAsyncContextManager[Engine]]] = {
     "transformers": transformers.start,
@@ -22,14 +22,14 @@ ENGINES: dict[str, Callable[[Order], AbstractAsyncContextManager[Engine]]] = {
 
 @contextlib.asynccontextmanager
 async def start_engine(
-    candidate: Candidate, settings: ServingSettings, *, evals: Mapping[str, EvalSettings], root: Path, logs: Path,
+    candidate: Candidate, resources: ResourceSettings, *, evals: Mapping[str, EvalSettings], root: Path, logs: Path,
     host: str = LOCAL, port: int | None = None,
 ) -> AsyncIterator[tuple[Engine, Client]]:
     """Start or attach to the endpoint of a candidate; on leaving, nothing we started is left.
 
     Args:
         candidate: what to serve.
-        settings: number of servers and time limits.
+        resources: number of servers and time limits.
         evals: what the endpoint will be asked for, by name; anything else it may lack.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs.
@@ -40,9 +40,9 @@ async def start_engine(
         EngineError: a server did not come up, does not answer, is not what was asked for, or does not
             give what an eval needs.
     """
-    order = Order(candidate, settings, evals, root, logs, host, port)
+    order = Order(candidate, resources, evals, root, logs, host, port)
     async with (
         ENGINES[candidate.serving.engine](order) as engine,
-        engine.connect(settings, concurrency=candidate.serving.concurrency) as client,
+        engine.connect(resources, concurrency=candidate.serving.concurrency) as client,
     ):
         yield engine, client

@@ -30,13 +30,13 @@ async def start(order: Order) -> AsyncIterator[Engine]:
     Raises:
         EngineError: a server did not come up, loaded something else, or does not give what an eval needs.
     """
-    candidate, settings = order.candidate, order.settings
+    candidate, resources = order.candidate, order.resources
     processes: list[ServerProcess] = []
     try:
-        for index in range(settings.num_servers):
+        for index in range(resources.num_servers):
             processes.append(_spawn(candidate, root=order.root, log=order.logs / f"server-{index}.log",
                                     host=order.host, port=order.port))  # fmt: skip
-        reports = await gather(*(_read_report(p, settings.start_timeout_s) for p in processes))
+        reports = await gather(*(_read_report(p, resources.start_timeout_s) for p in processes))
         for process, report in zip(processes, reports, strict=True):
             check_facts(candidate, report["facts"], where=f"server {process.log.stem}")
         engine = Engine(

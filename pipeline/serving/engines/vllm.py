@@ -79,8 +79,8 @@ def _spawn(candidate: Candidate, root: Path, config: Path, port: int, log: Path)
 
 async def _wait(process: ServerProcess, url: str, order: Order) -> dict[str, Any]:
     """Wait until the server lists its model, and return the facts that it tells."""
-    limit_s, start = order.settings.start_timeout_s, time.monotonic()
-    async with Client([url], order.candidate.name, concurrency=1, timeout_s=order.settings.request_timeout_s,
+    limit_s, start = order.resources.start_timeout_s, time.monotonic()
+    async with Client([url], order.candidate.name, concurrency=1, timeout_s=order.resources.request_timeout_s,
                       max_refusals=1, check_alive=process.check_alive) as client:  # fmt: skip
         while True:
             process.check_alive()

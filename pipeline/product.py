@@ -1,0 +1,70 @@
+"""What a kind of product gives: the one interface between the pipeline and `pipeline/products/<kind>/`.
+
+A kind is listed in `pipeline/products/__init__.py`. Its methods import what they need themselves: a stage's code is
+what the methods that it calls lead to, and no other kind's (`stage_code.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pipeline.environment import Machine
+from pipeline.settings import Product
+
+if TYPE_CHECKING:
+    from pipeline.gate.compare import ReleaseComparison
+
+Plot = Callable[["ReleaseComparison", Path], None]
+Watched = dict[str, Any]  # what a stage's result depends on, by a name that says what changed
+P = TypeVar("P", bound=Product)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the results of a product depend on beside its checkpoints: what DVC watches.
+
+    Attributes:
+        optimize: by candidate.
+        evaluate: by candidate.
+        benchmark: of the product.
+    """
+
+    optimize: Mapping[str, Watched]
+    evaluate: Mapping[str, Watched]
+    benchmark: Watched = field(default_factory=dict)
+
+
+class Kind(Protocol[P]):
+    """A kind of product: its settings, what is checked before any work, and the work of its stages."""
+
+    settings: type[P]
+
+    def find_problems(self, product: P) -> list[str]:
+        """Return what contradicts itself in params.yaml, one line each, starting with the key from the product."""
+
+    def check(self, product: P, root: Path, machine: Machine) -> list[str]:
+        """Check the settings against the files that they name and this machine; return warnings.
+
+        Raises:
+            SettingsError: with the path of the key, what it names, and what there is.
+            EvalsetError: with file and line.
+            CheckpointError: a checkpoint that can't be used.
+        """
+
+    def list_inputs(self, product: P, root: Path) -> Inputs:
+        """Return what results depend on: settings as JSON, digests of files."""
+
+    def optimize(self, name: str, product: P, *, root: Path, build: Path) -> str:
+        """Build a candidate under `build/candidates/<name>/`; return a line that says what it became."""
+
+    def evaluate(self, name: str, product: P, *, root: Path, build: Path) -> None:
+        """Evaluate a candidate, and write `build/evaluations/<name>/`."""
+
+    def benchmark(self, product: P, *, root: Path, build: Path) -> list[str]:
+        """Time candidates beside the reference under `build/benchmarks/`; return a line on each."""
+
+    def list_plots(self, product: P) -> Mapping[str, Plot]:
+        """Return the pictures beside the report, by file name, in addition to harm.png."""

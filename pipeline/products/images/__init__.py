@@ -1,0 +1,63 @@
+"""Kind `images`: diffusers pipelines that draw prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.environment import Machine
+from pipeline.image_params import ImagesProduct, find_image_problems
+from pipeline.product import Inputs, Plot
+
+
+class ImagesKind:
+    """Diffusion pipelines."""
+
+    settings = ImagesProduct
+
+    def find_problems(self, product: ImagesProduct) -> list[str]:
+        """Return what contradicts itself in the settings."""
+        return find_image_problems(product)
+
+    def check(self, product: ImagesProduct, root: Path, machine: Machine) -> list[str]:
+        """Check pipeline folders, CLIP and prompts."""
+        from pipeline.image_preflight import check_images
+
+        check_images(product, root)
+        return []
+
+    def list_inputs(self, product: ImagesProduct, root: Path) -> Inputs:
+        """Return the prompts, CLIP and the reference's weights, which all candidates are built and judged by."""
+        from pipeline.image_preflight import digest_material
+
+        shared = digest_material(product, root) | {
+            "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
+            "serving": product.serving.model_dump(mode="json")}  # fmt: skip
+        optimize = {name: shared | candidate.model_dump(mode="json") for name, candidate in product.candidates.items()}
+        return Inputs(optimize, dict.fromkeys(product.candidates, shared | {"reference": product.reference}))
+
+    def optimize(self, name: str, product: ImagesProduct, *, root: Path, build: Path) -> str:
+        """Rewrite weights, and record how the pipeline is run."""
+        from pipeline.images.candidate import build_image_candidate
+
+        candidate = build_image_candidate(name, product, root=root, build=build)
+        steps = ", ".join(step["kind"] for step in candidate.steps) or "no steps"
+        return f"{steps}; {candidate.serving.summary}, {candidate.checkpoint.num_bytes / 1e6:.2f} MB"
+
+    def evaluate(self, name: str, product: ImagesProduct, *, root: Path, build: Path) -> None:
+        """Render and judge every prompt."""
+        from pipeline.image_serving import read_image_candidate
+        from pipeline.images.evaluate import evaluate_images
+
+        evaluate_images(read_image_candidate(build, name, product), product, root=root, build=build)
+
+    def benchmark(self, product: ImagesProduct, *, root: Path, build: Path) -> list[str]:
+        """Time nothing: evaluating a candidate does."""
+        return []
+
+    def list_plots(self, product: ImagesProduct) -> Mapping[str, Plot]:
+        """Return the worst images, the headroom of the decoders, and guidance."""
+        from pipeline.gate.guidance_plot import plot_guidance
+        from pipeline.gate.image_plots import plot_headroom, plot_worst_images
+
+        return {"worst.png": plot_worst_images, "headroom.png": plot_headroom, "guidance.png": plot_guidance}

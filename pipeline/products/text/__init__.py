@@ -1,0 +1,87 @@
+"""Kind `text`: checkpoints of language models, served behind an endpoint and asked there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.environment import Machine
+from pipeline.product import Inputs, Plot, Watched
+from pipeline.text_params import SpeculativeStep, TextProduct
+
+
+class TextKind:
+    """Language models."""
+
+    settings = TextProduct
+
+    def find_problems(self, product: TextProduct) -> list[str]:
+        """Return what contradicts itself in the settings."""
+        from pipeline.text_problems import find_text_problems
+
+        return find_text_problems(product)
+
+    def check(self, product: TextProduct, root: Path, machine: Machine) -> list[str]:
+        """Check layers, tokenizers, chat templates, cases and memory."""
+        from pipeline.memory import check_needs, estimate_needs, read_available_mib
+        from pipeline.preflight import check_text
+
+        check_text(product, root)
+        total = machine.memory_mib
+        return check_needs(estimate_needs(product, root), total_mib=total, available_mib=read_available_mib(total))
+
+    def list_inputs(self, product: TextProduct, root: Path) -> Inputs:
+        """Return drafts and calibration texts of what is built, engine and cases of what is evaluated."""
+        from pipeline.digests import digest_checkpoint, digest_folder
+        from pipeline.evals.material import digest_evalsets
+        from pipeline.evalsets import NOTES
+
+        texts = digest_folder(root / product.optimize.calibration_texts, ignore=NOTES)
+        shared = {"evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
+                  "cases": digest_evalsets(product, root), "serving": product.serving.model_dump(mode="json"),
+                  "canary": product.canary.num_prompts}  # fmt: skip
+        optimize: dict[str, Watched] = {}
+        evaluate: dict[str, Watched] = {}
+        for name, candidate in product.candidates.items():
+            # the least acceptance is the gate's: another one makes no other weights
+            steps = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in candidate.steps]
+            optimize[name] = {"checkpoint": candidate.checkpoint, "steps": steps}
+            if any(not isinstance(step, SpeculativeStep) for step in candidate.steps):
+                optimize[name] |= {"optimize": product.optimize.model_dump(mode="json"), "calibration_texts": texts}
+            if candidate.speculative and candidate.speculative.draft:
+                optimize[name]["draft"] = digest_checkpoint(root / candidate.speculative.draft)
+            evaluate[name] = shared | {"engine": candidate.engine.model_dump(mode="json")}
+        work = product.benchmark.model_dump(mode="json", exclude={"max_slowdown"})  # the limit is the gate's
+        return Inputs(optimize, evaluate, {"work": work, "reference": product.reference})
+
+    def optimize(self, name: str, product: TextProduct, *, root: Path, build: Path) -> str:
+        """Quantise, and check what will be served."""
+        from pipeline.optimize.candidate import build_candidate
+
+        candidate = build_candidate(name, product, root=root, build=build)
+        checkpoint = candidate.checkpoint
+        return (f"{checkpoint.format} {checkpoint.dtype}, {checkpoint.num_parameters / 1e6:.2f} M parameters in "
+                f"{checkpoint.num_bytes / 1e6:.2f} MB, {sum(layer.asked for layer in candidate.coverage)} layers "
+                f"quantised, {len(candidate.fallbacks)} fallbacks")
+
+    def evaluate(self, name: str, product: TextProduct, *, root: Path, build: Path) -> None:
+        """Ask a candidate's endpoint all evals."""
+        import asyncio
+
+        from pipeline.evals.evaluate import evaluate_candidate
+        from pipeline.serving_config import read_candidate
+
+        asyncio.run(evaluate_candidate(read_candidate(build, name, product), product, root=root, build=build))
+
+    def benchmark(self, product: TextProduct, *, root: Path, build: Path) -> list[str]:
+        """Time both endpoints side by side; a candidate that was timed just so before is taken over."""
+        from pipeline.benchmark.product import benchmark_product
+
+        return benchmark_product(product, root=root, build=build)
+
+    def list_plots(self, product: TextProduct) -> Mapping[str, Plot]:
+        """Return task completion by bucket, and speed."""
+        from pipeline.gate.plots import plot_completion, plot_speed
+
+        return {"completion.png": lambda compared, path: plot_completion(compared.judgement, path),
+                "speed.png": lambda compared, path: plot_speed(compared.judgement, path)}  # fmt: skip

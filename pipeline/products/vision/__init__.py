@@ -1,0 +1,67 @@
+"""Kind `vision`: torch modules behind an adapter, that find objects or restore pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.environment import Machine
+from pipeline.network_params import VisionProduct, find_network_problems
+from pipeline.product import Inputs, Plot
+
+
+class VisionKind:
+    """Torch modules."""
+
+    settings = VisionProduct
+
+    def find_problems(self, product: VisionProduct) -> list[str]:
+        """Return what contradicts itself in the settings."""
+        return find_network_problems(product)
+
+    def check(self, product: VisionProduct, root: Path, machine: Machine) -> list[str]:
+        """Check the adapter, folders and pictures."""
+        from pipeline.network_preflight import check_network, describe_slow_formats
+
+        return check_network(product, root) + describe_slow_formats(product, machine)
+
+    def list_inputs(self, product: VisionProduct, root: Path) -> Inputs:
+        """Return the adapter, the pictures, and the reference's weights, which all candidates are judged by."""
+        from pipeline.network_preflight import digest_material
+
+        material = digest_material(product, root)
+        optimize = {name: {"adapter": [product.adapter, material["adapter"]], **candidate.model_dump(mode="json")}
+                    for name, candidate in product.candidates.items()}  # fmt: skip
+        shared = material | {"evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
+                             "serving": product.serving.model_dump(mode="json")}  # fmt: skip
+        return Inputs(optimize, dict.fromkeys(product.candidates, shared))
+
+    def optimize(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> str:
+        """Record how the network is run: no step rewrites weights."""
+        from pipeline.networks.candidate import build_network_candidate
+
+        candidate = build_network_candidate(name, product, root=root, build=build)
+        steps = ", ".join(step["kind"] for step in candidate.steps) or "no steps"
+        return f"{steps}; {candidate.serving.summary}"
+
+    def evaluate(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> None:
+        """Run every picture and judge what comes out."""
+        from pipeline.network_serving import read_network_candidate
+        from pipeline.networks.evaluate import evaluate_network
+
+        evaluate_network(read_network_candidate(build, name, product), product, root=root, build=build)
+
+    def benchmark(self, product: VisionProduct, *, root: Path, build: Path) -> list[str]:
+        """Time nothing: evaluating a candidate does."""
+        return []
+
+    def list_plots(self, product: VisionProduct) -> Mapping[str, Plot]:
+        """Return the worst pictures, the error of each layer, and what the task adds."""
+        from pipeline.gate.image_plots import plot_worst_images
+        from pipeline.gate.network_pictures import plot_found, plot_seams
+        from pipeline.gate.network_plots import plot_buckets, plot_layers
+
+        if product.task == "detection":
+            return {"buckets.png": lambda compared, path: plot_buckets(compared.judgement, path),
+                    "worst.png": plot_found, "layers.png": plot_layers}  # fmt: skip
+        return {"worst.png": plot_worst_images, "seams.png": plot_seams, "layers.png": plot_layers}

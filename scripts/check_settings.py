@@ -1,0 +1,25 @@
+"""Read params.yaml before DVC does, which would tell a mistake there in its own words.
+
+    python -m scripts.check_settings
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.params import load_params  # noqa: E402
+from stages.cli import run_stage  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Return 0 where the settings can be used; a mistake is one line."""
+    load_params()
+    return 0
+
+
+if __name__ == "__main__":
+    run_stage("settings", main, is_short=True)
