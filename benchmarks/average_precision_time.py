@@ -1,7 +1,7 @@
 """Is our AP that of pycocotools, and what does it take? `python -m benchmarks.average_precision_time [--images 500]`.
 
 Three made-up result sets (one class and no crowds, three classes with crowds, tied scores), matched and averaged by
-`pipeline/detections.py` and `average_precision.py`, by pycocotools and by faster-coco-eval: the largest difference of
+`pipeline/records/detections.py` and `average_precision.py`, by pycocotools and by faster-coco-eval: the largest difference of
 COCO's twelve numbers, and the CPU seconds of each as ratios, the median of interleaved rounds. The gate does not
 average once but 1,000 times: that is timed beside (`benchmarks/detection_bounds.py --time` has it whole).
 """
@@ -21,8 +21,8 @@ from faster_coco_eval import COCOeval_faster
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from pipeline.average_precision import coco_numbers
-from pipeline.detections import Detections, Objects
+from pipeline.numerics.average_precision import coco_numbers
+from pipeline.records.detections import Detections, Objects
 from tests.synthetic_detections import NUM_CLASSES, Detector, detect, make_objects, match_all
 
 SETS = {

@@ -20,10 +20,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.params import load_params
-from pipeline.record_files import read_record
-from pipeline.records import Candidate, Evaluation, read_cases
+from pipeline.records.record_files import read_record
+from pipeline.records.evaluations import Candidate, Evaluation, read_cases
 from pipeline.serving_config import read_candidate
 from pipeline.text_params import TextProduct, ToolCallsEval, TrajectoriesEval
 

@@ -32,7 +32,7 @@ from pipeline.drift import CONCURRENCY, Drift, check_drift
 from pipeline.evals.evaluate import evaluate_candidate
 from pipeline.optimize.candidate import build_candidate
 from pipeline.params import get_product, parse_params
-from pipeline.records import Candidate
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving_config import read_candidate
 from pipeline.text_params import TextProduct

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.params import find_owner, load_params
-from pipeline.record_files import read_record
-from pipeline.records import Candidate, CaseRecord, Evaluation, read_cases
+from pipeline.records.record_files import read_record
+from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation, read_cases
 from pipeline.serving_config import read_candidate
 from pipeline.text_params import HarnessEval, PerplexityEval, TextProduct
 

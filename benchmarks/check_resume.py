@@ -26,11 +26,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pipeline.evalsets import CASES_FILE, compute_seal, load_card, load_evalset
+from pipeline.evalsets.cards import CASES_FILE, compute_seal, load_card, load_evalset
 from pipeline.params import choose_product, load_params
-from pipeline.records import CaseRecord, read_cases
+from pipeline.records.evaluations import CaseRecord, read_cases
 from pipeline.serving_config import read_candidate
-from pipeline.settings import Tolerance
+from pipeline.settings.base import Tolerance
 from pipeline.text_params import TextProduct, ToolCallsEval, TrajectoriesEval
 from tests.synthetic_records import describe_project
 

@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.check_resume import list_children
-from pipeline.cases import Call, ToolCallCase
+from pipeline.evalsets.cases import Call, ToolCallCase
 from pipeline.checkpoints import describe_checkpoint
 from pipeline.evals import tool_calls
 from pipeline.evals.context import EvalContext
-from pipeline.evals.journal import Journal
-from pipeline.evalsets import Evalset, load_evalset
+from pipeline.running.journal import Journal
+from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.params import choose_product, load_params
-from pipeline.records import BuiltCandidate, Candidate
+from pipeline.records.evaluations import BuiltCandidate, Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving_config import serve

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.compare import Measured, compare_release
 from pipeline.network_params import VisionProduct
 from pipeline.network_serving import run_plainly
@@ -26,8 +26,8 @@ from pipeline.networks.loading import load_network
 from pipeline.networks.policy_settings import choose_default, list_rules
 from pipeline.networks.proposal import find_saved_fraction, propose_policy
 from pipeline.params import get_product, load_params
-from pipeline.pictures import read_picture
-from pipeline.verdict_records import Comparison, Verdict
+from pipeline.evalsets.pictures import read_picture
+from pipeline.records.verdicts import Comparison, Verdict
 
 DTYPES = ("float32", "bfloat16", "float16")
 UNIFORM = ("direct", "winograd_f23", "winograd_f43")

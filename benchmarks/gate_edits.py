@@ -143,7 +143,7 @@ EDITS: dict[str, Edit] = {
     # code
     **{f"code {name}": append(name) for name in (
         "pipeline/evals/trajectories.py", "pipeline/gate/statistics.py", "pipeline/gate/decision.py",
-        "pipeline/release/model_card.py", "pipeline/tracking.py", "pipeline/optimize/awq.py",
+        "pipeline/release/model_card.py", "pipeline/report/mlflow_runs/tracking.py", "pipeline/optimize/awq.py",
         "pipeline/images/rendering.py", "pipeline/networks/upscaling.py", "pipeline/serving/client.py",
         "stages/gate.py")},
     # data

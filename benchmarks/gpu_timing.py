@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline.medians import bound_median
+from pipeline.records.medians import bound_median
 
 Run = Callable[[], torch.Tensor]
 

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.images.layout import LayoutMeasurement, bind_layouts, measure_layout, measure_runs
 from pipeline.images.rendering import Prompt, load_pipeline
-from pipeline.memory_format import count_reorders
-from pipeline.serving_records import PipelineServing
-from pipeline.timing import TOLERANCES, compare_outputs
+from pipeline.running.memory_format import count_reorders
+from pipeline.records.serving import PipelineServing
+from pipeline.running.timing import TOLERANCES, compare_outputs
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "models/product-shots"

@@ -65,7 +65,7 @@ def run_side(candidate: str, side: str, *options: str) -> dict[str, Any]:
 def run_endpoint(candidate: Any, product: Any) -> None:
     """Evaluate as the stage does, into a temporary folder."""
     from pipeline.evals.evaluate import evaluate_candidate
-    from pipeline.records import read_cases
+    from pipeline.records.evaluations import read_cases
 
     with tempfile.TemporaryDirectory() as temporary:
         build = Path(temporary)
@@ -88,7 +88,7 @@ def run_hf(candidate: Any, product: Any) -> None:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from pipeline.evalsets import load_evalset
+    from pipeline.evalsets.cards import load_evalset
 
     torch.set_num_threads(1)
     serving = candidate.serving

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.evalsets import load_evalset
-from pipeline.medians import GAIN_BELOW
+from pipeline.evalsets.cards import load_evalset
+from pipeline.records.medians import GAIN_BELOW
 from pipeline.network_params import VisionProduct
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.costs import choose_baseline, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
 from pipeline.params import get_product, load_params
-from pipeline.pictures import read_picture
-from pipeline.serving_records import NetworkServing
+from pipeline.evalsets.pictures import read_picture
+from pipeline.records.serving import NetworkServing
 
 STEPS = ("channels-last", "compile", "both")
 

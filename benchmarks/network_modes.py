@@ -6,13 +6,13 @@
 A setting is network:batch:dtype for `--layouts` and network:batch:dtype:layout:mode for `--modes`. A pass is timed
 between two synchronisations. What is compared takes turns in blocks of 50 passes (the U-Net 10), 20 blocks each after
 four that are not counted: 1,000 passes timed and 200 not (200 and 40). A number is the median over blocks of a block's
-median, with the interval that covers it with 95 % (`pipeline/medians.py`); a ratio is that of neighbouring blocks.
+median, with the interval that covers it with 95 % (`pipeline/records/medians.py`); a ratio is that of neighbouring blocks.
 
 Layouts are compared as called, with Python and every launch in it, and replayed as a CUDA graph, which is the GPU's own
 time. A compile mode is compared with eager in NCHW, both as called. It is compiled with empty caches, and the seconds
 of the first call are those. Counted are graphs, breaks between them, graphs that were compiled again
 later, and graphs for which the compiler left CUDA graphs off. Nothing is timed whose output isn't that of eager NCHW in
-the same number format, but for rounding (`find_tolerance` of `pipeline/timing.py`). Weights are random, shapes static,
+the same number format, but for rounding (`find_tolerance` of `pipeline/running/timing.py`). Weights are random, shapes static,
 one GPU. Not covered: training, batches that vary, several streams.
 """
 
@@ -35,7 +35,7 @@ from torch._inductor.utils import fresh_cache
 
 from benchmarks.gpu_timing import Run, bound_milliseconds, capture, ratio, synchronize, write_times
 from benchmarks.mode_networks import Bench
-from pipeline.timing import compare_outputs, find_tolerance
+from pipeline.running.timing import compare_outputs, find_tolerance
 
 milliseconds = partial(bound_milliseconds, digits=3)
 

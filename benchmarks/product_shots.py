@@ -25,7 +25,7 @@ from transformers import CLIPModel, CLIPTokenizer
 
 from evalsets.shots import all_shots, caption
 from models.train_product_shots import HELD_OUT, render_all, to_signal, tokenize
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 
 SATURATED = 0.97  # level above which a channel counts, in [0, 1]
 OVERSATURATED = 0.05  # share of saturated pixels above which a picture counts

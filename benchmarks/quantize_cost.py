@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pipeline.checkpoints import load_tokenizer
 from pipeline.errors import SettingsError
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.optimize.calibration import describe_samples, select_samples
 from pipeline.params import load_params
 from pipeline.text_params import GptqStep, TextProduct
@@ -52,7 +52,7 @@ tokenizer.save_pretrained(sys.argv[2])
 OUR_SCRIPT = """
 import json, sys
 from pathlib import Path
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.optimize.registry import STEPS
 from pipeline.text_params import GptqStep
 job = json.load(open(sys.argv[1]))

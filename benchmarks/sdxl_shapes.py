@@ -8,7 +8,7 @@ speed and memory need no trained ones; what a number format does to trained weig
 one call between two synchronisations, after three that are not counted; the settings of a table take turns within each
 round, and each round starts with another one. Each is timed as called, with Python and every launch, and replayed as
 a CUDA graph, which is the GPU's own time. A ratio is taken within its round. Intervals cover the median with 95 %
-(`pipeline/medians.py`). Peak memory is what the caching allocator held at most: a part's own weights, and what its call
+(`pipeline/records/medians.py`). Peak memory is what the caching allocator held at most: a part's own weights, and what its call
 took beside them. Not covered: text encoders, several images at once, CPUs.
 
 torch runs float32 convolutions in TF32 by default, and float32 matrix products not: the row "float32" is that, the row

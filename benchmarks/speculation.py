@@ -36,9 +36,9 @@ import numpy as np
 import torch
 
 from benchmarks.speculation_prompts import Decode, Inputs, collect_prompts, load
-from pipeline.differences import classify_difference
+from pipeline.records.differences import classify_difference
 from pipeline.serving.loading import LoadedModel
-from pipeline.speculation_records import SpeculationCounts, sum_speculation
+from pipeline.records.speculation import SpeculationCounts, sum_speculation
 
 METHODS = (("target only", None), *((f"draft, k = {k}", ("draft_model", k)) for k in (2, 5, 8)),
            ("prompt lookup, k = 5", ("prompt_lookup", 5)))  # fmt: skip

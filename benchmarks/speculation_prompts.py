@@ -19,14 +19,14 @@ import torch
 from pipeline.checkpoints import describe_checkpoint
 from pipeline.evals import tool_calls, trajectories
 from pipeline.evals.context import EvalContext
-from pipeline.evals.journal import Journal
-from pipeline.evalsets import Evalset, load_evalset
-from pipeline.records import Candidate
+from pipeline.running.journal import Journal
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.client import Reply
 from pipeline.serving.loading import LoadedModel, load_candidate
 from pipeline.serving.speculation import SpeculativeManager
-from pipeline.serving_records import ServingConfig
-from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 from pipeline.text_params import ToolCallsEval, TrajectoriesEval
 
 TARGET, DRAFT = Path("models/agent"), Path("models/agent-draft")

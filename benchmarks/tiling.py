@@ -28,7 +28,7 @@ from pipeline.numerics.saturation import to_unit_range
 from pipeline.numerics.seams import measure_seams, signed_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 from pipeline.params import get_product, load_params
-from pipeline.serving_records import Tiling
+from pipeline.records.serving import Tiling
 
 WIDTH, TILE = 736, 64  # pixels; (WIDTH - TILE) is a multiple of what each overlap leaves of a tile
 FACTOR = 4  # pixels a latent pixel

@@ -10,7 +10,7 @@ One image of 320 x 320, one thread. Each shape of a convolution is a network of 
 what an image feeds the layer, channels interleaved as ncnn keeps them between layers; direct is ncnn's matrix product
 of gathered patches. Weights are transformed ahead of time and not counted. A time is in CPU seconds, over as many calls
 as fill `--seconds`, after one that isn't counted; everything takes turns within a round, in one order and then in the
-opposite. A ratio is taken within its round, intervals cover the median with 95 % (`pipeline/medians.py`).
+opposite. A ratio is taken within its round, intervals cover the median with 95 % (`pipeline/records/medians.py`).
 
 A policy is timed twice: what its convolutions add up to, all 26 of them, and the whole detector as one network, with
 upsampling and additions, unless it mixes F(2,3) and F(4,3), which ncnn can't be told to. Before any time is taken, each
@@ -49,8 +49,8 @@ from benchmarks.ncnn_nets import (
 )
 from evalsets.scenes import render
 from models.people.detector import open_detector, preprocess
-from pipeline.medians import bound_median
-from pipeline.timing import TOLERANCES, compare_outputs
+from pipeline.records.medians import bound_median
+from pipeline.running.timing import TOLERANCES, compare_outputs
 
 ROOT = Path(__file__).resolve().parent.parent
 Key = TypeVar("Key", bound=Hashable)

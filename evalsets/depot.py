@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from pipeline.evals.tools import call_tool, read_path, render_result
-from pipeline.evalsets import Tool
+from pipeline.evalsets.cards import Tool
 
 STORES = ["north", "south", "east", "west", "harbor", "airport", "center", "mill"]
 COURIERS = ["rail", "van", "air", "boat", "bike", "truck"]

@@ -32,8 +32,8 @@ from evalsets.pictures import make_panoramas, make_scenes
 from evalsets.seal import describe, render_card, seal
 from evalsets.shots import all_shots, buckets, caption
 from evalsets.texts import make_continuation, make_prose, make_single_call, split_of
-from pipeline.evalsets import CARD_FILE, CASES_FILE, load_evalset
-from pipeline.files import write_text
+from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, load_evalset
+from pipeline.records.files import write_text
 
 ROOT = Path(__file__).parent
 LATE_CALL = 5  # a rule given before call 1 that first matters here or later tests retention

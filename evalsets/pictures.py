@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from evalsets import panoramas, scenes
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 
 PERSON = 1  # COCO's category
 CROP = (512, 384)  # width and height of an upscaler's target, in pixels

@@ -17,10 +17,10 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
-from pipeline.cases import CASES_FILE, PICTURE_DIGESTS
-from pipeline.digests import digest_file
+from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS
+from pipeline.records.digests import digest_file
 from pipeline.errors import EvalsetError
-from pipeline.evalsets import (
+from pipeline.evalsets.cards import (
     CARD_FILE,
     Card,
     CardText,
@@ -30,8 +30,8 @@ from pipeline.evalsets import (
     parse_card,
     read_card,
 )
-from pipeline.files import read_lines, write_text
-from pipeline.pictures import check_pictures
+from pipeline.records.files import read_lines, write_text
+from pipeline.evalsets.pictures import check_pictures
 from stages.cli import run_stage
 
 _LINE_WIDTH = 120

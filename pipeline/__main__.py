@@ -27,11 +27,11 @@ from typing import Any, Literal, NoReturn, get_args
 
 from pipeline.errors import EvidenceError, QuantgateError, SettingsError
 from pipeline.gate.standing import read_judgement
-from pipeline.gate.terminal import render_gate
+from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
 from pipeline.params import choose_product, load_params
-from pipeline.plain_text import format_line
-from pipeline.settings import Product, Tier
+from pipeline.records.plain_text import format_line
+from pipeline.settings.base import Product, Tier
 
 EXIT_CODES = {"pass": 0, "inconclusive": 10, "refused": 30, "fail": 20, "no gain": 20}  # the worst is last
 _PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"  # of a clone
@@ -104,7 +104,7 @@ def compare(options: argparse.Namespace) -> int:
     from pipeline.gate.wording import use_metrics
     from pipeline.outcomes.judging import judge_outcomes
     from pipeline.outcomes.rendering import render_outcomes
-    from pipeline.record_files import write_record
+    from pipeline.records.record_files import write_record
 
     _check_outputs(options)
     reference, candidate = _read_sides(options)
@@ -121,11 +121,11 @@ def compare(options: argparse.Namespace) -> int:
 
 def _write_forms(compared: Any, options: argparse.Namespace) -> None:
     """Write the judgement in the forms that were asked for."""
-    from pipeline.files import write_text
-    from pipeline.gate.explain import explain_release
-    from pipeline.gate.outputs.github import render_summary
-    from pipeline.gate.outputs.html import render_html
-    from pipeline.gate.outputs.junit import render_junit
+    from pipeline.records.files import write_text
+    from pipeline.report.explain import explain_release
+    from pipeline.report.github import render_summary
+    from pipeline.report.html import render_html
+    from pipeline.report.junit import render_junit
 
     judgement = compared.judgement
     if options.junit:

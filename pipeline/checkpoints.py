@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from pipeline.digests import digest_files, digest_json
-from pipeline.environment import count_memory_mib
+from pipeline.records.digests import digest_files, digest_json
+from pipeline.running.environment import count_memory_mib
 from pipeline.errors import CheckpointError
 from pipeline.memory import read_available_mib
-from pipeline.records import Checkpoint
-from pipeline.weight_files import TensorInfo, read_tensors
+from pipeline.records.evaluations import Checkpoint
+from pipeline.running.weight_files import TensorInfo, read_tensors
 
 CONFIG_FILE = "config.json"
 FORMATS = ("dense", "compressed-tensors", "gptq", "awq")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.settings import Settings
+from pipeline.settings.base import Settings
 
 _LARGEST = 1e5**2
 # COCO's, in square pixels, smallest and largest inclusive: an object of exactly 32^2 is both small and medium

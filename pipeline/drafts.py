@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.checkpoints import embedding_rows
-from pipeline.digests import digest_checkpoint, digest_file
+from pipeline.records.digests import digest_checkpoint, digest_file
 from pipeline.errors import CheckpointError
 from pipeline.text_params import TextProduct
 

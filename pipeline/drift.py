@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.cases import ToolCallCase, TrajectoryCase, spread
-from pipeline.differences import classify_difference
+from pipeline.evalsets.cases import ToolCallCase, TrajectoryCase, spread
+from pipeline.records.differences import classify_difference
 from pipeline.errors import EvidenceError
 from pipeline.evals.calls import declare_tools, describe_reply
-from pipeline.fingerprints import SECTIONS, find_differences, fingerprint
+from pipeline.records.fingerprints import SECTIONS, find_differences, fingerprint
 from pipeline.first_turns import load_evaluated, read_first_turns
 from pipeline.gate.rates import predictive_quantile
-from pipeline.record_files import read_record
-from pipeline.records import Candidate, Evaluation
+from pipeline.records.record_files import read_record
+from pipeline.records.evaluations import Candidate, Evaluation
 from pipeline.serving.client import Client
 from pipeline.serving.engines.openai import adopt, read_facts
 from pipeline.serving.vllm_config import CONFIG_FILE

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.evalsets import Evalset, load_evalset
-from pipeline.records import EvalFile, Evaluation, read_cases
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.records.evaluations import EvalFile, Evaluation, read_cases
 from pipeline.text_params import ChatEval
 
 

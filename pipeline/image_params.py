@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.settings import (
+from pipeline.settings.base import (
     Product,
     Settings,
     find_metric_problems,

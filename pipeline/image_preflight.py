@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pipeline.cases import PromptCase
-from pipeline.digests import digest_folder
+from pipeline.evalsets.cases import PromptCase
+from pipeline.records.digests import digest_folder
 from pipeline.errors import CheckpointError, SettingsError
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.image_params import GuidanceStep, ImagesProduct, VaeTilingStep
 from pipeline.images.folders import ImageShape, open_pipeline, read_shape
 from pipeline.preflight import check_buckets, load_kind

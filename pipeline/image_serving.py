@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.built_candidates import fold_steps, read_built
+from pipeline.records.built_candidates import fold_steps, read_built
 from pipeline.image_params import ImagesProduct
-from pipeline.records import BuiltCandidate, ImageCandidate
-from pipeline.serving_records import PipelineServing
+from pipeline.records.evaluations import BuiltCandidate, ImageCandidate
+from pipeline.records.serving import PipelineServing
 
 
 def sample_plainly(product: ImagesProduct) -> PipelineServing:

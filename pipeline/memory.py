@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.errors import CheckpointError
 from pipeline.text_params import Calibration, SpeculativeStep, TextProduct
-from pipeline.weight_files import TensorInfo, read_tensors
+from pipeline.running.weight_files import TensorInfo, read_tensors
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROCESS_MIB = 700  # a Python process with torch and transformers imported

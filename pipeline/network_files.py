@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.records import Checkpoint
-from pipeline.weight_files import read_tensors
-from pipeline.weight_folders import describe_weights, read_config_file
+from pipeline.records.evaluations import Checkpoint
+from pipeline.running.weight_files import read_tensors
+from pipeline.running.weight_folders import describe_weights, read_config_file
 
 CONFIG_FILE = "config.json"
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.detection_params import DetectionEval, find_bucket_problems
-from pipeline.settings import (
+from pipeline.settings.base import (
     GateSettings,
     Product,
     Settings,

@@ -6,18 +6,18 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from pipeline.cases import CASES_FILE, check_distinct
+from pipeline.evalsets.cases import CASES_FILE, check_distinct
 from pipeline.detection_params import AREAS, AT_ONE_IOU, MIN_CATEGORY_CLUSTERS, DetectionEval, name_categories
-from pipeline.digests import digest_checkpoint, digest_file, digest_folder
-from pipeline.environment import Machine
+from pipeline.records.digests import digest_checkpoint, digest_file, digest_folder
+from pipeline.running.environment import Machine
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
-from pipeline.evalsets import CARD_FILE, Evalset, load_evalset
+from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.network_files import read_config
 from pipeline.network_params import PrecisionStep, TilingStep, UpscalingEval, VisionProduct
-from pipeline.pictures import check_pictures, measure_picture
+from pipeline.evalsets.pictures import check_pictures, measure_picture
 from pipeline.preflight import check_buckets, load_kind
-from pipeline.weight_files import read_tensors
+from pipeline.running.weight_files import read_tensors
 
 _NOTES = frozenset({"README.md"})
 ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.built_candidates import fold_steps, read_built
+from pipeline.records.built_candidates import fold_steps, read_built
 from pipeline.network_params import VisionProduct
-from pipeline.records import BuiltCandidate, NetworkCandidate
-from pipeline.serving_records import NetworkServing
+from pipeline.records.evaluations import BuiltCandidate, NetworkCandidate
+from pipeline.records.serving import NetworkServing
 
 
 def run_plainly(product: VisionProduct) -> NetworkServing:

@@ -18,8 +18,8 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError, describe_problem, show_value
 from pipeline.products import KINDS
-from pipeline.settings import Product, describe_yaml_error
-from pipeline.yaml_files import read_yaml
+from pipeline.settings.base import Product, describe_yaml_error
+from pipeline.settings.yaml_files import read_yaml
 
 P = TypeVar("P", bound=Product)
 

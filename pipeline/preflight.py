@@ -16,15 +16,15 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline.cases import check_distinct
+from pipeline.evalsets.cases import check_distinct
 from pipeline.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.drafts import check_draft
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
-from pipeline.evalsets import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
+from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
 from pipeline.optimize.layers import check_rank, plan_folder
 from pipeline.serving.vllm_config import build_speculative_config, check_config, check_options
-from pipeline.settings import Product, describe_yaml_error
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.settings.base import Product, describe_yaml_error
+from pipeline.records.speculation import SpeculativeConfig
 from pipeline.text_params import (
     Calibration,
     CandidateSettings,
@@ -35,7 +35,7 @@ from pipeline.text_params import (
     TextProduct,
     VllmEngine,
 )
-from pipeline.yaml_files import check_extent, read_text
+from pipeline.settings.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
 

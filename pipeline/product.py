@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pipeline.environment import Machine
-from pipeline.settings import Product
+from pipeline.running.environment import Machine
+from pipeline.settings.base import Product
 
 if TYPE_CHECKING:
     from pipeline.gate.compare import ReleaseComparison

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.benchmark_records import Probe
-from pipeline.medians import MedianInterval, bound_median
+from pipeline.records.benchmarks import Probe
+from pipeline.records.medians import MedianInterval, bound_median
 
 NUM_PROBES = 20  # of a band: the sixth smallest to the sixth largest ratio cover the median with 95.9 %
 # What many prompts share is cached for both, and lengths agree to a few tokens: of fresh embedded servers the medians

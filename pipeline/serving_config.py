@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.built_candidates import read_built
+from pipeline.records.built_candidates import read_built
 from pipeline.image_params import ImagesProduct
 from pipeline.image_serving import read_image_candidate
 from pipeline.network_params import VisionProduct
 from pipeline.network_serving import read_network_candidate
-from pipeline.records import BuiltCandidate, Candidate, ImageCandidate, NetworkCandidate
-from pipeline.serving_records import ServingConfig
-from pipeline.settings import Product
+from pipeline.records.evaluations import BuiltCandidate, Candidate, ImageCandidate, NetworkCandidate
+from pipeline.records.serving import ServingConfig
+from pipeline.settings.base import Product
 from pipeline.text_params import TextProduct
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_json
+from pipeline.records.digests import digest_json
 from pipeline.params import Params
 from pipeline.product import Watched
 from pipeline.products import KINDS
-from pipeline.settings import Product
-from pipeline.stage_code import digest_code
+from pipeline.settings.base import Product
+from pipeline.running.stage_code import digest_code
 
 Digests = dict[str, dict[str, dict[str, str]]]  # stage -> candidate or product -> what -> digest
 

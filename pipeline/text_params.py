@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.settings import Product, Settings
+from pipeline.settings.base import Product, Settings
 
 
 class Calibration(Settings):

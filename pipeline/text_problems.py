@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipeline.settings import find_metric_problems, find_product_problems
+from pipeline.settings.base import find_metric_problems, find_product_problems
 from pipeline.text_params import (
     EngineSettings,
     OpenaiEngine,

@@ -24,10 +24,10 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.cases import DetectionCase, UpscalingCase  # noqa: E402
+from pipeline.evalsets.cases import DetectionCase, UpscalingCase  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.evalsets import load_evalset  # noqa: E402
-from pipeline.files import write_text  # noqa: E402
+from pipeline.evalsets.cards import load_evalset  # noqa: E402
+from pipeline.records.files import write_text  # noqa: E402
 from pipeline.network_params import ConvPolicyStep, VisionProduct  # noqa: E402
 from pipeline.network_preflight import check_network  # noqa: E402
 from pipeline.network_serving import run_plainly  # noqa: E402
@@ -36,7 +36,7 @@ from pipeline.networks.loading import Network, load_network  # noqa: E402
 from pipeline.networks.policy_settings import tabulate, write_policy  # noqa: E402
 from pipeline.networks.proposal import LayerProposal, propose_policy  # noqa: E402
 from pipeline.params import find_owner, load_params, parse_params  # noqa: E402
-from pipeline.pictures import read_picture  # noqa: E402
+from pipeline.evalsets.pictures import read_picture  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 PARAMS = Path("params.yaml")

@@ -1,7 +1,7 @@
 """Evaluate a candidate, and stop as soon as harm beyond a tolerance is proven: `python scripts/screen.py CANDIDATE`.
 
 For the text product, after the reference was evaluated. Cases of the evals that chat are asked in a random order and
-paired with the reference's as they finish (`pipeline/harm_stop.py`). Ends with 20 when harm is proven: a pass is
+paired with the reference's as they finish (`pipeline/gate/harm_stop.py`). Ends with 20 when harm is proven: a pass is
 not to be had, so the rest need not be asked. Otherwise with 0, and the finished evaluation is what `dvc repro` takes
 over: nothing is asked twice. Either way finished cases stay in the journal.
 """
@@ -18,11 +18,11 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import EvidenceError, SettingsError  # noqa: E402
 from pipeline.evals.evaluate import evaluate_candidate  # noqa: E402
-from pipeline.evalsets import load_evalset  # noqa: E402
+from pipeline.evalsets.cards import load_evalset  # noqa: E402
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition  # noqa: E402
 from pipeline.gate.pairing import Evidence, load_evidence  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
-from pipeline.harm_stop import HarmFound, HarmWatch  # noqa: E402
+from pipeline.gate.harm_stop import HarmFound, HarmWatch  # noqa: E402
 from pipeline.params import find_owner, load_params  # noqa: E402
 from pipeline.serving.failures import find_error  # noqa: E402
 from pipeline.serving_config import read_candidate  # noqa: E402

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.files import write_text  # noqa: E402
+from pipeline.records.files import write_text  # noqa: E402
 from pipeline.image_params import SAMPLE_MAX, ImagesProduct  # noqa: E402
 from pipeline.image_preflight import check_images  # noqa: E402
 from pipeline.params import choose_product, load_params  # noqa: E402

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.errors import QuantgateError  # noqa: E402
 from pipeline.gate.loosening import MANIFEST  # noqa: E402
 from pipeline.gate.wording import show_unprintable  # noqa: E402
-from pipeline.record_files import read_record  # noqa: E402
+from pipeline.records.record_files import read_record  # noqa: E402
 from pipeline.release.manifest import Manifest  # noqa: E402
 from pipeline.release.verification import verify_bundle  # noqa: E402
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from pipeline.errors import QuantgateError, SettingsError
-from pipeline.plain_text import format_line
+from pipeline.records.plain_text import format_line
 
 
 def read_name(argv: list[str], what: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.params import find_owner, load_params
 from pipeline.products import KINDS
-from pipeline.settings import Product
+from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeline.gate.outputs.github import tell_github
+from pipeline.report.github import tell_github
 from pipeline.gate.standing import read_judgement
-from pipeline.gate.terminal import render_gate
+from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import VERDICT_FILE, blocking_verdicts, write_marker
 from pipeline.params import get_product, load_params
-from pipeline.settings import Product
+from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 
 MARKER = "gate.ok"

@@ -16,10 +16,10 @@ from typing import Any
 
 from evalsets.seal import seal
 from pipeline.checkpoints import describe_checkpoint
-from pipeline.record_files import write_record
-from pipeline.records import BuiltCandidate, Candidate
+from pipeline.records.record_files import write_record
+from pipeline.records.evaluations import BuiltCandidate, Candidate
 from pipeline.serving.engines.registry import start_engine
-from pipeline.serving_records import ServingConfig
+from pipeline.records.serving import ServingConfig
 from pipeline.text_params import ResourceSettings
 from tests.synthetic_records import NO_BENCHMARK, PRODUCT
 from tests.tiny_llama import CHAT_TEMPLATE, write_documents, write_tiny_llama

@@ -34,7 +34,7 @@ import aiohttp
 import stages.evaluate
 from pipeline.gate.compare import compare_release
 from pipeline.serving import client as client_module
-from pipeline.verdict_records import Verdict
+from pipeline.records.verdicts import Verdict
 from stages.cli import run_stage
 from tests.fault_project import (
     BUILD,

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.detection_params import DetectionEval
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import blocking_verdicts
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 from tests.kill_table import Observed, describe_loss
 from tests.kill_trial import Trial
 from tests.synthetic_categories import PERSON, lose, write_categories_tree

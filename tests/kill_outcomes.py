@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.__main__ import EXIT_CODES
 from pipeline.gate.verdicts import Judgement
-from pipeline.record_files import read_record
+from pipeline.records.record_files import read_record
 from tests.kill_table import Observed
 from tests.kill_trial import Trial
 from tests.outcome_tables import DATE, write_documents, write_outcomes, write_samples

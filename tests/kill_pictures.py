@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.images import workers as renderers
 from pipeline.networks import workers as runners
-from pipeline.tile_grid import list_stitches
-from pipeline.worker_pool import get_loaded
+from pipeline.numerics.tile_grid import list_stitches
+from pipeline.running.worker_pool import get_loaded
 from tests.kill_trial import Trial
 
 NAN_EVERY = 50  # images

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.gate.wording import format_harm, format_tolerance, name_comparison
-from pipeline.verdict_records import Verdict
+from pipeline.records.verdicts import Verdict
 from tests.kill_trial import StoppedError, Trial
 
 _OTHER_CODE = "were asked or scored by different settings or code"  # then any change would look stopped

@@ -21,13 +21,13 @@ from unittest import mock
 from ruamel.yaml import YAML
 
 from pipeline.checkpoints import describe_checkpoint
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.gate.verdicts import Judgement
 from pipeline.params import Params, load_params
-from pipeline.record_files import read_record, write_cases, write_record
-from pipeline.records import BuiltCandidate, CaseRecord, Evaluation, read_cases
-from pipeline.settings import BUILDS, METRICS, REPORTS, TRACKS
-from pipeline.verdict_records import Verdict
+from pipeline.records.record_files import read_record, write_cases, write_record
+from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, read_cases
+from pipeline.settings.base import BUILDS, METRICS, REPORTS, TRACKS
+from pipeline.records.verdicts import Verdict
 from stages.cli import run_stage
 
 STAGES = {"text": ("optimize", "evaluate"), "images": ("optimize_images", "evaluate_images"),

@@ -7,7 +7,7 @@ import resource
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.worker_pool import get_loaded, keep_freed_memory
+from pipeline.running.worker_pool import get_loaded, keep_freed_memory
 
 
 def load(order: Any) -> Any:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline.detections import Detections, Objects, join_tables, match_image, save_matches, score_image
-from pipeline.digests import canonical_json, digest_file, digest_text
-from pipeline.files import write_text
+from pipeline.records.detections import Detections, Objects, join_tables, match_image, save_matches, score_image
+from pipeline.records.digests import canonical_json, digest_file, digest_text
+from pipeline.records.files import write_text
 from pipeline.network_params import VisionProduct
 from pipeline.network_serving import serve
-from pipeline.record_files import write_cases, write_record
-from pipeline.records import (
+from pipeline.records.record_files import write_cases, write_record
+from pipeline.records.evaluations import (
     BuiltCandidate,
     CaseRecord,
     Checkpoint,

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.canary_records import CanaryAnswer, CanaryFile, CanaryRecord, count_unstable, digest_behaviour
-from pipeline.digests import digest_file, digest_json, digest_text
-from pipeline.files import write_text
+from pipeline.records.canary import CanaryAnswer, CanaryFile, CanaryRecord, count_unstable, digest_behaviour
+from pipeline.records.digests import digest_file, digest_json, digest_text
+from pipeline.records.files import write_text
 from pipeline.params import get_product, parse_params
-from pipeline.record_files import read_record, write_cases, write_record
-from pipeline.records import (
+from pipeline.records.record_files import read_record, write_cases, write_record
+from pipeline.records.evaluations import (
     BuiltCandidate,
     Candidate,
     CaseRecord,
@@ -30,8 +30,8 @@ from pipeline.records import (
     LayerCoverage,
     read_cases,
 )
-from pipeline.serving_records import ServingConfig
-from pipeline.settings import Product
+from pipeline.records.serving import ServingConfig
+from pipeline.settings.base import Product
 from pipeline.text_params import (
     Calibration,
     GptqStep,

@@ -20,12 +20,12 @@ from pipeline.benchmark.probes import probe, read_text
 from pipeline.benchmark.prompts import Grid, Plan, load_prompts, plan_grid, read_expected
 from pipeline.benchmark.rounds import Contender, run_rounds, time_repeats, warm_up
 from pipeline.benchmark.streaming import DEFINITIONS
-from pipeline.benchmark_records import Benchmark, Cell, Machine, Probe, Side, describe_work
-from pipeline.environment import read_machine
+from pipeline.records.benchmarks import Benchmark, Cell, Machine, Probe, Side, describe_work
+from pipeline.running.environment import read_machine
 from pipeline.errors import SettingsError
 from pipeline.recall import find_recall
-from pipeline.record_files import read_record
-from pipeline.records import Candidate, Evaluation
+from pipeline.records.record_files import read_record
+from pipeline.records.evaluations import Candidate, Evaluation
 from pipeline.serving.client import Client
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving_config import read_candidate

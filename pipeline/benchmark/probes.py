@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from pipeline.benchmark.prompts import Prompt
 from pipeline.benchmark.rounds import Contender
-from pipeline.benchmark_records import Probe
+from pipeline.records.benchmarks import Probe
 
 _SHARED_BY = 0.05  # of all prompts: what is common to so many is no prompt's own
 _MOST_CUT = 12  # words that make way for the random one

@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 from pipeline.benchmark.matched_work import run_benchmark
-from pipeline.benchmark_records import Benchmark, describe_work
-from pipeline.digests import digest_file, digest_json
+from pipeline.records.benchmarks import Benchmark, describe_work
+from pipeline.records.digests import digest_file, digest_json
 from pipeline.errors import EvidenceError
-from pipeline.record_files import read_record, write_record
-from pipeline.stage_code import digest_code
+from pipeline.records.record_files import read_record, write_record
+from pipeline.running.stage_code import digest_code
 from pipeline.text_params import TextProduct
 
 

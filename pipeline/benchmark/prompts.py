@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import canonical_json
+from pipeline.records.digests import canonical_json
 from pipeline.errors import SettingsError
 from pipeline.evals.calls import declare_tools
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.first_turns import load_evaluated, read_first_turns
 from pipeline.recall import NUM_PROBES
-from pipeline.records import Evaluation
+from pipeline.records.evaluations import Evaluation
 from pipeline.serving.client import Client
 from pipeline.text_params import BenchmarkSettings, TextProduct
 

@@ -26,12 +26,12 @@ from pipeline.benchmark.audits import (
 )
 from pipeline.benchmark.prompts import Plan, Prompt
 from pipeline.benchmark.streaming import TimedReply, ask
-from pipeline.benchmark_records import Batch, Cell
+from pipeline.records.benchmarks import Batch, Cell
 from pipeline.errors import EngineError
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
 from pipeline.serving.failures import find_error
-from pipeline.speculation_records import SpeculationCounts, sum_speculation
+from pipeline.records.speculation import SpeculationCounts, sum_speculation
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.cases import Call
-from pipeline.evalsets import Tool
+from pipeline.evalsets.cases import Call
+from pipeline.evalsets.cards import Tool
 from pipeline.serving.client import Reply
 from pipeline.text_params import ChatEval
 

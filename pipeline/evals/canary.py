@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.canary_records import CanaryAnswer, CanaryRecord
-from pipeline.cases import spread
+from pipeline.records.canary import CanaryAnswer, CanaryRecord
+from pipeline.evalsets.cases import spread
 from pipeline.errors import RequestError
 from pipeline.evals.calls import declare_tools, describe_reply
-from pipeline.evalsets import Evalset
+from pipeline.evalsets.cards import Evalset
 from pipeline.serving.client import Client, Reply
 from pipeline.serving.engines.engine import Engine
 from pipeline.text_params import ChatEval, EvalSettings, ResourceSettings

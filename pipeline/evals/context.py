@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.evals.journal import Journal
-from pipeline.evalsets import Evalset
-from pipeline.harm_stop import HarmWatch
+from pipeline.running.journal import Journal
+from pipeline.evalsets.cards import Evalset
+from pipeline.gate.harm_stop import HarmWatch
 from pipeline.serving.client import Client
 from pipeline.text_params import EvalSettings
 

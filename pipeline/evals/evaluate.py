@@ -17,25 +17,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.canary_records import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
-from pipeline.digests import digest_file, digest_json, digest_text
+from pipeline.records.canary import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
+from pipeline.records.digests import digest_file, digest_json, digest_text
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.evals.canary import Prompt, ask_canary, make_records, measure_margins, merge_records, pick_prompts
 from pipeline.evals.context import EvalContext
-from pipeline.evals.journal import Journal, lock_journals
+from pipeline.running.journal import Journal, lock_journals
 from pipeline.evals.material import digest_task
 from pipeline.evals.registry import EVALS
-from pipeline.evalsets import Evalset, load_evalset
-from pipeline.files import replace_folder, write_text
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.records.files import replace_folder, write_text
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.harm_stop import HarmWatch
-from pipeline.record_files import read_record, write_cases, write_record
-from pipeline.records import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases
+from pipeline.gate.harm_stop import HarmWatch
+from pipeline.records.record_files import read_record, write_cases, write_record
+from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
 from pipeline.serving.engines.registry import start_engine
-from pipeline.speculation_records import sum_speculation
-from pipeline.stage_code import digest_code
+from pipeline.records.speculation import sum_speculation
+from pipeline.running.stage_code import digest_code
 from pipeline.text_params import EvalSettings, HarnessEval, TextProduct
 
 CANARY = "canary.jsonl"

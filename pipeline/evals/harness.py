@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 from lm_eval.api.model import LM
 
-from pipeline.digests import digest_json
+from pipeline.records.digests import digest_json
 from pipeline.errors import SettingsError
 from pipeline.evals.context import EvalContext
 from pipeline.evals.framing import read_frame, rolling_windows
 from pipeline.evals.material import explain_problems, index_tasks, read_fresh
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 from pipeline.serving.client import TokenScores
 from pipeline.text_params import HarnessEval
 

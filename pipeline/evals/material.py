@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pipeline.digests import digest_file, digest_folder, digest_json
+from pipeline.records.digests import digest_file, digest_folder, digest_json
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evals.imports import list_modules
-from pipeline.evalsets import NOTES
+from pipeline.evalsets.cards import NOTES
 from pipeline.text_params import HarnessEval, TextProduct
 
 FEWSHOT_SEED = 1234  # lm-eval's own

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.cases import DocumentCase
+from pipeline.evalsets.cases import DocumentCase
 from pipeline.evals.context import EvalContext
 from pipeline.evals.framing import read_frame, rolling_windows
 from pipeline.evals.runner import run_cases
-from pipeline.files import replace_whole
-from pipeline.records import CaseRecord
+from pipeline.records.files import replace_whole
+from pipeline.records.evaluations import CaseRecord
 from pipeline.serving.client import TokenScores
 from pipeline.text_params import PerplexityEval
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from pipeline.evals import harness, perplexity, tool_calls, trajectories
 from pipeline.evals.context import EvalContext
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 
 EVALS: dict[str, Callable[[EvalContext], Awaitable[list[CaseRecord]]]] = {
     "perplexity": perplexity.evaluate,

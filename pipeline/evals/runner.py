@@ -13,11 +13,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from pipeline.cases import Case, ToolCallCase, TrajectoryCase
+from pipeline.evalsets.cases import Case, ToolCallCase, TrajectoryCase
 from pipeline.errors import EngineError, JournalError, RequestError, SettingsError
 from pipeline.evals.context import EvalContext
-from pipeline.harm_stop import HarmFound
-from pipeline.records import CaseRecord
+from pipeline.gate.harm_stop import HarmFound
+from pipeline.records.evaluations import CaseRecord
 from pipeline.serving.failures import find_error
 
 PROGRESS_EVERY_S = 10.0

@@ -6,11 +6,11 @@ Two scores a case: `exact` (the expected call as JSON values; sensitive to any c
 
 from __future__ import annotations
 
-from pipeline.cases import ToolCallCase
+from pipeline.evalsets.cases import ToolCallCase
 from pipeline.evals.calls import declare_tools, describe_reply, is_accepted, is_exact, parse_call
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import check_prompts_fit, run_cases
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 from pipeline.text_params import ToolCallsEval
 
 

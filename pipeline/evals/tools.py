@@ -16,7 +16,7 @@ from typing import Any
 
 import jsonschema
 
-from pipeline.evalsets import Tool
+from pipeline.evalsets.cards import Tool
 
 _HOLE = re.compile(r"\{([a-z_0-9]+)\}")
 _MISSING = object()

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.cases import TrajectoryCase
+from pipeline.evalsets.cases import TrajectoryCase
 from pipeline.errors import RequestError
 from pipeline.evals.calls import continue_conversation, declare_tools, describe_reply, parse_call, same_value
 from pipeline.evals.context import EvalContext
 from pipeline.evals.runner import check_prompts_fit, run_cases
 from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
-from pipeline.records import OUTGROWN, CaseRecord
-from pipeline.speculation_records import sum_speculation
+from pipeline.records.evaluations import OUTGROWN, CaseRecord
+from pipeline.records.speculation import sum_speculation
 from pipeline.text_params import TrajectoriesEval
 
 TEMPLATE_TOKENS = 64  # what a chat template may add to a turn

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.detections import Bools, Floats, Ints, MatchTable, compute_iou, load_matches, unpack
+from pipeline.records.detections import Bools, Floats, Ints, MatchTable, compute_iou, load_matches, unpack
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.pictures import Picture
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 
 SHOWN_FROM = 0.3  # score
 SAME_FROM = 0.5  # IoU from which two boxes are of one object

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 
 if TYPE_CHECKING:
     CaseRow = CaseRecord  # to a checker of types, which can't see the fields of what is defined below

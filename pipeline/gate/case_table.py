@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

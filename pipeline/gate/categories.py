@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.detection_params import MIN_CATEGORY_CLUSTERS, UNKNOWN
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.settings import Tolerance
+from pipeline.settings.base import Tolerance
 
 WATCHED_METRIC = "ap"
 _MAX_NAMED = 10

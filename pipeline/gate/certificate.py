@@ -25,7 +25,7 @@ from pipeline.gate.decision import Measurement, harm_of
 from pipeline.gate.detectable import find_losses, find_most_total, must_be_proven
 from pipeline.gate.statistics import holm_columns
 from pipeline.gate.wording import name_metric
-from pipeline.verdict_records import Certificate
+from pipeline.records.verdicts import Certificate
 
 Floats = NDArray[np.float64]
 

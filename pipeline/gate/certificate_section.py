@@ -14,7 +14,7 @@ from pipeline.gate.wording import (
     name_comparison,
     name_metric,
 )
-from pipeline.verdict_records import Certificate, Comparison, DetectableLoss, Verdict
+from pipeline.records.verdicts import Certificate, Comparison, DetectableLoss, Verdict
 
 
 def describe_level(certificate: Certificate, alpha: float) -> str:

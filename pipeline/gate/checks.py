@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_file, digest_files, digest_json, name_changed_file
+from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
 from pipeline.errors import EvidenceError
-from pipeline.fingerprints import find_difference, fingerprint
+from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.gate.speed import list_slow_cells
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import (
@@ -34,8 +34,8 @@ from pipeline.gate.wording import (
 )
 from pipeline.network_params import VisionProduct
 from pipeline.serving_config import read_product_candidate
-from pipeline.settings import Product
-from pipeline.verdict_records import Comparison, Verdict
+from pipeline.settings.base import Product
+from pipeline.records.verdicts import Comparison, Verdict
 
 
 def check_policy(judgement: Judgement, product: Product) -> None:

@@ -32,7 +32,7 @@ from pipeline.gate.statistics import Tail, holm
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import MIN_CLUSTERS, is_decisive, is_proven
 from pipeline.gate.wording import definition_of, format_count, format_harm, format_p, format_tolerance, format_value
-from pipeline.verdict_records import Comparison, JudgedTier
+from pipeline.records.verdicts import Comparison, JudgedTier
 
 Floats = NDArray[np.float64]
 Outcome = Literal["pass", "fail", "inconclusive", "refused"]

@@ -16,7 +16,7 @@ from pipeline.gate.decision import Measurement
 from pipeline.gate.statistics import is_bounded
 from pipeline.gate.verdicts import MIN_CLUSTERS
 from pipeline.gate.wording import definition_of
-from pipeline.verdict_records import DetectableLoss
+from pipeline.records.verdicts import DetectableLoss
 
 
 def find_losses(m: Measurement, alpha: float, blocks_inconclusive: bool) -> DetectableLoss:

@@ -18,9 +18,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.average_precision import average_precision
+from pipeline.numerics.average_precision import average_precision
 from pipeline.detection_params import AREAS
-from pipeline.detections import IOU_THRESHOLDS, MatchTable
+from pipeline.records.detections import IOU_THRESHOLDS, MatchTable
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import effective_clusters, sum_by_cluster
 from pipeline.gate.decision import Measurement
@@ -31,8 +31,8 @@ from pipeline.gate.pairing import PairedCases, select_bucket
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_first
 from pipeline.gate.statistics import sign_flip_tail, tail_at
 from pipeline.gate.wording import format_value, name_metric
-from pipeline.records import CaseRecord
-from pipeline.verdict_records import JudgedTier, Metric
+from pipeline.records.evaluations import CaseRecord
+from pipeline.records.verdicts import JudgedTier, Metric
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -13,11 +13,11 @@ import math
 
 import numpy as np
 
-from pipeline.digests import TEXT_FILES
+from pipeline.records.digests import TEXT_FILES
 from pipeline.errors import EvidenceError
 from pipeline.gate.divergence import load_top_tokens
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.records import Checkpoint
+from pipeline.records.evaluations import Checkpoint
 
 NUM_DIGEST_CHARS = 12
 # mean difference of a log-probability that rounding explains: 8e-7 between vLLM and transformers in float32, where

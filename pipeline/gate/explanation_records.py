@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.record_files import Record
+from pipeline.records.record_files import Record
 
 
 class Passage(Record):

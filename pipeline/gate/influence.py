@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.detections import IOU_THRESHOLDS, MatchTable, unpack
+from pipeline.records.detections import IOU_THRESHOLDS, MatchTable, unpack
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -20,10 +20,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.digests import digest_json
+from pipeline.records.digests import digest_json
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
-from pipeline.settings import RELEASE
+from pipeline.settings.base import RELEASE
 
 MANIFEST = "manifest.json"
 _TIERS = ("advisory", "supporting", "critical")  # from loose to strict

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.detections import MatchTable
+from pipeline.records.detections import MatchTable
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.clusters import hiding_clusters, measure_spread, sum_by_cluster
@@ -35,8 +35,8 @@ from pipeline.gate.statistics import (
     tail_at,
 )
 from pipeline.gate.wording import name_metric, natural_key
-from pipeline.records import CaseRecord
-from pipeline.verdict_records import JudgedTier, Metric
+from pipeline.records.evaluations import CaseRecord
+from pipeline.records.verdicts import JudgedTier, Metric
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -12,7 +12,7 @@ from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.network_notes import LayerNotes, NetworkNotes
 from pipeline.gate.networks import read_soundly, tell_clock, tell_difference, tell_ratio, tell_shape
 from pipeline.gate.wording import escape_markdown, format_value
-from pipeline.medians import GAIN_BELOW, MedianInterval
+from pipeline.records.medians import GAIN_BELOW, MedianInterval
 
 _NOTHING = "–"
 _CANDIDATE, _BASELINE, _GAIN = "candidate", "baseline", "gain"

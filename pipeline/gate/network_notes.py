@@ -12,8 +12,8 @@ from pydantic import ConfigDict, ValidationError
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import Evidence
-from pipeline.medians import MedianInterval
-from pipeline.record_files import Record, first_problem
+from pipeline.records.medians import MedianInterval
+from pipeline.records.record_files import Record, first_problem
 
 
 class _Notes(Record):

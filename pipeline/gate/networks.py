@@ -15,10 +15,10 @@ from pipeline.gate.network_notes import (
     read_network_notes,
 )
 from pipeline.gate.pairing import Evidence
-from pipeline.medians import GAIN_BELOW, MedianInterval
+from pipeline.records.medians import GAIN_BELOW, MedianInterval
 from pipeline.network_params import SPEED_STEPS
-from pipeline.serving_records import NetworkServing
-from pipeline.verdict_records import Gain
+from pipeline.records.serving import NetworkServing
+from pipeline.records.verdicts import Gain
 
 
 def measure_gain(evidence: Evidence, notes: NetworkNotes) -> Gain | None:

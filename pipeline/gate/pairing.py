@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.detections import MatchTable, load_matches
+from pipeline.records.detections import MatchTable, load_matches
 from pipeline.errors import EvidenceError
-from pipeline.fingerprints import Difference, find_difference, fingerprint
+from pipeline.records.fingerprints import Difference, find_difference, fingerprint
 from pipeline.gate.case_rows import parse_rows
 from pipeline.gate.case_table import CaseTable
-from pipeline.record_files import read_record
-from pipeline.records import (
+from pipeline.records.record_files import read_record
+from pipeline.records.evaluations import (
     Candidate,
     CaseRecord,
     EvalFile,

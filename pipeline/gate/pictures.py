@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.images import headroom
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.gate.pairing import Evidence
-from pipeline.records import CaseRecord
-from pipeline.speculation_records import SpeculationCounts, sum_speculation
+from pipeline.records.evaluations import CaseRecord
+from pipeline.records.speculation import SpeculationCounts, sum_speculation
 
 
 def check_acceptance(evidence: Evidence, min_acceptance: float | None) -> str | None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.benchmark_records import Benchmark, Cell, Work
+from pipeline.records.benchmarks import Benchmark, Cell, Work
 from pipeline.errors import EvidenceError
-from pipeline.medians import MedianInterval, bound_median, cover_median
+from pipeline.records.medians import MedianInterval, bound_median, cover_median
 from pipeline.recall import find_recall
-from pipeline.record_files import read_record
-from pipeline.verdict_records import PairedMedians, Speed, SpeedCell
+from pipeline.records.record_files import read_record
+from pipeline.records.verdicts import PairedMedians, Speed, SpeedCell
 
 
 def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, str]) -> Benchmark:

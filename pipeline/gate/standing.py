@@ -10,9 +10,9 @@ from pathlib import Path
 from pipeline.gate.checks import check_candidates, check_outcomes, check_policy
 from pipeline.gate.loosening import check_loosening, digest_serving, name_material
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
-from pipeline.record_files import read_record
-from pipeline.records import Evaluation
-from pipeline.settings import Product
+from pipeline.records.record_files import read_record
+from pipeline.records.evaluations import Evaluation
+from pipeline.settings.base import Product
 
 
 def read_judgement(product: Product, root: Path) -> tuple[Judgement, bool]:

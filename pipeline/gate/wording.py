@@ -16,8 +16,8 @@ from contextvars import ContextVar
 
 from pipeline.gate.explanation_records import ExplainedFlip
 from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
-from pipeline.plain_text import show_unprintable as show_unprintable
-from pipeline.verdict_records import Comparison
+from pipeline.records.plain_text import show_unprintable as show_unprintable
+from pipeline.records.verdicts import Comparison
 
 _MAX_DIGITS = 6  # behind the point of a percentage
 # A backtick has no escape that reads well inside and outside of code, and messages quote commands with it.

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import NumericsError, SettingsError
-from pipeline.evalsets import load_evalset
-from pipeline.files import replace_folder
+from pipeline.evalsets.cards import load_evalset
+from pipeline.records.files import replace_folder
 from pipeline.image_params import ChannelsLastStep, ImagesProduct, VaeRangeFixStep
 from pipeline.image_serving import sample_plainly, serve
 from pipeline.images.folders import describe_pipeline, iterate_weights
 from pipeline.images.rendering import Prompt
 from pipeline.images.steps import STEPS
-from pipeline.record_files import write_record
-from pipeline.records import BuiltCandidate, Fallback, ImageCandidate
-from pipeline.serving_records import PipelineServing
-from pipeline.weight_files import check_finite
+from pipeline.records.record_files import write_record
+from pipeline.records.evaluations import BuiltCandidate, Fallback, ImageCandidate
+from pipeline.records.serving import PipelineServing
+from pipeline.running.weight_files import check_finite
 
 # what can change an image
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "safetensors")

@@ -14,9 +14,9 @@ from pipeline.image_params import ChannelsLastStep
 from pipeline.images.layout import LayoutMeasurement, measure_layout
 from pipeline.images.rendering import Prompt, load_pipeline
 from pipeline.images.results import StepResult
-from pipeline.medians import GAIN_BELOW
-from pipeline.records import Fallback
-from pipeline.serving_records import PipelineServing
+from pipeline.records.medians import GAIN_BELOW
+from pipeline.records.evaluations import Fallback
+from pipeline.records.serving import PipelineServing
 
 ROUNDS = 12  # pairs that are timed
 

@@ -19,19 +19,19 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipeline.cases import PromptCase
-from pipeline.digests import digest_checkpoint, digest_json
-from pipeline.evals.journal import Journal
-from pipeline.evalsets import Evalset, load_evalset
-from pipeline.evaluation_folder import make_evaluation
-from pipeline.files import write_text
+from pipeline.evalsets.cases import PromptCase
+from pipeline.records.digests import digest_checkpoint, digest_json
+from pipeline.running.journal import Journal
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.running.evaluation_folder import make_evaluation
+from pipeline.records.files import write_text
 from pipeline.image_params import ImagesEval, ImagesProduct
 from pipeline.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
-from pipeline.medians import MIN_ROUNDS, bound_median
-from pipeline.record_files import write_cases
-from pipeline.records import Evaluation, ImageCandidate
-from pipeline.stage_code import digest_code
-from pipeline.worker_pool import run_tasks
+from pipeline.records.medians import MIN_ROUNDS, bound_median
+from pipeline.records.record_files import write_cases
+from pipeline.records.evaluations import Evaluation, ImageCandidate
+from pipeline.running.stage_code import digest_code
+from pipeline.running.worker_pool import run_tasks
 
 
 def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path) -> Evaluation:
@@ -121,7 +121,7 @@ def _name_batch(cases: Sequence[PromptCase]) -> str:
 def _describe(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
     """Return the notes from those of all batches, whichever run made them.
 
-    Time is that of pipeline/timing.py. Fewer than six batches give no interval of the ratio.
+    Time is that of pipeline/running/timing.py. Fewer than six batches give no interval of the ratio.
     """
     from pipeline.images.scoring import describe_activations
     from pipeline.numerics.activation_watch import ModuleRange

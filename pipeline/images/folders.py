@@ -13,9 +13,9 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.images.schedulers import check_scheduler
-from pipeline.records import Checkpoint
-from pipeline.weight_files import TensorInfo, read_header
-from pipeline.weight_folders import describe_weights, read_config_file
+from pipeline.records.evaluations import Checkpoint
+from pipeline.running.weight_files import TensorInfo, read_header
+from pipeline.running.weight_folders import describe_weights, read_config_file
 
 INDEX_FILE = "model_index.json"
 FORMAT = "diffusers"

@@ -1,7 +1,7 @@
 """Measure whether a part of a pipeline gains by channels-last, and decide: keep it or leave it off.
 
 Both memory formats run the same inputs, taken from the pipeline's own rendering, in turn on one thread; what is
-compared is the ratio of CPU seconds (`pipeline/timing.py`) within a pair, so that what else runs meets both.
+compared is the ratio of CPU seconds (`pipeline/running/timing.py`) within a pair, so that what else runs meets both.
 `benchmarks/sdxl_shapes.py` times GPUs at full shape.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 
 from pipeline.images.rendering import Prompt, make_latents, unscale_latents
-from pipeline.medians import GAIN_BELOW, MedianInterval, bound_median
-from pipeline.serving_records import PipelineServing
-from pipeline.timing import Run, compare_outputs, find_tolerance, read_seconds, time_in_turn
+from pipeline.records.medians import GAIN_BELOW, MedianInterval, bound_median
+from pipeline.records.serving import PipelineServing
+from pipeline.running.timing import Run, compare_outputs, find_tolerance, read_seconds, time_in_turn
 
 Part = Literal["unet", "vae"]
 Decision = Literal["keep", "leave off"]

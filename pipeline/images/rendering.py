@@ -18,8 +18,8 @@ from pipeline.images.folders import find_weights, open_pipeline, read_index
 from pipeline.numerics.guidance import guide, rescale_guidance
 from pipeline.numerics.saturation import guided_std_ratio
 from pipeline.numerics.tiling import blend_tiles
-from pipeline.serving_records import PipelineServing, Tiling
-from pipeline.tile_grid import find_stitches
+from pipeline.records.serving import PipelineServing, Tiling
+from pipeline.numerics.tile_grid import find_stitches
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.records import Fallback
-from pipeline.serving_records import PipelineServing
+from pipeline.records.evaluations import Fallback
+from pipeline.records.serving import PipelineServing
 
 
 @dataclass(frozen=True)

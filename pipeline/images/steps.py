@@ -22,7 +22,7 @@ from pipeline.image_params import (
 from pipeline.images.channels_last import run_channels_last
 from pipeline.images.results import StepResult
 from pipeline.images.vae_range_fix import run_vae_range_fix
-from pipeline.serving_records import PipelineServing, Tiling
+from pipeline.records.serving import PipelineServing, Tiling
 
 
 def run_vae_precision(folder: Path, serving: PipelineServing, *, step: VaePrecisionStep) -> StepResult:

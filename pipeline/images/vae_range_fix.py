@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.cases import spread
+from pipeline.evalsets.cases import spread
 from pipeline.errors import SettingsError
 from pipeline.image_params import VaeRangeFixStep
 from pipeline.images.folders import find_weights
@@ -20,7 +20,7 @@ from pipeline.images.rendering import Prompt, load_pipeline, make_latents, unsca
 from pipeline.images.results import StepResult
 from pipeline.numerics.range_fix import apply_range_fix, measure_activations, plan_range_fix
 from pipeline.numerics.range_proof import RangeFixProof, prove_range_fix
-from pipeline.serving_records import PipelineServing
+from pipeline.records.serving import PipelineServing
 
 _FEWEST = 4  # prompts
 

@@ -12,14 +12,14 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pipeline.cases import PromptCase
-from pipeline.digests import digest_checkpoint, digest_files, digest_json, name_changed_file
-from pipeline.environment import read_machine_facts
+from pipeline.evalsets.cases import PromptCase
+from pipeline.records.digests import digest_checkpoint, digest_files, digest_json, name_changed_file
+from pipeline.running.environment import read_machine_facts
 from pipeline.errors import EngineError
-from pipeline.fingerprints import fingerprint
+from pipeline.records.fingerprints import fingerprint
 from pipeline.image_params import ImagesEval
-from pipeline.records import CaseRecord, ImageCandidate
-from pipeline.worker_pool import get_loaded, start_workers
+from pipeline.records.evaluations import CaseRecord, ImageCandidate
+from pipeline.running.worker_pool import get_loaded, start_workers
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Rendered:
     pictures: tuple[bytes, ...]  # PNG
     ranges: dict[str, Any]  # of the decoder's modules, see pipeline/numerics/activation_watch.py
     std_ratios: tuple[float, ...]  # of the guided prediction to the conditional one, per step, mean over the batch
-    denoise_s: float  # see pipeline/timing.py for what a second is
+    denoise_s: float  # see pipeline/running/timing.py for what a second is
     decode_s: float
     exact_decode_s: float  # of the same latents by the reference's VAE in float32, in turn
     peak_memory_mib: float  # of the process
@@ -78,7 +78,7 @@ def weigh_decode(num_images: int) -> float:
     import torch
 
     from pipeline.images.rendering import decode_latents
-    from pipeline.timing import measure_peak_bytes
+    from pipeline.running.timing import measure_peak_bytes
 
     loaded: _Loaded = get_loaded()
     vae, size = loaded.pipe.vae, loaded.pipe.unet.config.sample_size
@@ -131,7 +131,7 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
     """
     from pipeline.images.rendering import Prompt, count_cut_tokens, list_stitches, make_latents
     from pipeline.images.scoring import blank, score_images, to_bytes
-    from pipeline.timing import time_call
+    from pipeline.running.timing import time_call
 
     loaded: _Loaded = get_loaded()
     vae = loaded.pipe.vae
@@ -167,7 +167,7 @@ def _decode_both_ways(loaded: _Loaded, latents: Any) -> tuple[Any, Any, float, f
     """
     from pipeline.images.rendering import decode_latents
     from pipeline.numerics.activation_watch import ActivationWatch
-    from pipeline.timing import time_call
+    from pipeline.running.timing import time_call
 
     vae, tiling = loaded.pipe.vae, loaded.candidate.serving.tiling
     with ActivationWatch(vae.decoder) as watch:  # also warms up what is timed

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.digests import digest_text
+from pipeline.records.digests import digest_text
 from pipeline.errors import CheckpointError, EngineError
 
 FUNCTIONS = ("build", "preprocess", "postprocess")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import SettingsError
-from pipeline.files import replace_folder
+from pipeline.records.files import replace_folder
 from pipeline.network_files import describe_folder
 from pipeline.network_params import (
     CompileStep,
@@ -25,10 +25,10 @@ from pipeline.network_serving import run_plainly, serve
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.conv_policy import resolve_policy
 from pipeline.networks.loading import Network, load_network
-from pipeline.record_files import write_record
-from pipeline.records import BuiltCandidate, Fallback, LayerCoverage, NetworkCandidate
-from pipeline.serving_records import Tiling
-from pipeline.weight_files import check_finite, iterate_weights
+from pipeline.records.record_files import write_record
+from pipeline.records.evaluations import BuiltCandidate, Fallback, LayerCoverage, NetworkCandidate
+from pipeline.records.serving import Tiling
+from pipeline.running.weight_files import check_finite, iterate_weights
 
 LIBRARIES = ("torch", "safetensors")  # what can change an output
 

@@ -30,7 +30,7 @@ from torch.nn.utils import parametrize
 
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.numerics.winograd import direct_conv2d, winograd_conv2d
-from pipeline.serving_records import ConvArithmetic
+from pipeline.records.serving import ConvArithmetic
 
 Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
 Dtype = Literal["float32", "bfloat16", "float16"]

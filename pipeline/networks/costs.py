@@ -26,13 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from pipeline.errors import EngineError
-from pipeline.medians import MIN_ROUNDS, bound_median
-from pipeline.memory_format import count_reorders, list_other_formats, log_onednn
+from pipeline.records.medians import MIN_ROUNDS, bound_median
+from pipeline.running.memory_format import count_reorders, list_other_formats, log_onednn
 from pipeline.networks.loading import Network, list_tensors
 from pipeline.networks.rounding import differ, limit_rounding
-from pipeline.serving_records import NetworkServing
-from pipeline.tile_grid import place_tiles
-from pipeline.timing import find_tolerance, measure_peak_bytes, read_seconds, time_in_turn
+from pipeline.records.serving import NetworkServing
+from pipeline.numerics.tile_grid import place_tiles
+from pipeline.running.timing import find_tolerance, measure_peak_bytes, read_seconds, time_in_turn
 
 ROUNDS = 12  # pairs that are timed where their ratio decides; else MIN_ROUNDS
 _LIMIT_REACHED = "Dynamo recompile limit exceeded"  # starts the reason that torch counts (_dynamo/convert_frame.py)

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.cases import DetectionCase
+from pipeline.evalsets.cases import DetectionCase
 from pipeline.detection_params import UNKNOWN, DetectionEval, name_categories
-from pipeline.detections import Detections, MatchTable, Objects, join_tables, match_image, save_matches, score_image
-from pipeline.digests import canonical_json
+from pipeline.records.detections import Detections, MatchTable, Objects, join_tables, match_image, save_matches, score_image
+from pipeline.records.digests import canonical_json
 from pipeline.errors import EngineError
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 
 _BYTES = (bytes, bytearray, memoryview)
 _LARGEST_CATEGORY = 2**31 - 1

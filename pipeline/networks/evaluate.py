@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from pipeline.cases import spread
+from pipeline.evalsets.cases import spread
 from pipeline.detection_params import DetectionEval
-from pipeline.digests import digest_checkpoint, digest_file, digest_json
-from pipeline.evals.journal import Journal
-from pipeline.evalsets import Evalset, load_evalset
-from pipeline.evaluation_folder import make_evaluation
-from pipeline.files import write_text
+from pipeline.records.digests import digest_checkpoint, digest_file, digest_json
+from pipeline.running.journal import Journal
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.running.evaluation_folder import make_evaluation
+from pipeline.records.files import write_text
 from pipeline.network_params import UpscalingEval, VisionProduct
 from pipeline.networks.detecting import Categories, describe_categories, save_tables
 from pipeline.networks.workers import (
@@ -34,11 +34,11 @@ from pipeline.networks.workers import (
     run_batch,
     start_runners,
 )
-from pipeline.pictures import measure_picture
-from pipeline.record_files import write_cases
-from pipeline.records import Evaluation, NetworkCandidate
-from pipeline.stage_code import digest_code
-from pipeline.worker_pool import run_tasks
+from pipeline.evalsets.pictures import measure_picture
+from pipeline.records.record_files import write_cases
+from pipeline.records.evaluations import Evaluation, NetworkCandidate
+from pipeline.running.stage_code import digest_code
+from pipeline.running.worker_pool import run_tasks
 
 Shape = tuple[int, int]  # rows and columns
 Groups = Mapping[Shape, list[PictureCase]]

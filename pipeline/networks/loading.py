@@ -19,8 +19,8 @@ from pipeline.network_files import read_config
 from pipeline.networks.adapters import Adapter, tell_error
 from pipeline.networks.conv_policy import apply_policy
 from pipeline.numerics.tiling import blend_tiles
-from pipeline.serving_records import NetworkServing
-from pipeline.weight_files import iterate_weights
+from pipeline.records.serving import NetworkServing
+from pipeline.running.weight_files import iterate_weights
 
 
 class Network:

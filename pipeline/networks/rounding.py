@@ -10,7 +10,7 @@ So the limit is measured. The float32 network is run again with its weights, its
 returns rounded to the number format, which is what storing them in it does (Higham and Pranesh 2019, "Simulating low
 precision floating-point arithmetic", SIAM J. Sci. Comput. 41(5), doi:10.1137/19M1251308). Two runs in the format, which
 round at other places, lie about as far from float32 as that one each, hence at most twice as far from each other, and
-less from float32. The fixed limit of `pipeline/timing.py` holds where it is larger, and in float32. On a GPU
+less from float32. The fixed limit of `pipeline/running/timing.py` holds where it is larger, and in float32. On a GPU
 convolutions take float32 for TF32: there its limit is measured by rounding to that.
 
 What is covered by twice that rounding is not seen as a difference. Not rounded: what a module computes inside without
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
 from pipeline.networks.loading import Network, list_tensors
-from pipeline.timing import compare_outputs, find_tolerance, is_tensor_float
+from pipeline.running.timing import compare_outputs, find_tolerance, is_tensor_float
 
 Floats = NDArray[np.float64]
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from pipeline.errors import EngineError
 from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
-from pipeline.serving_records import Tiling
-from pipeline.tile_grid import list_stitches
+from pipeline.records.serving import Tiling
+from pipeline.numerics.tile_grid import list_stitches
 
 MAX_PSNR_DB = 100.0  # of equal pictures, whose ratio is infinite
 _LEVELS = 255.0

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.cases import DetectionCase, UpscalingCase
+from pipeline.evalsets.cases import DetectionCase, UpscalingCase
 from pipeline.detection_params import DetectionEval
-from pipeline.digests import digest_files, digest_json, name_changed_file
-from pipeline.environment import read_machine_facts
+from pipeline.records.digests import digest_files, digest_json, name_changed_file
+from pipeline.running.environment import read_machine_facts
 from pipeline.errors import EngineError, NumericsError
-from pipeline.fingerprints import fingerprint
+from pipeline.records.fingerprints import fingerprint
 from pipeline.network_params import UpscalingEval
 from pipeline.networks.adapters import Adapter, load_adapter
 from pipeline.networks.costs import measure_costs
@@ -33,10 +33,10 @@ from pipeline.networks.detecting import Categories, judge_results
 from pipeline.networks.layer_numerics import compare_layers, describe_layers
 from pipeline.networks.loading import Network, list_tensors, load_network
 from pipeline.networks.upscaling import judge_picture
-from pipeline.pictures import measure_picture, read_picture
-from pipeline.records import CaseRecord, NetworkCandidate
-from pipeline.serving_records import NetworkServing
-from pipeline.worker_pool import get_loaded, keep_freed_memory, start_workers
+from pipeline.evalsets.pictures import measure_picture, read_picture
+from pipeline.records.evaluations import CaseRecord, NetworkCandidate
+from pipeline.records.serving import NetworkServing
+from pipeline.running.worker_pool import get_loaded, keep_freed_memory, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
 _UNTAKEN = object()  # the results of a picture that the adapter could not take

@@ -1,6 +1,6 @@
 """Decode large latents in tiles and blend the results: the windows, the blend.
 
-Where tiles lie is `pipeline/tile_grid.py`'s. Over an overlap one window falls while the other rises, and the two sum
+Where tiles lie is `pipeline/numerics/tile_grid.py`'s. Over an overlap one window falls while the other rises, and the two sum
 to one: `linear` along a ramp, `hann` along a raised cosine, whose slope has no kink; `none` cuts in the middle.
 Everything but the cut is float32, whatever the decoder's dtype.
 
@@ -19,7 +19,7 @@ import torch
 
 from pipeline.errors import NumericsError
 from pipeline.numerics.images import check_images
-from pipeline.tile_grid import place_tiles
+from pipeline.numerics.tile_grid import place_tiles
 
 Window = Literal["none", "linear", "hann"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.evalsets import Evalset
+from pipeline.evalsets.cards import Evalset
 from pipeline.optimize.layers import LayerPlan
 from pipeline.optimize.progress import StepLog
 from pipeline.optimize.quantize import StepResult, quantize

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from pipeline.errors import EvalsetError, QuantizationError
-from pipeline.evalsets import Evalset
+from pipeline.evalsets.cards import Evalset
 from pipeline.text_params import Calibration
 
 MIN_TOKENS = 512  # below this even the narrowest layers get a rank-deficient Hessian

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from pipeline.checkpoints import check_kernels, describe_checkpoint
 from pipeline.errors import CheckpointError, SettingsError
-from pipeline.evalsets import Evalset, load_evalset
-from pipeline.files import replace_folder
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.records.files import replace_folder
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
-from pipeline.record_files import write_record
-from pipeline.records import BuiltCandidate
+from pipeline.records.record_files import write_record
+from pipeline.records.evaluations import BuiltCandidate
 from pipeline.text_params import SpeculativeStep, Step, TextProduct
-from pipeline.weight_files import check_finite, iterate_weights
+from pipeline.running.weight_files import check_finite, iterate_weights
 
 # what can change an answer of a served text checkpoint
 LIBRARIES = ("torch", "transformers", "compressed-tensors", "llmcompressor", "tokenizers", "safetensors")

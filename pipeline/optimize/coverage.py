@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints import name_layer, read_config
-from pipeline.digests import TEXT_FILES, digest_file
+from pipeline.records.digests import TEXT_FILES, digest_file
 from pipeline.errors import QuantizationError
 from pipeline.optimize.layers import Int4Step, LayerPlan, format_name
 from pipeline.optimize.progress import StepLog
-from pipeline.records import LayerCoverage
-from pipeline.weight_files import TensorInfo, read_tensors
+from pipeline.records.evaluations import LayerCoverage
+from pipeline.running.weight_files import TensorInfo, read_tensors
 
 _FLOAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}

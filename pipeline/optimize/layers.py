@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeline.checkpoints import detect_format, layer_shapes, read_config, tied_head
 from pipeline.errors import QuantizationError
 from pipeline.text_params import AwqStep, GptqStep
-from pipeline.weight_files import read_tensors
+from pipeline.running.weight_files import read_tensors
 
 Int4Step = GptqStep | AwqStep
 

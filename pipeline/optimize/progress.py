@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.records import Fallback
+from pipeline.records.evaluations import Fallback
 
 
 class StepLog:

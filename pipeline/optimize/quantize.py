@@ -20,17 +20,17 @@ from pipeline.checkpoints import (
     load_tokenizer,
     open_checkpoint,
 )
-from pipeline.digests import TEXT_FILES
+from pipeline.records.digests import TEXT_FILES
 from pipeline.errors import QuantizationError
-from pipeline.evalsets import Evalset
+from pipeline.evalsets.cards import Evalset
 from pipeline.optimize.calibration import describe_samples, select_samples
 from pipeline.optimize.coverage import check_coverage
 from pipeline.optimize.layers import Int4Step, LayerPlan, check_rank, check_source, plan_layers
 from pipeline.optimize.progress import StepLog
 from pipeline.optimize.reconstruction import check_reconstruction
-from pipeline.records import Fallback, LayerCoverage
-from pipeline.speculation_records import SpeculativeConfig
-from pipeline.weight_files import check_finite, iterate_weights
+from pipeline.records.evaluations import Fallback, LayerCoverage
+from pipeline.records.speculation import SpeculativeConfig
+from pipeline.running.weight_files import check_finite, iterate_weights
 
 RecipeBuilder = Callable[[Any, LayerPlan, StepLog], list[Any]]
 

@@ -23,7 +23,7 @@ from pipeline.checkpoints import name_layer, read_config
 from pipeline.errors import QuantizationError
 from pipeline.optimize.layers import Int4Step, LayerPlan
 from pipeline.optimize.progress import StepLog
-from pipeline.weight_files import iterate_weights
+from pipeline.running.weight_files import iterate_weights
 
 MAX_MEAN_STEPS = 0.25  # of a layer: a quarter of what a zero-point that is off by one makes
 _HALF_STEP = 0.5

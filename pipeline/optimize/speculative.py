@@ -15,9 +15,9 @@ from pathlib import Path
 from pipeline.checkpoints import describe_checkpoint
 from pipeline.drafts import check_draft
 from pipeline.optimize.quantize import StepResult
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.records.speculation import SpeculativeConfig
 from pipeline.text_params import SpeculativeStep
-from pipeline.weight_files import check_finite, iterate_weights
+from pipeline.running.weight_files import check_finite, iterate_weights
 
 
 def run_speculative(source: Path, *, step: SpeculativeStep, root: Path) -> StepResult:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.digests import digest_json
+from pipeline.records.digests import digest_json
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_rows import CaseRow, change_row
 from pipeline.gate.metrics import MetricDefinition
@@ -31,7 +31,7 @@ from pipeline.outcomes.questions import (
     weigh_alike,
 )
 from pipeline.outcomes.reading import clean
-from pipeline.records import CaseRecord, describe_failures
+from pipeline.records.evaluations import CaseRecord, describe_failures
 
 Direction = Literal["higher", "lower"]
 _MAX_SHOWN = 60  # characters of a value that is no score

@@ -24,7 +24,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.files import check_size, open_bounded, read_bounded
+from pipeline.records.files import check_size, open_bounded, read_bounded
 from pipeline.outcomes.cases import Case, Grouping, Outcomes, build_outcomes, condense_case
 from pipeline.outcomes.reading import parse_json
 

@@ -10,9 +10,9 @@ import contextlib
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.fingerprints import fingerprint
+from pipeline.records.fingerprints import fingerprint
 from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.compare import Measured, ReleaseComparison, number_clusters
@@ -26,7 +26,7 @@ from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.reading import clean
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules, list_metrics
-from pipeline.verdict_records import Certificate, Comparison, Metric, Verdict
+from pipeline.records.verdicts import Certificate, Comparison, Metric, Verdict
 
 KIND = "outcomes"  # of an eval whose records others made
 _MAX_NAMED = 10  # scores

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.files import read_bounded
+from pipeline.records.files import read_bounded
 from pipeline.gate.metrics import MetricDefinition
 from pipeline.outcomes.cases import (
     Case,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipeline.errors import EvidenceError
-from pipeline.files import open_bounded
+from pipeline.records.files import open_bounded
 
 _MAX_SHOWN = 60  # characters of a key
 _MAX_DEPTH = 200  # of objects and lists in one another; what walks through them calls itself

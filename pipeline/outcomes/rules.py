@@ -27,9 +27,9 @@ from pipeline.outcomes.cases import Direction, Outcomes
 from pipeline.outcomes.directions import looks_lower
 from pipeline.outcomes.registry import Side
 from pipeline.outcomes.table import FORMAT, SCORE
-from pipeline.record_files import first_problem
-from pipeline.settings import MIN_REASON, GateSettings, Tier, describe_yaml_error
-from pipeline.yaml_files import read_yaml
+from pipeline.records.record_files import first_problem
+from pipeline.settings.base import MIN_REASON, GateSettings, Tier, describe_yaml_error
+from pipeline.settings.yaml_files import read_yaml
 
 DEFAULT_TOLERANCE = 0.03  # of a rate: 3 points
 DEFAULT_ALPHA = 0.05

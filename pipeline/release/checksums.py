@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.files import read_bounded, write_text
+from pipeline.records.files import read_bounded, write_text
 from pipeline.gate.wording import show_unprintable
 
 SUMS = "SHA256SUMS"

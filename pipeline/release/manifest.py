@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.loosening import digest_serving
 from pipeline.gate.verdicts import Judgement, Policy, released_verdicts
-from pipeline.record_files import Record, read_record
-from pipeline.records import Evaluation
+from pipeline.records.record_files import Record, read_record
+from pipeline.records.evaluations import Evaluation
 from pipeline.serving_config import read_product_candidate
-from pipeline.settings import Product
+from pipeline.settings.base import Product
 
 PARAMS, VERDICT = "params.yaml", "verdict.json"
 _JUDGED_BY = ("numpy", "scipy", "statsmodels", "pydantic")  # libraries that the verdict is computed with

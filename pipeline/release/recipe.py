@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_file, digest_files, digest_json, name_changed_file
+from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
 from pipeline.gate.loosening import MANIFEST
-from pipeline.record_files import read_record
+from pipeline.records.record_files import read_record
 from pipeline.release.manifest import PARAMS, Manifest
 from pipeline.release.settings import load_released
 from pipeline.release.verification import find_differences
-from pipeline.settings import Product
+from pipeline.settings.base import Product
 
 _REMEDY = "run `make repro` where the weights are, and commit what it writes"
 _MAX_SHOWN = 100  # characters of a value

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.params import get_product, parse_params, read_settings
-from pipeline.settings import Product
+from pipeline.settings.base import Product
 
 _SECTIONS = {"images": "images", "detector": "vision", "upscaler": "vision"}  # of old, and the kind of each
 _RESOURCES = ("num_servers", "num_workers", "request_timeout_s", "start_timeout_s")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.speculation_records import SpeculationCounts
+from pipeline.records.speculation import SpeculationCounts
 
 MAX_RETRY_AFTER_S = 120.0
 EXCERPT_CHARS = 100

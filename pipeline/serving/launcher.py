@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 from pipeline.errors import EngineError, QuantgateError
-from pipeline.records import Candidate
+from pipeline.records.evaluations import Candidate
 
 
 def _end_with_parent() -> None:

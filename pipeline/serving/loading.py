@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
-from pipeline.digests import digest_checkpoint
-from pipeline.environment import read_hardware
+from pipeline.records.digests import digest_checkpoint
+from pipeline.running.environment import read_hardware
 from pipeline.errors import EngineError
-from pipeline.fingerprints import fingerprint, read_environment
-from pipeline.records import Candidate
-from pipeline.serving_records import ServingConfig
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.records.fingerprints import fingerprint, read_environment
+from pipeline.records.evaluations import Candidate
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculativeConfig
 
 CACHE_BLOCK_TOKENS = 16  # prefixes are shared in whole blocks, so small blocks share more of a short prompt
 MAX_BATCH_TOKENS = 512  # new tokens per forward: bounds how long a prefill delays requests that are decoding
@@ -40,7 +40,7 @@ class LoadedModel:
     scorer: Any
     tokenizer: Any
     serving: ServingConfig
-    facts: dict[str, Any]  # by section, see pipeline/fingerprints.py
+    facts: dict[str, Any]  # by section, see pipeline/records/fingerprints.py
     config: dict[str, str]  # the generation configs as resolved, by file name
     batching: Any  # transformers' ContinuousBatchingConfig
     draft: Any | None = None  # the draft model of speculative decoding

@@ -16,7 +16,7 @@ from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _Gen
 
 from pipeline.errors import EngineError
 from pipeline.serving.loading import LoadedModel
-from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig
+from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 
 
 class SpeculativeManager(GenerateManager):

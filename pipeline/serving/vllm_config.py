@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import SettingsError
-from pipeline.fingerprints import fingerprint
-from pipeline.records import Candidate
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.records.fingerprints import fingerprint
+from pipeline.records.evaluations import Candidate
+from pipeline.records.speculation import SpeculativeConfig
 
 CONFIG_FILE = "vllm.yaml"
 SCHEMAS = Path(__file__).with_name("schemas")

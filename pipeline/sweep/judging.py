@@ -19,9 +19,9 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.compare import Measured, compare_release, number_clusters
 from pipeline.gate.pairing import read_scores
 from pipeline.image_params import GuidanceStep, ImagesProduct
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 from pipeline.sweep.settings import SATURATION, SIMILARITY, read_setting
-from pipeline.verdict_records import Comparison, Verdict
+from pipeline.records.verdicts import Comparison, Verdict
 
 OVERSATURATION, STD_RATIO = "oversaturated_image_rate", "guided_std_ratio"
 _NUM_DRAWS = 2_000

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from pipeline.gate.plots import save_figure
+from pipeline.report.plots import save_figure
 from pipeline.image_params import ImagesProduct
 from pipeline.sweep.judging import Estimate, SweepRow, list_pareto
 from pipeline.sweep.settings import SATURATION, SIMILARITY

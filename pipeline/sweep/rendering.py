@@ -12,17 +12,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.digests import digest_file
-from pipeline.environment import read_machine_facts
+from pipeline.records.digests import digest_file
+from pipeline.running.environment import read_machine_facts
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.evalsets import CARD_FILE, CASES_FILE, compute_seal, load_evalset
-from pipeline.files import write_text
-from pipeline.fingerprints import find_difference
+from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, compute_seal, load_evalset
+from pipeline.records.files import write_text
+from pipeline.records.fingerprints import find_difference
 from pipeline.image_params import ImagesProduct
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import digest_judges, digest_work, evaluate_images
-from pipeline.record_files import read_record, write_cases
-from pipeline.records import Evaluation, ImageCandidate
+from pipeline.records.record_files import read_record, write_cases
+from pipeline.records.evaluations import Evaluation, ImageCandidate
 
 
 def take_prompts(evalset: Path, num_prompts: int, target: Path) -> None:

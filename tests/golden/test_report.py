@@ -9,10 +9,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from pipeline.files import write_text
+from pipeline.records.files import write_text
 from pipeline.gate.compare import compare_release
-from pipeline.gate.report import render_report
-from pipeline.gate.terminal import render_gate
+from pipeline.report.markdown_report import render_report
+from pipeline.report.terminal import render_gate
 from tests.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
 
 FOLDER = Path(__file__).parent

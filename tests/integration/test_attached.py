@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineError
-from pipeline.records import Candidate, Checkpoint
+from pipeline.records.evaluations import Candidate, Checkpoint
 from pipeline.serving import client as client_module
 from pipeline.serving.engines.registry import start_engine
 from pipeline.serving.readiness import PROBE_TOKENS
-from pipeline.serving_records import ServingConfig
+from pipeline.records.serving import ServingConfig
 from pipeline.text_params import (
     EvalSettings,
     HarnessEval,

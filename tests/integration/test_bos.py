@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from pipeline.checkpoints import load_model, load_tokenizer
 from pipeline.evals import perplexity
 from pipeline.evals.context import EvalContext
-from pipeline.evals.journal import Journal
-from pipeline.evalsets import load_evalset
+from pipeline.running.journal import Journal
+from pipeline.evalsets.cards import load_evalset
 from pipeline.optimize.calibration import encode
 from pipeline.serving.client import Client
 from pipeline.serving.engines.registry import start_engine

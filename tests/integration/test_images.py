@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import JournalError, QuantgateError
 from pipeline.gate.compare import compare_release
-from pipeline.gate.report import render_report
-from pipeline.gate.terminal import render_gate
+from pipeline.report.markdown_report import render_report
+from pipeline.report.terminal import render_gate
 from pipeline.image_params import ImagesProduct
 from pipeline.image_preflight import check_images
 from pipeline.image_serving import read_image_candidate, sample_plainly
 from pipeline.images.candidate import build_image_candidate
 from pipeline.images.evaluate import evaluate_images
 from pipeline.images.layout import LayoutMeasurement
-from pipeline.medians import MedianInterval
-from pipeline.record_files import write_cases
-from pipeline.records import read_cases
+from pipeline.records.medians import MedianInterval
+from pipeline.records.record_files import write_cases
+from pipeline.records.evaluations import read_cases
 from pipeline.serving.engines.keeper import list_descendants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,7 +219,7 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
 
 
 def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Path) -> None:
-    from pipeline.evalsets import load_evalset
+    from pipeline.evalsets.cards import load_evalset
     from pipeline.images.evaluate import digest_judges, digest_work
 
     product = make_track(["shots", "guided"])

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.images.layout import Part, measure_layout
 from pipeline.images.rendering import Prompt, load_pipeline
-from pipeline.serving_records import PipelineServing
+from pipeline.records.serving import PipelineServing
 
 FOLDER = Path(__file__).resolve().parents[2] / "models/product-shots"
 

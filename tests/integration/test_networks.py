@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 import stages.gate
 from evalsets.seal import seal
 from pipeline import worker_pool
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import (
     CheckpointError,
     EngineError,
@@ -36,11 +36,11 @@ from pipeline.errors import (
     QuantgateError,
     SettingsError,
 )
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison, compare_release
-from pipeline.gate.report import render_report
-from pipeline.gate.terminal import render_gate
+from pipeline.report.markdown_report import render_report
+from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import Judgement
 from pipeline.network_params import VisionProduct
 from pipeline.network_preflight import check_network
@@ -49,11 +49,11 @@ from pipeline.networks import candidate, workers
 from pipeline.networks.candidate import build_network_candidate
 from pipeline.networks.evaluate import evaluate_network
 from pipeline.params import get_product, load_params, parse_params
-from pipeline.pictures import read_picture
-from pipeline.record_files import write_record
-from pipeline.records import CaseRecord, NetworkCandidate, read_cases
+from pipeline.evalsets.pictures import read_picture
+from pipeline.records.record_files import write_record
+from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_cases
 from pipeline.serving.engines.keeper import list_descendants
-from pipeline.settings import BUILDS
+from pipeline.settings.base import BUILDS
 from tests.paths import ROOT
 from tests.tiny_networks import (
     DETECTOR,

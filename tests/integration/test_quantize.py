@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import CheckpointError, QuantizationError, SettingsError
-from pipeline.evalsets import Evalset, load_evalset
+from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.optimize import candidate as candidate_module
 from pipeline.optimize.candidate import build_candidate
 from pipeline.optimize.coverage import check_coverage, expected_bytes
@@ -23,10 +23,10 @@ from pipeline.optimize.progress import StepLog
 from pipeline.optimize.quantize import StepResult
 from pipeline.optimize.registry import STEPS
 from pipeline.params import Params, parse_params
-from pipeline.record_files import read_record
-from pipeline.records import BuiltCandidate
+from pipeline.records.record_files import read_record
+from pipeline.records.evaluations import BuiltCandidate
 from pipeline.text_params import AwqStep, Calibration, GptqStep
-from pipeline.weight_files import read_tensors
+from pipeline.running.weight_files import read_tensors
 from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import build_tokenizer, write_documents, write_tiny_llama
 

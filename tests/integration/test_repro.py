@@ -22,7 +22,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from evalsets.seal import seal
-from pipeline.evalsets import CASES_FILE
+from pipeline.evalsets.cards import CASES_FILE
 from scripts.repro_rejected import copy_project
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

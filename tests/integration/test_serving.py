@@ -24,16 +24,16 @@ from tokenizers.decoders import DecodeStream
 
 from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.errors import EngineError, RequestError
-from pipeline.fingerprints import find_difference, fingerprint
-from pipeline.records import Candidate
+from pipeline.records.fingerprints import find_difference, fingerprint
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines import registry as engines
 from pipeline.serving.engines import transformers
 from pipeline.serving.engines.engine import Engine, check_facts
 from pipeline.serving.engines.processes import ServerProcess
 from pipeline.serving.scoring import score_sequences
-from pipeline.serving_records import ServingConfig
-from pipeline.speculation_records import SpeculationCounts, SpeculativeConfig, sum_speculation
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
 from pipeline.text_params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
 from tests.tiny_llama import write_tiny_llama
 
@@ -553,7 +553,7 @@ def test_of_two_servers_that_fail_the_first_failure_is_told_and_nothing_else(
 ORPHAN = """
 import sys, time
 from pathlib import Path
-from pipeline.records import Candidate
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.engines import transformers
 candidate = Candidate.model_validate_json(sys.argv[1])
 process = transformers._spawn(candidate, root=Path(sys.argv[2]), log=Path(sys.argv[2]) / "server-0.log")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.image_params import ImagesProduct
-from pipeline.records import read_cases
+from pipeline.records.evaluations import read_cases
 from pipeline.sweep.rendering import render_settings, take_prompts
 from pipeline.sweep.settings import list_settings, make_sweep_track
 from tests.paths import ROOT

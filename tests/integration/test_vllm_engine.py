@@ -19,12 +19,12 @@ import pytest
 
 from pipeline.checkpoints import describe_checkpoint
 from pipeline.errors import EngineError, QuantgateError
-from pipeline.records import Candidate
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine
 from pipeline.serving.engines.registry import start_engine
-from pipeline.serving_records import ServingConfig
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculativeConfig
 from pipeline.text_params import PerplexityEval, ToolCallsEval
 from tests.fake_vllm import TOKENS
 from tests.integration.test_serving import ROOT, SETTINGS, is_running
@@ -143,7 +143,7 @@ def test_what_runs_before_vllm_belongs_to_the_fingerprint(root: Path) -> None:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from pipeline.records import Candidate
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.engines.registry import start_engine
 from pipeline.text_params import ServingSettings
 async def run(candidate, settings, root):

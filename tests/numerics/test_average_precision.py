@@ -13,9 +13,9 @@ from faster_coco_eval import COCOeval_faster
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from pipeline.average_precision import average_precision, coco_numbers
+from pipeline.numerics.average_precision import average_precision, coco_numbers
 from pipeline.detection_params import AREAS
-from pipeline.detections import Detections, Objects, load_matches, match_image, save_matches
+from pipeline.records.detections import Detections, Objects, load_matches, match_image, save_matches
 from pipeline.errors import EvidenceError, NumericsError
 from tests.synthetic_detections import NUM_CLASSES, Detector, detect, make_objects, match_all
 

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from pipeline.errors import EvidenceError
-from pipeline.medians import CONFIDENCE, bound_median, cover_median
+from pipeline.records.medians import CONFIDENCE, bound_median, cover_median
 
 
 def covered(num_values, rank):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.products import KINDS
-from pipeline.stage_code import find_named
+from pipeline.running.stage_code import find_named
 from tests.paths import ROOT
 
 # A module may import from the layers above its own in this list, and from its own.
@@ -127,7 +127,7 @@ def test_only_tracking_imports_mlflow() -> None:
                 [node.module or ""] if isinstance(node, ast.ImportFrom) else [])  # fmt: skip
             if any(name.split(".")[0] == "mlflow" for name in names):
                 importers.add(path.relative_to(ROOT).as_posix())
-    assert importers == {"pipeline/tracking.py"}
+    assert importers == {"pipeline/report/mlflow_runs/tracking.py"}
 
 
 def test_gate_and_tracking_import_no_heavy_package() -> None:

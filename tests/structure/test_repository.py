@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.stage_code import list_stages
+from pipeline.running.stage_code import list_stages
 from tests.paths import ROOT
 
 MAX_FILE_BYTES = 12 << 20

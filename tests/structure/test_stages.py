@@ -13,10 +13,10 @@ from ruamel.yaml import YAML
 
 from pipeline.params import parse_params
 from pipeline.products import KINDS
-from pipeline.serving_records import ServingConfig
-from pipeline.stage_code import NOT_A_STAGE, list_code, list_stages
+from pipeline.records.serving import ServingConfig
+from pipeline.running.stage_code import NOT_A_STAGE, list_code, list_stages
 from pipeline.stage_inputs import digest_inputs
-from pipeline.staleness import read_commands
+from pipeline.running.staleness import read_commands
 from pipeline.text_params import ServingSettings
 from tests.paths import ROOT
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.loading import list_tensors, to_float

@@ -18,14 +18,14 @@ import pytest
 from pipeline.benchmark import audits, matched_work, prompts
 from pipeline.benchmark.audits import read_peak_memory_mib
 from pipeline.benchmark.probes import find_own_start, read_text
-from pipeline.benchmark_records import Benchmark
+from pipeline.records.benchmarks import Benchmark
 from pipeline.errors import EngineError, EvidenceError, SettingsError
 from pipeline.params import Params, parse_params
 from pipeline.recall import NUM_PROBES
-from pipeline.record_files import read_record, write_record
-from pipeline.records import BuiltCandidate, Candidate
+from pipeline.records.record_files import read_record, write_record
+from pipeline.records.evaluations import BuiltCandidate, Candidate
 from pipeline.serving.client import Client
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.records.speculation import SpeculativeConfig
 from tests.synthetic_records import make_candidate, make_params, write_candidate
 from tests.unit.test_client import FakeServer, answer
 from tests.unit.test_evalsets import write

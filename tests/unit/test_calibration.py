@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cases import DocumentCase
+from pipeline.evalsets.cases import DocumentCase
 from pipeline.errors import EvalsetError, QuantizationError
-from pipeline.evalsets import Card, Evalset
+from pipeline.evalsets.cards import Card, Evalset
 from pipeline.optimize.calibration import describe_samples, encode, select_samples
 from pipeline.text_params import Calibration
 from tests.tiny_llama import build_tokenizer
@@ -119,7 +119,7 @@ def test_another_kind_of_evalset_is_refused(tokenizer) -> None:
 
 def test_calibration_loads_from_disk(tmp_path: Path, tokenizer) -> None:
     """The written layout is that of any evalset: a user's own texts need no code."""
-    from pipeline.evalsets import load_evalset
+    from pipeline.evalsets.cards import load_evalset
     from tests.tiny_llama import write_documents
 
     evalset = load_evalset(write_documents(tmp_path / "texts", {"prose": [digits(i, LONG) for i in range(5)]}))

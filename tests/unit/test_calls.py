@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cases import Call
+from pipeline.evalsets.cases import Call
 from pipeline.evals.calls import (
     continue_conversation,
     declare_tools,
@@ -17,7 +17,7 @@ from pipeline.evals.calls import (
     parse_call,
     same_value,
 )
-from pipeline.evalsets import Tool
+from pipeline.evalsets.cards import Tool
 from pipeline.serving.client import Reply
 from pipeline.text_params import ToolCallsEval
 

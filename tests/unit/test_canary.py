@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from pipeline.canary_records import CanaryAnswer
-from pipeline.files import write_text
+from pipeline.records.canary import CanaryAnswer
+from pipeline.records.files import write_text
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import compare_release
-from pipeline.gate.terminal import render_gate
+from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN
-from pipeline.record_files import read_record, write_record
-from pipeline.records import Evaluation
-from pipeline.run_contents import describe_runs
-from pipeline.speculation_records import SpeculationCounts
-from pipeline.verdict_records import Verdict
+from pipeline.records.record_files import read_record, write_record
+from pipeline.records.evaluations import Evaluation
+from pipeline.report.mlflow_runs.run_contents import describe_runs
+from pipeline.records.speculation import SpeculationCounts
+from pipeline.records.verdicts import Verdict
 from tests.synthetic_records import (
     CALL,
     Behaviour,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.cases import spread
+from pipeline.evalsets.cases import spread
 from pipeline.evals.canary import pick_prompts
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.gate.canary import describe_blind
 from pipeline.text_params import ToolCallsEval
 from tests.unit.test_canary import judge

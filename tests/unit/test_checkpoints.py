@@ -21,7 +21,7 @@ from pipeline.checkpoints import (
     open_checkpoint,
 )
 from pipeline.errors import CheckpointError
-from pipeline.weight_files import check_finite, iterate_weights, read_tensors
+from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
 from tests.tiny_llama import write_tiny_llama
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.cases import Annotation, DetectionCase
+from pipeline.evalsets.cases import Annotation, DetectionCase
 from pipeline.detection_params import DetectionEval
-from pipeline.detections import Detections, MatchTable, Objects, load_matches, match_image
-from pipeline.digests import digest_file
+from pipeline.records.detections import Detections, MatchTable, Objects, load_matches, match_image
+from pipeline.records.digests import digest_file
 from pipeline.errors import EngineError
 from pipeline.networks.detecting import (
     Categories,
@@ -22,7 +22,7 @@ from pipeline.networks.detecting import (
     match_output,
     save_tables,
 )
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 
 SETTINGS = DetectionEval(kind="detection", evalset="evalsets/e", areas={"tiny": [0.0, 256.0]})
 CATEGORIES = (3, 7)

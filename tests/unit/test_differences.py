@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.differences import KINDS, classify_difference
+from pipeline.records.differences import KINDS, classify_difference
 
 CALL = '{"name": "order", "arguments": {"item": "lamp", "n": 2}}'
 

@@ -10,13 +10,13 @@ import pytest
 
 from pipeline.drift import Comparison, Drift, check_drift
 from pipeline.errors import EvidenceError, RequestError
-from pipeline.fingerprints import SECTIONS, fingerprint
+from pipeline.records.fingerprints import SECTIONS, fingerprint
 from pipeline.text_params import TextProduct
-from pipeline.record_files import read_record, write_record
-from pipeline.records import Candidate, Evaluation
+from pipeline.records.record_files import read_record, write_record
+from pipeline.records.evaluations import Candidate, Evaluation
 from pipeline.serving.engines.openai import adopt
-from pipeline.serving_records import ServingConfig
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculativeConfig
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evaluate import CALL, FakeEndpoint, run, write_questions
 from tests.unit.test_evaluate import endpoint as endpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.environment import (
+from pipeline.running.environment import (
     LIBRARIES,
     Gpu,
     GpuProof,
@@ -117,7 +117,7 @@ def test_record_is_the_same_twice() -> None:
 
 
 def test_reading_the_machine_does_not_import_torch() -> None:
-    script = ("import sys; from pipeline.environment import *; read_libraries(); read_machine(); "
+    script = ("import sys; from pipeline.running.environment import *; read_libraries(); read_machine(); "
               "print('torch' in sys.modules)")  # fmt: skip
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert child.stdout.strip() == "False", child.stderr

@@ -17,9 +17,9 @@ import pipeline.evals.evaluate as evaluate_module
 from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
 from pipeline.text_params import TextProduct
-from pipeline.records import Candidate, CaseRecord, Evaluation
+from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation
 from pipeline.serving.client import Reply
-from pipeline.serving_records import ServingConfig
+from pipeline.records.serving import ServingConfig
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evalsets import write
 

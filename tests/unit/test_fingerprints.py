@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.fingerprints import find_difference, fingerprint, read_environment
-from pipeline.records import Candidate
-from pipeline.serving_records import ServingConfig
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.records.fingerprints import find_difference, fingerprint, read_environment
+from pipeline.records.evaluations import Candidate
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculativeConfig
 from tests.synthetic_records import make_candidate
 
 FILES = {"model.safetensors": "1", "generation_config.json": "2", "chat_template.jinja": "3"}

@@ -17,8 +17,8 @@ from pipeline.evals import perplexity
 from pipeline.evals.context import EvalContext
 from pipeline.evals.framing import read_frame
 from pipeline.evals.harness import EndpointLM
-from pipeline.evals.journal import Journal
-from pipeline.evalsets import load_evalset
+from pipeline.running.journal import Journal
+from pipeline.evalsets.cards import load_evalset
 from pipeline.serving.client import TokenScores
 from pipeline.serving.scoring import score_sequences
 from pipeline.text_params import HarnessEval, PerplexityEval

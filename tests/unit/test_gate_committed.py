@@ -14,7 +14,7 @@ import pytest
 from dvc.repo import Repo
 
 from pipeline.params import load_params
-from pipeline.record_files import read_record
+from pipeline.records.record_files import read_record
 from pipeline.release.manifest import Manifest
 from pipeline.release.recipe import find_other_material
 from scripts import gate_committed

@@ -19,7 +19,7 @@ from pipeline.gate.measure import measure_metric
 from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.validity import is_without_output
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 from tests.synthetic_detections import Change, make_pair
 from tests.synthetic_records import make_cases
 

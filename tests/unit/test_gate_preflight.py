@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import SettingsError
-from pipeline.gate_preflight import check_gates
+from pipeline.gate.preflight import check_gates
 from pipeline.params import load_params
 from tests.release_project import write_project
 
@@ -13,9 +13,9 @@ STAGES = "stages:\n  evaluate:\n    foreach: [a]\n    do:\n      cmd: 'true'\n{}
 
 
 def test_a_stage_that_is_frozen_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.gate_preflight.check_plan", lambda *given: [])
-    monkeypatch.setattr("pipeline.gate_preflight.plan_gate", lambda *given: [])
-    monkeypatch.setattr("pipeline.gate_preflight.read_sizes", lambda *given: {})
+    monkeypatch.setattr("pipeline.gate.preflight.check_plan", lambda *given: [])
+    monkeypatch.setattr("pipeline.gate.preflight.plan_gate", lambda *given: [])
+    monkeypatch.setattr("pipeline.gate.preflight.read_sizes", lambda *given: {})
     write_project(tmp_path)
     params, path = load_params(tmp_path / "params.yaml"), tmp_path / "dvc.yaml"
     for text in (STAGES.format("", ""), STAGES.format("      frozen: false\n", "")):

@@ -15,8 +15,8 @@ import pytest
 
 import pipeline.__main__ as command
 from pipeline.errors import QuantgateError, SettingsError
-from pipeline.evalsets import load_card, load_evalset
-from pipeline.files import LIMIT, check_size
+from pipeline.evalsets.cards import load_card, load_evalset
+from pipeline.records.files import LIMIT, check_size
 from pipeline.params import load_params
 from pipeline.release.checksums import SUMS, find_changes
 from pipeline.release.kept_records import restore_records

@@ -12,7 +12,7 @@ from pipeline.gate.images import find_overflow, headroom
 from pipeline.images.rendering import list_stitches
 from pipeline.images.scoring import describe_activations, measure_seam_excess, score_images, to_bytes
 from pipeline.numerics.activation_watch import ModuleRange
-from pipeline.serving_records import Tiling
+from pipeline.records.serving import Tiling
 
 SIZE = 32
 

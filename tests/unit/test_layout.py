@@ -10,9 +10,9 @@ import torch
 
 from pipeline.errors import EvidenceError
 from pipeline.images.layout import decide_layout, measure_runs
-from pipeline.medians import MedianInterval
-from pipeline.memory_format import count_reorders
-from pipeline.timing import compare_outputs
+from pipeline.records.medians import MedianInterval
+from pipeline.running.memory_format import count_reorders
+from pipeline.running.timing import compare_outputs
 
 LOG = """\
 onednn_verbose,v1,info,oneDNN v3.11.0 (commit 0)

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.files import write_text
+from pipeline.records.files import write_text
 from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
 from pipeline.gate.verdicts import describe_policy
-from pipeline.serving_records import ServingConfig
-from pipeline.settings import RELEASE
+from pipeline.records.serving import ServingConfig
+from pipeline.settings.base import RELEASE
 from tests.synthetic_records import PRODUCT, make_params
 
 TASK, CALLS = "workflows/task_completion_rate", "calls/tool_call_exact_match"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from pipeline.medians import MedianInterval
+from pipeline.records.medians import MedianInterval
 
 
 @pytest.mark.parametrize(("low", "median", "high"), [(1.1, 1.0, 1.2), (0.8, 1.0, 0.9)])

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import CheckpointError
 from pipeline.memory import MemoryNeed, check_needs, measure_weights, read_available_mib
-from pipeline.weight_files import TensorInfo
+from pipeline.running.weight_files import TensorInfo
 
 
 def tensor(*shape: int, dtype: str = "F32") -> TensorInfo:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.memory_format import list_other_formats, log_onednn
+from pipeline.running.memory_format import list_other_formats, log_onednn
 
 
 class Turn(nn.Module):

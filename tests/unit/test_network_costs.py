@@ -17,8 +17,8 @@ from pipeline.networks import costs, rounding
 from pipeline.networks.adapters import load_adapter
 from pipeline.networks.costs import Load, choose_baseline, count_work, measure_costs, measure_speed
 from pipeline.networks.loading import load_network
-from pipeline.serving_records import ConvArithmetic, NetworkServing, Tiling
-from pipeline.timing import TOLERANCES, find_tolerance
+from pipeline.records.serving import ConvArithmetic, NetworkServing, Tiling
+from pipeline.running.timing import TOLERANCES, find_tolerance
 from tests.tiny_networks import DETECTOR, write_detector
 
 TILED = {"tiling": Tiling(tile=64, overlap=0.125, window="hann")}

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.environment import GpuProof
+from pipeline.running.environment import GpuProof
 from pipeline.errors import SettingsError
 from pipeline.gate.verdicts import describe_policy
 from pipeline.network_params import VisionProduct
 from pipeline.network_preflight import describe_slow_formats
 from pipeline.params import Params, get_product, parse_params
-from pipeline.settings import Product
+from pipeline.settings.base import Product
 from tests.paths import ROOT
 from tests.tiny_networks import describe_detector, describe_upscaler, make_detector
 from tests.unit.test_environment import machine

@@ -24,7 +24,7 @@ from pipeline.params import (
     load_params,
     parse_params,
 )
-from pipeline.settings import Product
+from pipeline.settings.base import Product
 from pipeline.text_params import AwqStep, GptqStep, SpeculativeStep, TextProduct
 from tests.paths import ROOT
 from tests.synthetic_images import Look, make_image_product

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import pipeline.preflight
-from pipeline.digests import digest_file
+from pipeline.records.digests import digest_file
 from pipeline.errors import EvalsetError, SettingsError
-from pipeline.evalsets import Evalset, load_evalset
+from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.params import choose_product, load_params, parse_params
 from pipeline.preflight import check_text
 from pipeline.text_params import TextProduct

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.model_registry import RELEASED, ReleasedVersion, register_versions
-from pipeline.tracking import open_store
+from pipeline.report.mlflow_runs.model_registry import RELEASED, ReleasedVersion, register_versions
+from pipeline.report.mlflow_runs.tracking import open_store
 from tests.synthetic_records import PRODUCT
 
 

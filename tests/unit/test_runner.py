@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.cases import DocumentCase
+from pipeline.evalsets.cases import DocumentCase
 from pipeline.errors import EngineError, JournalError, RequestError
-from pipeline.evals.journal import Journal
+from pipeline.running.journal import Journal
 from pipeline.evals.runner import MAX_FAILURES_IN_A_ROW, run_cases
-from pipeline.records import CaseRecord
+from pipeline.records.evaluations import CaseRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [DocumentCase(id=f"c{i}", cluster="c", text=f"text {i}") for i in range(40)]

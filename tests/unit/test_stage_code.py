@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import pipeline.stage_code
+import pipeline.running.stage_code
 from pipeline.products import KINDS
-from pipeline.stage_code import digest_code, list_code, list_stages
+from pipeline.running.stage_code import digest_code, list_code, list_stages
 from tests.paths import ROOT
 
 KIND = "toy"
@@ -30,7 +30,7 @@ def _list_own(stage: str, root: Path) -> list[str]:
 
 def _digest(root: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str) -> dict[tuple[str, str], str]:
     """Return the digests of all stages of a project, each for every kind."""
-    monkeypatch.setattr(pipeline.stage_code, "ROOT", root)
+    monkeypatch.setattr(pipeline.running.stage_code, "ROOT", root)
     return {(stage, kind): digest_code(stage, kind) for kind in kinds for stage in list_stages(root) if stage != "env"}
 
 
@@ -113,7 +113,7 @@ def copy(tmp_path: Path) -> Path:
     ("pipeline/optimize/gptq.py", {("optimize", "text")}),
     ("pipeline/evals/perplexity.py", {("evaluate", "text")}),
     ("pipeline/benchmark/rounds.py", {("benchmark", "text")}),
-    ("pipeline/gate/report.py", {("compare", kind) for kind in KINDS}),
+    ("pipeline/report/markdown_report.py", {("compare", kind) for kind in KINDS}),
     ("pipeline/gate/decision.py", {(stage, kind) for kind in KINDS for stage in ("compare", "track", "release")}),
     ("pipeline/gate/standing.py", {("gate", kind) for kind in KINDS}),
 ])  # fmt: skip

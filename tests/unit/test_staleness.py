@@ -15,7 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import EvidenceError
-from pipeline.staleness import find_stale, read_commands
+from pipeline.running.staleness import find_stale, read_commands
 
 # of DVC's own
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")

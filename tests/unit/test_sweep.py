@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.digests import digest_text
+from pipeline.records.digests import digest_text
 from pipeline.errors import SettingsError
-from pipeline.evalsets import load_evalset
+from pipeline.evalsets.cards import load_evalset
 from pipeline.image_params import GuidanceStep, ImagesProduct
 from pipeline.image_serving import serve
-from pipeline.record_files import write_record
-from pipeline.records import BuiltCandidate, CaseRecord, Checkpoint
+from pipeline.records.record_files import write_record
+from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Checkpoint
 from pipeline.sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
 from pipeline.sweep.plot import plot_sweep
 from pipeline.sweep.rendering import take_prompts

@@ -19,7 +19,7 @@ import pipeline.evals.evaluate as evaluate_module
 from pipeline.errors import SettingsError
 from pipeline.evals.evaluate import evaluate_candidate
 from pipeline.evals.material import digest_evalsets, digest_task, read_fresh
-from pipeline.records import CaseRecord, read_cases
+from pipeline.records.evaluations import CaseRecord, read_cases
 from pipeline.serving.client import TokenScores
 from pipeline.text_params import HarnessEval, TextProduct
 from tests.synthetic_records import make_candidate, make_params

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from pipeline.timing import measure_peak_bytes, time_call
+from pipeline.running.timing import measure_peak_bytes, time_call
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.cases import TrajectoryCase
+from pipeline.evalsets.cases import TrajectoryCase
 from pipeline.errors import EngineError, RequestError
-from pipeline.evals.journal import Journal
+from pipeline.running.journal import Journal
 from pipeline.evals.trajectories import evaluate, is_completed
-from pipeline.evalsets import Card, Evalset
-from pipeline.records import OUTGROWN, CaseRecord
+from pipeline.evalsets.cards import Card, Evalset
+from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.serving.client import Reply
 from pipeline.text_params import TrajectoriesEval
 

@@ -11,11 +11,11 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.explanation_records import Explanation
-from pipeline.gate.outputs.github import render_annotations, render_summary
-from pipeline.gate.outputs.html import render_html
-from pipeline.gate.outputs.junit import render_junit
-from pipeline.gate.report import render_report
-from pipeline.gate.terminal import render_gate
+from pipeline.report.github import render_annotations, render_summary
+from pipeline.report.html import render_html
+from pipeline.report.junit import render_junit
+from pipeline.report.markdown_report import render_report
+from pipeline.report.terminal import render_gate
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import blocking_verdicts
 from pipeline.network_params import find_network_problems

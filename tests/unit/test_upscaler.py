@@ -20,7 +20,7 @@ from models.upscaler.upscaler import Upscaler, build_upscaler, open_upscaler, po
 from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db
 from pipeline.numerics.tiling import blend_tiles
-from pipeline.tile_grid import find_stitches
+from pipeline.numerics.tile_grid import find_stitches
 from tests.paths import ROOT
 
 FOLDER = ROOT / "models" / "upscaler"

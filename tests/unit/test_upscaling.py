@@ -17,8 +17,8 @@ from pipeline.networks.upscaling import (
     list_stitches,
     measure_seam_excess,
 )
-from pipeline.pictures import read_picture
-from pipeline.serving_records import Tiling
+from pipeline.evalsets.pictures import read_picture
+from pipeline.records.serving import Tiling
 from tests.paths import ROOT
 
 GIVEN, FACTOR = (192, 256), 2
@@ -28,7 +28,7 @@ PICTURES = sorted((ROOT / "evalsets/panoramas/targets").glob("*"))[:4]
 
 def read(path: Path) -> torch.Tensor:
     """Return a textured target, float32 (1, 3, 384, 512)."""
-    from pipeline.digests import digest_file
+    from pipeline.records.digests import digest_file
 
     pixels = read_picture(path, digest_file(path))[: FACTOR * GIVEN[0], : FACTOR * GIVEN[1]]
     return torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255

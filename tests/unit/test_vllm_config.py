@@ -12,10 +12,10 @@ from ruamel.yaml import YAML
 from pipeline.errors import SettingsError
 from pipeline.params import parse_params
 from pipeline.preflight import check_project
-from pipeline.records import Candidate
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.vllm_config import build_config, check_config, check_options, render_config
-from pipeline.serving_records import ServingConfig
-from pipeline.speculation_records import SpeculativeConfig
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculativeConfig
 from tests.paths import ROOT
 from tests.synthetic_records import make_candidate
 

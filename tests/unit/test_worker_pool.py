@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import CheckpointError, EngineError
-from pipeline.worker_pool import start_workers
+from pipeline.running.worker_pool import start_workers
 from tests.pool_tasks import add, count_new_pages, die, load
 
 DIED = "a process ended by itself; lower the batch size"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.environment import Machine
+from pipeline.running.environment import Machine
 from pipeline.image_params import ImagesProduct, find_image_problems
 from pipeline.product import Inputs, Plot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.environment import Machine
+from pipeline.running.environment import Machine
 from pipeline.product import Inputs, Plot, Watched
 from pipeline.text_params import SpeculativeStep, TextProduct
 
@@ -32,9 +32,9 @@ class TextKind:
 
     def list_inputs(self, product: TextProduct, root: Path) -> Inputs:
         """Return drafts and calibration texts of what is built, engine and cases of what is evaluated."""
-        from pipeline.digests import digest_checkpoint, digest_folder
+        from pipeline.records.digests import digest_checkpoint, digest_folder
         from pipeline.evals.material import digest_evalsets
-        from pipeline.evalsets import NOTES
+        from pipeline.evalsets.cards import NOTES
 
         texts = digest_folder(root / product.optimize.calibration_texts, ignore=NOTES)
         shared = {"evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
@@ -81,7 +81,7 @@ class TextKind:
 
     def list_plots(self, product: TextProduct) -> Mapping[str, Plot]:
         """Return task completion by bucket, and speed."""
-        from pipeline.gate.plots import plot_completion, plot_speed
+        from pipeline.report.plots import plot_completion, plot_speed
 
         return {"completion.png": lambda compared, path: plot_completion(compared.judgement, path),
                 "speed.png": lambda compared, path: plot_speed(compared.judgement, path)}  # fmt: skip

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.errors import EngineError
-from pipeline.fingerprints import find_difference, fingerprint
-from pipeline.records import Candidate
+from pipeline.records.fingerprints import find_difference, fingerprint
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.processes import ServerProcess
 from pipeline.serving.readiness import needs_scores, probe
@@ -63,7 +63,7 @@ class Engine:
     Attributes:
         base_urls: its servers.
         model: the name to send.
-        facts: what it is, by section (`pipeline/fingerprints.py`).
+        facts: what it is, by section (`pipeline/records/fingerprints.py`).
         proof: who says so.
         is_declared: its weights are the settings' word, not its own.
         echo: what each reply must carry as `system_fingerprint`; None: what the first one carries.

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from pipeline.errors import EngineError
-from pipeline.fingerprints import SECTIONS
-from pipeline.records import Candidate
+from pipeline.records.fingerprints import SECTIONS
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines.engine import Engine, Order, check_facts
 from pipeline.serving.readiness import check_context, probe

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from pipeline.records import Candidate
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines import openai, transformers, vllm
 from pipeline.serving.engines.engine import LOCAL, Engine, Order

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.records import Candidate
+from pipeline.records.evaluations import Candidate
 from pipeline.serving import launcher
 from pipeline.serving.engines.engine import LOCAL, Engine, Order, check_facts, gather, probe_servers
 from pipeline.serving.engines.processes import ServerProcess, describe_exit, spawn, stop

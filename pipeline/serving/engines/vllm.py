@@ -19,12 +19,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.digests import digest_checkpoint, digest_files, digest_json
-from pipeline.environment import read_hardware
+from pipeline.records.digests import digest_checkpoint, digest_files, digest_json
+from pipeline.running.environment import read_hardware
 from pipeline.errors import EngineError
-from pipeline.files import write_text
-from pipeline.fingerprints import read_environment
-from pipeline.records import Candidate
+from pipeline.records.files import write_text
+from pipeline.records.fingerprints import read_environment
+from pipeline.records.evaluations import Candidate
 from pipeline.serving.client import Client
 from pipeline.serving.engines import keeper
 from pipeline.serving.engines.engine import Engine, Order, check_facts, probe_servers

@@ -1,0 +1,1 @@
+"""Evalsets: cards, cases and pictures, as they lie in their folders."""

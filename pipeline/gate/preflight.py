@@ -1,0 +1,41 @@
+"""Checks of what is asked of the gate, before any model runs: it can be proven, and was not loosened in silence.
+
+Nor is a stage of dvc.yaml frozen, whose results DVC would keep whatever is asked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from pipeline.errors import SettingsError
+from pipeline.gate.loosening import check_loosening
+from pipeline.gate.plan import check_plan, plan_gate, read_last
+from pipeline.gate.verdicts import describe_policy
+from pipeline.params import Params
+from pipeline.gate.suite_sizes import read_sizes
+
+
+def check_gates(params: Params, root: Path) -> list[str]:
+    """Check the gate of every product; return a warning for each tolerance that can't be proven and need not be.
+
+    Raises:
+        SettingsError: a tolerance that must be proven can't be, a setting is looser than at the last release, or a
+            stage is frozen.
+    """
+    warnings = []
+    _check_frozen(root / "dvc.yaml")
+    for product in params.products.values():
+        check_loosening(describe_policy(product), root, material={})
+        warnings += check_plan(product, plan_gate(product, read_sizes(product, root), read_last(product.name, root)))
+    return warnings
+
+
+def _check_frozen(path: Path) -> None:
+    """Refuse a stage that DVC never runs, so that results of other settings would be judged."""
+    stages = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else {}
+    frozen = [name for name, stage in stages.items() if stage.get("do", stage).get("frozen")]
+    if frozen:
+        raise SettingsError(f"{path}: stages.{frozen[0]}.frozen: expected a stage that runs when it is out of date, "
+                            "got true; remove the line")

@@ -1,0 +1,40 @@
+"""How many cases and clusters each bucket of the evals has, read from the evalsets: what a plan of the gate needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.evalsets.cards import load_evalset
+from pipeline.gate.clusters import hiding_clusters
+from pipeline.gate.plan import Sizes, SuiteSize
+from pipeline.settings.base import Product
+
+
+def read_sizes(product: Product, root: Path) -> dict[str, Sizes]:
+    """Return the sizes of each eval whose cases are an evalset; only lm-eval knows those of its tasks."""
+    sizes = {}
+    for name, settings in product.evals.items():
+        if hasattr(settings, "evalset"):
+            cases = load_evalset(root / settings.evalset).cases
+            sizes[name] = count_sizes([case.cluster for case in cases], [case.buckets for case in cases],
+                                      confidence=1 - product.gate.alpha)
+    return sizes
+
+
+def count_sizes(clusters: Sequence[str], buckets: Sequence[Sequence[str]], *, confidence: float = 0.95) -> Sizes:
+    """Return the size of an evalset, overall and of each bucket.
+
+    Args:
+        clusters: of each case.
+        buckets: of each case.
+        confidence: of the bounds.
+    """
+    sizes: Sizes = {}
+    for name in [None, *sorted({bucket for own in buckets for bucket in own})]:
+        own = [cluster for cluster, carried in zip(clusters, buckets, strict=True) if name is None or name in carried]
+        numbers = np.unique(own, return_inverse=True)[1].astype(np.int64)
+        sizes[name] = SuiteSize(len(own), hiding_clusters(numbers, confidence=confidence))
+    return sizes

@@ -1,0 +1,1 @@
+"""What MLflow shows of a judgement: runs, tables, images, and registered versions."""

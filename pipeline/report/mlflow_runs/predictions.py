@@ -1,0 +1,92 @@
+"""The table of predictions that stands side by side in MLflow, one row per case.
+
+The page matches rows by their first column and shows one other column per run, so the id names
+the eval and the output begins with right or WRONG. It can match only cases that every run logs:
+they are chosen over all candidates at once, those that flipped in any of them first. Covers evals
+whose cases are right or wrong; documents scored by likelihood have no output to show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.records.record_files import read_record
+from pipeline.records.evaluations import CaseRecord, Evaluation, read_cases
+
+MAX_CASES_PER_EVAL = 200
+MAX_TEXT = 2000  # characters of a prompt or output that the table shows
+
+# eval -> case id -> the record and whether it was right (None: not judged)
+Scored = dict[str, dict[str, tuple[CaseRecord, bool | None]]]
+
+
+def read_scored(build: Path, name: str) -> Scored:
+    """Read a candidate's right-or-wrong evals: eval -> case id -> record and whether it was right."""
+    folder = build / "evaluations" / name
+    evaluation = read_record(folder / "evaluation.json", Evaluation)
+    scored: Scored = {}
+    for eval_name, file in evaluation.evals.items():
+        score = next((m.score for m in METRICS_BY_EVAL_KIND[file.kind] if m.estimator == "proportion"), None)
+        if score is not None:
+            records = read_cases(folder / file.records)
+            scored[eval_name] = {r.case_id: (r, r.scores[score] == 1 if score in r.scores else None) for r in records}
+    return scored
+
+
+def select_predictions(scored: dict[str, Scored], reference: str) -> dict[str, dict[str, list[str]]]:
+    """Choose the same cases for every candidate and lay them out as a table per candidate.
+
+    Args:
+        scored: candidate -> eval -> case id -> record and whether it was right (None: not judged).
+        reference: the candidate against which a flip counts.
+
+    Returns:
+        candidate -> column -> values; columns id, output, ok, prompt, eval.
+    """
+    tables: dict[str, dict[str, list[str]]] = {
+        name: {column: [] for column in ("id", "output", "ok", "prompt", "eval")} for name in scored
+    }
+    for eval_name, cases in scored[reference].items():
+        for case_id in _choose_cases(eval_name, scored, reference):
+            for name, table in tables.items():
+                record, ok = scored[name].get(eval_name, {}).get(case_id, (None, None))
+                _append_row(table, eval_name, record or cases[case_id][0], ok, is_missing=record is None)
+    return tables
+
+
+def _choose_cases(eval_name: str, scored: dict[str, Scored], reference: str) -> list[str]:
+    base = scored[reference][eval_name]
+
+    def count_flips(case_id: str) -> int:
+        others = (scored[name].get(eval_name, {}).get(case_id, (None, None))[1] for name in scored)
+        return sum(ok != base[case_id][1] for ok in others)
+
+    return sorted(base, key=lambda case_id: -count_flips(case_id))[:MAX_CASES_PER_EVAL]  # stable: ties in evalset order
+
+
+def _append_row(table: dict[str, list[str]], eval_name: str, record: CaseRecord, ok: bool | None, *,
+                is_missing: bool) -> None:  # fmt: skip
+    failure = "missing" if is_missing else record.failure or "not judged"
+    words = ("NOT FINITE", "finite") if "finite" in record.scores else ("WRONG", "right")
+    mark = failure if ok is None else words[ok]
+    table["id"].append(f"{eval_name}/{record.case_id}")
+    table["output"].append(mark if is_missing else f"{mark}: {_cut(describe_output(record))}")
+    table["ok"].append(mark)
+    table["prompt"].append(_cut(record.prompt))
+    table["eval"].append(eval_name)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... ({len(text):,} characters)"
+
+
+def describe_output(record: CaseRecord) -> str:
+    """Return what the table shows of an output: boxes and the digests of pictures are no text, their scores are."""
+    scores = record.scores
+    if {"found_50", "objects", "false_alarms"} <= scores.keys():
+        return (f"{scores['found_50']:g} of {scores['objects']:g} objects found at IoU 0.5, "
+                f"{scores['false_alarms']:g} false alarms")  # fmt: skip
+    if {"psnr_db", "ssim", "seam_levels", "finite"} <= scores.keys():
+        return f"{scores['psnr_db']:.2f} dB, SSIM {scores['ssim']:.4f}, seams of {scores['seam_levels']:.2f} levels"
+    return record.output

@@ -1,0 +1,244 @@
+"""What a reviewer should see about one candidate, in the shape that MLflow shows best.
+
+Pure: records in, names and numbers out; `tracking.py` writes them. The choices follow from how the
+pages behave. Charts group metrics by the text before the last "/", and bar labels have two
+decimals, so rates are logged in percent and nats and bits in thousandths, and the name says so.
+Tables sort names by alphabet and show eight parameters without scrolling.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.records.digests import digest_json, digest_text
+from pipeline.errors import EvidenceError
+from pipeline.gate.verdicts import Judgement
+from pipeline.gate.wording import escape_markdown, is_rate
+from pipeline.report.mlflow_runs.image_contents import ImageContents, Shown, choose_images
+from pipeline.report.mlflow_runs.predictions import read_scored, select_predictions
+from pipeline.records.record_files import R, read_record
+from pipeline.records.evaluations import BuiltCandidate, Evaluation
+from pipeline.records.verdicts import Metric, Speed, Verdict
+
+# Bars and dots: a reviewer tells the verdict by the colour.
+_COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c", "fail": "#cf222e",
+           "refused": "#8250df", "no gain": "#6e7781"}  # fmt: skip
+_STEP_WORDS = ("algorithm", "dtype", "mode", "tile", "window")  # of a step that say enough without their names
+
+
+@dataclass(frozen=True)
+class RunContents:
+    """Everything about one run, ready to be logged.
+
+    `key` is a digest of the verdict, the candidate, the evaluation and which cases and images are shown: a run
+    with the same key says the same. `metrics` are in the order in which they should appear, `column` sorts the runs
+    for the view of all images and says nothing about the run.
+    """
+
+    candidate: str
+    key: str
+    metrics: dict[str, float]
+    params: dict[str, str]
+    predictions: dict[str, list[str]]
+    note: str
+    color: str
+    images: tuple[Shown, ...] = ()
+    column: str = ""
+
+
+def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
+    """Describe one run per judged candidate, the reference first.
+
+    Records that can't be read leave their part of a run empty, and its note says so: the verdict
+    was refused for it, and a refusal is worth seeing too.
+    """
+    verdicts = {v.candidate: v for v in judgement.verdicts}
+    names = [judgement.policy.reference, *(name for name in verdicts if name != judgement.policy.reference)]
+    scored, problems = {}, dict.fromkeys(names, "")
+    for name in names:
+        try:
+            scored[name] = read_scored(build, name)
+        except EvidenceError as error:
+            scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
+    tables = select_predictions(scored, judgement.policy.reference)
+    images = choose_images(judgement, scored, build) if judgement.policy.kind != "text" else {}
+    return [_describe_run(judgement, build, name, tables[name], images.get(name, ImageContents()), problems[name])
+            for name in names]  # fmt: skip
+
+
+def _describe_run(
+    judgement: Judgement, build: Path, name: str, predictions: dict[str, list[str]], images: ImageContents, problem: str
+) -> RunContents:
+    is_reference = name == judgement.policy.reference
+    verdict = next((v for v in judgement.verdicts if v.candidate == name), None)
+    candidate = _read_optional(build / "candidates" / name / "candidate.json", BuiltCandidate)
+    evaluation = _read_optional(build / "evaluations" / name / "evaluation.json", Evaluation)
+    says = [record.model_dump() if record else None for record in (verdict, candidate, evaluation)]
+    metrics = judgement.reference_metrics if is_reference else (verdict.metrics if verdict else ())
+    headline = next(iter(judgement.policy.tolerances), "")
+    return RunContents(
+        candidate=name,
+        key=digest_json([*says, is_reference, predictions["id"], *(image.identity for image in images.shown)]),
+        metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline) | describe_gate(verdict)
+        | describe_speed(verdict.speed if verdict else None) | describe_path(verdict, evaluation) | images.costs,
+        params={"gate": describe_role(verdict, is_reference)} | describe_candidate(candidate, evaluation),
+        predictions=predictions,
+        note=_write_note(verdict, is_reference) + images.note + problem,
+        color=_COLORS["reference" if is_reference or verdict is None else verdict.outcome],
+        images=images.shown,
+        column=images.column,
+    )
+
+
+def _read_optional(path: Path, kind: type[R]) -> R | None:
+    try:
+        return read_record(path, kind)
+    except EvidenceError:
+        return None
+
+
+def _tripwires(verdict: Verdict | None) -> list[Metric]:
+    """Turn comparisons that have no metric of their own, as divergence has none, into metrics."""
+    if verdict is None:
+        return []
+    known = {(m.name, m.bucket) for m in verdict.metrics}
+    return [Metric(name=c.metric, bucket=c.bucket, value=c.candidate, unit=c.unit, better="lower", n=c.n)
+            for c in verdict.comparisons if (c.metric, c.bucket) not in known and c.tolerance is None]  # fmt: skip
+
+
+def name_metrics(metrics: tuple[Metric, ...], *, headline: str) -> dict[str, float]:
+    """Name and scale metrics for display: the headline first, then overall ones, then buckets.
+
+    A bucket is spelled in MLflow's characters; one that is then spelled like another ("a/b" beside "a_b") gets a
+    digest behind it, so that neither number takes the other's place.
+    """
+    order = sorted(metrics, key=lambda m: (m.bucket is not None, m.name != headline, m.name.split("/")[0]))
+    spelled = {bucket: _clean(bucket) for bucket in dict.fromkeys(m.bucket for m in order) if bucket is not None}
+    counts = Counter(spelled.values())
+    spelled = {bucket: clean if counts[clean] == 1 or clean == bucket else f"{clean} {digest_text(bucket)[:8]}"
+               for bucket, clean in spelled.items()}  # fmt: skip
+    return dict(_name_metric(metric, spelled) for metric in order)
+
+
+def _name_metric(metric: Metric, spelled: dict[str, str]) -> tuple[str, float]:
+    section, _, name = metric.name.rpartition("/")
+    value = metric.value
+    if is_rate(metric.name):
+        name, value = f"{re.sub('_(rate|fraction)$', '', name)}_percent", value * 100
+    elif metric.unit in ("nat/token", "bit/byte"):
+        name, value = re.sub("nats|bits", r"milli\g<0>", name), value * 1000
+    if metric.bucket is None:
+        return f"{section}/{name}", value
+    return f"{section} by bucket/{spelled[metric.bucket]} {name}", value
+
+
+def _clean(bucket: str) -> str:
+    return re.sub(r"[^\w.\- ]", "_", bucket)  # what MLflow takes in a metric name, less its separators
+
+
+def describe_gate(verdict: Verdict | None) -> dict[str, float]:
+    """Say what the gate said as numbers, as the compare page shows no tags.
+
+    `worst_loss_over_tolerance` is the largest observed loss of any gated metric or bucket: 1 is a
+    loss as large as its tolerance.
+    """
+    if verdict is None:
+        return {}
+    gated = [(c, c.tolerance) for c in verdict.comparisons if c.tolerance and c.outcome != "reported"]
+    outcomes = [c.outcome for c, _ in gated]
+    numbers = {"gate/passed": float(verdict.outcome == "pass")}
+    numbers |= {f"gate/num_{name}": float(outcomes.count(name)) for name in ("fail", "inconclusive") if gated}
+    if gated:
+        numbers["gate/worst_loss_over_tolerance"] = max(c.harm / tolerance for c, tolerance in gated)
+    return numbers
+
+
+def describe_path(verdict: Verdict | None, evaluation: Evaluation | None) -> dict[str, float]:
+    """Say as numbers what the path does beside the weights: answers of the canary that differ, drafts accepted."""
+    numbers = {}
+    if verdict is not None and verdict.canary is not None:
+        numbers["path/canary_diverged_percent"] = 100 * verdict.canary.num_diverged / verdict.canary.num_prompts
+    counts = evaluation.speculation if evaluation else None
+    if counts is not None:
+        numbers["path/acceptance_percent"] = 100 * counts.acceptance_rate
+        numbers["path/acceptance_length"] = counts.acceptance_length
+        numbers["path/target_forwards_per_token"] = counts.forwards_per_token
+    return numbers
+
+
+def describe_speed(speed: Speed | None) -> dict[str, float]:
+    """Name a benchmark's medians: throughput in percent of the reference's, latencies and memory of the candidate."""
+    if speed is None:
+        return {}
+    numbers = {}
+    for cell in speed.cells:
+        where = f"{cell.concurrency} in flight {cell.prompt_tokens[0]}-{cell.prompt_tokens[1]} prompt tokens"
+        numbers[f"speed/{where} throughput_percent_of_reference"] = 100 * cell.throughput_tokens_per_s.ratio.median
+        numbers[f"speed/{where} ttft_ms"] = cell.ttft_ms.candidate.median
+        numbers[f"speed/{where} inter_token_latency_ms"] = cell.inter_token_latency_ms.candidate.median
+    if speed.candidate_peak_memory_mib is not None:
+        numbers["speed/peak_memory_mib"] = speed.candidate_peak_memory_mib
+    return numbers
+
+
+def describe_role(verdict: Verdict | None, is_reference: bool) -> str:
+    """Say in a word or two what the gate made of a candidate."""
+    word = "reference" if is_reference or verdict is None else verdict.outcome
+    return f"{word} (release)" if verdict and verdict.is_release else word
+
+
+def describe_candidate(candidate: BuiltCandidate | None, evaluation: Evaluation | None) -> dict[str, str]:
+    """Summarise a candidate in a few short values, as far as it was built and evaluated."""
+    described = {}
+    if evaluation is not None:
+        described["serving"] = evaluation.serving.summary
+    if candidate is None:
+        return described
+    checkpoint = candidate.checkpoint
+    fallbacks = f", {len(candidate.fallbacks)} fallbacks" if candidate.fallbacks else ""
+    return described | {
+        "calibration": "; ".join(filter(None, map(_describe_calibration, candidate.steps))) or "none",
+        "checkpoint": f"{checkpoint.path} ({checkpoint.kind}, {checkpoint.format})",
+        "coverage": _describe_coverage(candidate) + fallbacks,
+        "size_mib": f"{checkpoint.num_bytes / (1 << 20):.2f}",
+        "steps": "; ".join(map(_describe_step, candidate.steps)) or "none",
+    }
+
+
+def _describe_step(step: dict[str, Any]) -> str:
+    words = [str(step["kind"])]
+    if "bits" in step:
+        words += [f"int{step['bits']}", f"g{step.get('group_size')}", "sym" if step.get("symmetric") else "asym"]
+    if step["kind"] == "speculative":
+        words += [step["method"], f"k{step['num_tokens']}"]
+    words += [str(step[key]) for key in _STEP_WORDS if key in step]
+    return " ".join(words)
+
+
+def _describe_calibration(step: dict[str, Any]) -> str:
+    calibration = step.get("calibration")
+    if not calibration:
+        return ""
+    sources = "+".join(calibration["sources"])
+    return (f"{calibration['num_samples']} x {calibration['max_tokens']} tokens of {sources}, "
+            f"length^{calibration['length_exponent']:g}")  # fmt: skip
+
+
+def _describe_coverage(candidate: BuiltCandidate) -> str:
+    if not candidate.coverage:
+        return "as stored"
+    counts: dict[str, int] = {}
+    for layer in candidate.coverage:
+        counts[layer.format] = counts.get(layer.format, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _write_note(verdict: Verdict | None, is_reference: bool) -> str:
+    lines = [f"**{describe_role(verdict, is_reference)}**"]
+    if is_reference:
+        lines.append("- every other run is compared with this one, case by case")
+    return "\n".join(lines + [f"- {escape_markdown(reason)}" for reason in (verdict.reasons if verdict else ())])

@@ -1,0 +1,117 @@
+"""The part of the report about speed: the grid, how it was measured, on which machine, and what the audits found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from pipeline.records.benchmarks import Benchmark, Machine, Side
+from pipeline.gate.speed import format_ratio
+from pipeline.gate.wording import escape_markdown
+from pipeline.recall import LEAST_RATIO, bound_recall
+from pipeline.records.evaluations import OUTGROWN, CaseRecord
+from pipeline.records.speculation import sum_speculation
+from pipeline.records.verdicts import PairedMedians, Speed
+
+_HEADER = ["in flight", "prompt tokens", "throughput, tokens/s", "candidate / reference", "TTFT, ms",
+           "candidate / reference", "inter-token latency, ms", "candidate / reference", "outcome"]
+_MOST_APART = 0.1  # acceptance in the timed work and in the evals, before they are called different work
+
+
+def tabulate_speed(speed: Speed) -> list[list[str]]:
+    """Return the rows of the grid's table: of each number the reference's median, the candidate's and the ratio."""
+    rows = [_HEADER, ["---:"] * (len(_HEADER) - 1) + ["---"]]
+    for cell in speed.cells:
+        numbers = [*_show(cell.throughput_tokens_per_s, 0), *_show(cell.ttft_ms, 1),
+                   *_show(cell.inter_token_latency_ms, 2)]
+        low, high = cell.prompt_tokens
+        rows.append([str(cell.concurrency), f"{low} to {high}", *numbers, cell.outcome])
+    return rows
+
+
+def _show(paired: PairedMedians, digits: int) -> list[str]:
+    medians = f"{paired.reference.median:,.{digits}f} → {paired.candidate.median:,.{digits}f}"
+    return [medians, format_ratio(paired.ratio)]
+
+
+def describe_measurement(
+    benchmark: Benchmark, speed: Speed, here: Machine | None, evaluated: Sequence[CaseRecord] = ()
+) -> list[str]:
+    """Say how the numbers of the table came about, one paragraph each.
+
+    Args:
+        benchmark: what was measured.
+        speed: what was made of it.
+        here: the machine that the report is written on; None when that is not known.
+        evaluated: the candidate's records: what its drafts did on the answers that it serves.
+    """
+    assert benchmark.reference is not None and benchmark.candidate is not None
+    work, sides = benchmark.work, (benchmark.reference, benchmark.candidate)
+    return [
+        f"Medians of {work.rounds} rounds (reference → candidate), and {speed.confidence:.1%} intervals of the ratios "
+        f"by order statistics. In each round both sides answer the same prompts with {work.num_tokens} tokens each, in "
+        f"turn, the order changing from round to round. {benchmark.definitions}",
+        _describe_machine(benchmark.machine, here),
+        _describe_memory(benchmark.machine, sides),
+        _describe_audits(benchmark, sides),
+        *_describe_drafts(benchmark, evaluated),
+    ]
+
+
+def _describe_machine(machine: Machine, here: Machine | None) -> str:
+    gpus = f", {', '.join(machine.gpus)}" if machine.gpus else ""
+    where = ("the machine that wrote this report" if machine == here else
+             "**another machine** than the one that wrote this report" if here else
+             "which may not be the machine that wrote this report")
+    return f"Measured on {escape_markdown(machine.cpu)}, {machine.num_cores} cores{escape_markdown(gpus)}: {where}."
+
+
+def _describe_memory(machine: Machine, sides: Sequence[Side]) -> str:
+    peaks = [side.peak_memory_mib for side in sides]
+    known = " → ".join("unknown" if peak is None else f"{peak:,.0f} MiB" for peak in peaks)
+    gpu = "; a GPU's memory is not in it" if machine.gpus else ""
+    return f"Peak resident memory of a server since it started, loading included: {known}{gpu}."
+
+
+def _describe_audits(benchmark: Benchmark, sides: Sequence[Side]) -> str:
+    total, changed = sum(s.num_requests for s in sides), sum(s.num_changed for s in sides)
+    ours, theirs = (f"{side.repeat_ttft_ratio:.2f}" for side in sides)
+    return (f"Audits: {total:,} timed requests with {benchmark.work.num_tokens} completion tokens and a prompt within "
+            f"its band each; {changed:,} answers differ from the evaluated ones. The evals have asked these prompts: "
+            f"against prompts that nobody had asked their TTFT is {_describe_recall(benchmark)}, where surely less "
+            f"than {LEAST_RATIO:g} would be answers from memory. No prompt is repeated in the rounds: sent once more, "
+            f"prompts have {ours} (reference) and {theirs} (candidate) of their first TTFT; that a cache gains where "
+            "prompts repeat, and it is in no number above.")
+
+
+def _describe_recall(benchmark: Benchmark) -> str:
+    """Show what `recall` judges, of both sides in each band."""
+    assert benchmark.reference is not None and benchmark.candidate is not None
+    ratios = [(band, [format_ratio(bound_recall(side.probes, band))
+                      for side in (benchmark.reference, benchmark.candidate)])
+              for band in benchmark.work.prompt_tokens]  # fmt: skip
+    return "; ".join(f"{ours} (reference) and {theirs} (candidate) at {low} to {high} prompt tokens"
+                     for (low, high), (ours, theirs) in ratios)
+
+
+def _describe_drafts(benchmark: Benchmark, evaluated: Sequence[CaseRecord]) -> list[str]:
+    """Set the drafts of the timed work beside those of the evaluated answers."""
+    assert benchmark.candidate is not None
+    timed, answers = benchmark.candidate.speculation, [r for r in evaluated if r.speculation is not None]
+    served = sum_speculation(r.speculation for r in answers)
+    if timed is None or served is None:
+        return []
+    said = (f"Drafted tokens accepted: {timed.acceptance_rate:.1%} in the timed work, {served.acceptance_rate:.1%} in "
+            "the evals.")
+    if abs(timed.acceptance_rate - served.acceptance_rate) <= _MOST_APART:
+        return [said]
+    length = statistics.median(r.num_completion_tokens / count_answers(r) for r in answers)
+    return [f"{said} **The timed work is not the served one**: it decodes {benchmark.work.num_tokens} tokens a "
+            f"request, the evaluated answers have {length:.0f} (median), and drafts save another share of the time "
+            f"there; set benchmark.num_tokens nearer to {length:.0f}."]
+
+
+def count_answers(record: CaseRecord) -> int:
+    """Return how many answers a case took: they are the lines of its output."""
+    lines = record.output.split("\n")
+    return max(1, len(lines) - lines.count(OUTGROWN))

@@ -1,0 +1,89 @@
+"""The evaluation folder of a candidate that runs in the stage's own processes: made aside, and put in place whole.
+
+Journals beside it keep what is finished of a run that was killed. One process at a time makes it: two would write into
+one folder and one journal. The text product has its own (`pipeline/evals/evaluate.py`), which asks a server and takes
+over evals of the last run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.detection_params import DetectionEval
+from pipeline.records.digests import digest_file
+from pipeline.running.journal import Journal, lock_journals
+from pipeline.evalsets.cards import Evalset
+from pipeline.records.files import replace_folder
+from pipeline.records.fingerprints import Facts, fingerprint
+from pipeline.image_params import ImagesEval
+from pipeline.network_params import UpscalingEval
+from pipeline.records.record_files import write_record
+from pipeline.records.evaluations import EvalFile, Evaluation, LocalCandidate
+
+LocalEval = ImagesEval | DetectionEval | UpscalingEval
+
+
+class WorkingFolder:
+    """An evaluation in the making; `path` is the folder to write to."""
+
+    def __init__(self, candidate: LocalCandidate, build: Path) -> None:
+        """Begin with an empty folder, whatever an earlier run left there."""
+        self._start = time.monotonic()
+        self._candidate = candidate
+        self._target = build / "evaluations" / candidate.name
+        self._journals = build / "journal" / candidate.name
+        self.path = self._target.with_name(f".{candidate.name}.new")
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+
+    def open_journal(self, name: str, facts: Facts, *, key: str) -> Journal:
+        """Open the journal of one eval.
+
+        Args:
+            name: of the eval.
+            facts: what is known of the processes that run the candidate.
+            key: digest of the rest that a judgement comes from: settings, cases, code.
+        """
+        return Journal(self._journals / f"{name}.jsonl", fingerprint=fingerprint(facts), key=key)
+
+    def describe_eval(self, name: str, settings: LocalEval, evalset: Evalset, *, key: str) -> EvalFile:
+        """Seal what was written of one eval: its records, its notes, and its arrays where it has any."""
+        records = self.path / f"{name}.jsonl"
+        arrays = records.with_suffix(".npz")
+        return EvalFile(
+            kind=settings.kind, settings=settings.model_dump(mode="json"), key=key, evalset_digest=evalset.digest,
+            num_cases=len(evalset.cases), records=records.name, sha256=digest_file(records),
+            arrays_sha256=digest_file(arrays) if arrays.is_file() else None,
+            notes_sha256=digest_file(records.with_suffix(".json")),
+        )  # fmt: skip
+
+    def finish(self, files: dict[str, EvalFile], facts: Facts, *, proof: str) -> Evaluation:
+        """Write the index, put the folder in its place, and drop the journals."""
+        evaluation = Evaluation(
+            candidate=self._candidate.name, fingerprint=fingerprint(facts),
+            checkpoint_digest=self._candidate.checkpoint.digest, serving=self._candidate.serving, evals=files,
+            served_by=dict(facts), proof=proof, seconds=round(time.monotonic() - self._start, 3),
+        )  # fmt: skip
+        write_record(self.path / "evaluation.json", evaluation)
+        replace_folder(self.path, self._target)
+        shutil.rmtree(self._journals, ignore_errors=True)
+        return evaluation
+
+
+@contextlib.contextmanager
+def make_evaluation(candidate: LocalCandidate, build: Path) -> Iterator[WorkingFolder]:
+    """Yield the folder of a candidate's evaluation, for this process alone.
+
+    Args:
+        candidate: what is evaluated.
+        build: folder of the product's results.
+
+    Raises:
+        JournalError: another process evaluates the candidate.
+    """
+    with lock_journals(build, candidate.name):
+        yield WorkingFolder(candidate, build)

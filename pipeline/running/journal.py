@@ -1,0 +1,185 @@
+"""The journal of finished cases: what lets a killed run go on where it stopped.
+
+One JSON line per finished case, appended and handed to the operating system at once, so a SIGKILL
+loses nothing that was finished; synced to disk in batches, so a power cut loses little. A line that can't
+be read is passed over, and its case is asked again: a journal saves time, and is no evidence. An entry
+is found again only under the same case, the same fingerprint of what answered and the same key (eval
+settings, cases, code): entries of an older candidate are never reused, they are just not found.
+
+Failures are not journaled: a case without a judgement is tried again by the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from pipeline.records.digests import digest_json
+from pipeline.errors import JournalError
+from pipeline.records.record_files import first_problem
+from pipeline.records.evaluations import CaseRecord
+
+SYNC_EVERY = 64  # cases between syncs to disk
+
+
+@contextlib.contextmanager
+def lock_journals(build: Path, candidate: str) -> Iterator[None]:
+    """Keep a candidate's journals for this process alone: two would write into one file and one evaluation folder.
+
+    Raises:
+        JournalError: another process evaluates the candidate.
+    """
+    path = build / "journal" / f"{candidate}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise JournalError(f"{path}: expected one evaluation of {candidate!r} at a time, another one runs; wait for it "
+                           "or end it") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class Journal:
+    """Finished cases of one eval of one candidate. Use as a context manager."""
+
+    def __init__(self, path: Path, *, fingerprint: str, key: str) -> None:
+        """Open a journal and read what is in it.
+
+        Args:
+            path: the file; created when missing, with its folder.
+            fingerprint: of the endpoint that answers now.
+            key: digest of the rest that a judgement comes from: settings, cases, code.
+
+        Raises:
+            JournalError: the file can't be opened.
+        """
+        self.path = path
+        self.num_torn_bytes = 0  # size of the unfinished last line that was dropped
+        self.damaged: list[str] = []  # what is wrong with each other line that could not be read
+        self._key = (fingerprint, key)
+        self._entries: dict[str, tuple[CaseRecord, str | None]] = {}
+        self._texts: dict[str, str] = {}
+        self._unsynced = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._size = self._read()
+            self._file: BinaryIO = path.open("ab", buffering=0)
+            if self.num_torn_bytes:
+                self._file.truncate(self._size)
+        except OSError as error:
+            raise JournalError(f"{path}: can't open the journal: {error.strerror}") from error
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Return the number of entries, of whatever candidate."""
+        return len(self._entries) + len(self._texts)
+
+    def find(self, case_digest: str) -> tuple[CaseRecord, str | None] | None:
+        """Return the record of a finished case and its attachment, or None."""
+        return self._entries.get(self._entry_key(case_digest))
+
+    def add(self, case_digest: str, record: CaseRecord, attachment: str | None = None) -> None:
+        """Append one finished case.
+
+        Args:
+            case_digest: digest of the case, as given to `find`.
+            record: the judgement.
+            attachment: text that the eval wants back with the record, such as encoded arrays.
+
+        Raises:
+            JournalError: the entry can't be written, for example because the disk is full. What was
+                written before stays readable.
+        """
+        key = self._entry_key(case_digest)
+        self._append({"key": key, "record": record.model_dump(), "attachment": attachment})
+        self._entries[key] = (record, attachment)
+
+    def find_text(self, question_digest: str) -> str | None:
+        """Return what `add_text` stored, or None."""
+        return self._texts.get(self._entry_key(question_digest))
+
+    def add_text(self, question_digest: str, text: str) -> None:
+        """Append one finished part of a case, for evals whose cases are judged elsewhere and all at once."""
+        key = self._entry_key(question_digest)
+        self._append({"key": key, "text": text})
+        self._texts[key] = text
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        line = orjson.dumps(entry) + b"\n"
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(0, f"{written} of {len(line)} bytes written; the disk is full")
+            self._size += len(line)
+            self._unsynced += 1
+            if self._unsynced >= SYNC_EVERY:
+                self._sync()
+        except OSError as error:
+            self._drop_partial_line()
+            raise JournalError(
+                f"{self.path}: can't write: {error.strerror}; {len(self)} finished entries are kept, "
+                "free some space and run `dvc repro` again"
+            ) from error
+
+    def close(self) -> None:
+        """Sync and close."""
+        if not self._file.closed:
+            try:
+                self._sync()
+            except OSError as error:
+                raise JournalError(f"{self.path}: can't sync: {error.strerror}") from error
+            finally:
+                self._file.close()
+
+    def _entry_key(self, case_digest: str) -> str:
+        return digest_json([case_digest, *self._key])
+
+    def _sync(self) -> None:
+        if self._unsynced:
+            os.fsync(self._file.fileno())
+            self._unsynced = 0
+
+    def _drop_partial_line(self) -> None:
+        try:
+            self._file.truncate(self._size)
+        except OSError:
+            return  # the next reader drops the torn line
+
+    def _read(self) -> int:
+        """Read all entries; return the length of the intact part in bytes."""
+        if not self.path.exists():
+            return 0
+        data = self.path.read_bytes()
+        intact = data.rfind(b"\n") + 1
+        self.num_torn_bytes = len(data) - intact
+        for number, line in enumerate(data[:intact].split(b"\n")[:-1], start=1):
+            try:
+                self._read_entry(orjson.loads(line))
+            except (json.JSONDecodeError, KeyError, TypeError):
+                self.damaged.append(f"{self.path}:{number}: not a journal entry")
+            except ValidationError as error:
+                self.damaged.append(f"{self.path}:{number}: {first_problem(error)}")
+        return intact
+
+    def _read_entry(self, entry: dict[str, Any]) -> None:
+        if "text" in entry:
+            self._texts[entry["key"]] = str(entry["text"])
+        else:
+            self._entries[entry["key"]] = (CaseRecord.model_validate(entry["record"]), entry["attachment"])
