@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.check_faults import print_row, quote
+from pipeline.products.params import load_params
 from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.files import write_text
-from pipeline.params import load_params
 from tests.kill_rows import MEASURED, ROWS
 from tests.kill_table import Kill, Observed, ProjectError, observe
 

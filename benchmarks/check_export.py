@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evalsets.cards import load_evalset
-from pipeline.params import load_params
-from pipeline.records.record_files import read_record
+from pipeline.products.params import load_params
+from pipeline.products.text.serving_config import read_candidate
+from pipeline.products.text.settings import TextProduct, ToolCallsEval, TrajectoriesEval
 from pipeline.records.evaluations import Candidate, Evaluation, read_cases
-from pipeline.serving_config import read_candidate
-from pipeline.text_params import TextProduct, ToolCallsEval, TrajectoriesEval
+from pipeline.records.record_files import read_record
 
 PLAIN_SCRIPT = """
 import json, sys

@@ -1,7 +1,7 @@
 """Does the drift check name what changed? Each drift is planted in a live server, and the check is run against it.
 
 A small project is evaluated once: the shipped agent with its draft, 40 tool calls, float32. Then a server is started
-that differs in one thing, and `pipeline.drift.check_drift` (the script `scripts/check_drift.py`) looks at it. A
+that differs in one thing, and `pipeline.products.text.drift.check_drift` (the script `scripts/check_drift.py`) looks at it. A
 move of the folder and another port must be accepted. Exits non-zero when a drift goes unnamed or a move is refused.
 
     python -m benchmarks.check_fingerprint
@@ -28,19 +28,19 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 from evalsets.seal import seal
-from pipeline.drift import CONCURRENCY, Drift, check_drift
-from pipeline.evals.evaluate import evaluate_candidate
-from pipeline.optimize.candidate import build_candidate
-from pipeline.params import get_product, parse_params
+from pipeline.products.params import get_product, parse_params
+from pipeline.products.text.drift import CONCURRENCY, Drift, check_drift
+from pipeline.products.text.evals.evaluate import evaluate_candidate
+from pipeline.products.text.optimize.candidate import build_candidate
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving_config import read_candidate
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate
-from pipeline.serving.client import Client
-from pipeline.serving_config import read_candidate
-from pipeline.text_params import TextProduct
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT, NAME, NUM_CASES = "agent", "drafted", 40
-ENGINE_DEFAULT = "import pipeline.serving.loading as l; l.MAX_BATCH_TOKENS = 256; "
-LAUNCH = "import sys; from pipeline.serving.launcher import main; sys.exit(main(sys.argv[1:]))"
+ENGINE_DEFAULT = "import pipeline.products.text.serving.loading as l; l.MAX_BATCH_TOKENS = 256; "
+LAUNCH = "import sys; from pipeline.products.text.serving.launcher import main; sys.exit(main(sys.argv[1:]))"
 
 
 @dataclass

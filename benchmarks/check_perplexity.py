@@ -22,11 +22,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.params import find_owner, load_params
-from pipeline.records.record_files import read_record
+from pipeline.products.params import find_owner, load_params
+from pipeline.products.text.serving_config import read_candidate
+from pipeline.products.text.settings import HarnessEval, PerplexityEval, TextProduct
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation, read_cases
-from pipeline.serving_config import read_candidate
-from pipeline.text_params import HarnessEval, PerplexityEval, TextProduct
+from pipeline.records.record_files import read_record
 
 TASKS = Path("evalsets")  # lm-eval looks for task files in all folders below; it skips the cards
 BATCH_SIZE = 16

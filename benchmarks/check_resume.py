@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evalsets.cards import CASES_FILE, compute_seal, load_card, load_evalset
-from pipeline.params import choose_product, load_params
+from pipeline.products.params import choose_product, load_params
+from pipeline.products.text.serving_config import read_candidate
+from pipeline.products.text.settings import TextProduct, ToolCallsEval, TrajectoriesEval
 from pipeline.records.evaluations import CaseRecord, read_cases
-from pipeline.serving_config import read_candidate
 from pipeline.settings.base import Tolerance
-from pipeline.text_params import TextProduct, ToolCallsEval, TrajectoriesEval
 from tests.synthetic_records import describe_project
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,18 +33,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.check_resume import list_children
-from pipeline.evalsets.cases import Call, ToolCallCase
-from pipeline.checkpoints import describe_checkpoint
-from pipeline.evals import tool_calls
-from pipeline.evals.context import EvalContext
-from pipeline.running.journal import Journal
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.params import choose_product, load_params
+from pipeline.evalsets.cases import Call, ToolCallCase
+from pipeline.products.params import choose_product, load_params
+from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.evals import tool_calls
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.serving_config import serve
+from pipeline.products.text.settings import TextProduct, ToolCallsEval
 from pipeline.records.evaluations import BuiltCandidate, Candidate
-from pipeline.serving.client import Client
-from pipeline.serving.engines.registry import start_engine
-from pipeline.serving_config import serve
-from pipeline.text_params import TextProduct, ToolCallsEval
+from pipeline.running.journal import Journal
 
 SETTINGS = ToolCallsEval(kind="tool_calls", evalset="evalsets/tool_calls")
 Cases = tuple[ToolCallCase, ...]
@@ -100,8 +100,8 @@ async def run_engine(candidate: Candidate) -> None:
     """Be the other end of `DirectEngine`: answer each line of stdin with one of stdout."""
     import gc
 
-    from pipeline.serving.app import Server
-    from pipeline.serving.loading import load_candidate
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
 
     loaded = load_candidate(candidate, Path(candidate.checkpoint.path))
     server = Server(loaded)

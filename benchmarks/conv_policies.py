@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 
 from pipeline.evalsets.cards import load_evalset
-from pipeline.gate.compare import Measured, compare_release
-from pipeline.network_params import VisionProduct
-from pipeline.network_serving import run_plainly
-from pipeline.networks.adapters import load_adapter
-from pipeline.networks.candidate import build_network_candidate
-from pipeline.networks.evaluate import evaluate_network
-from pipeline.networks.loading import load_network
-from pipeline.networks.policy_settings import choose_default, list_rules
-from pipeline.networks.proposal import find_saved_fraction, propose_policy
-from pipeline.params import get_product, load_params
 from pipeline.evalsets.pictures import read_picture
+from pipeline.gate.compare import Measured, compare_release
+from pipeline.products.params import get_product, load_params
+from pipeline.products.vision.adapters import load_adapter
+from pipeline.products.vision.candidate import build_network_candidate
+from pipeline.products.vision.evaluate import evaluate_network
+from pipeline.products.vision.loading import load_network
+from pipeline.products.vision.policy_settings import choose_default, list_rules
+from pipeline.products.vision.proposal import find_saved_fraction, propose_policy
+from pipeline.products.vision.serving import run_plainly
+from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.verdicts import Comparison, Verdict
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -19,12 +19,12 @@ from functools import partial
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
-from pipeline.numerics.average_precision import average_precision
-from pipeline.records.detections import MatchTable, join_tables
 from pipeline.gate.clusters import effective_clusters
 from pipeline.gate.influence import harm_by_image, share_of_objects
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights
 from pipeline.gate.statistics import sign_flip_p
+from pipeline.numerics.average_precision import average_precision
+from pipeline.records.detections import MatchTable, join_tables
 from tests.synthetic_detections import Change, Detector, make_pair
 
 POPULATION = 3_000

@@ -142,9 +142,9 @@ EDITS: dict[str, Edit] = {
                                           behind="  tiled-hann:\n    product: upscaler"),
     # code
     **{f"code {name}": append(name) for name in (
-        "pipeline/evals/trajectories.py", "pipeline/gate/statistics.py", "pipeline/gate/decision.py",
-        "pipeline/release/model_card.py", "pipeline/report/mlflow_runs/tracking.py", "pipeline/optimize/awq.py",
-        "pipeline/images/rendering.py", "pipeline/networks/upscaling.py", "pipeline/serving/client.py",
+        "pipeline/products/text/evals/trajectories.py", "pipeline/gate/statistics.py", "pipeline/gate/decision.py",
+        "pipeline/release/model_card.py", "pipeline/report/mlflow_runs/tracking.py", "pipeline/products/text/optimize/awq.py",
+        "pipeline/products/images/rendering.py", "pipeline/products/vision/upscaling.py", "pipeline/products/text/serving/client.py",
         "stages/gate.py")},
     # data
     "a case of evalsets/workflows": replace("evalsets/workflows/cases.jsonl", '"cluster"', ' "cluster"'),
@@ -157,7 +157,7 @@ EDITS: dict[str, Edit] = {
     # dvc.yaml
     "yaml: frozen, group_size": both(GROUP, FROZEN),
     "yaml: compare without its settings": drop_inputs("compare"),
-    "yaml: evaluate without its code": both(drop_inputs("evaluate"), append("pipeline/evals/trajectories.py")),
+    "yaml: evaluate without its code": both(drop_inputs("evaluate"), append("pipeline/products/text/evals/trajectories.py")),
     "yaml: compare cmd echo": replace(STAGES, "python -m stages.compare ${key}\n", "echo\n"),
     "yaml: gate cmd echo": replace(STAGES, "python -m stages.gate ${key}\n", "echo\n"),
     "yaml: gate cmd echo, forged": both(replace(STAGES, "python -m stages.gate ${key}\n", "echo\n"), forge),

@@ -21,7 +21,6 @@ from unittest.mock import patch
 import numpy as np
 from statsmodels.stats.proportion import proportion_confint
 
-from pipeline.records.detections import join_tables
 from pipeline.gate import detection
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.compare import Measured, compare_release
@@ -30,9 +29,10 @@ from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.resampling import draw_weights
 from pipeline.gate.wording import definition_of
-from pipeline.params import get_product, load_params
-from pipeline.settings.base import Product
+from pipeline.products.params import get_product, load_params
+from pipeline.records.detections import join_tables
 from pipeline.records.verdicts import Comparison
+from pipeline.settings.base import Product
 
 Family = dict[str, tuple[Measured, list[Comparison]]]  # candidates that are judged together, with what is gated of each
 NUM_RESAMPLES = 10

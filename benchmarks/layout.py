@@ -3,7 +3,7 @@
     python -m benchmarks.layout [--repeats 20] [--rounds 20] [--batch 16] [--parts unet vae] [--modes eager compiled]
 
 One thread, float32, `models/product-shots`, the first prompts of `evalsets/shots` in one batch. Each repeat measures as
-`pipeline/images/layout.py` does, pairs of CPU seconds in turn on what the pipeline feeds the part, and decides anew;
+`pipeline/products/images/layout.py` does, pairs of CPU seconds in turn on what the pipeline feeds the part, and decides anew;
 eager repeats copy the part anew too, compiled ones share one compilation. Then a process of its own, with
 ONEDNN_VERBOSE=1, logs one call in each memory format, and the reorders of activations in it are counted. Not covered:
 copies that torch makes outside oneDNN, several threads, GPUs (`benchmarks/sdxl_shapes.py`).
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from pipeline.evalsets.cards import load_evalset
-from pipeline.images.layout import LayoutMeasurement, bind_layouts, measure_layout, measure_runs
-from pipeline.images.rendering import Prompt, load_pipeline
-from pipeline.running.memory_format import count_reorders
+from pipeline.products.images.layout import LayoutMeasurement, bind_layouts, measure_layout, measure_runs
+from pipeline.products.images.rendering import Prompt, load_pipeline
 from pipeline.records.serving import PipelineServing
+from pipeline.running.memory_format import count_reorders
 from pipeline.running.timing import TOLERANCES, compare_outputs
 
 ROOT = Path(__file__).resolve().parent.parent

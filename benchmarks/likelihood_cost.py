@@ -64,7 +64,7 @@ def run_side(candidate: str, side: str, *options: str) -> dict[str, Any]:
 
 def run_endpoint(candidate: Any, product: Any) -> None:
     """Evaluate as the stage does, into a temporary folder."""
-    from pipeline.evals.evaluate import evaluate_candidate
+    from pipeline.products.text.evals.evaluate import evaluate_candidate
     from pipeline.records.evaluations import read_cases
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -110,9 +110,9 @@ def run_hf(candidate: Any, product: Any) -> None:
 
 def _load(name: str, *, with_evals: bool) -> tuple[Any, Any]:
     """Return the candidate, and the settings with likelihood evals only, or with none."""
-    from pipeline.params import find_owner, load_params
-    from pipeline.serving_config import read_candidate
-    from pipeline.text_params import TextProduct
+    from pipeline.products.params import find_owner, load_params
+    from pipeline.products.text.serving_config import read_candidate
+    from pipeline.products.text.settings import TextProduct
 
     product = find_owner(load_params(), name, kind=TextProduct)
     evals = {n: s for n, s in product.evals.items() if with_evals and s.kind in ("perplexity", "harness")}

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from pipeline.evalsets.cards import load_evalset
-from pipeline.records.medians import GAIN_BELOW
-from pipeline.network_params import VisionProduct
-from pipeline.networks.adapters import load_adapter
-from pipeline.networks.costs import choose_baseline, measure_costs, measure_speed
-from pipeline.networks.loading import load_network
-from pipeline.params import get_product, load_params
 from pipeline.evalsets.pictures import read_picture
+from pipeline.products.params import get_product, load_params
+from pipeline.products.vision.adapters import load_adapter
+from pipeline.products.vision.costs import choose_baseline, measure_costs, measure_speed
+from pipeline.products.vision.loading import load_network
+from pipeline.products.vision.settings import VisionProduct
+from pipeline.records.medians import GAIN_BELOW
 from pipeline.records.serving import NetworkServing
 
 STEPS = ("channels-last", "compile", "both")

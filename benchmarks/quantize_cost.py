@@ -20,12 +20,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pipeline.checkpoints import load_tokenizer
 from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import load_evalset
-from pipeline.optimize.calibration import describe_samples, select_samples
-from pipeline.params import load_params
-from pipeline.text_params import GptqStep, TextProduct
+from pipeline.products.params import load_params
+from pipeline.products.text.checkpoints import load_tokenizer
+from pipeline.products.text.optimize.calibration import describe_samples, select_samples
+from pipeline.products.text.settings import GptqStep, TextProduct
 
 # What the library's documentation shows, with its defaults but for batching and shuffling, which
 # would change the samples.
@@ -53,8 +53,8 @@ OUR_SCRIPT = """
 import json, sys
 from pathlib import Path
 from pipeline.evalsets.cards import load_evalset
-from pipeline.optimize.registry import STEPS
-from pipeline.text_params import GptqStep
+from pipeline.products.text.optimize.registry import STEPS
+from pipeline.products.text.settings import GptqStep
 job = json.load(open(sys.argv[1]))
 STEPS["gptq"](Path(job["checkpoint"]), Path(sys.argv[2]), step=GptqStep.model_validate(job["step"]),
               calibration_set=load_evalset(Path(job["calibration_texts"])))

@@ -36,8 +36,8 @@ import numpy as np
 import torch
 
 from benchmarks.speculation_prompts import Decode, Inputs, collect_prompts, load
+from pipeline.products.text.serving.loading import LoadedModel
 from pipeline.records.differences import classify_difference
-from pipeline.serving.loading import LoadedModel
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
 
 METHODS = (("target only", None), *((f"draft, k = {k}", ("draft_model", k)) for k in (2, 5, 8)),

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints import describe_checkpoint
-from pipeline.evals import tool_calls, trajectories
-from pipeline.evals.context import EvalContext
-from pipeline.running.journal import Journal
 from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.evals import tool_calls, trajectories
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.serving.client import Reply
+from pipeline.products.text.serving.loading import LoadedModel, load_candidate
+from pipeline.products.text.serving.speculation import SpeculativeManager
+from pipeline.products.text.settings import ToolCallsEval, TrajectoriesEval
 from pipeline.records.evaluations import Candidate
-from pipeline.serving.client import Reply
-from pipeline.serving.loading import LoadedModel, load_candidate
-from pipeline.serving.speculation import SpeculativeManager
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
-from pipeline.text_params import ToolCallsEval, TrajectoriesEval
+from pipeline.running.journal import Journal
 
 TARGET, DRAFT = Path("models/agent"), Path("models/agent-draft")
 MAX_TOKENS = 64

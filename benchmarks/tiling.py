@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from evalsets.shots import SIZE, all_shots, render
-from pipeline.image_params import ImagesProduct
-from pipeline.image_serving import sample_plainly
-from pipeline.images.rendering import decode_latents, list_stitches, load_pipeline
-from pipeline.images.scoring import measure_seam_excess
 from pipeline.numerics.saturation import to_unit_range
 from pipeline.numerics.seams import measure_seams, signed_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
-from pipeline.params import get_product, load_params
+from pipeline.products.images.rendering import decode_latents, list_stitches, load_pipeline
+from pipeline.products.images.scoring import measure_seam_excess
+from pipeline.products.images.serving import sample_plainly
+from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.params import get_product, load_params
 from pipeline.records.serving import Tiling
 
 WIDTH, TILE = 736, 64  # pixels; (WIDTH - TILE) is a multiple of what each overlap leaves of a tile

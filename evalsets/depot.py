@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from pipeline.evals.tools import call_tool, read_path, render_result
 from pipeline.evalsets.cards import Tool
+from pipeline.products.text.evals.tools import call_tool, read_path, render_result
 
 STORES = ["north", "south", "east", "west", "harbor", "airport", "center", "mill"]
 COURIERS = ["rail", "van", "air", "boat", "bike", "truck"]

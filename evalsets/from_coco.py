@@ -19,10 +19,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from evalsets.seal import describe, render_card, seal
-from pipeline.evalsets.cases import CASES_FILE, DetectionCase
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import CARD_FILE
+from pipeline.evalsets.cases import CASES_FILE, DetectionCase
+from pipeline.records.digests import digest_file
 from pipeline.records.files import write_text
 from pipeline.records.record_files import first_problem
 from stages.cli import run_stage

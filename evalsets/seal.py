@@ -17,8 +17,6 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
-from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import (
     CARD_FILE,
@@ -30,8 +28,10 @@ from pipeline.evalsets.cards import (
     parse_card,
     read_card,
 )
-from pipeline.records.files import read_lines, write_text
+from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS
 from pipeline.evalsets.pictures import check_pictures
+from pipeline.records.digests import digest_file
+from pipeline.records.files import read_lines, write_text
 from stages.cli import run_stage
 
 _LINE_WIDTH = 120

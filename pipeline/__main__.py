@@ -27,10 +27,10 @@ from typing import Any, Literal, NoReturn, get_args
 
 from pipeline.errors import EvidenceError, QuantgateError, SettingsError
 from pipeline.gate.standing import read_judgement
-from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
-from pipeline.params import choose_product, load_params
+from pipeline.products.params import choose_product, load_params
 from pipeline.records.plain_text import format_line
+from pipeline.report.terminal import render_gate
 from pipeline.settings.base import Product, Tier
 
 EXIT_CODES = {"pass": 0, "inconclusive": 10, "refused": 30, "fail": 20, "no gain": 20}  # the worst is last

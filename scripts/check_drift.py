@@ -20,14 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.drift import CONCURRENCY, Comparison, Drift, check_drift  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.params import find_owner, load_params  # noqa: E402
-from pipeline.serving.client import Client  # noqa: E402
-from pipeline.serving.engines.openai import read_key  # noqa: E402
-from pipeline.serving_config import read_candidate  # noqa: E402
-from pipeline.text_params import OpenaiEngine, TextProduct  # noqa: E402
-from pipeline.text_problems import find_address_problems  # noqa: E402
+from pipeline.products.params import find_owner, load_params  # noqa: E402
+from pipeline.products.text.drift import CONCURRENCY, Comparison, Drift, check_drift  # noqa: E402
+from pipeline.products.text.problems import find_address_problems  # noqa: E402
+from pipeline.products.text.serving.client import Client  # noqa: E402
+from pipeline.products.text.serving.engines.openai import read_key  # noqa: E402
+from pipeline.products.text.serving_config import read_candidate  # noqa: E402
+from pipeline.products.text.settings import OpenaiEngine, TextProduct  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 MAX_SHOWN = 5

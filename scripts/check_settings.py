@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.params import load_params  # noqa: E402
+from pipeline.products.params import load_params  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 

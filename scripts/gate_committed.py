@@ -27,21 +27,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.records.digests import digest_file  # noqa: E402
 from pipeline.errors import QuantgateError  # noqa: E402
 from pipeline.evalsets.cards import load_evalset  # noqa: E402
-from pipeline.records.files import write_text  # noqa: E402
 from pipeline.gate.loosening import MANIFEST, compare_with_release, name_material  # noqa: E402
 from pipeline.gate.verdicts import VERDICT_FILE, describe_policy  # noqa: E402
 from pipeline.gate.wording import escape_markdown, show_unprintable  # noqa: E402
-from pipeline.network_params import VisionProduct  # noqa: E402
-from pipeline.params import Params, load_params  # noqa: E402
+from pipeline.products.params import Params, load_params  # noqa: E402
+from pipeline.products.vision.settings import VisionProduct  # noqa: E402
+from pipeline.records.digests import digest_file  # noqa: E402
+from pipeline.records.files import write_text  # noqa: E402
 from pipeline.records.record_files import read_record  # noqa: E402
 from pipeline.release.manifest import Manifest  # noqa: E402
 from pipeline.release.recipe import find_other_material, find_other_recipe  # noqa: E402
 from pipeline.release.verification import verify_bundle  # noqa: E402
-from pipeline.settings.base import RELEASE, Product  # noqa: E402
 from pipeline.running.staleness import find_stale, read_commands  # noqa: E402
+from pipeline.settings.base import RELEASE, Product  # noqa: E402
 
 KEY = Path("release.pub")
 ENV_FILES = Path("build/env")

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.gate.plan import list_impossible, plan_gate, read_last, render_plan  # noqa: E402
-from pipeline.params import get_product, load_params  # noqa: E402
-from pipeline.settings.base import Product  # noqa: E402
 from pipeline.gate.suite_sizes import read_sizes  # noqa: E402
+from pipeline.products.params import get_product, load_params  # noqa: E402
+from pipeline.settings.base import Product  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 

@@ -6,7 +6,7 @@
 The candidate has a step `conv_policy`; its `algorithm`, `dtype` and `rules` are replaced, with the reason of each rule,
 and everything else in params.yaml stays as it is. The network runs in float32 on the section's `calibration_images`,
 which must share no picture with its evals, and every convolution tries each algorithm on its own input there
-(`pipeline/networks/proposal.py`). Prints a row a layer. What the policy costs in the network's results is for the
+(`pipeline/products/vision/proposal.py`). Prints a row a layer. What the policy costs in the network's results is for the
 evaluation to say: `dvc repro` afterwards.
 """
 
@@ -24,19 +24,19 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.evalsets.cases import DetectionCase, UpscalingCase  # noqa: E402
 from pipeline.errors import SettingsError  # noqa: E402
 from pipeline.evalsets.cards import load_evalset  # noqa: E402
-from pipeline.records.files import write_text  # noqa: E402
-from pipeline.network_params import ConvPolicyStep, VisionProduct  # noqa: E402
-from pipeline.network_preflight import check_network  # noqa: E402
-from pipeline.network_serving import run_plainly  # noqa: E402
-from pipeline.networks.adapters import load_adapter  # noqa: E402
-from pipeline.networks.loading import Network, load_network  # noqa: E402
-from pipeline.networks.policy_settings import tabulate, write_policy  # noqa: E402
-from pipeline.networks.proposal import LayerProposal, propose_policy  # noqa: E402
-from pipeline.params import find_owner, load_params, parse_params  # noqa: E402
+from pipeline.evalsets.cases import DetectionCase, UpscalingCase  # noqa: E402
 from pipeline.evalsets.pictures import read_picture  # noqa: E402
+from pipeline.products.params import find_owner, load_params, parse_params  # noqa: E402
+from pipeline.products.vision.adapters import load_adapter  # noqa: E402
+from pipeline.products.vision.loading import Network, load_network  # noqa: E402
+from pipeline.products.vision.policy_settings import tabulate, write_policy  # noqa: E402
+from pipeline.products.vision.preflight import check_network  # noqa: E402
+from pipeline.products.vision.proposal import LayerProposal, propose_policy  # noqa: E402
+from pipeline.products.vision.serving import run_plainly  # noqa: E402
+from pipeline.products.vision.settings import ConvPolicyStep, VisionProduct  # noqa: E402
+from pipeline.records.files import write_text  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 PARAMS = Path("params.yaml")

@@ -2,7 +2,7 @@
 
     /path/to/vllm/bin/python scripts/record_vllm_schema.py
 
-Writes pipeline/serving/schemas/vllm-<release>.json: the options of `vllm serve` as its config file spells them, and
+Writes pipeline/products/text/serving/schemas/vllm-<release>.json: the options of `vllm serve` as its config file spells them, and
 the keys of its nested speculative config. Types that argparse can't tell (nested configs) are left open.
 """
 
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-SCHEMAS = Path(__file__).resolve().parent.parent / "pipeline/serving/schemas"
+SCHEMAS = Path(__file__).resolve().parent.parent / "pipeline/products/text/serving/schemas"
 _PLAIN = {"int": "integer", "float": "number", "str": "string"}
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 

@@ -17,16 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import EvidenceError, SettingsError  # noqa: E402
-from pipeline.evals.evaluate import evaluate_candidate  # noqa: E402
 from pipeline.evalsets.cards import load_evalset  # noqa: E402
+from pipeline.gate.harm_stop import HarmFound, HarmWatch  # noqa: E402
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition  # noqa: E402
 from pipeline.gate.pairing import Evidence, load_evidence  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
-from pipeline.gate.harm_stop import HarmFound, HarmWatch  # noqa: E402
-from pipeline.params import find_owner, load_params  # noqa: E402
-from pipeline.serving.failures import find_error  # noqa: E402
-from pipeline.serving_config import read_candidate  # noqa: E402
-from pipeline.text_params import ChatEval, TextProduct  # noqa: E402
+from pipeline.products.params import find_owner, load_params  # noqa: E402
+from pipeline.products.text.evals.evaluate import evaluate_candidate  # noqa: E402
+from pipeline.products.text.serving.failures import find_error  # noqa: E402
+from pipeline.products.text.serving_config import read_candidate  # noqa: E402
+from pipeline.products.text.settings import ChatEval, TextProduct  # noqa: E402
 from stages.cli import read_name, run_stage  # noqa: E402
 
 HARM = 20  # exit code

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.params import find_owner, load_params  # noqa: E402
-from pipeline.serving.engines.registry import start_engine  # noqa: E402
-from pipeline.serving_config import read_candidate  # noqa: E402
-from pipeline.text_params import OpenaiEngine, TextProduct  # noqa: E402
+from pipeline.products.params import find_owner, load_params  # noqa: E402
+from pipeline.products.text.serving.engines.registry import start_engine  # noqa: E402
+from pipeline.products.text.serving_config import read_candidate  # noqa: E402
+from pipeline.products.text.settings import OpenaiEngine, TextProduct  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 WATCH_S = 1.0  # between two looks at whether the server still runs

@@ -22,15 +22,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import SettingsError  # noqa: E402
+from pipeline.products.images.preflight import check_images  # noqa: E402
+from pipeline.products.images.settings import SAMPLE_MAX, ImagesProduct  # noqa: E402
+from pipeline.products.images.sweep.judging import judge_sweep  # noqa: E402
+from pipeline.products.images.sweep.plot import plot_sweep  # noqa: E402
+from pipeline.products.images.sweep.rendering import render_settings, take_prompts  # noqa: E402
+from pipeline.products.images.sweep.settings import list_settings, make_sweep_product  # noqa: E402
+from pipeline.products.images.sweep.table import describe_pareto, describe_verdicts, render_sweep, render_table  # noqa: E402
+from pipeline.products.params import choose_product, load_params  # noqa: E402
 from pipeline.records.files import write_text  # noqa: E402
-from pipeline.image_params import SAMPLE_MAX, ImagesProduct  # noqa: E402
-from pipeline.image_preflight import check_images  # noqa: E402
-from pipeline.params import choose_product, load_params  # noqa: E402
-from pipeline.sweep.judging import judge_sweep  # noqa: E402
-from pipeline.sweep.plot import plot_sweep  # noqa: E402
-from pipeline.sweep.rendering import render_settings, take_prompts  # noqa: E402
-from pipeline.sweep.settings import list_settings, make_sweep_product  # noqa: E402
-from pipeline.sweep.table import describe_pareto, describe_verdicts, render_sweep, render_table  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
 PICTURE, TABLE = "sweep.png", "sweep.md"

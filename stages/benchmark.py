@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.params import get_product, load_params
 from pipeline.products import KINDS
+from pipeline.products.params import get_product, load_params
 from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 

@@ -5,16 +5,16 @@ Exits 0 on a regression too, so that DVC records it; stopping a release is the n
 
 from __future__ import annotations
 
+from pipeline.gate.compare import compare_release
+from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE
+from pipeline.products import KINDS
+from pipeline.products.params import get_product, load_params
 from pipeline.records.benchmarks import read_machine
 from pipeline.records.files import write_text
-from pipeline.gate.compare import compare_release
-from pipeline.report.publish import write_metrics, write_outputs
-from pipeline.report.plots import plot_harm
-from pipeline.report.markdown_report import render_report
-from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE
-from pipeline.params import get_product, load_params
-from pipeline.products import KINDS
 from pipeline.records.record_files import write_record
+from pipeline.report.markdown_report import render_report
+from pipeline.report.plots import plot_harm
+from pipeline.report.publish import write_metrics, write_outputs
 from pipeline.settings.base import ENV, METRICS, Product
 from stages.cli import read_name, run_stage
 

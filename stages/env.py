@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pipeline.running.environment import describe_problems, read_libraries, read_machine, write_if_changed
 from pipeline.gate.preflight import check_gates
-from pipeline.params import load_params
 from pipeline.products import KINDS
+from pipeline.products.inputs import digest_inputs
+from pipeline.products.params import load_params
+from pipeline.running.environment import describe_problems, read_libraries, read_machine, write_if_changed
 from pipeline.settings.base import ENV
-from pipeline.stage_inputs import digest_inputs
 from stages.cli import run_stage
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeline.report.github import tell_github
 from pipeline.gate.standing import read_judgement
-from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import VERDICT_FILE, blocking_verdicts, write_marker
-from pipeline.params import get_product, load_params
+from pipeline.products.params import get_product, load_params
+from pipeline.report.github import tell_github
+from pipeline.report.terminal import render_gate
 from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 

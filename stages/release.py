@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeline.records.digests import digest_file
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
-from pipeline.report.mlflow_runs.model_registry import ReleasedVersion, register_versions
-from pipeline.params import get_product, load_params
+from pipeline.products.params import get_product, load_params
+from pipeline.records.digests import digest_file
 from pipeline.records.record_files import read_record
 from pipeline.release.bundle import check_marker, write_bundle
 from pipeline.release.manifest import PARAMS
+from pipeline.report.mlflow_runs.model_registry import ReleasedVersion, register_versions
 from pipeline.settings.base import ENV, RELEASE, Product
 from stages.cli import read_name, run_stage
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeline.records.files import write_text
-from pipeline.report import PAGE
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
-from pipeline.params import get_product, load_params
+from pipeline.products.params import get_product, load_params
+from pipeline.records.files import write_text
 from pipeline.records.record_files import read_record
+from pipeline.report import PAGE
 from pipeline.report.mlflow_runs.run_contents import describe_runs
-from pipeline.settings.base import Product
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
+from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 
 OUTPUT = "tracked.txt"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from evalsets.seal import seal
-from pipeline.checkpoints import describe_checkpoint
-from pipeline.records.record_files import write_record
+from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.settings import ResourceSettings
 from pipeline.records.evaluations import BuiltCandidate, Candidate
-from pipeline.serving.engines.registry import start_engine
+from pipeline.records.record_files import write_record
 from pipeline.records.serving import ServingConfig
-from pipeline.text_params import ResourceSettings
 from tests.synthetic_records import NO_BENCHMARK, PRODUCT
 from tests.tiny_llama import CHAT_TEMPLATE, write_documents, write_tiny_llama
 

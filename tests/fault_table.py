@@ -33,7 +33,7 @@ import aiohttp
 
 import stages.evaluate
 from pipeline.gate.compare import compare_release
-from pipeline.serving import client as client_module
+from pipeline.products.text.serving import client as client_module
 from pipeline.records.verdicts import Verdict
 from stages.cli import run_stage
 from tests.fault_project import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.detection_params import DetectionEval
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import blocking_verdicts
+from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.records.evaluations import CaseRecord
 from tests.kill_table import Observed, describe_loss
 from tests.kill_trial import Trial

@@ -43,7 +43,7 @@ def in_quantiser(change: Callable[[kill_weights.Tensors], None]) -> Plant:
     """Return what quantises anew, by a library that changes tensors when it saves them, and evaluates the outcome."""
 
     def plant(trial: Trial) -> None:
-        from pipeline.optimize import llm_compressor
+        from pipeline.products.text.optimize import llm_compressor
 
         save = llm_compressor.save_compressed
 
@@ -185,10 +185,10 @@ PICTURES = [
          settings={"checkpoint": "models/product-shots", "steps": [{"kind": "guidance", "scale": 15}]},
          because="shots/"),
     Kill("6 % of small boxes lost", "boxes below 32 x 32 pixels of `again`",
-         kill_pictures.in_workers("pipeline.networks.evaluate.run_batch", kill_pictures.run_losing_small),
+         kill_pictures.in_workers("pipeline.products.vision.evaluate.run_batch", kill_pictures.run_losing_small),
          product="detector", candidate="again", because="scenes/ap"),
     Kill("a 4-level seam", "every other column of tiles of `tiled-hann` 4 levels brighter",
-         kill_pictures.in_workers("pipeline.networks.evaluate.run_batch", kill_pictures.run_with_seam),
+         kill_pictures.in_workers("pipeline.products.vision.evaluate.run_batch", kill_pictures.run_with_seam),
          product="upscaler", candidate="tiled-hann", because="seam_step_levels"),
     Kill("channels-last", "the images' candidate `channels-last` evaluated again", kill_pictures.build_and_evaluate,
          product="images", candidate="channels-last", must_pass=True),

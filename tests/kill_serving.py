@@ -12,10 +12,10 @@ from unittest import mock
 
 from aiohttp import web
 
-from pipeline.benchmark import rounds
-from pipeline.benchmark.streaming import TimedReply
-from pipeline.serving.engines import transformers
-from pipeline.serving_config import read_candidate
+from pipeline.products.text.benchmark import rounds
+from pipeline.products.text.benchmark.streaming import TimedReply
+from pipeline.products.text.serving.engines import transformers
+from pipeline.products.text.serving_config import read_candidate
 from tests.fault_project import serve_candidate
 from tests.fault_rows import silence
 from tests.faulty_proxy import CHAT, Exchange, Fault, FaultyProxy, after, at, edit, every

@@ -20,14 +20,14 @@ from unittest import mock
 
 from ruamel.yaml import YAML
 
-from pipeline.checkpoints import describe_checkpoint
-from pipeline.records.digests import digest_file
 from pipeline.gate.verdicts import Judgement
-from pipeline.params import Params, load_params
-from pipeline.records.record_files import read_record, write_cases, write_record
+from pipeline.products.params import Params, load_params
+from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, read_cases
-from pipeline.settings.base import BUILDS, METRICS, REPORTS, TRACKS
+from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.verdicts import Verdict
+from pipeline.settings.base import BUILDS, METRICS, REPORTS, TRACKS
 from stages.cli import run_stage
 
 STAGES = {"text": ("optimize", "evaluate"), "images": ("optimize_images", "evaluate_images"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from pipeline.serving import launcher, loading
+from pipeline.products.text.serving import launcher, loading
 
 make_greedy = loading.greedy_config
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.evalsets.cases import Annotation, DetectionCase
-from pipeline.detection_params import DetectionEval
+from pipeline.products.vision.detecting import describe_categories, judge_results, save_tables
+from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.records.digests import digest_file, digest_text
-from pipeline.networks.detecting import describe_categories, judge_results, save_tables
-from pipeline.records.record_files import write_cases, write_record
 from pipeline.records.evaluations import CaseRecord, EvalFile, Evaluation
+from pipeline.records.record_files import write_cases, write_record
 from tests.synthetic_records import make_candidate, write_canary, write_candidate
 
 NUM_PICTURES, NUM_OBJECTS, NUM_PEOPLE, NUM_CATEGORIES = 500, 734, 201, 80

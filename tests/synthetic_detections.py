@@ -11,12 +11,20 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from pipeline.detection_params import AREAS, DetectionEval
-from pipeline.records.detections import Detections, MatchTable, Objects, join_tables, match_image, save_matches, score_image
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.vision.detection_settings import AREAS, DetectionEval
+from pipeline.records.detections import (
+    Detections,
+    MatchTable,
+    Objects,
+    join_tables,
+    match_image,
+    save_matches,
+    score_image,
+)
 from pipeline.records.digests import digest_file, digest_text
-from pipeline.text_params import TextProduct
-from pipeline.records.record_files import write_cases, write_record
 from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation
+from pipeline.records.record_files import write_cases, write_record
 from tests.synthetic_records import make_candidate, make_params, write_canary, write_candidate
 
 NUM_CLASSES, RARE = 3, 2

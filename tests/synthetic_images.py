@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from pipeline.products.images.serving import serve
+from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.digests import digest_file, digest_text
-from pipeline.records.files import write_text
-from pipeline.image_params import ImagesProduct
-from pipeline.image_serving import serve
-from pipeline.records.record_files import write_cases, write_record
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Checkpoint, EvalFile, Evaluation, ImageCandidate
+from pipeline.records.files import write_text
+from pipeline.records.record_files import write_cases, write_record
 
 NUM_CASES = 40
 SIDE = 8  # pixels

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from pipeline.products.vision.serving import serve
+from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.detections import Detections, Objects, join_tables, match_image, save_matches, score_image
 from pipeline.records.digests import canonical_json, digest_file, digest_text
-from pipeline.records.files import write_text
-from pipeline.network_params import VisionProduct
-from pipeline.network_serving import serve
-from pipeline.records.record_files import write_cases, write_record
 from pipeline.records.evaluations import (
     BuiltCandidate,
     CaseRecord,
@@ -31,6 +29,8 @@ from pipeline.records.evaluations import (
     LayerCoverage,
     NetworkCandidate,
 )
+from pipeline.records.files import write_text
+from pipeline.records.record_files import write_cases, write_record
 from tests.synthetic_detections import SIZE, Change, change
 
 REFERENCE = "plain"

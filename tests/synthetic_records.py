@@ -14,11 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.products.params import get_product, parse_params
+from pipeline.products.text.settings import (
+    Calibration,
+    GptqStep,
+    HarnessEval,
+    PerplexityEval,
+    TextProduct,
+    ToolCallsEval,
+    TrajectoriesEval,
+)
 from pipeline.records.canary import CanaryAnswer, CanaryFile, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.records.digests import digest_file, digest_json, digest_text
-from pipeline.records.files import write_text
-from pipeline.params import get_product, parse_params
-from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.evaluations import (
     BuiltCandidate,
     Candidate,
@@ -30,17 +37,10 @@ from pipeline.records.evaluations import (
     LayerCoverage,
     read_cases,
 )
+from pipeline.records.files import write_text
+from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.settings.base import Product
-from pipeline.text_params import (
-    Calibration,
-    GptqStep,
-    HarnessEval,
-    PerplexityEval,
-    TextProduct,
-    ToolCallsEval,
-    TrajectoriesEval,
-)
 
 PRODUCT = "agent"
 

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from evalsets.seal import seal
-from pipeline.network_params import VisionProduct
+from pipeline.products.vision.settings import VisionProduct
 
 NUM_PICTURES = 40
 SIDE, CELL = 32, 8  # pixels of a detector's picture, and of what is on it

@@ -12,7 +12,7 @@ from typing import Any
 for package in ("sklearn", "scipy"):  # as the launcher has it, which comes too late for the import below
     sys.modules.setdefault(package, None)  # type: ignore[arg-type]
 
-from pipeline.serving import launcher, speculation  # noqa: E402
+from pipeline.products.text.serving import launcher, speculation  # noqa: E402
 
 
 def accept_all(self: Any, inputs: dict[str, Any], config: Any, streamer: Any = None) -> Any:

@@ -3,7 +3,7 @@
     model = open_detector("models/people")
     found = detect(model, pixels)  # uint8 (images, 320, 320, 3)
 
-`build`, `preprocess` and `postprocess` are what a network track's adapter has (`pipeline/networks/adapters.py`).
+`build`, `preprocess` and `postprocess` are what a network track's adapter has (`pipeline/products/vision/adapters.py`).
 
 A backbone of 3x3 convolutions, a feature pyramid (Lin et al. 2017, arXiv:1612.03144), and one branch for each size
 of person with weights of its own: `branches.small` at stride 4, `.medium` at 8, `.large` at 16. Each cell says how

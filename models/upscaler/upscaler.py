@@ -3,7 +3,7 @@
     model = open_upscaler("models/upscaler")
     large = upscale(model, pixels)  # uint8 (images, rows, columns, 3), twice the rows and columns
 
-`build`, `preprocess` and `postprocess` are what a network track's adapter has (`pipeline/networks/adapters.py`).
+`build`, `preprocess` and `postprocess` are what a network track's adapter has (`pipeline/products/vision/adapters.py`).
 
 Residual dense blocks with local and global fusion (Zhang et al. 2018, arXiv:1802.08797) and no norm; after each,
 channel attention (RCAN: Zhang et al. 2018, arXiv:1807.02758): the mean of every channel over the whole input decides

@@ -28,9 +28,9 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml.error import YAMLError
 
+from pipeline.errors import EvalsetError, EvidenceError, describe_problem
 from pipeline.evalsets.cases import CASES_FILE, Bucket, Case, Kind, read_cases
 from pipeline.records.digests import canonical_json, digest_file, digest_json
-from pipeline.errors import EvalsetError, EvidenceError, describe_problem
 from pipeline.records.files import check_link, read_bounded
 from pipeline.records.record_files import Record
 from pipeline.settings.base import describe_yaml_error

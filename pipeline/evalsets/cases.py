@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from pipeline.records.digests import digest_json
 from pipeline.errors import EvalsetError
+from pipeline.records.digests import digest_json
 from pipeline.records.files import line_of, open_bounded, read_lines
 from pipeline.records.record_files import Record, first_problem
 

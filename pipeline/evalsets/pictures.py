@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.errors import EvalsetError
 from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS, Annotation, Case, DetectionCase
 from pipeline.records.digests import digest_file
-from pipeline.errors import EvalsetError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

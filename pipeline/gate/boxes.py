@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.records.detections import Bools, Floats, Ints, MatchTable, compute_iou, load_matches, unpack
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.pictures import Picture
+from pipeline.records.detections import Bools, Floats, Ints, MatchTable, compute_iou, load_matches, unpack
 from pipeline.records.evaluations import CaseRecord
 
 SHOWN_FROM = 0.3  # score

@@ -20,14 +20,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.records.canary import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
-from pipeline.records.differences import KINDS, classify_difference
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.endpoint import holds_same_model
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
-from pipeline.text_params import CanarySettings
+from pipeline.products.text.settings import CanarySettings
+from pipeline.records.canary import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
+from pipeline.records.differences import KINDS, classify_difference
+from pipeline.records.digests import digest_file
 from pipeline.records.verdicts import MIN_POWER, CanaryComparison, CanaryFlip
 
 DEPLOYED = "loaded"

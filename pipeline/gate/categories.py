@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pipeline.detection_params import MIN_CATEGORY_CLUSTERS, UNKNOWN
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
+from pipeline.products.vision.detection_settings import MIN_CATEGORY_CLUSTERS, UNKNOWN
 from pipeline.settings.base import Tolerance
 
 WATCHED_METRIC = "ap"

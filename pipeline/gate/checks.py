@@ -9,9 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
 from pipeline.errors import EvidenceError
-from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.gate.speed import list_slow_cells
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import (
@@ -32,10 +30,12 @@ from pipeline.gate.wording import (
     name_comparison,
     name_metric,
 )
-from pipeline.network_params import VisionProduct
-from pipeline.serving_config import read_product_candidate
-from pipeline.settings.base import Product
+from pipeline.products.text.serving_config import read_product_candidate
+from pipeline.products.vision.settings import VisionProduct
+from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
+from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.verdicts import Comparison, Verdict
+from pipeline.settings.base import Product
 
 
 def check_policy(judgement: Judgement, product: Product) -> None:

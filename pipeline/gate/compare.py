@@ -15,7 +15,6 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.records.benchmarks import Benchmark, describe_work
 from pipeline.errors import EvidenceError
 from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
 from pipeline.gate.case_table import CaseTable
@@ -58,12 +57,12 @@ from pipeline.gate.verdicts import (
     takes_too_long,
 )
 from pipeline.gate.wording import name_comparison
-from pipeline.records.medians import MedianInterval
-from pipeline.network_params import VisionProduct
+from pipeline.products.text.serving_config import read_product_candidate
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.vision.settings import VisionProduct
+from pipeline.records.benchmarks import Benchmark, describe_work
 from pipeline.records.evaluations import OUTGROWN, CaseRecord
-from pipeline.serving_config import read_product_candidate
-from pipeline.settings.base import Product, Tolerance
-from pipeline.text_params import TextProduct
+from pipeline.records.medians import MedianInterval
 from pipeline.records.verdicts import (
     CanaryComparison,
     Certificate,
@@ -75,6 +74,7 @@ from pipeline.records.verdicts import (
     Speed,
     Verdict,
 )
+from pipeline.settings.base import Product, Tolerance
 
 
 @dataclass

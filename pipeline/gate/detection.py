@@ -18,9 +18,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.numerics.average_precision import average_precision
-from pipeline.detection_params import AREAS
-from pipeline.records.detections import IOU_THRESHOLDS, MatchTable
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import effective_clusters, sum_by_cluster
 from pipeline.gate.decision import Measurement
@@ -31,6 +28,9 @@ from pipeline.gate.pairing import PairedCases, select_bucket
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_first
 from pipeline.gate.statistics import sign_flip_tail, tail_at
 from pipeline.gate.wording import format_value, name_metric
+from pipeline.numerics.average_precision import average_precision
+from pipeline.products.vision.detection_settings import AREAS
+from pipeline.records.detections import IOU_THRESHOLDS, MatchTable
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import JudgedTier, Metric
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.records.differences import KINDS, classify_difference, first_difference
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import effective_clusters
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.gate.statistics import Bounds, proportion_interval, ratio_bounds
 from pipeline.gate.wording import definition_of, format_threshold, format_value
+from pipeline.records.differences import KINDS, classify_difference, first_difference
 from pipeline.records.verdicts import Comparison
 
 _CHUNK_TOKENS = 1024  # a chunk compares tokens x k x k ids; larger ones fall out of the cache of the CPU

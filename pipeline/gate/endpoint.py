@@ -13,10 +13,10 @@ import math
 
 import numpy as np
 
-from pipeline.records.digests import TEXT_FILES
 from pipeline.errors import EvidenceError
 from pipeline.gate.divergence import load_top_tokens
 from pipeline.gate.pairing import Evidence, PairedCases
+from pipeline.records.digests import TEXT_FILES
 from pipeline.records.evaluations import Checkpoint
 
 NUM_DIGEST_CHARS = 12

@@ -18,9 +18,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.images import describe_guidance, list_guided, read_std_ratios
 from pipeline.gate.pairing import Evidence
-from pipeline.report.plots import save_figure
 from pipeline.gate.verdicts import Policy
 from pipeline.records.verdicts import Metric
+from pipeline.report.plots import save_figure
 
 _SATURATION, _SIMILARITY = "saturated_pixel_fraction", "clip_similarity"
 _COLOURS = ("#4D4D4D", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito

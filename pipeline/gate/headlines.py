@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pipeline.gate.statistics import holm
 from pipeline.gate.verdicts import GAIN_ACCEPTED, UNGATED, GatedTolerance
 from pipeline.gate.wording import definition_of, format_harm, format_tolerance, format_value, name_comparison
-from pipeline.settings.base import Product, Tolerance
 from pipeline.records.verdicts import Comparison
+from pipeline.settings.base import Product, Tolerance
 
 
 def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Product) -> str | None:

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.compare import Measured, ReleaseComparison
-from pipeline.report.flips import list_worst_images
 from pipeline.gate.images import read_decoder
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.pictures import (
@@ -30,9 +29,10 @@ from pipeline.gate.pictures import (
     locate_image,
     read_image,
 )
-from pipeline.report.plots import save_figure
 from pipeline.gate.seams import SEAM_GAIN
 from pipeline.gate.verdicts import Policy
+from pipeline.report.flips import list_worst_images
+from pipeline.report.plots import save_figure
 
 _NUM_WORST = 3  # of a candidate
 _DPI = 110

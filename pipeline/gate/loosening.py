@@ -20,9 +20,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.records.digests import digest_json
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import GatedTolerance, Policy
+from pipeline.records.digests import digest_json
 from pipeline.settings.base import RELEASE
 
 MANIFEST = "manifest.json"

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.records.detections import MatchTable
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.clusters import hiding_clusters, measure_spread, sum_by_cluster
@@ -35,6 +34,7 @@ from pipeline.gate.statistics import (
     tail_at,
 )
 from pipeline.gate.wording import name_metric, natural_key
+from pipeline.records.detections import MatchTable
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import JudgedTier, Metric
 

@@ -18,8 +18,8 @@ from pipeline.gate.boxes import BOXES_LEGEND, Found, draw_boxes, find_lost, list
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.gate.pictures import amplify_difference, locate_image, measure_given, read_given, read_image
-from pipeline.report.plots import save_figure
 from pipeline.gate.seams import SEAM_GAIN, Strip, cut_strip
+from pipeline.report.plots import save_figure
 
 _NUM_WORST = 3  # of a candidate
 _SHOWN_PART = 0.5  # of a picture's longer side

@@ -18,9 +18,9 @@ from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.network_notes import LayerNotes
 from pipeline.gate.networks import list_inexact_layers
-from pipeline.report.plots import draw_bars, save_figure, style_bars
 from pipeline.gate.verdicts import Judgement
 from pipeline.records.verdicts import Metric
+from pipeline.report.plots import draw_bars, save_figure, style_bars
 
 _DPI = 110
 _PLAIN, _OVERFLOWED = "torch's own", "NaN or infinity"

@@ -16,9 +16,9 @@ from pipeline.gate.networks import list_inexact_layers, list_limits, read_soundl
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.pictures import measure_given
 from pipeline.gate.wording import escape_markdown
+from pipeline.numerics.tile_grid import place_tiles
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import Tiling
-from pipeline.numerics.tile_grid import place_tiles
 
 
 def describe_network(evidence: Evidence) -> list[str]:

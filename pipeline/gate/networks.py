@@ -15,8 +15,8 @@ from pipeline.gate.network_notes import (
     read_network_notes,
 )
 from pipeline.gate.pairing import Evidence
+from pipeline.products.vision.settings import SPEED_STEPS
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
-from pipeline.network_params import SPEED_STEPS
 from pipeline.records.serving import NetworkServing
 from pipeline.records.verdicts import Gain
 

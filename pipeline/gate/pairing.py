@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.records.detections import MatchTable, load_matches
 from pipeline.errors import EvidenceError
-from pipeline.records.fingerprints import Difference, find_difference, fingerprint
 from pipeline.gate.case_rows import parse_rows
 from pipeline.gate.case_table import CaseTable
-from pipeline.records.record_files import read_record
+from pipeline.records.detections import MatchTable, load_matches
 from pipeline.records.evaluations import (
     Candidate,
     CaseRecord,
@@ -33,6 +31,8 @@ from pipeline.records.evaluations import (
     describe_failures,
     read_cases,
 )
+from pipeline.records.fingerprints import Difference, find_difference, fingerprint
+from pipeline.records.record_files import read_record
 
 AnyCandidate = Candidate | ImageCandidate | NetworkCandidate
 

@@ -25,8 +25,8 @@ from pipeline.gate.statistics import bound_unseen, count_bounds
 from pipeline.gate.verdicts import MIN_CLUSTERS, VERDICT_FILE, Judgement
 from pipeline.gate.wording import format_harm, format_tolerance, name_metric
 from pipeline.records.record_files import read_record
-from pipeline.settings.base import REPORTS, Product
 from pipeline.records.verdicts import Comparison, Verdict
+from pipeline.settings.base import REPORTS, Product
 
 ASSUMED_FLIPS = 0.05  # of the cases: what INT4 changes in a rate that a model is good at, as a first guess
 POWER = 0.8  # that a candidate without a loss passes

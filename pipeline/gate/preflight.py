@@ -12,9 +12,9 @@ from ruamel.yaml import YAML
 from pipeline.errors import SettingsError
 from pipeline.gate.loosening import check_loosening
 from pipeline.gate.plan import check_plan, plan_gate, read_last
-from pipeline.gate.verdicts import describe_policy
-from pipeline.params import Params
 from pipeline.gate.suite_sizes import read_sizes
+from pipeline.gate.verdicts import describe_policy
+from pipeline.products.params import Params
 
 
 def check_gates(params: Params, root: Path) -> list[str]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.records.benchmarks import Benchmark, Cell, Work
 from pipeline.errors import EvidenceError
+from pipeline.products.text.recall import find_recall
+from pipeline.records.benchmarks import Benchmark, Cell, Work
 from pipeline.records.medians import MedianInterval, bound_median, cover_median
-from pipeline.recall import find_recall
 from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import PairedMedians, Speed, SpeedCell
 

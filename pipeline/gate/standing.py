@@ -10,8 +10,8 @@ from pathlib import Path
 from pipeline.gate.checks import check_candidates, check_outcomes, check_policy
 from pipeline.gate.loosening import check_loosening, digest_serving, name_material
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
-from pipeline.records.record_files import read_record
 from pipeline.records.evaluations import Evaluation
+from pipeline.records.record_files import read_record
 from pipeline.settings.base import Product
 
 

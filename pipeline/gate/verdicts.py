@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pipeline.records.digests import canonical_json, digest_file
 from pipeline.errors import EvidenceError
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.vision.settings import SPEED_STEPS, PrecisionStep, VisionProduct
+from pipeline.records.digests import canonical_json, digest_file
 from pipeline.records.files import write_text
 from pipeline.records.medians import MedianInterval
-from pipeline.network_params import SPEED_STEPS, PrecisionStep, VisionProduct
 from pipeline.records.record_files import Record
-from pipeline.settings.base import REPORTS, Product, Tier
-from pipeline.text_params import TextProduct
 from pipeline.records.verdicts import Comparison, Metric, Verdict
+from pipeline.settings.base import REPORTS, Product, Tier
 
 VERDICT_FILE, REPORT_FILE = "verdict.json", "report.md"  # in a product's folder of reports
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.outcomes.cases import Grouping, Outcomes
 from pipeline.outcomes.questions import tell_prompt
 from pipeline.outcomes.reading import read_first_keys
-from pipeline.records.record_files import read_record
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import Evaluation, describe_failures, read_cases
+from pipeline.records.record_files import read_record
 
 FORMAT = "case_records"
 INDEX = "evaluation.json"

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.records.digests import digest_json
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_rows import CaseRow, change_row
 from pipeline.gate.metrics import MetricDefinition
@@ -31,6 +30,7 @@ from pipeline.outcomes.questions import (
     weigh_alike,
 )
 from pipeline.outcomes.reading import clean
+from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord, describe_failures
 
 Direction = Literal["higher", "lower"]

@@ -24,9 +24,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.records.files import check_size, open_bounded, read_bounded
 from pipeline.outcomes.cases import Case, Grouping, Outcomes, build_outcomes, condense_case
 from pipeline.outcomes.reading import parse_json
+from pipeline.records.files import check_size, open_bounded, read_bounded
 
 FORMAT = "inspect_ai"
 _LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}

@@ -10,9 +10,7 @@ import contextlib
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.records.fingerprints import fingerprint
 from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.compare import Measured, ReleaseComparison, number_clusters
@@ -26,6 +24,8 @@ from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.reading import clean
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules, list_metrics
+from pipeline.records.digests import digest_file
+from pipeline.records.fingerprints import fingerprint
 from pipeline.records.verdicts import Certificate, Comparison, Metric, Verdict
 
 KIND = "outcomes"  # of an eval whose records others made

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from pipeline.records.digests import digest_json
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.case_rows import change_row
 from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.questions import Question, join_clusters, tell_prompt
 from pipeline.outcomes.registry import Side
+from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
 
 Pools = Mapping[str, Sequence[str]]  # names of evals, or shell patterns, by the name of their pool

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from pipeline.records.digests import digest_text
 from pipeline.gate.case_rows import change_row
 from pipeline.gate.wording import natural_key
 from pipeline.outcomes.reading import map_texts
+from pipeline.records.digests import digest_text
 from pipeline.records.evaluations import CaseRecord
 
 _NAME = ("id",)  # the part that tells a question within its eval alone

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.records.files import check_link
 from pipeline.outcomes import case_records, folders, inspect_ai, lm_eval, table
 from pipeline.outcomes.cases import Grouping, Outcomes
 from pipeline.outcomes.reading import clean
+from pipeline.records.files import check_link
 
 
 @dataclass(frozen=True)

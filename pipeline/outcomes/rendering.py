@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pipeline.gate.certificate_section import describe_dependence, describe_misses
-from pipeline.report.terminal import describe, render_verdicts
 from pipeline.gate.verdicts import GAIN_ACCEPTED, UNGATED, Judgement
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules
 from pipeline.records.plain_text import format_line
+from pipeline.report.terminal import describe, render_verdicts
 
 
 def render_outcomes(judgement: Judgement, reference: Side, rules: Rules) -> str:

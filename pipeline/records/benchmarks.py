@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pydantic import Field
 
+from pipeline.products.text.settings import BenchmarkSettings
 from pipeline.records.record_files import Record
 from pipeline.records.speculation import SpeculationCounts
-from pipeline.text_params import BenchmarkSettings
 
 
 class Batch(Record):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.errors import EvidenceError
-from pipeline.records.record_files import Record, read_record
 from pipeline.records.evaluations import BuiltCandidate
+from pipeline.records.record_files import Record, read_record
 
 S = TypeVar("S", bound=Record)
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.detection_params import AREAS
 from pipeline.errors import EvidenceError, NumericsError
+from pipeline.products.vision.detection_settings import AREAS
 from pipeline.records.files import replace_whole
 
 Floats = NDArray[np.float64]

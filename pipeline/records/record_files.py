@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.records.digests import canonical_json
 from pipeline.errors import EvidenceError, describe_problem
+from pipeline.records.digests import canonical_json
 from pipeline.records.files import line_of, read_bounded, read_lines, write_text
 
 

@@ -18,12 +18,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.records.files import replace_folder, write_text
 from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
+from pipeline.records.digests import digest_file
+from pipeline.records.files import replace_folder, write_text
 from pipeline.records.record_files import write_record
 from pipeline.release.checksums import write_sums
 from pipeline.release.kept_records import keep_records

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.records.files import read_bounded, write_text
 from pipeline.gate.wording import show_unprintable
+from pipeline.records.digests import digest_file
+from pipeline.records.files import read_bounded, write_text
 
 SUMS = "SHA256SUMS"
 

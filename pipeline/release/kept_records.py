@@ -15,11 +15,11 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.records.digests import digest_file, digest_text
 from pipeline.errors import EvidenceError
+from pipeline.records.digests import digest_file, digest_text
+from pipeline.records.evaluations import OUTGROWN, CaseRecord, Evaluation, read_cases
 from pipeline.records.files import check_size, write_text
 from pipeline.records.record_files import read_record, write_cases, write_record
-from pipeline.records.evaluations import OUTGROWN, CaseRecord, Evaluation, read_cases
 
 PACKED = ".gz"
 _LINE_DIGEST_CHARS = 12  # enough to tell two lines of one case apart

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
 from pipeline.gate.loosening import digest_serving
 from pipeline.gate.verdicts import Judgement, Policy, released_verdicts
-from pipeline.records.record_files import Record, read_record
+from pipeline.products.text.serving_config import read_product_candidate
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import Evaluation
-from pipeline.serving_config import read_product_candidate
+from pipeline.records.record_files import Record, read_record
 from pipeline.settings.base import Product
 
 PARAMS, VERDICT = "params.yaml", "verdict.json"

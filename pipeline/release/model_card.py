@@ -19,8 +19,8 @@ from pipeline.gate.wording import (
     is_rate,
     name_comparison,
 )
-from pipeline.settings.base import RELEASE
 from pipeline.records.verdicts import Comparison, Verdict
+from pipeline.settings.base import RELEASE
 
 # by kind of eval: the hub's name of the task
 _TASKS = {"images": "text-to-image", "detection": "object-detection", "upscaling": "image-to-image"}

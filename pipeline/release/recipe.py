@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
 from pipeline.gate.loosening import MANIFEST
+from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
 from pipeline.records.record_files import read_record
 from pipeline.release.manifest import PARAMS, Manifest
 from pipeline.release.settings import load_released

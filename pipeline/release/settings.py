@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.params import get_product, parse_params, read_settings
+from pipeline.products.params import get_product, parse_params, read_settings
 from pipeline.settings.base import Product
 
 _SECTIONS = {"images": "images", "detector": "vision", "upscaler": "vision"}  # of old, and the kind of each

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.records.digests import digest_files, digest_json, name_changed_file
 from pipeline.errors import QuantgateError
 from pipeline.gate.checks import check_outcomes, find_other_policy
 from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement, released_verdicts
 from pipeline.gate.wording import definition_of
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.digests import digest_files, digest_json, name_changed_file
 from pipeline.records.record_files import read_record
 from pipeline.release.checksums import find_changes
 from pipeline.release.kept_records import restore_records
@@ -33,7 +34,6 @@ from pipeline.release.model_card import CARDS, render_cards
 from pipeline.release.settings import load_released
 from pipeline.release.signature import SIGNATURE, find_forgery
 from pipeline.settings.base import Product
-from pipeline.text_params import TextProduct
 
 _ROUNDING = 1e-9  # relative; what another order of summing may change
 _ABSENT = "nothing"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pipeline.gate.compare import Measured
-from pipeline.report.explain import explain_verdict
 from pipeline.gate.explanation_records import LostCases
 from pipeline.gate.markdown import render_table, show_flip
 from pipeline.gate.wording import escape_markdown
 from pipeline.records.verdicts import Verdict
+from pipeline.report.explain import explain_verdict
 
 _MAX_FLIPS = 5
 

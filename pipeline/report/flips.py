@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.records.differences import first_difference
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import PairedCases, read_scores
 from pipeline.gate.verdicts import is_decisive
 from pipeline.gate.wording import definition_of
+from pipeline.records.differences import first_difference
 from pipeline.records.verdicts import Comparison
 
 _SOUND = ("sound", "finite")  # scores of an image that is one at all

@@ -19,8 +19,6 @@ from ruamel.yaml import YAML
 
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.markdown import render_name, render_table, show_flip
-from pipeline.report import EXPLANATION
-from pipeline.report.unproven import describe_unproven, list_unproven
 from pipeline.gate.verdicts import (
     FAILED,
     GAIN_ACCEPTED,
@@ -39,6 +37,8 @@ from pipeline.gate.verdicts import (
 from pipeline.gate.wording import cut_text, escape_markdown, name_comparison, show_unprintable
 from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import Comparison, Verdict
+from pipeline.report import EXPLANATION
+from pipeline.report.unproven import describe_unproven, list_unproven
 
 MAX_SUMMARY_BYTES = 200_000  # of a product: 1 MiB is a step's, and all products may be gated in one
 _MAX_SHOWN = 10  # annotations of a level

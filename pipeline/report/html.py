@@ -19,7 +19,6 @@ from markupsafe import Markup
 
 from pipeline.gate.certificate_section import describe_certificate
 from pipeline.gate.explanation_records import Explanation
-from pipeline.report.unproven import list_unproven
 from pipeline.gate.verdicts import Judgement, blocking_verdicts, is_blocking
 from pipeline.gate.wording import (
     cut_text,
@@ -33,6 +32,7 @@ from pipeline.gate.wording import (
     show_unprintable,
 )
 from pipeline.records.verdicts import Comparison
+from pipeline.report.unproven import list_unproven
 
 _TEMPLATE = Path(__file__).with_name("page.jinja")
 _LEFT, _RIGHT = -2.0, 4.0  # drawn of an interval, in units of the tolerance

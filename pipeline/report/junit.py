@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from pipeline.report.terminal import describe
-from pipeline.report.unproven import describe_unproven
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking, is_stopping, list_gated
 from pipeline.gate.wording import cut_text, name_metric, show_unprintable
 from pipeline.records.verdicts import Verdict
+from pipeline.report.terminal import describe
+from pipeline.report.unproven import describe_unproven
 
 _MAX_TEXT = 4_000  # characters of a message; readers keep all of them in memory
 _TAGS = {"fail": "failure", "inconclusive": "failure", "no gain": "failure", "refused": "error"}

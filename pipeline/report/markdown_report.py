@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.records.benchmarks import Machine
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.gate.compare import Measured, ReleaseComparison
-from pipeline.report.explain import EXPLAINED
-from pipeline.report.failure_section import explain_failure
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
 from pipeline.gate.images import describe_files, describe_rendering, embed_pictures
 from pipeline.gate.markdown import render_table
@@ -24,8 +21,6 @@ from pipeline.gate.network_costs import explain_network_costs, tabulate_network_
 from pipeline.gate.network_section import describe_network, embed_network_pictures
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.speculation import describe_speculation
-from pipeline.report.speed_section import describe_measurement, tabulate_speed
-from pipeline.report.unproven import list_unproven
 from pipeline.gate.verdicts import HEADLINES, Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
@@ -38,8 +33,13 @@ from pipeline.gate.wording import (
     name_comparison,
     natural_key,
 )
+from pipeline.records.benchmarks import Machine
 from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.verdicts import Comparison, Metric, Verdict
+from pipeline.report.explain import EXPLAINED
+from pipeline.report.failure_section import explain_failure
+from pipeline.report.speed_section import describe_measurement, tabulate_speed
+from pipeline.report.unproven import list_unproven
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖",
           "reported": "·"}

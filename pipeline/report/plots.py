@@ -15,9 +15,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from pipeline.records.files import replace_whole
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import format_tolerance, natural_key
+from pipeline.records.files import replace_whole
 from pipeline.records.verdicts import Comparison, Metric, Verdict
 
 _OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "fail": ("#D55E00", "X", 9)}

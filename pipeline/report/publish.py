@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.records.files import write_text
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.report.explain import explain_release
+from pipeline.records.files import write_text
+from pipeline.records.record_files import write_record
 from pipeline.report import EXPLANATION, JUNIT, PAGE
+from pipeline.report.explain import explain_release
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
 from pipeline.report.markdown_report import metrics_tree
-from pipeline.records.record_files import write_record
 
 
 def write_outputs(compared: ReleaseComparison, reports: Path, build: Path) -> None:

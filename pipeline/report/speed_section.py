@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from pipeline.records.benchmarks import Benchmark, Machine, Side
 from pipeline.gate.speed import format_ratio
 from pipeline.gate.wording import escape_markdown
-from pipeline.recall import LEAST_RATIO, bound_recall
+from pipeline.products.text.recall import LEAST_RATIO, bound_recall
+from pipeline.records.benchmarks import Benchmark, Machine, Side
 from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.records.speculation import sum_speculation
 from pipeline.records.verdicts import PairedMedians, Speed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeline.report.unproven import list_unproven
 from pipeline.gate.verdicts import (
     DECLARED,
     FAILED,
@@ -31,8 +30,9 @@ from pipeline.gate.wording import (
     name_comparison,
 )
 from pipeline.records.plain_text import format_line
-from pipeline.settings.base import BUILD
 from pipeline.records.verdicts import Comparison, Verdict
+from pipeline.report.unproven import list_unproven
+from pipeline.settings.base import BUILD
 
 
 def render_gate(judgement: Judgement, *, are_here: bool = True) -> str:

@@ -1,7 +1,7 @@
 """The evaluation folder of a candidate that runs in the stage's own processes: made aside, and put in place whole.
 
 Journals beside it keep what is finished of a run that was killed. One process at a time makes it: two would write into
-one folder and one journal. The text product has its own (`pipeline/evals/evaluate.py`), which asks a server and takes
+one folder and one journal. The text product has its own (`pipeline/products/text/evals/evaluate.py`), which asks a server and takes
 over evals of the last run.
 """
 
@@ -13,16 +13,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.detection_params import DetectionEval
-from pipeline.records.digests import digest_file
-from pipeline.running.journal import Journal, lock_journals
 from pipeline.evalsets.cards import Evalset
+from pipeline.products.images.settings import ImagesEval
+from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.products.vision.settings import UpscalingEval
+from pipeline.records.digests import digest_file
+from pipeline.records.evaluations import EvalFile, Evaluation, LocalCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import Facts, fingerprint
-from pipeline.image_params import ImagesEval
-from pipeline.network_params import UpscalingEval
 from pipeline.records.record_files import write_record
-from pipeline.records.evaluations import EvalFile, Evaluation, LocalCandidate
+from pipeline.running.journal import Journal, lock_journals
 
 LocalEval = ImagesEval | DetectionEval | UpscalingEval
 

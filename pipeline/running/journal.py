@@ -22,10 +22,10 @@ import orjson
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from pipeline.records.digests import digest_json
 from pipeline.errors import JournalError
-from pipeline.records.record_files import first_problem
+from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
+from pipeline.records.record_files import first_problem
 
 SYNC_EVERY = 64  # cases between syncs to disk
 

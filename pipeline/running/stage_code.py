@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pipeline.records.digests import digest_file, digest_json
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pipeline", "stages")
 PRODUCTS = Path("pipeline/products")
 NOT_A_STAGE = ("__init__.py", "cli.py")

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.records.digests import digest_files, digest_json
 from pipeline.errors import CheckpointError
+from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.weight_files import TensorInfo
 

@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineError
-from pipeline.records.evaluations import Candidate, Checkpoint
-from pipeline.serving import client as client_module
-from pipeline.serving.engines.registry import start_engine
-from pipeline.serving.readiness import PROBE_TOKENS
-from pipeline.records.serving import ServingConfig
-from pipeline.text_params import (
+from pipeline.products.text.serving import client as client_module
+from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.serving.readiness import PROBE_TOKENS
+from pipeline.products.text.settings import (
     EvalSettings,
     HarnessEval,
     PerplexityEval,
@@ -30,6 +28,8 @@ from pipeline.text_params import (
     ToolCallsEval,
     TrajectoriesEval,
 )
+from pipeline.records.evaluations import Candidate, Checkpoint
+from pipeline.records.serving import ServingConfig
 from tests.fake_vllm import make_handler, score
 
 CONTEXT = 256

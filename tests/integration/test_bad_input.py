@@ -28,10 +28,10 @@ import stages.gate
 import stages.optimize
 import stages.release
 import stages.track
+from pipeline.products.text.serving import client as client_module
+from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.files import write_text
 from pipeline.records.record_files import write_record
-from pipeline.records.evaluations import BuiltCandidate, Checkpoint
-from pipeline.serving import client as client_module
 from stages.cli import run_stage
 from tests.fake_vllm import Answer, make_handler, score
 from tests.tiny_llama import write_documents

@@ -9,15 +9,15 @@ from typing import Any
 
 from tokenizers.processors import TemplateProcessing
 
-from pipeline.checkpoints import load_model, load_tokenizer
-from pipeline.evals import perplexity
-from pipeline.evals.context import EvalContext
-from pipeline.running.journal import Journal
 from pipeline.evalsets.cards import load_evalset
-from pipeline.optimize.calibration import encode
-from pipeline.serving.client import Client
-from pipeline.serving.engines.registry import start_engine
-from pipeline.text_params import PerplexityEval
+from pipeline.products.text.checkpoints import load_model, load_tokenizer
+from pipeline.products.text.evals import perplexity
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.optimize.calibration import encode
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.settings import PerplexityEval
+from pipeline.running.journal import Journal
 from tests.integration.test_serving import EVALS, SETTINGS, make_candidate
 from tests.tiny_llama import TEXTS, write_documents, write_tiny_llama
 from tests.unit.test_framing import BOS, DOCUMENTS, MAX_DIFFERENCE_NATS, sum_nll

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from pipeline.records.digests import digest_file
 from pipeline.errors import JournalError, QuantgateError
 from pipeline.gate.compare import compare_release
-from pipeline.report.markdown_report import render_report
-from pipeline.report.terminal import render_gate
-from pipeline.image_params import ImagesProduct
-from pipeline.image_preflight import check_images
-from pipeline.image_serving import read_image_candidate, sample_plainly
-from pipeline.images.candidate import build_image_candidate
-from pipeline.images.evaluate import evaluate_images
-from pipeline.images.layout import LayoutMeasurement
+from pipeline.products.images.candidate import build_image_candidate
+from pipeline.products.images.evaluate import evaluate_images
+from pipeline.products.images.layout import LayoutMeasurement
+from pipeline.products.images.preflight import check_images
+from pipeline.products.images.serving import read_image_candidate, sample_plainly
+from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.text.serving.engines.keeper import list_descendants
+from pipeline.records.digests import digest_file
+from pipeline.records.evaluations import read_cases
 from pipeline.records.medians import MedianInterval
 from pipeline.records.record_files import write_cases
-from pipeline.records.evaluations import read_cases
-from pipeline.serving.engines.keeper import list_descendants
+from pipeline.report.markdown_report import render_report
+from pipeline.report.terminal import render_gate
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 8
@@ -161,9 +161,9 @@ def measure_as_if(_pipe: Any, part: Any, *_: Any, rounds: int) -> LayoutMeasurem
 STAGE = """
 import sys
 from pathlib import Path
-from pipeline.image_params import ImagesProduct
-from pipeline.image_serving import read_image_candidate, sample_plainly
-from pipeline.images.evaluate import evaluate_images
+from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.images.serving import read_image_candidate, sample_plainly
+from pipeline.products.images.evaluate import evaluate_images
 if __name__ == "__main__":
     root, product = Path(sys.argv[1]), ImagesProduct.model_validate_json(sys.argv[2])
     evaluate_images(read_image_candidate(root / "build", "shots", product), product, root=root, build=root / "build")
@@ -189,8 +189,8 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    from pipeline.images.folders import find_weights
-    from pipeline.images.rendering import load_pipeline
+    from pipeline.products.images.folders import find_weights
+    from pipeline.products.images.rendering import load_pipeline
 
     shutil.copytree(project / "models/product-shots", tmp_path / "shots")
     path = find_weights(tmp_path / "shots" / part)
@@ -220,7 +220,7 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
 
 def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Path) -> None:
     from pipeline.evalsets.cards import load_evalset
-    from pipeline.images.evaluate import digest_judges, digest_work
+    from pipeline.products.images.evaluate import digest_judges, digest_work
 
     product = make_track(["shots", "guided"])
     shutil.copytree(project / "models", tmp_path / "models")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.images.layout import Part, measure_layout
-from pipeline.images.rendering import Prompt, load_pipeline
+from pipeline.products.images.layout import Part, measure_layout
+from pipeline.products.images.rendering import Prompt, load_pipeline
 from pipeline.records.serving import PipelineServing
 
 FOLDER = Path(__file__).resolve().parents[2] / "models/product-shots"

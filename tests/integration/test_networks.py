@@ -26,7 +26,6 @@ from torch._dynamo.utils import counters
 import stages.gate
 from evalsets.seal import seal
 from pipeline import worker_pool
-from pipeline.records.digests import digest_file
 from pipeline.errors import (
     CheckpointError,
     EngineError,
@@ -37,22 +36,23 @@ from pipeline.errors import (
     SettingsError,
 )
 from pipeline.evalsets.cards import load_evalset
+from pipeline.evalsets.pictures import read_picture
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.verdicts import Judgement
+from pipeline.networks import candidate, workers
+from pipeline.products.params import get_product, load_params, parse_params
+from pipeline.products.text.serving.engines.keeper import list_descendants
+from pipeline.products.vision.candidate import build_network_candidate
+from pipeline.products.vision.evaluate import evaluate_network
+from pipeline.products.vision.preflight import check_network
+from pipeline.products.vision.serving import read_network_candidate
+from pipeline.products.vision.settings import VisionProduct
+from pipeline.records.digests import digest_file
+from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_cases
+from pipeline.records.record_files import write_record
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from pipeline.gate.verdicts import Judgement
-from pipeline.network_params import VisionProduct
-from pipeline.network_preflight import check_network
-from pipeline.network_serving import read_network_candidate
-from pipeline.networks import candidate, workers
-from pipeline.networks.candidate import build_network_candidate
-from pipeline.networks.evaluate import evaluate_network
-from pipeline.params import get_product, load_params, parse_params
-from pipeline.evalsets.pictures import read_picture
-from pipeline.records.record_files import write_record
-from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_cases
-from pipeline.serving.engines.keeper import list_descendants
 from pipeline.settings.base import BUILDS
 from tests.paths import ROOT
 from tests.tiny_networks import (
@@ -167,9 +167,9 @@ def test_processes_find_byte_for_byte_what_one_does(
 STAGE = """
 import sys
 from pathlib import Path
-from pipeline.network_params import VisionProduct
-from pipeline.network_serving import read_network_candidate
-from pipeline.networks.evaluate import evaluate_network
+from pipeline.products.vision.settings import VisionProduct
+from pipeline.products.vision.serving import read_network_candidate
+from pipeline.products.vision.evaluate import evaluate_network
 if __name__ == "__main__":
     root, product = Path(sys.argv[1]), VisionProduct.model_validate_json(sys.argv[2])
     build = root / "build/detector"

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
-from pipeline.records.digests import digest_file
 from pipeline.errors import CheckpointError, QuantizationError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.optimize import candidate as candidate_module
-from pipeline.optimize.candidate import build_candidate
-from pipeline.optimize.coverage import check_coverage, expected_bytes
-from pipeline.optimize.layers import plan_folder
-from pipeline.optimize.progress import StepLog
-from pipeline.optimize.quantize import StepResult
-from pipeline.optimize.registry import STEPS
-from pipeline.params import Params, parse_params
-from pipeline.records.record_files import read_record
+from pipeline.products.params import Params, parse_params
+from pipeline.products.text.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.products.text.optimize import candidate as candidate_module
+from pipeline.products.text.optimize.candidate import build_candidate
+from pipeline.products.text.optimize.coverage import check_coverage, expected_bytes
+from pipeline.products.text.optimize.layers import plan_folder
+from pipeline.products.text.optimize.progress import StepLog
+from pipeline.products.text.optimize.quantize import StepResult
+from pipeline.products.text.optimize.registry import STEPS
+from pipeline.products.text.settings import AwqStep, Calibration, GptqStep
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import BuiltCandidate
-from pipeline.text_params import AwqStep, Calibration, GptqStep
+from pipeline.records.record_files import read_record
 from pipeline.running.weight_files import read_tensors
 from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import build_tokenizer, write_documents, write_tiny_llama

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.evals.evaluate import evaluate_candidate
-from pipeline.optimize.candidate import build_candidate
-from pipeline.params import load_params
-from pipeline.serving_config import read_candidate
+from pipeline.products.params import load_params
+from pipeline.products.text.evals.evaluate import evaluate_candidate
+from pipeline.products.text.optimize.candidate import build_candidate
+from pipeline.products.text.serving_config import read_candidate
 from tests.fake_vllm import answer, make_handler
 from tests.fault_project import EVALS, GATE, SERVING, write_evalsets, write_models
 from tests.synthetic_records import NO_BENCHMARK

@@ -22,19 +22,19 @@ import pytest
 import torch
 from tokenizers.decoders import DecodeStream
 
-from pipeline.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.errors import EngineError, RequestError
-from pipeline.records.fingerprints import find_difference, fingerprint
+from pipeline.products.text.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving.engines import registry as engines
+from pipeline.products.text.serving.engines import transformers
+from pipeline.products.text.serving.engines.engine import Engine, check_facts
+from pipeline.products.text.serving.engines.processes import ServerProcess
+from pipeline.products.text.serving.scoring import score_sequences
+from pipeline.products.text.settings import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
 from pipeline.records.evaluations import Candidate
-from pipeline.serving.client import Client
-from pipeline.serving.engines import registry as engines
-from pipeline.serving.engines import transformers
-from pipeline.serving.engines.engine import Engine, check_facts
-from pipeline.serving.engines.processes import ServerProcess
-from pipeline.serving.scoring import score_sequences
+from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
-from pipeline.text_params import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
 from tests.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,8 +214,8 @@ def test_tokens_are_those_of_the_checkpoints_tokenizer(running: Running) -> None
 
 
 def test_the_serial_path_answers_the_probe_as_plain_generation_does(running: Running) -> None:
-    from pipeline.serving.app import Server
-    from pipeline.serving.loading import load_candidate
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
 
     loaded = load_candidate(make_candidate(running.folder, continuous_batching=False), running.folder)
     running.runner.run(Server(loaded).probe())
@@ -284,8 +284,8 @@ def test_a_stream_decodes_exactly_as_many_tokens_as_asked(
     running: Running, tmp_path: Path, path: str, draft_seed: int | None
 ) -> None:
     """Half of the vocabulary ends an answer here, so that none would come near the number by itself."""
-    from pipeline.serving.app import Server
-    from pipeline.serving.loading import load_candidate
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
 
     folder = shutil.copytree(running.folder, tmp_path / "tiny")
     config = json.loads((folder / "generation_config.json").read_text())
@@ -347,8 +347,8 @@ def test_another_draft_than_the_candidates_is_named(running: Running, tmp_path: 
 
 
 def test_speculation_under_continuous_batching_is_refused(running: Running) -> None:
-    from pipeline.serving.app import Server
-    from pipeline.serving.loading import load_candidate
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
 
     candidate = speculative_candidate(running.folder, None, 2)
     serving = candidate.serving.model_copy(update={"continuous_batching": True})
@@ -358,8 +358,8 @@ def test_speculation_under_continuous_batching_is_refused(running: Running) -> N
 
 
 def test_a_server_that_drafts_nothing_does_not_come_up(running: Running) -> None:
-    from pipeline.serving.app import Server
-    from pipeline.serving.loading import load_candidate
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
 
     loaded = load_candidate(speculative_candidate(running.folder, None, 2), running.folder)
     loaded.model.generation_config.prompt_lookup_num_tokens = None
@@ -417,8 +417,8 @@ BAD_TEMPLATES = {
 def test_a_template_that_renders_no_chat_stops_the_start(
     tmp_path: Path, running: Running, template: str, words: str
 ) -> None:
-    from pipeline.serving.app import Server
-    from pipeline.serving.loading import load_candidate
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
 
     folder = with_template(tmp_path / "tiny", template)
     server = Server(load_candidate(make_candidate(folder, continuous_batching=False), folder))
@@ -430,8 +430,8 @@ def test_a_template_that_renders_no_chat_stops_the_start(
 
 
 def test_a_checkpoint_without_a_template_serves_evals_that_do_not_chat(tmp_path: Path, running: Running) -> None:
-    from pipeline.serving.app import Server
-    from pipeline.serving.loading import load_candidate
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
 
     folder = with_template(tmp_path / "tiny", None)
     serial = make_candidate(folder, continuous_batching=False)
@@ -447,7 +447,7 @@ def test_a_checkpoint_without_a_template_serves_evals_that_do_not_chat(tmp_path:
 
 
 def test_a_context_that_the_model_does_not_have_is_refused(running: Running) -> None:
-    from pipeline.serving.loading import load_candidate
+    from pipeline.products.text.serving.loading import load_candidate
 
     with pytest.raises(EngineError, match="serving.context_length: expected at most 1024, .*got 1025; lower it"):
         load_candidate(make_candidate(running.folder, context_length=1025), running.folder)
@@ -470,7 +470,7 @@ def test_a_cache_that_memory_can_not_hold_names_the_settings(tmp_path: Path, run
 def test_a_checkpoint_that_changes_greedy_answers_is_refused(tmp_path: Path, running: Running) -> None:
     from transformers import GenerationConfig
 
-    from pipeline.serving.loading import greedy_config
+    from pipeline.products.text.serving.loading import greedy_config
 
     source = running.model.generation_config
     try:
@@ -554,7 +554,7 @@ ORPHAN = """
 import sys, time
 from pathlib import Path
 from pipeline.records.evaluations import Candidate
-from pipeline.serving.engines import transformers
+from pipeline.products.text.serving.engines import transformers
 candidate = Candidate.model_validate_json(sys.argv[1])
 process = transformers._spawn(candidate, root=Path(sys.argv[2]), log=Path(sys.argv[2]) / "server-0.log")
 print(process.popen.pid, flush=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.image_params import ImagesProduct
+from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.images.sweep.rendering import render_settings, take_prompts
+from pipeline.products.images.sweep.settings import list_settings, make_sweep_track
 from pipeline.records.evaluations import read_cases
-from pipeline.sweep.rendering import render_settings, take_prompts
-from pipeline.sweep.settings import list_settings, make_sweep_track
 from tests.paths import ROOT
 from tests.unit.test_sweep import make_track
 

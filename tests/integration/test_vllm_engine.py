@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoints import describe_checkpoint
 from pipeline.errors import EngineError, QuantgateError
+from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving.engines.engine import Engine
+from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.settings import PerplexityEval, ToolCallsEval
 from pipeline.records.evaluations import Candidate
-from pipeline.serving.client import Client
-from pipeline.serving.engines.engine import Engine
-from pipeline.serving.engines.registry import start_engine
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
-from pipeline.text_params import PerplexityEval, ToolCallsEval
 from tests.fake_vllm import TOKENS
 from tests.integration.test_serving import ROOT, SETTINGS, is_running
 from tests.tiny_llama import write_tiny_llama
@@ -144,8 +144,8 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from pipeline.records.evaluations import Candidate
-from pipeline.serving.engines.registry import start_engine
-from pipeline.text_params import ServingSettings
+from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.settings import ServingSettings
 async def run(candidate, settings, root):
     async with start_engine(candidate, settings, evals={}, root=root, logs=root / "logs"):
         print("ready", flush=True)

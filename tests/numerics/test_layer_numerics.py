@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from pipeline.errors import NumericsError
-from pipeline.networks.conv_policy import ConvArithmetic, apply_policy
-from pipeline.networks.layer_numerics import LayerNumerics, compare_layers, describe_layers
+from pipeline.products.vision.conv_policy import ConvArithmetic, apply_policy
+from pipeline.products.vision.layer_numerics import LayerNumerics, compare_layers, describe_layers
 
 
 def compare(reference: nn.Module, candidate: nn.Module, inputs: Any, **named: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeline.errors import NumericsError
-from pipeline.numerics.tiling import Window, blend_tiles, window_weights
 from pipeline.numerics.tile_grid import find_stitches, place_tiles
+from pipeline.numerics.tiling import Window, blend_tiles, window_weights
 from tests.numerics.tiny_vae import build_vae, draw_latents
 
 WINDOWS: tuple[Window, ...] = ("none", "linear", "hann")

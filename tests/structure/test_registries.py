@@ -7,13 +7,13 @@ from typing import Any, get_args
 
 import pytest
 
-from pipeline.detection_params import DetectionEval
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.image_params import ImagesEval, ImageStep
-from pipeline.network_params import UpscalingEval
-from pipeline.params import load_params
 from pipeline.products import KINDS
-from pipeline.text_params import EvalSettings, Step
+from pipeline.products.images.settings import ImagesEval, ImageStep
+from pipeline.products.params import load_params
+from pipeline.products.text.settings import EvalSettings, Step
+from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.products.vision.settings import UpscalingEval
 from tests.paths import ROOT
 
 
@@ -49,7 +49,7 @@ def test_union_registry_and_files_agree(package: str, union: Any) -> None:
 
 
 def test_image_steps_are_those_of_the_settings() -> None:
-    tree = ast.parse((ROOT / "pipeline/images/steps.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "pipeline/products/images/steps.py").read_text(encoding="utf-8"))
     steps = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.value, ast.Dict))
     assert {key.value for key in steps.keys if isinstance(key, ast.Constant)} == union_kinds(ImageStep)
 

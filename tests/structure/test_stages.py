@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.params import parse_params
 from pipeline.products import KINDS
+from pipeline.products.inputs import digest_inputs
+from pipeline.products.params import parse_params
+from pipeline.products.text.settings import ServingSettings
 from pipeline.records.serving import ServingConfig
 from pipeline.running.stage_code import NOT_A_STAGE, list_code, list_stages
-from pipeline.stage_inputs import digest_inputs
 from pipeline.running.staleness import read_commands
-from pipeline.text_params import ServingSettings
 from tests.paths import ROOT
 
 INPUTS = "build/env/inputs.json"

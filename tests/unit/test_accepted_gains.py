@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import compare_release
-from pipeline.report.explain import explain_release
 from pipeline.gate.loosening import list_loosened
+from pipeline.gate.verdicts import GatedTolerance, Judgement, describe_policy
+from pipeline.records.record_files import read_record
+from pipeline.report.explain import explain_release
 from pipeline.report.github import render_summary
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from pipeline.gate.verdicts import GatedTolerance, Judgement, describe_policy
-from pipeline.records.record_files import read_record
 from pipeline.settings.base import Tolerance
 from tests.outcome_tables import run, write_outcomes
 from tests.synthetic_records import Behaviour, make_params, write_tree

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.records.digests import digest_file
 from pipeline.errors import CheckpointError, EngineError
-from pipeline.networks.adapters import load_adapter
-from pipeline.networks.loading import list_tensors, to_float
-from pipeline.networks.workers import find_finite
+from pipeline.products.vision.adapters import load_adapter
+from pipeline.products.vision.loading import list_tensors, to_float
+from pipeline.products.vision.workers import find_finite
+from pipeline.records.digests import digest_file
 from tests.tiny_networks import DETECTOR
 
 PLAIN = "def build(config):\n    return 1\n\n\ndef preprocess(pixels):\n    pass\n\n\ndef postprocess(*_):\n    pass\n"

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.benchmark import audits, matched_work, prompts
-from pipeline.benchmark.audits import read_peak_memory_mib
-from pipeline.benchmark.probes import find_own_start, read_text
-from pipeline.records.benchmarks import Benchmark
 from pipeline.errors import EngineError, EvidenceError, SettingsError
-from pipeline.params import Params, parse_params
-from pipeline.recall import NUM_PROBES
-from pipeline.records.record_files import read_record, write_record
+from pipeline.products.params import Params, parse_params
+from pipeline.products.text.benchmark import audits, matched_work, prompts
+from pipeline.products.text.benchmark.audits import read_peak_memory_mib
+from pipeline.products.text.benchmark.probes import find_own_start, read_text
+from pipeline.products.text.recall import NUM_PROBES
+from pipeline.products.text.serving.client import Client
+from pipeline.records.benchmarks import Benchmark
 from pipeline.records.evaluations import BuiltCandidate, Candidate
-from pipeline.serving.client import Client
+from pipeline.records.record_files import read_record, write_record
 from pipeline.records.speculation import SpeculativeConfig
 from tests.synthetic_records import make_candidate, make_params, write_candidate
 from tests.unit.test_client import FakeServer, answer

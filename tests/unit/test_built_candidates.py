@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.records.built_candidates import read_built
 from pipeline.errors import EvidenceError
-from pipeline.network_serving import read_network_candidate, serve
-from pipeline.records.record_files import write_record
+from pipeline.products.vision.serving import read_network_candidate, serve
+from pipeline.records.built_candidates import read_built
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint
+from pipeline.records.record_files import write_record
 from tests.tiny_networks import make_detector
 
 CHECKPOINT = Checkpoint(path="m", kind="detector", format="dense", dtype="float32", num_parameters=1, num_bytes=4,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.evalsets.cases import DocumentCase
 from pipeline.errors import EvalsetError, QuantizationError
 from pipeline.evalsets.cards import Card, Evalset
-from pipeline.optimize.calibration import describe_samples, encode, select_samples
-from pipeline.text_params import Calibration
+from pipeline.evalsets.cases import DocumentCase
+from pipeline.products.text.optimize.calibration import describe_samples, encode, select_samples
+from pipeline.products.text.settings import Calibration
 from tests.tiny_llama import build_tokenizer
 
 SHORT, LONG = 50, 200  # tokens

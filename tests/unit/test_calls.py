@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.evalsets.cards import Tool
 from pipeline.evalsets.cases import Call
-from pipeline.evals.calls import (
+from pipeline.products.text.evals.calls import (
     continue_conversation,
     declare_tools,
     describe_reply,
@@ -17,9 +18,8 @@ from pipeline.evals.calls import (
     parse_call,
     same_value,
 )
-from pipeline.evalsets.cards import Tool
-from pipeline.serving.client import Reply
-from pipeline.text_params import ToolCallsEval
+from pipeline.products.text.serving.client import Reply
+from pipeline.products.text.settings import ToolCallsEval
 
 
 def reply(text: str = "", *tool_calls: dict[str, Any]) -> Reply:

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from pipeline.records.canary import CanaryAnswer
-from pipeline.records.files import write_text
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import compare_release
-from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN
-from pipeline.records.record_files import read_record, write_record
+from pipeline.records.canary import CanaryAnswer
 from pipeline.records.evaluations import Evaluation
-from pipeline.report.mlflow_runs.run_contents import describe_runs
+from pipeline.records.files import write_text
+from pipeline.records.record_files import read_record, write_record
 from pipeline.records.speculation import SpeculationCounts
 from pipeline.records.verdicts import Verdict
+from pipeline.report.mlflow_runs.run_contents import describe_runs
+from pipeline.report.terminal import render_gate
 from tests.synthetic_records import (
     CALL,
     Behaviour,

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.detection_params import DetectionEval
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.products.vision.detecting import describe_categories, judge_results
+from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from pipeline.networks.detecting import describe_categories, judge_results
 from tests.synthetic_categories import PERSON, Results, lose, make_cases, write_categories_tree
 from tests.synthetic_detections import DetectorParams, make_detector_params
 

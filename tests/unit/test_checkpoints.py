@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints import (
+from pipeline.errors import CheckpointError
+from pipeline.products.text.checkpoints import (
     check_memory,
     describe_checkpoint,
     estimate_load_bytes,
@@ -20,7 +21,6 @@ from pipeline.checkpoints import (
     load_tokenizer,
     open_checkpoint,
 )
-from pipeline.errors import CheckpointError
 from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
 from tests.tiny_llama import write_tiny_llama
 
@@ -85,7 +85,7 @@ def test_sharded_and_tied_checkpoints_read_like_whole_ones(source: Path, tmp_pat
 
 
 def test_headers_are_read_without_torch() -> None:
-    code = ("import sys, pipeline.checkpoints, pipeline.optimize.candidate; "
+    code = ("import sys, pipeline.products.text.checkpoints, pipeline.products.text.optimize.candidate; "
             "print([m for m in ('torch', 'transformers', 'llmcompressor') if m in sys.modules])")  # fmt: skip
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 

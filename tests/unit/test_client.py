@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import EngineError, IgnoredFieldError, RequestError
-from pipeline.serving import client as client_module
-from pipeline.serving.answers import find_ignored
-from pipeline.serving.client import Client
+from pipeline.products.text.serving import client as client_module
+from pipeline.products.text.serving.answers import find_ignored
+from pipeline.products.text.serving.client import Client
 
 Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 CHAT = {

@@ -7,10 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from pipeline.records.differences import first_difference
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.records.fingerprints import fingerprint
 from pipeline.gate.clusters import sum_by_cluster
 from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement, combine, judge_all
@@ -18,16 +15,19 @@ from pipeline.gate.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
-from pipeline.report.plots import plot_completion, plot_harm
-from pipeline.report.markdown_report import render_report
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
-from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import describe_policy, is_blocking
-from pipeline.records.record_files import read_record, write_record
+from pipeline.products.text.settings import CandidateSettings, OpenaiEngine, SpeculativeStep
+from pipeline.records.differences import first_difference
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import OUTGROWN, BuiltCandidate, Evaluation
+from pipeline.records.fingerprints import fingerprint
+from pipeline.records.record_files import read_record, write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
-from pipeline.text_params import CandidateSettings, OpenaiEngine, SpeculativeStep
+from pipeline.report.markdown_report import render_report
+from pipeline.report.plots import plot_completion, plot_harm
+from pipeline.report.terminal import render_gate
 from tests.synthetic_records import (
     Behaviour,
     make_candidate,

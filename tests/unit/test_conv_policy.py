@@ -14,7 +14,8 @@ from torch.nn.utils import parametrizations
 
 from models.people.detector import open_detector
 from pipeline.errors import NumericsError, SettingsError
-from pipeline.networks.conv_policy import (
+from pipeline.numerics.winograd import direct_conv2d, winograd_conv2d
+from pipeline.products.vision.conv_policy import (
     ConvArithmetic,
     EmulatedConv2d,
     apply_policy,
@@ -22,7 +23,6 @@ from pipeline.networks.conv_policy import (
     list_convolutions,
     resolve_policy,
 )
-from pipeline.numerics.winograd import direct_conv2d, winograd_conv2d
 from tests.paths import ROOT
 
 FOUR = ConvArithmetic(algorithm="winograd_f43", dtype="float16")

@@ -16,9 +16,9 @@ from models.imbalance_people import BRANCH
 from models.people.detector import open_detector, preprocess
 from models.train_people import TRAIN
 from pipeline.errors import NumericsError
-from pipeline.networks.conv_policy import ConvArithmetic, apply_policy, list_convolutions, resolve_policy
-from pipeline.networks.proposal import LayerProposal, find_saved_fraction, make_policy, propose_policy
 from pipeline.numerics.winograd import winograd_conv2d
+from pipeline.products.vision.conv_policy import ConvArithmetic, apply_policy, list_convolutions, resolve_policy
+from pipeline.products.vision.proposal import LayerProposal, find_saved_fraction, make_policy, propose_policy
 from tests.paths import ROOT
 
 

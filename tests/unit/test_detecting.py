@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.evalsets.cases import Annotation, DetectionCase
-from pipeline.detection_params import DetectionEval
-from pipeline.records.detections import Detections, MatchTable, Objects, load_matches, match_image
-from pipeline.records.digests import digest_file
 from pipeline.errors import EngineError
-from pipeline.networks.detecting import (
+from pipeline.evalsets.cases import Annotation, DetectionCase
+from pipeline.products.vision.detecting import (
     Categories,
     describe_categories,
     judge_results,
     match_output,
     save_tables,
 )
+from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.records.detections import Detections, MatchTable, Objects, load_matches, match_image
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord
 
 SETTINGS = DetectionEval(kind="detection", evalset="evalsets/e", areas={"tiny": [0.0, 256.0]})

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pipeline.numerics.average_precision import average_precision, coco_numbers
-from pipeline.detection_params import DetectionEval, find_bucket_problems
-from pipeline.records.detections import load_matches, save_matches
-from pipeline.records.digests import digest_file
 from pipeline.gate.clusters import effective_clusters
 from pipeline.gate.compare import compare_release
 from pipeline.gate.influence import harm_by_image, share_of_objects
-from pipeline.report.plots import plot_harm
-from pipeline.report.markdown_report import metrics_tree, render_report
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights
 from pipeline.gate.statistics import sign_flip_p, tango_bounds
-from pipeline.records.record_files import read_record, write_record
+from pipeline.numerics.average_precision import average_precision, coco_numbers
+from pipeline.products.vision.detection_settings import DetectionEval, find_bucket_problems
+from pipeline.records.detections import load_matches, save_matches
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import Evaluation
+from pipeline.records.record_files import read_record, write_record
+from pipeline.report.markdown_report import metrics_tree, render_report
+from pipeline.report.plots import plot_harm
 from tests.synthetic_detections import (
     Change,
     Detector,

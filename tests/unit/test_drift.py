@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.drift import Comparison, Drift, check_drift
 from pipeline.errors import EvidenceError, RequestError
-from pipeline.records.fingerprints import SECTIONS, fingerprint
-from pipeline.text_params import TextProduct
-from pipeline.records.record_files import read_record, write_record
+from pipeline.products.text.drift import Comparison, Drift, check_drift
+from pipeline.products.text.serving.engines.openai import adopt
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate, Evaluation
-from pipeline.serving.engines.openai import adopt
+from pipeline.records.fingerprints import SECTIONS, fingerprint
+from pipeline.records.record_files import read_record, write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
 from tests.synthetic_records import make_candidate, make_params

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.evalsets.cases import DocumentCase, check_distinct
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import load_card, load_evalset
-from pipeline.records.record_files import write_cases
+from pipeline.evalsets.cases import DocumentCase, check_distinct
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord, read_cases
+from pipeline.records.record_files import write_cases
 from tests.paths import ROOT
 
 SHIPPED = ["workflows", "tool_calls", "prose", "choices", "calibration"]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-import pipeline.evals.evaluate as evaluate_module
+import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
-from pipeline.evals.evaluate import evaluate_candidate
-from pipeline.text_params import TextProduct
+from pipeline.products.text.evals.evaluate import evaluate_candidate
+from pipeline.products.text.serving.client import Reply
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation
-from pipeline.serving.client import Reply
 from pipeline.records.serving import ServingConfig
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evalsets import write

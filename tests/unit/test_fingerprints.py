@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.records.fingerprints import find_difference, fingerprint, read_environment
 from pipeline.records.evaluations import Candidate
+from pipeline.records.fingerprints import find_difference, fingerprint, read_environment
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
 from tests.synthetic_records import make_candidate

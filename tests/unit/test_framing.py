@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from pipeline.errors import CheckpointError
-from pipeline.evals import perplexity
-from pipeline.evals.context import EvalContext
-from pipeline.evals.framing import read_frame
-from pipeline.evals.harness import EndpointLM
-from pipeline.running.journal import Journal
 from pipeline.evalsets.cards import load_evalset
-from pipeline.serving.client import TokenScores
-from pipeline.serving.scoring import score_sequences
-from pipeline.text_params import HarnessEval, PerplexityEval
+from pipeline.products.text.evals import perplexity
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.framing import read_frame
+from pipeline.products.text.evals.harness import EndpointLM
+from pipeline.products.text.serving.client import TokenScores
+from pipeline.products.text.serving.scoring import score_sequences
+from pipeline.products.text.settings import HarnessEval, PerplexityEval
+from pipeline.running.journal import Journal
 from tests.tiny_llama import TEXTS, write_documents, write_tiny_llama
 
 CONTEXT = 32

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from dvc.repo import Repo
 
-from pipeline.params import load_params
+from pipeline.products.params import load_params
 from pipeline.records.record_files import read_record
 from pipeline.release.manifest import Manifest
 from pipeline.release.recipe import find_other_material

@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.gate.compare import compare_release
 from pipeline.gate.endpoint import holds_same_model
-from pipeline.records.record_files import read_record, write_record
+from pipeline.products.text.settings import CandidateSettings, OpenaiEngine
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, read_cases
-from pipeline.text_params import CandidateSettings, OpenaiEngine
+from pipeline.records.record_files import read_record, write_record
 from pipeline.records.verdicts import Verdict
 from tests.synthetic_records import Behaviour, make_candidate, make_params, rewrite_records, write_tree
 

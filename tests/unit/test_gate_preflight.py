@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import SettingsError
 from pipeline.gate.preflight import check_gates
-from pipeline.params import load_params
+from pipeline.products.params import load_params
 from tests.release_project import write_project
 
 STAGES = "stages:\n  evaluate:\n    foreach: [a]\n    do:\n      cmd: 'true'\n{}  compare:\n    cmd: 'true'\n{}"

@@ -12,19 +12,19 @@ import pytest
 
 import stages.compare
 import stages.gate
-from pipeline.records.digests import digest_checkpoint, digest_file
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.records.files import write_text
-from pipeline.records.fingerprints import fingerprint
 from pipeline.gate.compare import compare_release
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.verdicts import Judgement
-from pipeline.params import Params
-from pipeline.records.record_files import read_record, write_record
+from pipeline.products.params import Params
+from pipeline.products.text.serving_config import read_candidate
+from pipeline.products.text.settings import SpeculativeStep
+from pipeline.records.digests import digest_checkpoint, digest_file
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
-from pipeline.serving_config import read_candidate
+from pipeline.records.files import write_text
+from pipeline.records.fingerprints import fingerprint
+from pipeline.records.record_files import read_record, write_record
 from pipeline.records.speculation import SpeculativeConfig
-from pipeline.text_params import SpeculativeStep
 from tests.release_project import BUILD, BUNDLE
 from tests.release_project import VERDICT as VERDICT_PATH
 from tests.synthetic_records import (

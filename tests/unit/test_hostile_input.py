@@ -16,8 +16,8 @@ import pytest
 import pipeline.__main__ as command
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.cards import load_card, load_evalset
+from pipeline.products.params import load_params
 from pipeline.records.files import LIMIT, check_size
-from pipeline.params import load_params
 from pipeline.release.checksums import SUMS, find_changes
 from pipeline.release.kept_records import restore_records
 from tests.paths import ROOT

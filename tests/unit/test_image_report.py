@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline.records.digests import digest_file
-from pipeline.records.fingerprints import fingerprint
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.guidance_plot import plot_guidance
 from pipeline.gate.image_plots import plot_headroom, plot_worst_images
 from pipeline.gate.images import describe_guidance, list_guided
-from pipeline.report.markdown_report import render_report
-from pipeline.records.record_files import write_cases
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import read_cases
+from pipeline.records.fingerprints import fingerprint
+from pipeline.records.record_files import write_cases
+from pipeline.report.markdown_report import render_report
 from tests.synthetic_images import Look, make_image_product, write_image_tree
 
 FLIPS = "|  | image | prompt |"

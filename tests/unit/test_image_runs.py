@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.records.digests import digest_file
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.compare import compare_release
-from pipeline.report.flips import list_worst_images
 from pipeline.gate.image_plots import plot_worst_images
 from pipeline.gate.pictures import JudgedImage
-from pipeline.report.mlflow_runs.image_contents import COLUMN, MAX_CASES, VIEW, ShownImage, describe_view, order_columns
-from pipeline.records.record_files import write_cases
+from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import read_cases
+from pipeline.records.record_files import write_cases
+from pipeline.report.flips import list_worst_images
+from pipeline.report.mlflow_runs.image_contents import COLUMN, MAX_CASES, VIEW, ShownImage, describe_view, order_columns
 from pipeline.report.mlflow_runs.run_contents import RunContents, describe_runs
 from pipeline.report.mlflow_runs.run_pictures import MAX_SIDE, draw_pictures, fit_size
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages

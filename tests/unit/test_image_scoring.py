@@ -9,9 +9,9 @@ import torch
 
 from pipeline.errors import SettingsError
 from pipeline.gate.images import find_overflow, headroom
-from pipeline.images.rendering import list_stitches
-from pipeline.images.scoring import describe_activations, measure_seam_excess, score_images, to_bytes
 from pipeline.numerics.activation_watch import ModuleRange
+from pipeline.products.images.rendering import list_stitches
+from pipeline.products.images.scoring import describe_activations, measure_seam_excess, score_images, to_bytes
 from pipeline.records.serving import Tiling
 
 SIZE = 32

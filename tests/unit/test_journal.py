@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import JournalError
-from pipeline.running.journal import Journal
 from pipeline.records.evaluations import CaseRecord
+from pipeline.running.journal import Journal
 
 
 def record(case_id: str, **changes: object) -> CaseRecord:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import QuantizationError
-from pipeline.optimize.layers import format_name, plan_layers
-from pipeline.text_params import Calibration, GptqStep
+from pipeline.products.text.optimize.layers import format_name, plan_layers
+from pipeline.products.text.settings import Calibration, GptqStep
 
 CALIBRATION = Calibration(sources=["prose"], num_samples=8, max_tokens=64, length_exponent=0.0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.errors import EvidenceError
-from pipeline.images.layout import decide_layout, measure_runs
+from pipeline.products.images.layout import decide_layout, measure_runs
 from pipeline.records.medians import MedianInterval
 from pipeline.running.memory_format import count_reorders
 from pipeline.running.timing import compare_outputs

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.records.files import write_text
 from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
 from pipeline.gate.verdicts import describe_policy
+from pipeline.records.files import write_text
 from pipeline.records.serving import ServingConfig
 from pipeline.settings.base import RELEASE
 from tests.synthetic_records import PRODUCT, make_params

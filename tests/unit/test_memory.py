@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import CheckpointError
-from pipeline.memory import MemoryNeed, check_needs, measure_weights, read_available_mib
+from pipeline.products.text.memory import MemoryNeed, check_needs, measure_weights, read_available_mib
 from pipeline.running.weight_files import TensorInfo
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import EngineError
 from pipeline.networks import costs, rounding
-from pipeline.networks.adapters import load_adapter
-from pipeline.networks.costs import Load, choose_baseline, count_work, measure_costs, measure_speed
-from pipeline.networks.loading import load_network
+from pipeline.products.vision.adapters import load_adapter
+from pipeline.products.vision.costs import Load, choose_baseline, count_work, measure_costs, measure_speed
+from pipeline.products.vision.loading import load_network
 from pipeline.records.serving import ConvArithmetic, NetworkServing, Tiling
 from pipeline.running.timing import TOLERANCES, find_tolerance
 from tests.tiny_networks import DETECTOR, write_detector

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.running.environment import GpuProof
 from pipeline.errors import SettingsError
 from pipeline.gate.verdicts import describe_policy
-from pipeline.network_params import VisionProduct
-from pipeline.network_preflight import describe_slow_formats
-from pipeline.params import Params, get_product, parse_params
+from pipeline.products.params import Params, get_product, parse_params
+from pipeline.products.vision.preflight import describe_slow_formats
+from pipeline.products.vision.settings import VisionProduct
+from pipeline.running.environment import GpuProof
 from pipeline.settings.base import Product
 from tests.paths import ROOT
 from tests.tiny_networks import describe_detector, describe_upscaler, make_detector

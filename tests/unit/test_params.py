@@ -13,9 +13,8 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
-from pipeline.image_params import ImagesProduct
-from pipeline.network_params import VisionProduct
-from pipeline.params import (
+from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.params import (
     Params,
     check_candidate,
     choose_product,
@@ -24,8 +23,9 @@ from pipeline.params import (
     load_params,
     parse_params,
 )
+from pipeline.products.text.settings import AwqStep, GptqStep, SpeculativeStep, TextProduct
+from pipeline.products.vision.settings import VisionProduct
 from pipeline.settings.base import Product
-from pipeline.text_params import AwqStep, GptqStep, SpeculativeStep, TextProduct
 from tests.paths import ROOT
 from tests.synthetic_images import Look, make_image_product
 from tests.synthetic_records import NO_BENCHMARK, describe_project

@@ -16,11 +16,11 @@ from evalsets.make import PICTURE_SETS
 from evalsets.pictures import CROP, make_scenes, name_buckets
 from evalsets.seal import seal
 from models.train_people import HELD_OUT, TRAIN
-from pipeline.evalsets.cases import DetectionCase, UpscalingCase, check_distinct
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.evalsets.cases import DetectionCase, UpscalingCase, check_distinct
 from pipeline.evalsets.pictures import check_pictures, read_picture
+from pipeline.records.digests import digest_file
 from tests.paths import ROOT
 from tests.unit.test_seal import SECTIONS
 

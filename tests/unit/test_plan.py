@@ -13,8 +13,8 @@ from pipeline.errors import SettingsError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.plan import SuiteSize, check_plan, plan_gate, read_last, render_plan
 from pipeline.gate.statistics import proportion_bounds, tango_bounds
-from pipeline.records.record_files import write_record
 from pipeline.gate.suite_sizes import count_sizes
+from pipeline.records.record_files import write_record
 from tests.paths import ROOT
 from tests.synthetic_detections import Change, make_detector_params, write_detector_tree
 from tests.synthetic_records import Behaviour, make_params, write_tree

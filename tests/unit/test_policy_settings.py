@@ -8,9 +8,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
-from pipeline.networks.conv_policy import Algorithm, Dtype
-from pipeline.networks.policy_settings import choose_default, list_rules, tabulate, write_policy
-from pipeline.networks.proposal import LayerProposal
+from pipeline.products.vision.conv_policy import Algorithm, Dtype
+from pipeline.products.vision.policy_settings import choose_default, list_rules, tabulate, write_policy
+from pipeline.products.vision.proposal import LayerProposal
 
 BEFORE = """\
 # Every setting.

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import pipeline.preflight
-from pipeline.records.digests import digest_file
+import pipeline.products.text.preflight
 from pipeline.errors import EvalsetError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.params import choose_product, load_params, parse_params
-from pipeline.preflight import check_text
-from pipeline.text_params import TextProduct
+from pipeline.products.params import choose_product, load_params, parse_params
+from pipeline.products.text.preflight import check_text
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.digests import digest_file
 from tests.paths import ROOT
 from tests.synthetic_records import NO_BENCHMARK
 from tests.tiny_llama import write_documents, write_tiny_llama
@@ -289,7 +289,7 @@ def test_a_checkpoint_is_checked_without_its_libraries(copied: Path) -> None:
     vocabulary = json.loads((copied / "tokenizer.json").read_text())["model"]["vocab"]
     (copied / "tokenizer.json").unlink()
     (copied / "vocab.json").write_text(json.dumps(vocabulary))
-    code = (f"import sys, pathlib, pipeline.checkpoints as c; c.open_checkpoint(pathlib.Path({str(copied)!r})); "
+    code = (f"import sys, pathlib, pipeline.products.text.checkpoints as c; c.open_checkpoint(pathlib.Path({str(copied)!r})); "
             "print([m for m in ('torch', 'transformers') if m in sys.modules])")  # fmt: skip
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert child.stdout.strip() == "[]", child.stderr
@@ -383,6 +383,6 @@ def test_a_folder_that_two_evals_name_is_read_once(project: Path, monkeypatch: p
         loaded.append(folder.name)
         return load_evalset(folder)
 
-    monkeypatch.setattr(pipeline.preflight, "load_evalset", load)
+    monkeypatch.setattr(pipeline.products.text.preflight, "load_evalset", load)
     check(project, "evals//again", {"kind": "perplexity", "evalset": "evalsets/prose/"})
     assert sorted(loaded) == ["calibration", "choices", "prose", "workflows"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.serving.engines.processes import read_cause
+from pipeline.products.text.serving.engines.processes import read_cause
 
 AT = "(APIServer pid=7) ERROR 11-21 19:57:15 [validation.py:151] "
 REFUSED = (f"{AT}RequestValidationError caught. Request id: None\n"

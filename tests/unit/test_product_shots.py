@@ -13,8 +13,8 @@ import torch
 from evalsets.shots import SIZE, all_shots, buckets, caption, render
 from models.inflate_vae import inflate_decoder
 from models.train_product_shots import MAX_TOKENS, make_scheduler, make_tokenizer, to_signal, tokenize
-from pipeline.evalsets.cases import PromptCase
 from pipeline.evalsets.cards import load_evalset
+from pipeline.evalsets.cases import PromptCase
 from tests.paths import ROOT
 
 FOLDERS = ["product-shots", "product-shots-hot-vae", "product-shots-clip"]

@@ -16,10 +16,10 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import QuantizationError
-from pipeline.optimize.layers import Int4Step, LayerPlan
-from pipeline.optimize.progress import StepLog
-from pipeline.optimize.reconstruction import check_reconstruction
-from pipeline.text_params import AwqStep, Calibration, GptqStep
+from pipeline.products.text.optimize.layers import Int4Step, LayerPlan
+from pipeline.products.text.optimize.progress import StepLog
+from pipeline.products.text.optimize.reconstruction import check_reconstruction
+from pipeline.products.text.settings import AwqStep, Calibration, GptqStep
 
 LAYER, SHAPE, GROUP = "model.layers.0.mlp.down_proj", (24, 128), 32
 PLAN = LayerPlan(asked={LAYER: SHAPE}, excluded={})

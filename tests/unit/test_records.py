@@ -11,11 +11,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from pipeline.errors import EvidenceError
-from pipeline.records.files import write_text
-from pipeline.report.plots import plot_harm
 from pipeline.gate.verdicts import Judgement, describe_policy
-from pipeline.records.record_files import Record, read_record
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
+from pipeline.records.files import write_text
+from pipeline.records.record_files import Record, read_record
+from pipeline.report.plots import plot_harm
 from tests.synthetic_records import make_params
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.records.digests import digest_file, digest_json, digest_text
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement
-from pipeline.records.record_files import read_record, write_record
+from pipeline.records.digests import digest_file, digest_json, digest_text
 from pipeline.records.evaluations import OUTGROWN, CaseRecord, Evaluation, read_cases
+from pipeline.records.record_files import read_record, write_record
 from pipeline.release import bundle as release_bundle
 from pipeline.release.bundle import check_marker, write_bundle
 from pipeline.release.checksums import SUMS, write_sums

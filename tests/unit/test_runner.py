@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.evalsets.cases import DocumentCase
 from pipeline.errors import EngineError, JournalError, RequestError
-from pipeline.running.journal import Journal
-from pipeline.evals.runner import MAX_FAILURES_IN_A_ROW, run_cases
+from pipeline.evalsets.cases import DocumentCase
+from pipeline.products.text.evals.runner import MAX_FAILURES_IN_A_ROW, run_cases
 from pipeline.records.evaluations import CaseRecord
+from pipeline.running.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [DocumentCase(id=f"c{i}", cluster="c", text=f"text {i}") for i in range(40)]
@@ -173,7 +173,7 @@ SLOW_RUN = """
 import asyncio, sys
 from pathlib import Path
 from tests.unit.test_runner import CASES, judged, make_context, open_journal
-from pipeline.evals.runner import run_cases
+from pipeline.products.text.evals.runner import run_cases
 folder = Path(sys.argv[1])
 async def judge(case):
     await asyncio.sleep(0.03)
@@ -210,7 +210,7 @@ def test_after_sigkill_no_finished_case_is_repeated(tmp_path: Path) -> None:
 
 def test_the_first_error_of_a_kind_is_found_however_deep() -> None:
     from pipeline.errors import EngineError, JournalError
-    from pipeline.serving.failures import find_error
+    from pipeline.products.text.serving.failures import find_error
 
     inner = ExceptionGroup("inner", [ValueError("a"), EngineError("died"), EngineError("later")])
     group = ExceptionGroup("outer", [KeyError("b"), inner])

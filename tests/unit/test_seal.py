@@ -13,13 +13,13 @@ from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 
 from evalsets.seal import describe, main, seal
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvalsetError
-from pipeline.evals.tools import call_tool
-from pipeline.evals.trajectories import is_completed
 from pipeline.evalsets.cards import load_evalset
-from pipeline.image_params import ImagesEval
-from pipeline.text_params import EvalSettings
+from pipeline.products.images.settings import ImagesEval
+from pipeline.products.text.evals.tools import call_tool
+from pipeline.products.text.evals.trajectories import is_completed
+from pipeline.products.text.settings import EvalSettings
+from pipeline.records.digests import digest_file
 from tests.paths import ROOT
 
 CARD = """\

@@ -22,11 +22,11 @@ from evalsets.depot import (
 from evalsets.make import EVALSETS, LATE_CALL, write_evalset
 from evalsets.texts import split_of
 from models.train_agent import MIX, draw_document, key_text
-from pipeline.evalsets.cases import TrajectoryCase
-from pipeline.evals.calls import is_accepted, is_exact
-from pipeline.evals.tools import call_tool
-from pipeline.evals.trajectories import is_completed
 from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.evalsets.cases import TrajectoryCase
+from pipeline.products.text.evals.calls import is_accepted, is_exact
+from pipeline.products.text.evals.tools import call_tool
+from pipeline.products.text.evals.trajectories import is_completed
 from tests.paths import ROOT
 
 FOLDER = ROOT / "evalsets"

@@ -11,18 +11,18 @@ import pytest
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from pipeline.records.digests import digest_checkpoint
-from pipeline.drafts import digest_drafts
 from pipeline.errors import CheckpointError, EngineError
-from pipeline.memory import estimate_needs, measure_weights
-from pipeline.optimize.candidate import build_candidate
-from pipeline.params import Params, load_params, parse_params
-from pipeline.preflight import check_project
+from pipeline.products.params import Params, load_params, parse_params
+from pipeline.products.text.drafts import digest_drafts
+from pipeline.products.text.memory import estimate_needs, measure_weights
+from pipeline.products.text.optimize.candidate import build_candidate
+from pipeline.products.text.preflight import check_project
+from pipeline.products.text.serving.speculation import count_speculation
+from pipeline.products.text.serving_config import read_candidate, serve
+from pipeline.products.text.settings import SpeculativeStep
+from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
-from pipeline.serving.speculation import count_speculation
-from pipeline.serving_config import read_candidate, serve
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
-from pipeline.text_params import SpeculativeStep
 from pipeline.running.weight_files import read_tensors
 from tests.paths import ROOT
 from tests.tiny_llama import write_tiny_llama

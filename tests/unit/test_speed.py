@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 import stages.gate
-from pipeline.records.benchmarks import Batch, Benchmark, Cell, Machine, Probe, Side, describe_work, read_machine
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.compare import ReleaseComparison, compare_release
-from pipeline.report.plots import plot_speed
-from pipeline.report.markdown_report import render_report
 from pipeline.gate.speed import describe_speed, judge_speed
-from pipeline.report.speed_section import describe_measurement
-from pipeline.report.terminal import render_gate
 from pipeline.gate.verdicts import VERDICT_PATH, describe_policy
-from pipeline.text_params import TextProduct
-from pipeline.recall import NUM_PROBES
-from pipeline.records.record_files import write_record
+from pipeline.products.text.recall import NUM_PROBES
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.benchmarks import Batch, Benchmark, Cell, Machine, Probe, Side, describe_work, read_machine
 from pipeline.records.evaluations import CaseRecord
-from pipeline.report.mlflow_runs.run_contents import describe_runs
+from pipeline.records.record_files import write_record
 from pipeline.records.speculation import SpeculationCounts
 from pipeline.records.verdicts import Verdict
+from pipeline.report.markdown_report import render_report
+from pipeline.report.mlflow_runs.run_contents import describe_runs
+from pipeline.report.plots import plot_speed
+from pipeline.report.speed_section import describe_measurement
+from pipeline.report.terminal import render_gate
 from tests.synthetic_records import Behaviour, make_candidate, make_params, write_tree
 
 HERE = Machine(cpu="Nice CPU", num_cores=2, gpus=())

@@ -106,13 +106,13 @@ def copy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("edited", "changed"), [
-    ("pipeline/images/rendering.py", {("optimize", "images"), ("evaluate", "images")}),
-    ("pipeline/images/steps.py", {("optimize", "images")}),
-    ("pipeline/images/scoring.py", {("evaluate", "images")}),
-    ("pipeline/networks/loading.py", {("optimize", "vision"), ("evaluate", "vision")}),
-    ("pipeline/optimize/gptq.py", {("optimize", "text")}),
-    ("pipeline/evals/perplexity.py", {("evaluate", "text")}),
-    ("pipeline/benchmark/rounds.py", {("benchmark", "text")}),
+    ("pipeline/products/images/rendering.py", {("optimize", "images"), ("evaluate", "images")}),
+    ("pipeline/products/images/steps.py", {("optimize", "images")}),
+    ("pipeline/products/images/scoring.py", {("evaluate", "images")}),
+    ("pipeline/products/vision/loading.py", {("optimize", "vision"), ("evaluate", "vision")}),
+    ("pipeline/products/text/optimize/gptq.py", {("optimize", "text")}),
+    ("pipeline/products/text/evals/perplexity.py", {("evaluate", "text")}),
+    ("pipeline/products/text/benchmark/rounds.py", {("benchmark", "text")}),
     ("pipeline/report/markdown_report.py", {("compare", kind) for kind in KINDS}),
     ("pipeline/gate/decision.py", {(stage, kind) for kind in KINDS for stage in ("compare", "track", "release")}),
     ("pipeline/gate/standing.py", {("gate", kind) for kind in KINDS}),

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pipeline.benchmark import streaming
 from pipeline.errors import EngineError
+from pipeline.products.text.benchmark import streaming
 from tests.unit.test_client import Behaviour, FakeServer, answer
 
 CHAT = [{"role": "user", "content": "x"}]

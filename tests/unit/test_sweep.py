@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.records.digests import digest_text
 from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import load_evalset
-from pipeline.image_params import GuidanceStep, ImagesProduct
-from pipeline.image_serving import serve
-from pipeline.records.record_files import write_record
+from pipeline.products.images.serving import serve
+from pipeline.products.images.settings import GuidanceStep, ImagesProduct
+from pipeline.products.images.sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
+from pipeline.products.images.sweep.plot import plot_sweep
+from pipeline.products.images.sweep.rendering import take_prompts
+from pipeline.products.images.sweep.settings import list_settings, make_sweep_product, name_setting, read_setting
+from pipeline.products.images.sweep.table import format_step, render_sweep, render_table
+from pipeline.records.digests import digest_text
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Checkpoint
-from pipeline.sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
-from pipeline.sweep.plot import plot_sweep
-from pipeline.sweep.rendering import take_prompts
-from pipeline.sweep.settings import list_settings, make_sweep_product, name_setting, read_setting
-from pipeline.sweep.table import format_step, render_sweep, render_table
+from pipeline.records.record_files import write_record
 from tests.paths import ROOT
 from tests.synthetic_images import write_image_evaluation
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pipeline.evals.evaluate as evaluate_module
+import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import SettingsError
-from pipeline.evals.evaluate import evaluate_candidate
-from pipeline.evals.material import digest_evalsets, digest_task, read_fresh
+from pipeline.products.text.evals.evaluate import evaluate_candidate
+from pipeline.products.text.evals.material import digest_evalsets, digest_task, read_fresh
+from pipeline.products.text.serving.client import TokenScores
+from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import CaseRecord, read_cases
-from pipeline.serving.client import TokenScores
-from pipeline.text_params import HarnessEval, TextProduct
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evaluate import FakeEndpoint as ChatEndpoint
 from tests.unit.test_evaluate import FakeEngine

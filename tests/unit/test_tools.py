@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.evals.tools import ToolError, call_tool, read_path, render_result
 from pipeline.evalsets.cards import Tool
+from pipeline.products.text.evals.tools import ToolError, call_tool, read_path, render_result
 
 STATE: dict[str, Any] = {
     "stock": {"lamp": {"north": 5, "note": "old"}}, "orders": [], "sent": 0, "owner": "Ada", "flags": {"open": True},

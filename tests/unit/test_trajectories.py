@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.evalsets.cases import TrajectoryCase
 from pipeline.errors import EngineError, RequestError
-from pipeline.running.journal import Journal
-from pipeline.evals.trajectories import evaluate, is_completed
 from pipeline.evalsets.cards import Card, Evalset
+from pipeline.evalsets.cases import TrajectoryCase
+from pipeline.products.text.evals.trajectories import evaluate, is_completed
+from pipeline.products.text.serving.client import Reply
+from pipeline.products.text.settings import TrajectoriesEval
 from pipeline.records.evaluations import OUTGROWN, CaseRecord
-from pipeline.serving.client import Reply
-from pipeline.text_params import TrajectoriesEval
+from pipeline.running.journal import Journal
 
 TOOLS = {
     "order": {

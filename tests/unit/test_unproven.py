@@ -11,14 +11,14 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.explanation_records import Explanation
+from pipeline.gate.validity import is_without_output
+from pipeline.gate.verdicts import blocking_verdicts
+from pipeline.products.vision.settings import find_network_problems
 from pipeline.report.github import render_annotations, render_summary
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from pipeline.gate.validity import is_without_output
-from pipeline.gate.verdicts import blocking_verdicts
-from pipeline.network_params import find_network_problems
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import Way, make_network_product, write_detector
 from tests.unit.test_network_report import edit_records

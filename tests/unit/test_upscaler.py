@@ -19,8 +19,8 @@ from models.train_upscaler import CONFIG, HELD_OUT, SIZE, TRAIN, degrade, draw, 
 from models.upscaler.upscaler import Upscaler, build_upscaler, open_upscaler, postprocess, preprocess, upscale
 from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db
-from pipeline.numerics.tiling import blend_tiles
 from pipeline.numerics.tile_grid import find_stitches
+from pipeline.numerics.tiling import blend_tiles
 from tests.paths import ROOT
 
 FOLDER = ROOT / "models" / "upscaler"

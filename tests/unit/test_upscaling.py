@@ -11,13 +11,13 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.errors import EngineError
-from pipeline.networks.upscaling import (
+from pipeline.evalsets.pictures import read_picture
+from pipeline.products.vision.upscaling import (
     MAX_PSNR_DB,
     judge_picture,
     list_stitches,
     measure_seam_excess,
 )
-from pipeline.evalsets.pictures import read_picture
 from pipeline.records.serving import Tiling
 from tests.paths import ROOT
 

@@ -10,10 +10,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
-from pipeline.params import parse_params
-from pipeline.preflight import check_project
+from pipeline.products.params import parse_params
+from pipeline.products.text.preflight import check_project
+from pipeline.products.text.serving.vllm_config import build_config, check_config, check_options, render_config
 from pipeline.records.evaluations import Candidate
-from pipeline.serving.vllm_config import build_config, check_config, check_options, render_config
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
 from tests.paths import ROOT

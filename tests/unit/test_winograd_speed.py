@@ -23,8 +23,8 @@ from benchmarks.ncnn_nets import (
 )
 from benchmarks.winograd_speed import POLICIES, ROOT, add_up, bind_layers, bind_policies
 from models.people.detector import Detector
-from pipeline.network_params import VisionProduct
-from pipeline.params import get_product, load_params
+from pipeline.products.params import get_product, load_params
+from pipeline.products.vision.settings import VisionProduct
 
 DIRECT, F23, F43, CALIBRATED, MIXED = POLICIES
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.running.environment import Machine
-from pipeline.image_params import ImagesProduct, find_image_problems
 from pipeline.product import Inputs, Plot
+from pipeline.products.images.settings import ImagesProduct, find_image_problems
+from pipeline.running.environment import Machine
 
 
 class ImagesKind:
@@ -21,14 +21,14 @@ class ImagesKind:
 
     def check(self, product: ImagesProduct, root: Path, machine: Machine) -> list[str]:
         """Check pipeline folders, CLIP and prompts."""
-        from pipeline.image_preflight import check_images
+        from pipeline.products.images.preflight import check_images
 
         check_images(product, root)
         return []
 
     def list_inputs(self, product: ImagesProduct, root: Path) -> Inputs:
         """Return the prompts, CLIP and the reference's weights, which all candidates are built and judged by."""
-        from pipeline.image_preflight import digest_material
+        from pipeline.products.images.preflight import digest_material
 
         shared = digest_material(product, root) | {
             "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
@@ -38,7 +38,7 @@ class ImagesKind:
 
     def optimize(self, name: str, product: ImagesProduct, *, root: Path, build: Path) -> str:
         """Rewrite weights, and record how the pipeline is run."""
-        from pipeline.images.candidate import build_image_candidate
+        from pipeline.products.images.candidate import build_image_candidate
 
         candidate = build_image_candidate(name, product, root=root, build=build)
         steps = ", ".join(step["kind"] for step in candidate.steps) or "no steps"
@@ -46,8 +46,8 @@ class ImagesKind:
 
     def evaluate(self, name: str, product: ImagesProduct, *, root: Path, build: Path) -> None:
         """Render and judge every prompt."""
-        from pipeline.image_serving import read_image_candidate
-        from pipeline.images.evaluate import evaluate_images
+        from pipeline.products.images.evaluate import evaluate_images
+        from pipeline.products.images.serving import read_image_candidate
 
         evaluate_images(read_image_candidate(build, name, product), product, root=root, build=build)
 

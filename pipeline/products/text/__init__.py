@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.running.environment import Machine
 from pipeline.product import Inputs, Plot, Watched
-from pipeline.text_params import SpeculativeStep, TextProduct
+from pipeline.products.text.settings import SpeculativeStep, TextProduct
+from pipeline.running.environment import Machine
 
 
 class TextKind:
@@ -17,14 +17,14 @@ class TextKind:
 
     def find_problems(self, product: TextProduct) -> list[str]:
         """Return what contradicts itself in the settings."""
-        from pipeline.text_problems import find_text_problems
+        from pipeline.products.text.problems import find_text_problems
 
         return find_text_problems(product)
 
     def check(self, product: TextProduct, root: Path, machine: Machine) -> list[str]:
         """Check layers, tokenizers, chat templates, cases and memory."""
-        from pipeline.memory import check_needs, estimate_needs, read_available_mib
-        from pipeline.preflight import check_text
+        from pipeline.products.text.memory import check_needs, estimate_needs, read_available_mib
+        from pipeline.products.text.preflight import check_text
 
         check_text(product, root)
         total = machine.memory_mib
@@ -32,9 +32,9 @@ class TextKind:
 
     def list_inputs(self, product: TextProduct, root: Path) -> Inputs:
         """Return drafts and calibration texts of what is built, engine and cases of what is evaluated."""
-        from pipeline.records.digests import digest_checkpoint, digest_folder
-        from pipeline.evals.material import digest_evalsets
         from pipeline.evalsets.cards import NOTES
+        from pipeline.products.text.evals.material import digest_evalsets
+        from pipeline.records.digests import digest_checkpoint, digest_folder
 
         texts = digest_folder(root / product.optimize.calibration_texts, ignore=NOTES)
         shared = {"evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
@@ -56,7 +56,7 @@ class TextKind:
 
     def optimize(self, name: str, product: TextProduct, *, root: Path, build: Path) -> str:
         """Quantise, and check what will be served."""
-        from pipeline.optimize.candidate import build_candidate
+        from pipeline.products.text.optimize.candidate import build_candidate
 
         candidate = build_candidate(name, product, root=root, build=build)
         checkpoint = candidate.checkpoint
@@ -68,14 +68,14 @@ class TextKind:
         """Ask a candidate's endpoint all evals."""
         import asyncio
 
-        from pipeline.evals.evaluate import evaluate_candidate
-        from pipeline.serving_config import read_candidate
+        from pipeline.products.text.evals.evaluate import evaluate_candidate
+        from pipeline.products.text.serving_config import read_candidate
 
         asyncio.run(evaluate_candidate(read_candidate(build, name, product), product, root=root, build=build))
 
     def benchmark(self, product: TextProduct, *, root: Path, build: Path) -> list[str]:
         """Time both endpoints side by side; a candidate that was timed just so before is taken over."""
-        from pipeline.benchmark.product import benchmark_product
+        from pipeline.products.text.benchmark.product import benchmark_product
 
         return benchmark_product(product, root=root, build=build)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.running.environment import Machine
-from pipeline.network_params import VisionProduct, find_network_problems
 from pipeline.product import Inputs, Plot
+from pipeline.products.vision.settings import VisionProduct, find_network_problems
+from pipeline.running.environment import Machine
 
 
 class VisionKind:
@@ -21,13 +21,13 @@ class VisionKind:
 
     def check(self, product: VisionProduct, root: Path, machine: Machine) -> list[str]:
         """Check the adapter, folders and pictures."""
-        from pipeline.network_preflight import check_network, describe_slow_formats
+        from pipeline.products.vision.preflight import check_network, describe_slow_formats
 
         return check_network(product, root) + describe_slow_formats(product, machine)
 
     def list_inputs(self, product: VisionProduct, root: Path) -> Inputs:
         """Return the adapter, the pictures, and the reference's weights, which all candidates are judged by."""
-        from pipeline.network_preflight import digest_material
+        from pipeline.products.vision.preflight import digest_material
 
         material = digest_material(product, root)
         optimize = {name: {"adapter": [product.adapter, material["adapter"]], **candidate.model_dump(mode="json")}
@@ -38,7 +38,7 @@ class VisionKind:
 
     def optimize(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> str:
         """Record how the network is run: no step rewrites weights."""
-        from pipeline.networks.candidate import build_network_candidate
+        from pipeline.products.vision.candidate import build_network_candidate
 
         candidate = build_network_candidate(name, product, root=root, build=build)
         steps = ", ".join(step["kind"] for step in candidate.steps) or "no steps"
@@ -46,8 +46,8 @@ class VisionKind:
 
     def evaluate(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> None:
         """Run every picture and judge what comes out."""
-        from pipeline.network_serving import read_network_candidate
-        from pipeline.networks.evaluate import evaluate_network
+        from pipeline.products.vision.evaluate import evaluate_network
+        from pipeline.products.vision.serving import read_network_candidate
 
         evaluate_network(read_network_candidate(build, name, product), product, root=root, build=build)
 

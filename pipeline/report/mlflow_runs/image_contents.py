@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.records.digests import digest_file
 from pipeline.errors import EvidenceError
-from pipeline.report.flips import list_worst_images
 from pipeline.gate.images import headroom
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.pictures import DIFFERENCE_GAIN, LEAST_BITS, JudgedImage, locate_image
 from pipeline.gate.seams import SEAM_GAIN
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown
+from pipeline.records.digests import digest_file
+from pipeline.report.flips import list_worst_images
 from pipeline.report.mlflow_runs.network_contents import (
     ShownBoxes,
     ShownStitch,

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.records.detections import load_matches
-from pipeline.records.digests import digest_file, digest_text
 from pipeline.errors import EvidenceError
 from pipeline.gate.boxes import JudgedBoxes, list_losses
 from pipeline.gate.network_costs import find_scarcest_layer, find_worst_layer
@@ -19,10 +17,12 @@ from pipeline.gate.network_notes import NetworkNotes, parse_notes
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.pictures import LEAST_BITS, JudgedImage, locate_image
 from pipeline.gate.seams import SEAM_GAIN
-from pipeline.report.mlflow_runs.predictions import Scored
-from pipeline.records.record_files import read_record
+from pipeline.records.detections import load_matches
+from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import CaseRecord, Evaluation
+from pipeline.records.record_files import read_record
 from pipeline.records.serving import Tiling
+from pipeline.report.mlflow_runs.predictions import Scored
 
 STITCH = f"stitch - reference and candidate and difference x {SEAM_GAIN}"  # ends the key of a strip
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
-from pipeline.records.record_files import read_record
 from pipeline.records.evaluations import CaseRecord, Evaluation, read_cases
+from pipeline.records.record_files import read_record
 
 MAX_CASES_PER_EVAL = 200
 MAX_TEXT = 2000  # characters of a prompt or output that the table shows

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.records.digests import digest_json, digest_text
 from pipeline.errors import EvidenceError
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, is_rate
+from pipeline.records.digests import digest_json, digest_text
+from pipeline.records.evaluations import BuiltCandidate, Evaluation
+from pipeline.records.record_files import R, read_record
+from pipeline.records.verdicts import Metric, Speed, Verdict
 from pipeline.report.mlflow_runs.image_contents import ImageContents, Shown, choose_images
 from pipeline.report.mlflow_runs.predictions import read_scored, select_predictions
-from pipeline.records.record_files import R, read_record
-from pipeline.records.evaluations import BuiltCandidate, Evaluation
-from pipeline.records.verdicts import Metric, Speed, Verdict
 
 # Bars and dots: a reviewer tells the verdict by the colour.
 _COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c", "fail": "#cf222e",

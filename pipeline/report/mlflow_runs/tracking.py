@@ -25,8 +25,8 @@ from typing import Any
 from urllib.parse import quote
 
 from pipeline.errors import JournalError
-from pipeline.records.files import write_text
 from pipeline.gate.wording import escape_markdown
+from pipeline.records.files import write_text
 from pipeline.report.mlflow_runs.image_contents import COLUMN, VIEW, describe_view
 from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.report.mlflow_runs.run_pictures import draw_pictures

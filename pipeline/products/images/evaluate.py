@@ -1,0 +1,157 @@
+"""Render every prompt with one candidate, judge each image, and write the evaluation folder.
+
+All candidates get the same prompts and seeds, so every comparison is paired. Finished batches are journaled with
+their pixels and notes: a killed run renders none of them twice, and the next one knows as much. The folder holds
+records as of any other eval, the images as PNG, and a file of notes: the range of every decoder module, time, memory,
+what guidance did at each step.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.evalsets.cases import PromptCase
+from pipeline.products.images.settings import ImagesEval, ImagesProduct
+from pipeline.products.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
+from pipeline.records.digests import digest_checkpoint, digest_json
+from pipeline.records.evaluations import Evaluation, ImageCandidate
+from pipeline.records.files import write_text
+from pipeline.records.medians import MIN_ROUNDS, bound_median
+from pipeline.records.record_files import write_cases
+from pipeline.running.evaluation_folder import make_evaluation
+from pipeline.running.journal import Journal
+from pipeline.running.stage_code import digest_code
+from pipeline.running.worker_pool import run_tasks
+
+
+def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: Path, build: Path) -> Evaluation:
+    """Evaluate one candidate and write `evaluations/<name>/` under `build`.
+
+    Args:
+        candidate: what stage optimize wrote, with its serving config.
+        product: settings.
+        root: project root, which paths of checkpoints and evalsets are relative to.
+        build: folder of the product's results.
+
+    Raises:
+        CheckpointError: a pipeline or the CLIP can't be loaded.
+        EngineError: the pipeline refused a prompt, is not what the candidate says, or a worker died.
+        JournalError: another process evaluates the candidate.
+    """
+    source = root / product.candidates[product.reference].checkpoint
+    files, facts = {}, candidate.facts
+    with make_evaluation(candidate, build) as working:
+        for name, settings in product.evals.items():
+            evalset = load_evalset(root / settings.evalset)
+            judges = digest_judges(product, settings, root)
+            key = digest_work(settings, evalset, judges)
+            order = Order(candidate, source, settings, root, judges)
+            with start_renderers(order, product.resources.num_workers) as pool:
+                facts = pool.submit(read_facts).result()
+                with working.open_journal(name, facts, key=key) as journal:
+                    _run_eval(name, evalset, candidate, pool, journal, working.path)
+            files[name] = working.describe_eval(name, settings, evalset, key=key)
+        return working.finish(files, facts, proof="loaded and run by the processes that rendered")
+
+
+def _run_eval(
+    name: str, evalset: Evalset, candidate: ImageCandidate, pool: ProcessPoolExecutor, journal: Journal, folder: Path
+) -> None:
+    """Render what the journal does not hold, and write the eval's records, images and notes to a folder."""
+    start = time.monotonic()
+    # rounding depends on who shares a batch: the same ones do after a kill
+    batches = list(_batch(evalset.cases, candidate))
+    left = [(batch, category) for batch, category in batches
+            if any(journal.find(case.digest) is None for case in batch)]  # fmt: skip
+    _render(name, left, pool, journal)
+    records = []
+    (folder / name).mkdir()
+    for case in evalset.cases:
+        record, picture = journal.find(case.digest) or (None, None)
+        assert record is not None and picture is not None
+        records.append(record)
+        (folder / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
+    write_cases(folder / f"{name}.jsonl", records)
+    noted = [journal.find_text(_name_batch(batch)) for batch, _ in batches]
+    notes = _describe([json.loads(text) for text in noted if text is not None], candidate) | {
+        "decode_peak_mib": round(pool.submit(weigh_decode, candidate.serving.batch_size).result(), 2)}
+    write_text(folder / f"{name}.json", json.dumps(notes, indent=1) + "\n")
+    sound = sum(r.scores["sound"] for r in records)
+    print(f"  {name}: n={len(records)}, {sound:.0f} sound, {time.monotonic() - start:.1f} s", file=sys.stderr)
+
+
+def _batch(cases: Sequence[PromptCase], candidate: ImageCandidate) -> Iterator[tuple[list[PromptCase], str | None]]:
+    """Yield batches of cases of one guidance category, in evalset order within each."""
+    own = candidate.serving.guidance_by_category
+    by_category: dict[str | None, list[PromptCase]] = {}
+    for case in cases:
+        by_category.setdefault(next((b for b in case.buckets if b in own), None), []).append(case)
+    size = candidate.serving.batch_size
+    for category, group in by_category.items():
+        for i in range(0, len(group), size):
+            yield group[i : i + size], category
+
+
+def _render(
+    name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: ProcessPoolExecutor, journal: Journal
+) -> None:
+    """Render batches as workers come free; journal each image as it is done, with what is noted of its batch."""
+    for place, found in run_tasks(pool, render_batch, batches, what=name):
+        cases = batches[place][0]
+        # first: a batch counts as finished when all its images do
+        journal.add_text(_name_batch(cases), json.dumps(found.describe() | {"num": len(cases)}))
+        for case, record, picture in zip(cases, found.records, found.pictures, strict=True):
+            journal.add(case.digest, record, base64.b64encode(picture).decode())
+
+
+def _name_batch(cases: Sequence[PromptCase]) -> str:
+    return digest_json([case.digest for case in cases])
+
+
+def _describe(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
+    """Return the notes from those of all batches, whichever run made them.
+
+    Time is that of pipeline/running/timing.py. Fewer than six batches give no interval of the ratio.
+    """
+    from pipeline.numerics.activation_watch import ModuleRange
+    from pipeline.products.images.scoring import describe_activations
+
+    num = sum(batch["num"] for batch in batches)
+    denoise_ms, decode_ms = (1000 * sum(batch[key] for batch in batches) / num for key in ("denoise_s", "decode_s"))
+    ratios = [batch["decode_s"] / batch["exact_decode_s"] for batch in batches if batch["exact_decode_s"]]
+    steps = zip(*(batch["std_ratios"] for batch in batches), strict=False)
+    ranges = [{name: ModuleRange(*found) for name, found in batch["ranges"].items()} for batch in batches]
+    return {
+        "denoise_ms_per_image": round(denoise_ms, 3),
+        "step_ms_per_image": round(denoise_ms / candidate.serving.num_inference_steps, 4),
+        "decode_ms_per_image": round(decode_ms, 3),
+        "decode_to_float32": bound_median(ratios).model_dump() if len(ratios) >= MIN_ROUNDS else None,
+        "std_ratio_by_step": [round(statistics.fmean(values), 5) for values in map(_drop_nan, steps) if values],
+        "peak_memory_mib": round(max(batch["peak_memory_mib"] for batch in batches), 1),
+        "decoder": describe_activations(ranges, candidate.serving.vae_dtype),
+    }
+
+
+def _drop_nan(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def digest_judges(product: ImagesProduct, settings: ImagesEval, root: Path) -> dict[Path, str]:
+    """Return the digests of what images are judged by: the reference's pipeline, whose VAE is exact, and the CLIP."""
+    folders = (root / product.candidates[product.reference].checkpoint, root / settings.clip)
+    return {folder: digest_checkpoint(folder) for folder in folders}
+
+
+def digest_work(settings: ImagesEval, evalset: Evalset, judges: Mapping[Path, str]) -> str:
+    """Return the key of an eval's records: the digest of its settings, prompts, judges, and the code that judges."""
+    return digest_json([settings.model_dump(), evalset.digest, list(judges.values()), digest_code("evaluate", "images")])

@@ -1,0 +1,147 @@
+"""Open, check and describe a diffusers pipeline folder, from JSON and safetensors headers alone.
+
+What plain diffusers would pass over in silence is refused here: an option that the scheduler does not
+have, weights beside which a pickle lies and no safetensors. Loading is `rendering.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError
+from pipeline.products.images.schedulers import check_scheduler
+from pipeline.records.evaluations import Checkpoint
+from pipeline.running.weight_files import TensorInfo, read_header
+from pipeline.running.weight_folders import describe_weights, read_config_file
+
+INDEX_FILE = "model_index.json"
+FORMAT = "diffusers"
+PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
+_NEEDED = ("unet", "vae", "scheduler")
+_WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
+_WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Read model_index.json: the pipeline's class and its components, name -> [library, class], without absent ones.
+
+    Raises:
+        CheckpointError: no folder, no index, or a component that a guided latent diffusion pipeline needs is absent.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: expected a pipeline folder, found none; correct the path or make it")
+    path = folder / INDEX_FILE
+    index = _read_json(path, "a diffusers pipeline folder's index")
+    if (name := index.get("_class_name")) not in PIPELINES:
+        raise CheckpointError(f"{path}: _class_name: expected a pipeline from text to an image with a U-Net, "
+                              f"{' or '.join(PIPELINES)}, got {name!r}; others are not supported")  # fmt: skip
+    parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
+    for name in _NEEDED:
+        if name not in parts:
+            raise CheckpointError(f"{path}: expected a component {name!r}, found {', '.join(parts) or 'none'}; save "
+                                  "the pipeline again with all of its components")  # fmt: skip
+    return {"_class_name": index.get("_class_name"), **parts}
+
+
+def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
+    """Check everything about a pipeline folder that can be checked without loading it.
+
+    Returns:
+        Component -> stored tensors by name, of the components that have weights.
+
+    Raises:
+        CheckpointError: names the file, what was expected and what to do.
+    """
+    tensors = {}
+    for name in list_components(folder):
+        part = folder / name
+        if not part.is_dir():
+            raise CheckpointError(f"{part}: expected the component that {folder / INDEX_FILE} names, found no folder; "
+                                  "copy it again")  # fmt: skip
+        if not name.startswith(_WITHOUT_WEIGHTS):
+            _read_json(part / "config.json", f"the config of component {name!r}")
+            tensors[name] = read_header(find_weights(part))
+    path = folder / "scheduler" / "scheduler_config.json"
+    check_scheduler(path, _read_json(path, "the scheduler's config"))
+    return tensors
+
+
+def list_components(folder: Path) -> list[str]:
+    """Name the components that a pipeline has, in the order of its index."""
+    return [name for name in read_index(folder) if not name.startswith("_")]
+
+
+def find_weights(part: Path) -> Path:
+    """Return the safetensors file of a component.
+
+    Raises:
+        CheckpointError: pickle weights only, or none.
+    """
+    found = next((part / name for name in _WEIGHTS if (part / name).is_file()), None)
+    if found is not None:
+        return found
+    pickles = sorted(p.name for p in part.glob("*") if p.suffix in _PICKLES)
+    if pickles:
+        raise CheckpointError(f"{part}: expected safetensors weights, found pickle weights {pickles[0]!r}, which run "
+                              "code when opened; convert them to safetensors")  # fmt: skip
+    others = sorted(p.name for p in part.glob("*.safetensors*"))
+    do = ("save the component again in one file: save_pretrained(..., max_shard_size='100GB', variant=None)" if others
+          else "copy the component again")
+    raise CheckpointError(f"{part}: expected {' or '.join(_WEIGHTS)}, found {', '.join(others) or 'neither'}; {do}")
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """What a pipeline draws, from its configs."""
+
+    pixels: int  # a side
+    latent_channels: int
+    factor: int  # pixels a latent pixel, a side
+
+
+def read_shape(folder: Path) -> ImageShape:
+    """Read the size of a pipeline's images.
+
+    Raises:
+        CheckpointError: the configs don't say it, or the images are not square.
+    """
+    unet, vae = (_read_json(folder / part / "config.json", f"the config of component {part!r}")
+                 for part in ("unet", "vae"))  # fmt: skip
+    size, blocks = unet.get("sample_size"), vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
+    if not isinstance(size, int) or not isinstance(blocks, list):
+        raise CheckpointError(f"{folder}: expected a number as unet/config.json's sample_size and a list as "
+                              f"vae/config.json's block_out_channels, got {size!r} and {blocks!r}; images that are not "
+                              "square are not supported")  # fmt: skip
+    factor = 2 ** (len(blocks) - 1)
+    return ImageShape(size * factor, int(vae.get("latent_channels", 4)), factor)
+
+
+def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name, "component.tensor", and the torch tensor of every weight, one at a time."""
+    from safetensors import safe_open
+
+    for part in open_pipeline(folder):
+        with safe_open(find_weights(folder / part), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - the opened file is not a mapping
+                yield f"{part}.{name}", opened.get_tensor(name)
+
+
+def describe_pipeline(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
+    """Check a pipeline folder and describe it as a record; `kind` is the pipeline's class.
+
+    Args:
+        folder: the pipeline.
+        root: the project root, which `path` is relative to when the folder is inside it.
+        parent_digest: digest of the folder that this one was made from.
+    """
+    stored = [info for tensors in open_pipeline(folder).values() for info in tensors.values()]
+    kind = str(read_index(folder)["_class_name"])
+    return describe_weights(folder, stored, root=root, kind=kind, format=FORMAT, parent_digest=parent_digest)
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    return read_config_file(path, what, if_missing="copy the pipeline again")

@@ -1,0 +1,95 @@
+"""Check products of images against the files it names, before any work; free of torch and diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError, SettingsError
+from pipeline.evalsets.cards import load_evalset
+from pipeline.evalsets.cases import PromptCase
+from pipeline.products.images.folders import ImageShape, open_pipeline, read_shape
+from pipeline.products.images.settings import GuidanceStep, ImagesProduct, VaeTilingStep
+from pipeline.products.text.preflight import check_buckets, load_kind
+from pipeline.records.digests import digest_folder
+
+_CLIP_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
+
+
+def check_images(product: ImagesProduct, root: Path) -> None:
+    """Refuse settings that the named files contradict.
+
+    Raises:
+        SettingsError: with the path of the key, what it names, and what there is.
+        EvalsetError: with file and line.
+    """
+    evalsets = {name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), "prompts")
+                for name, e in product.evals.items()}  # fmt: skip
+    buckets = {bucket for evalset in evalsets.values() for bucket in evalset.card.buckets}
+    for name, settings in product.evals.items():
+        for file in _CLIP_FILES:
+            if not (root / settings.clip / file).is_file():
+                raise SettingsError(f"{product.locate('evals')}.{name}.clip: expected a CLIP checkpoint folder with {file}, found "
+                                    f"none in {settings.clip!r}; correct the path, or save model and processor there")
+    check_buckets(product, evalsets)
+    cases = [case for evalset in evalsets.values() for case in evalset.cases]
+    check = cache(open_pipeline)  # most candidates share a folder
+    wanted = _read_shape(product, product.reference, root, check)
+    for name, candidate in product.candidates.items():
+        shape = _read_shape(product, name, root, check)
+        if shape != wanted:
+            raise SettingsError(f"candidates.{name}.checkpoint: expected images as the reference draws them, "
+                                f"{wanted.pixels} pixels from {wanted.latent_channels} latent channels, got "
+                                f"{shape.pixels} from {shape.latent_channels}; they can't be compared")  # fmt: skip
+        for i, step in enumerate(candidate.steps):
+            where = f"candidates.{name}.steps.{i}"
+            if isinstance(step, GuidanceStep):
+                _check_categories(where, step, buckets, cases)
+            elif isinstance(step, VaeTilingStep):
+                _check_tiles(where, step, shape)
+
+
+def _read_shape(product: ImagesProduct, name: str, root: Path, check: Callable[[Path], object]) -> ImageShape:
+    folder = root / product.candidates[name].checkpoint
+    try:
+        check(folder)
+        return read_shape(folder)
+    except CheckpointError as error:
+        raise SettingsError(f"candidates.{name}.checkpoint: {error}") from None
+
+
+def _check_tiles(where: str, step: VaeTilingStep, shape: ImageShape) -> None:
+    """Refuse tiles that cut nothing, or whose window has no whole latent pixel to blend."""
+    if step.tile >= shape.pixels or step.tile % shape.factor:
+        raise SettingsError(f"{where}.tile: expected less than the images' {shape.pixels} pixels, which one "
+                            f"tile would hold, and a multiple of {shape.factor}, got {step.tile}")  # fmt: skip
+    if step.window != "none" and step.tile * step.overlap < shape.factor:
+        raise SettingsError(f"{where}.overlap: expected a latent pixel ({shape.factor} pixels) or more for window "
+                            f"{step.window} to blend, got {step.overlap:g} of a tile of {step.tile}; raise it, or set "
+                            "window: none")  # fmt: skip
+
+
+def _check_categories(where: str, step: GuidanceStep, buckets: set[str], cases: Sequence[PromptCase]) -> None:
+    for category in step.by_category:
+        if category not in buckets:
+            raise SettingsError(f"{where}.by_category.{category}: the evalsets have no such bucket; they have "
+                                f"{', '.join(sorted(buckets)) or 'none'}")  # fmt: skip
+    for case in cases:
+        if len(own := [bucket for bucket in case.buckets if bucket in step.by_category]) > 1:
+            raise SettingsError(f"{where}.by_category: expected one guidance for a prompt, got those of "
+                                f"{' and '.join(own)} for case {case.id!r}; name fewer buckets")  # fmt: skip
+
+
+def digest_material(product: ImagesProduct, root: Path) -> dict[str, Any]:
+    """Return the digests of what results depend on beside candidates, and the version of diffusers."""
+    folders = [folder for e in product.evals.values() for folder in (e.evalset, e.clip)]
+    folders.append(product.candidates[product.reference].checkpoint)
+    notes = frozenset({"README.md"})
+    try:
+        diffusers = version("diffusers")
+    except PackageNotFoundError:
+        diffusers = "absent"
+    return {"folders": {f: digest_folder(root / f, ignore=notes) for f in folders}, "diffusers": diffusers}

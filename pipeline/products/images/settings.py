@@ -1,0 +1,149 @@
+"""The settings of a product of images: diffusers pipelines, what makes them smaller and faster, and what watches them.
+
+Names are those of diffusers where it has one. What needs a file beside params.yaml is checked in
+`pipeline/products/images/folders.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.settings.base import (
+    Product,
+    Settings,
+    find_metric_problems,
+    find_product_problems,
+    find_repeated_steps,
+    find_unwatched_evals,
+    find_window_problems,
+)
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+SAMPLE_MAX = 1.0  # the schedulers' own default
+
+
+class VaePrecisionStep(Settings):
+    """The number format that latents are decoded in; float32 is what diffusers calls `force_upcast`."""
+
+    kind: Literal["vae_precision"]
+    dtype: Dtype
+
+
+class UnetPrecisionStep(Settings):
+    """The number format of the U-Net and the text encoders."""
+
+    kind: Literal["unet_precision"]
+    dtype: Dtype
+
+
+class VaeRangeFixStep(Settings):
+    """Rescale the decoder's residual stream so that float16 holds it, and prove that float32 output stays the same."""
+
+    kind: Literal["vae_range_fix"]
+    target_absmax: float = Field(default=4096.0, ge=256, le=32768)  # of the residual stream, after scaling
+    num_prompts: int = Field(default=32, ge=4)  # at most, from all over the eval, whose latents are measured
+    min_headroom: float = Field(default=2.0, ge=0)  # powers of two below the largest float16, in every module
+    max_difference: float = Field(default=1e-3, gt=0)  # of the float32 output, whose range is -1 to 1
+
+
+class ChannelsLastStep(Settings):
+    """Channels-last memory format, for those of the parts that are measured to gain by it on this machine."""
+
+    kind: Literal["channels_last"]
+    parts: list[Literal["unet", "vae"]] = Field(min_length=1)
+
+
+class Guidance(Settings):
+    """Classifier-free guidance (Ho and Salimans 2022), and what keeps its range down."""
+
+    scale: float = Field(ge=1, le=50)
+    rescale: float = Field(default=0.0, ge=0, le=1)  # toward the conditional std (Lin et al. 2023)
+
+
+class GuidanceStep(Guidance):
+    """Another guidance than the product's; `by_category` overrides it where a prompt has that bucket."""
+
+    kind: Literal["guidance"]
+    # of the absolute values of the predicted latents, per image and step (Saharia et al. 2022); None: no thresholding
+    dynamic_threshold_percentile: float | None = Field(default=None, gt=50, lt=100)
+    # The threshold is that percentile, at least 1 and at most this; latents are clipped at it and divided by it. They
+    # have a standard deviation near 1, not a range of 1 as pixels have: at 1, a plain clamp, the third of the values
+    # that lies beyond is cut, and above 1 all of them shrink until the largest is 1, so that contrast is lost.
+    sample_max_value: float = Field(default=SAMPLE_MAX, ge=1)
+    by_category: dict[str, Guidance] = {}
+
+
+class VaeTilingStep(Settings):
+    """Decode in tiles that overlap, which bounds memory."""
+
+    kind: Literal["vae_tiling"]
+    tile: int = Field(ge=8)  # pixels
+    overlap: float = Field(ge=0, le=0.5)  # fraction of a tile
+    window: Literal["none", "linear", "hann"]
+
+
+ImageStep = Annotated[
+    VaePrecisionStep | UnetPrecisionStep | VaeRangeFixStep | ChannelsLastStep | GuidanceStep | VaeTilingStep,
+    Field(discriminator="kind"),
+]
+
+
+class ImageCandidateSettings(Settings):
+    """A diffusers pipeline folder and the steps that turn it into what would ship."""
+
+    checkpoint: str
+    steps: list[ImageStep]
+
+
+class ServingSettings(Settings):
+    """How images are made, for all candidates alike: what can change a pixel."""
+
+    num_inference_steps: int = Field(ge=1, le=1000)
+    guidance: Guidance
+    batch_size: int = Field(ge=1, le=256)  # prompts together; rounding depends on it
+    num_threads: int = Field(ge=1, le=256)  # torch threads of each process
+
+
+class ResourceSettings(Settings):
+    """How much of the machine is taken: what changes no pixel."""
+
+    num_workers: int = Field(ge=1, le=64)  # processes that render
+
+
+class ImagesEval(Settings):
+    """One image per prompt, judged as raw numbers, against the float32 decode, and by CLIP."""
+
+    kind: Literal["images"]
+    evalset: str
+    clip: str  # CLIP checkpoint folder
+    oversaturated_above: float = Field(default=0.05, gt=0, lt=1)  # fraction of an image's pixels that are saturated
+
+
+class ImagesProduct(Product):
+    """A product of kind `images`: diffusers pipelines that draw prompts."""
+
+    kind: Literal["images"]
+    candidates: dict[str, ImageCandidateSettings] = Field(min_length=1)
+    serving: ServingSettings
+    resources: ResourceSettings
+    evals: dict[str, ImagesEval] = Field(min_length=1)
+
+
+def find_image_problems(product: ImagesProduct) -> list[str]:
+    """Return what contradicts itself in a product, one line each, starting with the key's path."""
+    problems = find_product_problems(product) + find_metric_problems(product)
+    problems += find_unwatched_evals(product, "sound_image_rate", "black images and NaN")
+    problems += [f"candidates.{name}.{problem}" for name, candidate in product.candidates.items()
+                 for problem in _step_problems(candidate.steps)]
+    return problems
+
+
+def _step_problems(steps: list[ImageStep]) -> list[str]:
+    kinds = [step.kind for step in steps]
+    problems = find_repeated_steps(steps)
+    if "vae_range_fix" in kinds and kinds.index("vae_range_fix") != 0:
+        problems.append(f"steps.{kinds.index('vae_range_fix')}: expected vae_range_fix to be the first step, found "
+                        f"{kinds[0]} before it; it rewrites weights, which must be final: move it to the front")
+    return problems + find_window_problems(steps)

@@ -1,0 +1,76 @@
+"""The steps that change how a pipeline is run: number formats, memory format, guidance, tiling.
+
+Each takes the candidate's own copy of the pipeline folder and the serving config so far, writes into the folder
+what plain diffusers reads from there, and returns the new serving config. The one that rewrites weights is
+`vae_range_fix.py`, the one that measures first is `channels_last.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import SettingsError
+from pipeline.products.images.channels_last import run_channels_last
+from pipeline.products.images.results import StepResult
+from pipeline.products.images.settings import (
+    GuidanceStep,
+    UnetPrecisionStep,
+    VaePrecisionStep,
+    VaeTilingStep,
+)
+from pipeline.products.images.vae_range_fix import run_vae_range_fix
+from pipeline.records.serving import PipelineServing, Tiling
+
+
+def run_vae_precision(folder: Path, serving: PipelineServing, *, step: VaePrecisionStep) -> StepResult:
+    """Decode in a number format. diffusers casts a float16 VAE back to float32 where `force_upcast` says so."""
+    _edit(folder / "vae" / "config.json", {"force_upcast": step.dtype == "float32"})
+    return StepResult(serving.model_copy(update={"vae_dtype": step.dtype}))
+
+
+def run_unet_precision(folder: Path, serving: PipelineServing, *, step: UnetPrecisionStep) -> StepResult:
+    """Denoise in a number format."""
+    return StepResult(serving.model_copy(update={"unet_dtype": step.dtype}))
+
+
+def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) -> StepResult:
+    """Guide otherwise; thresholding is the scheduler's own.
+
+    Raises:
+        SettingsError: the scheduler knows no dynamic thresholding.
+    """
+    if step.dynamic_threshold_percentile is not None:
+        path = folder / "scheduler" / "scheduler_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if "dynamic_thresholding_ratio" not in config:
+            raise SettingsError(f"dynamic_threshold_percentile: expected a scheduler with dynamic thresholding (DDIM, "
+                                f"DPM-Solver++, UniPC), got {config.get('_class_name')}; remove it or change the "
+                                "pipeline's scheduler")  # fmt: skip
+        _edit(path, {"thresholding": True, "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100,
+                     "sample_max_value": step.sample_max_value})  # fmt: skip
+    by_category = {name: guidance.model_dump() for name, guidance in step.by_category.items()}
+    return StepResult(serving.model_copy(update={"guidance_scale": step.scale, "guidance_rescale": step.rescale,
+                                                 "guidance_by_category": by_category}))  # fmt: skip
+
+
+def run_vae_tiling(folder: Path, serving: PipelineServing, *, step: VaeTilingStep) -> StepResult:
+    """Decode in tiles."""
+    return StepResult(serving.model_copy(update={"tiling": Tiling(**step.model_dump(exclude={"kind"}))}))
+
+
+STEPS: dict[str, Callable[..., StepResult]] = {
+    "vae_precision": run_vae_precision,
+    "unet_precision": run_unet_precision,
+    "vae_range_fix": run_vae_range_fix,
+    "channels_last": run_channels_last,
+    "guidance": run_guidance,
+    "vae_tiling": run_vae_tiling,
+}
+
+
+def _edit(path: Path, changes: dict[str, Any]) -> None:
+    config = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,53 @@
+"""What each stage's result depends on beside the files that dvc.yaml names: digests, by stage and product or candidate.
+
+Stage `env` writes them to build/env/inputs.json, where DVC watches a key a stage: settings that can change the result,
+cases and other files, and the code. A name says what changed; the settings themselves would stand in dvc.lock once for
+each candidate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.product import Watched
+from pipeline.products import KINDS
+from pipeline.products.params import Params
+from pipeline.records.digests import digest_json
+from pipeline.running.stage_code import digest_code
+from pipeline.settings.base import Product
+
+Digests = dict[str, dict[str, dict[str, str]]]  # stage -> candidate or product -> what -> digest
+
+
+def digest_inputs(params: Params, root: Path) -> Digests:
+    """Return the digests of every stage's inputs.
+
+    Args:
+        params: the whole file.
+        root: of the project.
+    """
+    digests: Digests = {}
+    for product in params.products.values():
+        for stage, keyed in _list_inputs(product, root).items():
+            code = digest_code(stage, product.kind)
+            for key, watched in keyed.items():
+                digests.setdefault(stage, {})[key] = {"code": code} | {
+                    what: digest_json(value) for what, value in watched.items()}  # fmt: skip
+    return digests
+
+
+def _list_inputs(product: Product, root: Path) -> dict[str, dict[str, Watched]]:
+    """Return what a product's stages depend on: by stage, and by candidate or the product's name."""
+    inputs = KINDS[product.kind].list_inputs(product, root)
+    judged = {"settings": _list_judged(product)}
+    return {
+        "optimize": dict(inputs.optimize), "evaluate": dict(inputs.evaluate),
+        "benchmark": {product.name: inputs.benchmark}, "compare": {product.name: judged},
+        "track": {product.name: {}}, "gate": {product.name: judged}, "release": {product.name: judged},
+    }  # fmt: skip
+
+
+def _list_judged(product: Product) -> dict[str, Any]:
+    """Return the settings that a verdict rests on: all but how much of the machine is taken."""
+    return product.model_dump(mode="json", exclude={"resources"})

@@ -1,0 +1,360 @@
+"""Open, check and describe a checkpoint: a Hugging Face folder with safetensors weights.
+
+Everything but the two loaders reads JSON and safetensors headers only, so settings can be checked
+against a checkpoint in milliseconds and without torch. The loaders use plain transformers, as does
+the embedded engine, so what they refuse could not be served either.
+
+Not covered: adapters, models that bring code of their own, and writing weights
+(`pipeline.products.text.optimize`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from pipeline.errors import CheckpointError
+from pipeline.products.text.memory import read_available_mib
+from pipeline.records.digests import digest_files, digest_json
+from pipeline.records.evaluations import Checkpoint
+from pipeline.running.environment import count_memory_mib
+from pipeline.running.weight_files import TensorInfo, read_tensors
+
+CONFIG_FILE = "config.json"
+FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
+_FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PACKED = (".weight_packed", ".qweight")
+_SIDE_TENSORS = (
+    ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qzeros", ".scales", ".g_idx",
+)  # fmt: skip
+_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "embed_positions", "tok_embeddings")
+# (model_type, name in the file) -> name in memory; transformers renames when it loads and back when it saves
+_RENAMED_LAYERS = {("gpt_neox", "embed_out"): "lm_head"}
+_TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
+
+
+def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
+    """Check everything about a checkpoint that can be checked without loading it.
+
+    Returns:
+        The stored tensors by name.
+
+    Raises:
+        CheckpointError: missing folder, pickle weights, a damaged or incomplete safetensors file,
+            an unreadable config or tokenizer, a tokenizer or an end token beyond the embedding, or an embedding
+            of another size than config.json says.
+    """
+    config = read_config(folder)
+    tensors = read_tensors(folder)
+    detect_format(folder, config, tensors)
+    _check_sizes(folder, config, _token_embedding(tensors))
+    if (num_ids := _tokenizer_size(folder)) is not None:
+        _check_vocabulary(folder, num_ids)
+    _check_copied(folder)
+    return tensors
+
+
+def describe_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
+    """Check a checkpoint and describe it as a record.
+
+    `num_parameters` counts weights, not stored elements: a packed INT4 word is eight parameters,
+    scales and zero points are none. `dtype` is the float type that most bytes are stored in.
+
+    Args:
+        folder: the checkpoint.
+        root: the project root, which `path` is relative to when the folder is inside it.
+        parent_digest: digest of the checkpoint that this one was made from.
+    """
+    tensors = open_checkpoint(folder)
+    if _tokenizer_size(folder) is None:
+        _check_vocabulary(folder, len(load_tokenizer(folder)))
+    config = read_config(folder)
+    absolute, base = folder.resolve(), root.resolve()
+    return Checkpoint(
+        path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
+        kind=config["model_type"],
+        format=detect_format(folder, config, tensors),
+        dtype=_main_dtype(tensors),
+        num_parameters=_count_parameters(tensors, config),
+        num_bytes=sum(t.num_bytes for t in tensors.values()),
+        digest=digest_json(files := digest_files(folder)),
+        files=files,
+        parent_digest=parent_digest,
+    )
+
+
+def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return (out_features, in_features) of each linear layer, from safetensors headers only.
+
+    Embeddings are told from linear layers by name. A head that shares the embedding's weights is
+    reported though it has no tensor of its own. Packed layers are not reported.
+    """
+    tensors, kind = read_tensors(folder), read_config(folder)["model_type"]
+    shapes = {
+        name_layer(name.removesuffix(".weight"), kind): (info.shape[0], info.shape[1])
+        for name, info in tensors.items()
+        if name.endswith(".weight") and len(info.shape) == 2 and name.split(".")[-2] not in _EMBEDDINGS
+    }
+    embedding, head = _token_embedding(tensors), tied_head(folder)
+    if head and embedding:
+        shapes[head] = (embedding.shape[0], embedding.shape[1])
+    return shapes
+
+
+def name_layer(stored: str, model_type: str) -> str:
+    """Return what transformers calls a layer, and so settings, messages and records, given its name in the file."""
+    return _RENAMED_LAYERS.get((model_type, stored), stored)
+
+
+def tied_head(folder: Path) -> str | None:
+    """Return the name of a head that shares its weights with the embedding, or None."""
+    config = read_config(folder)
+    tied = config.get("tie_word_embeddings")
+    names = {name_layer(name.removesuffix(".weight"), config["model_type"]) for name in read_tensors(folder)}
+    # architectures that tie by default leave the key out, and then there is no tensor for the head
+    return "lm_head" if tied or (tied is None and "lm_head" not in names) else None
+
+
+def embedding_rows(folder: Path) -> int | None:
+    """Return how many token ids the embedding holds; None for an unknown architecture."""
+    embedding = _token_embedding(read_tensors(folder))
+    return embedding.shape[0] if embedding else read_config(folder).get("vocab_size")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json: an object with a `model_type`."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: expected a checkpoint folder, found none; correct the path or make it")
+    config = read_json(folder / CONFIG_FILE)
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"{folder / CONFIG_FILE}: expected a `model_type`, got {config.get('model_type')!r}")
+    return config
+
+
+def detect_format(folder: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str:
+    """Return "dense" or the quantisation format that config.json declares (one of `FORMATS`)."""
+    settings = config.get("quantization_config")
+    if settings is None:
+        if packed := next((n for n in tensors if n.endswith(_PACKED)), None):
+            raise CheckpointError(
+                f"{folder}: tensor {packed!r} is packed, but {CONFIG_FILE} has no `quantization_config`; "
+                "add the settings it was quantised with"
+            )
+        return "dense"
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method not in FORMATS[1:]:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: quantization_config.quant_method: expected one of "
+            f"{', '.join(FORMATS[1:])}, got {method!r}"
+        )
+    return str(method)
+
+
+def estimate_load_bytes(folder: Path, *, dtype: str) -> int:
+    """Estimate the memory that the loaded weights take, in bytes, without loading them.
+
+    Packed weights count as unpacked, which is what compressed-tensors come to under transformers.
+
+    Args:
+        folder: the checkpoint.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the stored one.
+    """
+    tensors = read_tensors(folder)
+    item_bytes = _FLOAT_BYTES[_main_dtype(tensors) if dtype == "auto" else dtype]
+    return _count_parameters(tensors, read_config(folder)) * item_bytes
+
+
+def check_memory(folder: Path, *, dtype: str, available_bytes: int | None = None) -> None:
+    """Refuse a checkpoint whose weights alone would not fit in the memory that is free.
+
+    Args:
+        folder: the checkpoint.
+        dtype: what it would be loaded in.
+        available_bytes: free memory; None asks the operating system.
+    """
+    needed = estimate_load_bytes(folder, dtype=dtype)
+    free = read_available_mib(count_memory_mib()) << 20 if available_bytes is None else available_bytes
+    if needed > free:
+        raise CheckpointError(
+            f"{folder}: its weights need {needed / 2**30:.2f} GiB in {dtype}, only {free / 2**30:.2f} GiB are free; "
+            "use a smaller dtype or a larger machine"
+        )
+
+
+def load_model(folder: Path, *, dtype: str) -> Any:
+    """Load a checkpoint with plain transformers, in eval mode, and refuse incomplete weights.
+
+    Args:
+        folder: a checkpoint in one of `FORMATS`.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the stored one.
+
+    Raises:
+        CheckpointError: it does not fit in memory, a kernel package is missing, a tensor is
+            missing or has another shape than config.json says, or transformers refuses it.
+    """
+    check_memory(folder, dtype=dtype)
+    check_kernels(folder)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with hide_progress_bars():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below; its own error only points at a table on stderr
+            )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise CheckpointError(f"{folder}: transformers can't load it: {_one_line(error)}") from error
+    for problem in ("missing", "mismatched", "unexpected"):
+        # transformers fills missing tensors with random numbers and only logs it
+        # a mismatched key comes with its two shapes
+        if keys := sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(f"{problem}_keys") or ()):
+            raise CheckpointError(
+                f"{folder}: {len(keys)} {problem} tensors, such as {keys[0]!r}; weights and {CONFIG_FILE} "
+                "do not belong together"
+            )
+    return model.eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load a checkpoint's tokenizer with plain transformers."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # damaged files surface as bare Exception from the tokenizer library
+        raise CheckpointError(f"{folder}: transformers can't load the tokenizer: {_one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def hide_progress_bars() -> Iterator[None]:
+    """Keep the progress bars of transformers and compressed-tensors out of logs."""
+    from tqdm.std import tqdm  # type: ignore[import-untyped]
+
+    make = tqdm.__init__
+
+    def make_hidden(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs | {"disable": True})
+
+    with patch.object(tqdm, "__init__", make_hidden):
+        yield
+
+
+def check_kernels(folder: Path) -> None:
+    """Refuse a format whose kernels are in a package that is not installed, and say which."""
+    config = read_config(folder)
+    method = detect_format(folder, config, read_tensors(folder))
+    if method not in ("gptq", "awq") or importlib.util.find_spec("gptqmodel"):
+        return
+    other = ", or convert it with compressed_tensors' AutoAWQ converter" if method == "awq" else ""
+    raise CheckpointError(
+        f"{folder}: {method!r} weights need the package gptqmodel, which is not installed; "
+        f"`pip install gptqmodel==7.6.0 optimum==2.3.0`{other}"
+    )
+
+
+def _check_sizes(folder: Path, config: dict[str, Any], embedding: TensorInfo | None) -> None:
+    # of a composite model it is the text part's config that would count, and its embedding is not told by name
+    if embedding is None or len(embedding.shape) != 2 or "text_config" in config:
+        return
+    # OPT's embedding may be narrower than its layers, with a projection between
+    width = config.get("word_embed_proj_dim") or config.get("hidden_size")
+    rows = config.get("vocab_size")
+    for key, said, stored in (("vocab_size", rows, embedding.shape[0]), ("hidden_size", width, embedding.shape[1])):
+        if said is not None and said != stored:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: {key}: expected {stored}, as the stored embedding has, got {said!r}; "
+                "copy config and weights from one source"
+            )
+
+
+def _check_vocabulary(folder: Path, num_ids: int) -> None:
+    rows = embedding_rows(folder)
+    if rows is not None and num_ids > rows:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has ids up to {num_ids - 1}, the embedding has {rows} rows; "
+            "the tokenizer belongs to another checkpoint"
+        )
+
+
+def _check_copied(folder: Path) -> None:
+    """Refuse damage in what ships byte by byte though no loader may read it, and answers that could never end."""
+    rows = embedding_rows(folder)
+    for name in ("special_tokens_map.json", "generation_config.json", CONFIG_FILE):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        for eos in found if isinstance(found, list) else [found]:
+            if isinstance(eos, int) and rows is not None and eos >= rows:
+                raise CheckpointError(f"{folder / name}: eos_token_id: expected ids below {rows}, the rows of the "
+                                      f"embedding, got {eos}; copy it from the source")  # fmt: skip
+
+
+def _tokenizer_size(folder: Path) -> int | None:
+    """Return the largest token id plus one; None for a sentencepiece model, which has to be loaded for that."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _count_ids(path, read_json(path))
+    if (folder / "vocab.json").is_file():
+        added = folder / "added_tokens.json"
+        vocabulary = read_json(folder / "vocab.json") | (read_json(added) if added.is_file() else {})
+        return _count_ids(folder / "vocab.json", {"model": {"vocab": vocabulary}})
+    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.txt")):
+        raise CheckpointError(f"{path}: expected the tokenizer, found no file; copy it from the source")
+    return None
+
+
+def _count_ids(path: Path, data: dict[str, Any]) -> int:
+    try:
+        vocabulary = data["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        return max([*ids, *(token["id"] for token in data.get("added_tokens", ()))]) + 1
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path}: expected a tokenizer with `model.vocab`; copy the file again") from None
+
+
+def _token_embedding(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
+    names = (n for n in tensors if n.endswith(".weight") and n.split(".")[-2] in _TOKEN_EMBEDDINGS)
+    return next((tensors[n] for n in names), None)
+
+
+def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
+    """Return the float type that most bytes are stored in; of packed weights, that of their scales."""
+    totals: dict[str, int] = {}
+    for info in tensors.values():
+        if info.dtype in _FLOAT_NAMES:
+            totals[info.dtype] = totals.get(info.dtype, 0) + info.num_bytes
+    return _FLOAT_NAMES[max(totals, key=lambda dtype: totals[dtype])] if totals else "float32"
+
+
+def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> int:
+    settings = config.get("quantization_config") or {}
+    groups = list((settings.get("config_groups") or {}).values())
+    bits = settings.get("bits") or (groups and (groups[0].get("weights") or {}).get("num_bits")) or 4
+    total = 0
+    for name, info in tensors.items():
+        if name.endswith(_PACKED):
+            total += info.num_bytes * 8 // bits
+        elif not name.endswith(_SIDE_TENSORS):
+            total += info.num_elements
+    return total
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a missing file, other JSON and damage are each a CheckpointError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: expected a file, found none; copy it from the source") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {_one_line(error)}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

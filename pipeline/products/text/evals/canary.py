@@ -1,0 +1,134 @@
+"""The canary: prompts that every candidate answers several ways, so that its paths can be compared.
+
+Each prompt is the first turn of a case, greedy. "alone" asks one request at a time, "loaded" asks all at
+once at the concurrency that is deployed, "again" repeats that. A candidate with drafts is asked first
+without them, on a server of its own: "plain alone" and "plain loaded". Where the endpoint gives token ids
+and scores, each token's margin over the second most likely one is kept too: a small one is a token at risk
+even where nothing flipped.
+
+What the differences mean is for the gate (`pipeline/gate/canary.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import RequestError
+from pipeline.evalsets.cards import Evalset
+from pipeline.evalsets.cases import spread
+from pipeline.products.text.evals.calls import declare_tools, describe_reply
+from pipeline.products.text.serving.client import Client, Reply
+from pipeline.products.text.serving.engines.engine import Engine
+from pipeline.products.text.settings import ChatEval, EvalSettings, ResourceSettings
+from pipeline.records.canary import CanaryAnswer, CanaryRecord
+
+Answers = dict[str, list[CanaryAnswer]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the canary."""
+
+    case_id: str  # "<eval>/<case>"
+    digest: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+
+def pick_prompts(evals: Mapping[str, tuple[EvalSettings, Evalset | None]], num_prompts: int) -> list[Prompt]:
+    """Return the first turns of cases spread evenly over the evals that chat, `num_prompts` where there are as many."""
+    chats = [(name, settings, evalset) for name, (settings, evalset) in evals.items()
+             if isinstance(settings, ChatEval) and evalset is not None]  # fmt: skip
+    shares = _share_out(num_prompts, [len(evalset.cases) for _, _, evalset in chats])
+    prompts = []
+    for (name, settings, evalset), count in zip(chats, shares, strict=True):
+        tools = declare_tools(evalset.card.tools, settings)
+        prompts += [Prompt(f"{name}/{case.id}", case.digest, [m.model_dump() for m in case.messages], tools)
+                    for case in spread(evalset.cases, count)]  # fmt: skip
+    return prompts
+
+
+def _share_out(total: int, sizes: Sequence[int]) -> list[int]:
+    """Share a number out evenly, to none more than its size: what one can't take goes to the others."""
+    shares = [0] * len(sizes)
+    while (left := total - sum(shares)) and (takers := [i for i, size in enumerate(sizes) if shares[i] < size]):
+        for place, i in enumerate(takers):
+            shares[i] = min(sizes[i], shares[i] + left // len(takers) + (place < left % len(takers)))
+    return shares
+
+
+async def ask_canary(
+    engine: Engine, client: Client, prompts: Sequence[Prompt], resources: ResourceSettings, *,
+    max_tokens: int, prefix: str,
+) -> tuple[Answers, list[Reply]]:
+    """Ask all prompts alone, loaded and again.
+
+    Args:
+        engine: the endpoint.
+        client: of it, at the deployed concurrency.
+        prompts: what to ask.
+        resources: for a second client, with one request in flight.
+        max_tokens: completion tokens a request.
+        prefix: put before the name of each run.
+
+    Returns:
+        The answers by run, in the order of the prompts; and the replies of "loaded".
+    """
+    async with engine.connect(resources, concurrency=1) as single:
+        alone = await _ask(single, prompts, max_tokens)
+    loaded = await _ask(client, prompts, max_tokens)
+    again = await _ask(client, prompts, max_tokens)
+    runs = {"alone": alone, "loaded": loaded, "again": again}
+    return {prefix + name: [_describe(reply) for reply in replies] for name, replies in runs.items()}, loaded
+
+
+async def measure_margins(client: Client, replies: Sequence[Reply]) -> list[tuple[float, ...]]:
+    """Return how far each token of an answer is ahead of the second most likely one, in nat; empty where not told."""
+    known = [r for r in replies if r.token_ids and r.prompt_token_ids]
+    try:
+        scores = await client.score([[*r.prompt_token_ids, *r.token_ids] for r in known if r.prompt_token_ids
+                                     and r.token_ids], top_logprobs=2)  # fmt: skip
+    except RequestError:
+        return [() for _ in replies]
+    margins = {}
+    for reply, score in zip(known, scores, strict=True):
+        top = score.top_logprobs[len(reply.prompt_token_ids or ()) - 1 :]
+        margins[id(reply)] = tuple(round(float(gap), 6) for gap in top[:, 0] - top[:, 1])
+    return [margins.get(id(reply), ()) for reply in replies]
+
+
+def make_records(
+    prompts: Sequence[Prompt], answers: Answers, margins: Mapping[str, Sequence[tuple[float, ...]]]
+) -> list[CanaryRecord]:
+    """Put the runs of each prompt side by side; `margins` are by the run whose tokens they belong to."""
+    return [
+        CanaryRecord(
+            case_id=prompt.case_id,
+            input_digest=prompt.digest,
+            answers={run: found[i] for run, found in answers.items()},
+            margins={run: found[i] for run, found in margins.items() if found[i]},
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def merge_records(first: Sequence[CanaryRecord], second: Sequence[CanaryRecord]) -> list[CanaryRecord]:
+    """Put the runs of two servers side by side, prompt by prompt."""
+    if not first:
+        return list(second)
+    return [b.model_copy(update={"answers": a.answers | b.answers, "margins": a.margins | b.margins})
+            for a, b in zip(first, second, strict=True)]  # fmt: skip
+
+
+async def _ask(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> list[Reply]:
+    async def ask(prompt: Prompt) -> Reply:
+        return await client.chat(prompt.messages, max_tokens=max_tokens, tools=prompt.tools, return_token_ids=True)
+
+    return list(await asyncio.gather(*map(ask, prompts)))
+
+
+def _describe(reply: Reply) -> CanaryAnswer:
+    return CanaryAnswer(text=describe_reply(reply), token_ids=reply.token_ids)

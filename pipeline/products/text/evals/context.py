@@ -1,0 +1,45 @@
+"""What an eval is given to work with. Every eval is `async def evaluate(context) -> list[CaseRecord]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.evalsets.cards import Evalset
+from pipeline.gate.harm_stop import HarmWatch
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.settings import EvalSettings
+from pipeline.running.journal import Journal
+
+
+@dataclass(frozen=True)
+class EvalContext:
+    """Everything one eval of one candidate needs.
+
+    Attributes:
+        name: the eval's name in params.yaml.
+        settings: its settings.
+        evalset: its cases, or None for a task that brings its own.
+        client: the way to the endpoint.
+        journal: where finished cases are kept until the whole stage has succeeded.
+        checkpoint: the checkpoint's folder, for tokenizer settings.
+        folder: where an eval may write files beside its records.
+        concurrency: cases in progress at once.
+        max_tokens: completion tokens a request.
+        context_length: tokens the endpoint takes in one forward pass.
+        fingerprint: of what answers; goes into every record.
+        watch: ends the eval when harm is proven, and says in which order cases are asked; None asks all as they are.
+    """
+
+    name: str
+    settings: EvalSettings
+    evalset: Evalset | None
+    client: Client
+    journal: Journal
+    checkpoint: Path
+    folder: Path
+    concurrency: int
+    max_tokens: int
+    context_length: int
+    fingerprint: str
+    watch: HarmWatch | None = None

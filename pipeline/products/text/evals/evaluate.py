@@ -1,0 +1,284 @@
+"""Run every eval of one candidate through its endpoint and write the evaluation folder.
+
+Evals run one after another in the order of params.yaml, each keeping all servers busy. Records are
+written to a temporary folder that takes the place of the old one when every case of every eval has
+been judged; until then finished cases live in the journal. Then a copy of the folder takes the place of
+the journal: an eval that it holds just so (same endpoint, settings, cases and code) is taken over by the
+next run, not repeated. DVC removes the folder itself before each run.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.errors import EngineError, EvidenceError
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.gate.harm_stop import HarmWatch
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.products.text.evals.canary import (
+    Prompt,
+    ask_canary,
+    make_records,
+    measure_margins,
+    merge_records,
+    pick_prompts,
+)
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.material import digest_task
+from pipeline.products.text.evals.registry import EVALS
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving.engines.engine import Engine
+from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.settings import EvalSettings, HarnessEval, TextProduct
+from pipeline.records.canary import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
+from pipeline.records.digests import digest_file, digest_json, digest_text
+from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases
+from pipeline.records.files import replace_folder, write_text
+from pipeline.records.record_files import read_record, write_cases, write_record
+from pipeline.records.speculation import sum_speculation
+from pipeline.running.journal import Journal, lock_journals
+from pipeline.running.stage_code import digest_code
+
+CANARY = "canary.jsonl"
+
+
+@dataclass(frozen=True)
+class _Eval:
+    """One eval to run: its cases, and the digests that say whether records of it can be used again."""
+
+    name: str
+    settings: EvalSettings
+    evalset: Evalset | None
+    evalset_digest: str
+    key: str
+
+
+class _Paths:
+    """Where one candidate's evaluation lies, the one in the making, its journals, the last copy, the server logs."""
+
+    def __init__(self, build: Path, name: str) -> None:
+        self.target = build / "evaluations" / name
+        self.folder = self.target.with_name(f".{name}.tmp")
+        self.journals = build / "journal" / name
+        self.last = self.journals / "finished"
+        self.logs = build / "logs" / name
+
+
+async def evaluate_candidate(
+    candidate: Candidate, product: TextProduct, *, root: Path, build: Path, watches: Mapping[str, HarmWatch] | None = None
+) -> Evaluation:
+    """Evaluate one candidate and write `evaluations/<name>/` under `build`.
+
+    Args:
+        candidate: what the optimize stage wrote.
+        product: the evals to run and how to serve.
+        root: project root, which paths of checkpoint and evalsets are relative to.
+        build: folder for the evaluation, its journal and the server logs.
+        watches: by eval, what may end it early.
+
+    Raises:
+        HarmFound: a watch has seen enough; what was finished is journaled.
+        EngineError: the endpoint did not come up or died; what was finished is journaled.
+        EvidenceError: cases could not be judged; those that could are journaled.
+        JournalError: another process evaluates the candidate.
+    """
+    with lock_journals(build, candidate.name):
+        return await _evaluate(candidate, product, watches or {}, root=root, build=build)
+
+
+async def _evaluate(
+    candidate: Candidate, product: TextProduct, watches: Mapping[str, HarmWatch], *, root: Path, build: Path
+) -> Evaluation:
+    start = time.monotonic()
+    code = digest_code("evaluate", "text")
+    evals = [_load_eval(name, settings, candidate, root, code) for name, settings in product.evals.items()]
+    paths = _Paths(build, candidate.name)
+    shutil.rmtree(paths.folder, ignore_errors=True)
+    paths.folder.mkdir(parents=True)
+    prompts = pick_prompts({job.name: (job.settings, job.evalset) for job in evals}, product.canary.num_prompts)
+    plain = await _ask_plain(candidate, product, prompts, root=root, logs=paths.logs)
+    starting = start_engine(candidate, product.resources, evals=product.evals, root=root, logs=paths.logs)
+    async with starting as (engine, client):
+        print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
+              file=sys.stderr, flush=True)  # fmt: skip
+        kept = _read_kept(paths.last, candidate, engine)
+        records = {}
+        for job in evals:
+            watch = watches.get(job.name)
+            if (file := kept.get(job.name)) is not None and file.key == job.key:
+                records[job.name] = _take_over(paths, job, file, watch)
+            else:
+                records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch)
+        _check_judged(candidate.name, records)
+        canary = await _run_canary(engine, client, prompts, plain, candidate, product)
+    evaluation = Evaluation(
+        candidate=candidate.name,
+        fingerprint=engine.fingerprint,
+        checkpoint_digest=candidate.checkpoint.digest,
+        serving=candidate.serving,
+        evals={job.name: _describe_file(job, paths.folder, len(records[job.name])) for job in evals},
+        served_by=engine.facts,
+        proof=engine.proof,
+        is_declared=engine.is_declared,
+        config=_write_config(paths.folder, engine.config),
+        canary=_write_canary(paths.folder, canary, product.canary.num_prompts),
+        speculation=sum_speculation(r.speculation for found in records.values() for r in found),
+        seconds=round(time.monotonic() - start, 3),
+    )
+    write_record(paths.folder / "evaluation.json", evaluation)
+    replace_folder(paths.folder, paths.target)
+    shutil.rmtree(paths.journals, ignore_errors=True)
+    shutil.copytree(paths.target, paths.last)
+    return evaluation
+
+
+def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Path, code: str) -> _Eval:
+    evalset = None if isinstance(settings, HarnessEval) else load_evalset(root / settings.evalset)
+    digest = evalset.digest if evalset else digest_task(name, settings) if isinstance(settings, HarnessEval) else ""
+    key = digest_json([settings.model_dump(), candidate.serving.max_tokens, digest, code])
+    return _Eval(name, settings, evalset, digest, key)
+
+
+async def _ask_plain(
+    candidate: Candidate, product: TextProduct, prompts: list[Prompt], *, root: Path, logs: Path
+) -> list[CanaryRecord]:
+    """Ask the canary of a candidate with drafts without them; nothing for one that has none, or a server not ours."""
+    serving = candidate.serving
+    if serving.speculative is None or serving.engine == "openai" or not prompts:
+        return []
+    off = candidate.model_copy(update={"serving": serving.model_copy(update={"speculative": None})})
+    starting = start_engine(off, product.resources, evals=product.evals, root=root, logs=logs / "plain")
+    async with starting as (engine, client):
+        return await _run_canary(engine, client, prompts, [], off, product, prefix="plain ")
+
+
+async def _run_canary(
+    engine: Engine, client: Client, prompts: list[Prompt], plain: list[CanaryRecord], candidate: Candidate,
+    product: TextProduct, *, prefix: str = "",
+) -> list[CanaryRecord]:
+    if not prompts:
+        return []
+    start = time.monotonic()
+    answers, replies = await ask_canary(engine, client, prompts, product.resources,
+                                        max_tokens=candidate.serving.max_tokens, prefix=prefix)  # fmt: skip
+    margins = {f"{prefix}loaded": await measure_margins(client, replies)}
+    print(f"  {prefix}canary: {len(prompts)} prompts, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    return merge_records(plain, make_records(prompts, answers, margins))
+
+
+def _write_canary(folder: Path, records: list[CanaryRecord], num_asked: int) -> CanaryFile | None:
+    if not records:
+        return None
+    write_cases(folder / CANARY, records)
+    return CanaryFile(num_asked=num_asked, num_prompts=len(records), num_unstable=count_unstable(records),
+                      records=CANARY, sha256=digest_file(folder / CANARY),
+                      behaviour=digest_behaviour(records))  # fmt: skip
+
+
+def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:
+    for name, text in config.items():
+        write_text(folder / "config" / name, text)
+    return {name: digest_text(text) for name, text in config.items()}
+
+
+def _read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, EvalFile]:
+    """Return the evals of the last evaluation that came from the same endpoint and are as they were written."""
+    if candidate.serving.engine == "openai":
+        return {}  # what runs behind it now may be another model than then
+    try:
+        last = read_record(folder / "evaluation.json", Evaluation)
+    except (EvidenceError, NotADirectoryError):
+        return {}
+    return {name: file for name, file in last.evals.items()
+            if last.fingerprint == engine.fingerprint and _is_intact(folder, name, file)}  # fmt: skip
+
+
+def _is_intact(folder: Path, name: str, file: EvalFile) -> bool:
+    seals = {f"{name}.jsonl": file.sha256} | ({f"{name}.npz": file.arrays_sha256} if file.arrays_sha256 else {})
+    return all((folder / path).is_file() and digest_file(folder / path) == sha256 for path, sha256 in seals.items())
+
+
+def _take_over(paths: _Paths, job: _Eval, file: EvalFile, watch: HarmWatch | None) -> list[CaseRecord]:
+    for suffix in (".jsonl", ".npz") if file.arrays_sha256 else (".jsonl",):
+        shutil.copyfile(paths.last / f"{job.name}{suffix}", paths.folder / f"{job.name}{suffix}")
+    print(f"  {job.name}: n={file.num_cases}, unchanged, taken from the last evaluation", file=sys.stderr, flush=True)
+    records = read_cases(paths.folder / f"{job.name}.jsonl")
+    if watch is not None:
+        for record in records:
+            watch.add(record)
+    return records
+
+
+async def _run_eval(
+    job: _Eval, candidate: Candidate, engine: Engine, client: Client, paths: _Paths, root: Path,
+    watch: HarmWatch | None,
+) -> list[CaseRecord]:
+    start = time.monotonic()
+    path = paths.journals / f"{job.name}.jsonl"
+    with Journal(path, fingerprint=engine.fingerprint, key=job.key) as journal:
+        if journal.num_torn_bytes:
+            print(f"  {job.name}: dropped an unfinished last line of {path}", file=sys.stderr)
+        for problem in journal.damaged:
+            print(f"  {job.name}: {problem}; passed over, its case is asked again", file=sys.stderr)
+        context = replace(_make_context(job, candidate, engine, client, journal, root, paths.folder), watch=watch)
+        records = await EVALS[job.settings.kind](context)
+    if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):
+        raise EngineError(f"{job.name}: case {foreign.case_id!r} was answered by fingerprint "
+                          f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}")  # fmt: skip
+    write_cases(paths.folder / f"{job.name}.jsonl", records)
+    print(f"  {job.name}: n={len(records)}, {_headline(job.settings.kind, records)}, "
+          f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)  # fmt: skip
+    return records
+
+
+def _make_context(
+    job: _Eval, candidate: Candidate, engine: Engine, client: Client, journal: Journal, root: Path, folder: Path
+) -> EvalContext:
+    return EvalContext(
+        name=job.name,
+        settings=job.settings,
+        evalset=job.evalset,
+        client=client,
+        journal=journal,
+        checkpoint=root / candidate.checkpoint.path,
+        folder=folder,
+        concurrency=candidate.serving.concurrency * len(engine.base_urls),
+        max_tokens=candidate.serving.max_tokens,
+        context_length=candidate.serving.context_length,
+        fingerprint=engine.fingerprint,
+    )
+
+
+def _headline(kind: str, records: list[CaseRecord]) -> str:
+    """Return the first metric of an eval as text; the gate computes the ones that count."""
+    metric = METRICS_BY_EVAL_KIND[kind][0]
+    judged = [r for r in records if r.failure is None]
+    if not judged:
+        return f"{metric.name} none"
+    total = math.fsum(r.scores[metric.score] for r in judged)
+    if metric.weight is None:
+        return f"{metric.name} {total / len(judged):.4f}"
+    ratio = total / math.fsum(r.scores[metric.weight] for r in judged)
+    return f"{metric.name} {math.exp(ratio) if metric.harm == 'relative' else ratio:.4f}"
+
+
+def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
+    problems = [f"{eval_name}: {problem}" for eval_name, found in records.items()
+                if (problem := describe_failures(found))]  # fmt: skip
+    if problems:
+        raise EvidenceError(f"{name}: {'; '.join(problems)}; the judged cases are kept, remove the cause and run "
+                            "`dvc repro` to try the others again")  # fmt: skip
+
+
+def _describe_file(job: _Eval, folder: Path, num_cases: int) -> EvalFile:
+    records, arrays = folder / f"{job.name}.jsonl", folder / f"{job.name}.npz"
+    return EvalFile(kind=job.settings.kind, settings=job.settings.model_dump(mode="json"), key=job.key,
+                    evalset_digest=job.evalset_digest, num_cases=num_cases, records=records.name,
+                    sha256=digest_file(records),
+                    arrays_sha256=digest_file(arrays) if arrays.is_file() else None)  # fmt: skip

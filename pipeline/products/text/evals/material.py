@@ -1,0 +1,217 @@
+"""What each eval asks, as one digest: DVC watches it, and scores are found again under it alone.
+
+An evalset has its files. An lm-eval task may take its cases from anywhere, so it is loaded as the evaluation loads it.
+What counts is what it then asks: every document, its requests with their examples, its target, and the settings. The
+files of its folder count too, and the code that it names, with the local modules that this code imports.
+
+Not covered: files outside the task's folder that its code reads only to judge an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import inspect
+import io
+import json
+import logging
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from pipeline.errors import QuantgateError, SettingsError
+from pipeline.evalsets.cards import NOTES
+from pipeline.products.text.evals.imports import list_modules
+from pipeline.products.text.settings import HarnessEval, TextProduct
+from pipeline.records.digests import digest_file, digest_folder, digest_json
+
+FEWSHOT_SEED = 1234  # lm-eval's own
+
+
+def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
+    """Return the digest of what each eval asks: DVC watches these.
+
+    Raises:
+        SettingsError: a task that can't be loaded.
+    """
+    try:
+        return {name: digest_task(name, e) if isinstance(e, HarnessEval) else
+                digest_folder(root / e.evalset, ignore=NOTES) for name, e in product.evals.items()}  # fmt: skip
+    except SettingsError as error:
+        raise SettingsError(product.locate(str(error))) from error
+
+
+def digest_task(name: str, settings: HarnessEval) -> str:
+    """Return the digest of what an lm-eval task asks and how it judges; its paths start at the current folder.
+
+    Args:
+        name: of the eval.
+        settings: its task.
+
+    Raises:
+        SettingsError: the task or its documents can't be loaded, or are not of a kind that has a digest.
+    """
+    folder = settings.include_path
+    with explain_problems(name, "load", settings.task):
+        manager = index_tasks(name, settings)
+        with read_fresh():
+            tasks = _load_tasks(manager, settings)
+            modules = list_modules(path for task in tasks.values() for path in _list_sources(task))
+            asked = {task_name: _digest_requests(task) for task_name, task in tasks.items()}
+    return digest_json([asked, sorted(map(digest_file, modules)),
+                        digest_folder(Path(folder), ignore=NOTES) if folder else ""])  # fmt: skip
+
+
+@contextlib.contextmanager
+def explain_problems(name: str, verb: str, task: str) -> Iterator[None]:
+    """Turn what lm-eval stumbles over into one line, as a task is full of templates and code."""
+    try:
+        yield
+    except QuantgateError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SettingsError(f"evals.{name}.task: lm-eval can't {verb} {task!r}: "
+                            f"{type(error).__name__}: {reason}") from error  # fmt: skip
+
+
+@contextlib.contextmanager
+def read_fresh() -> Iterator[None]:
+    """Let `datasets` read local files anew.
+
+    Its cache knows a file by its path and time, an archive by its path alone, and the outcome of a task's code by the
+    code without the files that it reads. Data sets of the hub are cached by their commit, and stay so. Python knows
+    compiled code by its time in seconds, so none is written.
+    """
+    import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as builders
+
+    load, was_caching = datasets.load.load_dataset_builder, datasets.is_caching_enabled()
+    with tempfile.TemporaryDirectory(prefix="quantgate-data-") as folder, quiet():
+
+        def load_fresh(path: str, *args: Any, **options: Any) -> Any:
+            is_local = path in builders or Path(path).is_dir()
+            return load(path, *args, **options | ({"cache_dir": folder} if is_local else {}))
+
+        datasets.disable_caching()
+        try:
+            with (mock.patch.object(datasets.load, "load_dataset_builder", load_fresh),
+                  mock.patch.object(sys, "dont_write_bytecode", True)):  # fmt: skip
+                yield
+        finally:
+            if was_caching:
+                datasets.enable_caching()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep progress bars and warnings from the terminal; what goes wrong is an exception."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def index_tasks(name: str, settings: HarnessEval) -> Any:
+    """Return lm-eval's index of the tasks that an eval can name.
+
+    Raises:
+        SettingsError: the eval's own is not among them.
+    """
+    manager = _index(settings.include_path) if settings.include_path else _index_builtin()
+    if settings.task not in manager.all_tasks:
+        # lm-eval passes over a YAML file that it can't read
+        near = ", ".join(sorted(manager.all_tasks)[:8]) or "no file there is the valid YAML of a task"
+        near = near if settings.include_path else "see `lm-eval ls tasks`"
+        raise SettingsError(f"evals.{name}.task: lm-eval knows no task {settings.task!r} "
+                            f"({settings.include_path or 'built in'}: {near})")  # fmt: skip
+    return manager
+
+
+def _index(include_path: str | None) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path, include_defaults=include_path is None)
+
+
+@cache
+def _index_builtin() -> Any:
+    return _index(None)  # 14,000 files, which don't change while the program runs
+
+
+def _load_tasks(manager: Any, settings: HarnessEval) -> dict[str, Any]:
+    """Load a task, or the members of a group or tag, with their requests, as `simple_evaluate` does."""
+    import numpy as np
+
+    random.seed(0)  # a task's code may draw
+    np.random.seed(FEWSHOT_SEED)
+    try:
+        tasks: dict[str, Any] = manager.load([settings.task])["tasks"]
+    except StopIteration:  # from `datasets`, without a word
+        kwargs = (manager.task_index[settings.task].cfg or {}).get("dataset_kwargs")
+        raise FileNotFoundError(f"no file with documents at {kwargs!r}") from None
+    for task in tasks.values():
+        if task.get_config("num_fewshot") != 0:
+            task.set_config(key="num_fewshot", value=settings.num_fewshot)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        task.build_all_requests()
+    return tasks
+
+
+def _digest_requests(task: Any) -> str:
+    """Return the digest of a task's settings, and of each document's requests and target in their order."""
+    config = dict(task.dump_config())
+    config["metadata"] = {k: v for k, v in (config.get("metadata") or {}).items() if k != "config_source"}  # a path
+    sha = hashlib.sha256(_render(config))
+    document_id = None
+    for request in task.instances:
+        if request.doc_id != document_id:
+            document_id = request.doc_id
+            sha.update(_render([request.doc, task.doc_to_target(request.doc)]))
+        sha.update(_render([request.request_type, *request.args]))
+    return sha.hexdigest()
+
+
+def _render(value: Any) -> bytes:
+    return json.dumps(value, default=_describe).encode() + b"\n"
+
+
+def _describe(value: Any) -> Any:
+    """Render what JSON has no form for; a task's documents hold whatever its data set does."""
+    if callable(value):
+        return value.__qualname__ if hasattr(value, "__qualname__") else type(value).__qualname__
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy's
+        return value.tolist()
+    raise TypeError(f"expected documents and settings of text, numbers and lists, found a {type(value).__name__}")
+
+
+def _list_sources(task: Any) -> Iterator[Path]:
+    """List the files of the functions and classes that a task's settings name, and of its own class."""
+    for value in (type(task), *_list_callables(vars(task.config) if hasattr(task, "config") else {})):
+        with contextlib.suppress(TypeError):  # written in C
+            if file := inspect.getsourcefile(inspect.unwrap(getattr(value, "func", value))):
+                yield Path(file)
+
+
+def _list_callables(value: Any) -> Iterator[Any]:
+    if callable(value):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _list_callables(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _list_callables(part)
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from _list_callables(vars(value))

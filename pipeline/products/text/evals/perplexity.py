@@ -1,0 +1,107 @@
+"""Likelihood of held-out documents: the material for perplexity, bits per byte and divergence.
+
+Each document is scored on its own, behind one BOS (or EOS) token, in windows that
+predict every token exactly once with as much left context as fits; these are the rolling windows
+of lm-eval's `loglikelihood_rolling`. Its numbers are ours where the tokenizer adds no BOS by itself; of one that
+does, lm-eval counts the probability of a second BOS. Per-token top-k log-probabilities
+go to `<eval>.npz`, from which the gate stage computes KL against the reference.
+
+Not covered: turning scores into metrics, which the gate does.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.evalsets.cases import DocumentCase
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.framing import read_frame, rolling_windows
+from pipeline.products.text.evals.runner import run_cases
+from pipeline.products.text.serving.client import TokenScores
+from pipeline.products.text.settings import PerplexityEval
+from pipeline.records.evaluations import CaseRecord
+from pipeline.records.files import replace_whole
+
+PROMPT_CHARS = 2000  # of a document's text kept in its record
+
+
+async def evaluate(context: EvalContext) -> list[CaseRecord]:
+    """Score every document, and write its top-k arrays.
+
+    Scores of a record: nll_nats and nll_bits (sums over the document), num_tokens, num_bytes (UTF-8).
+    """
+    settings = context.settings
+    assert isinstance(settings, PerplexityEval) and context.evalset is not None
+    cases: Sequence[DocumentCase] = context.evalset.cases
+    frame = await read_frame(context.client, context.checkpoint)
+    texts = await context.client.tokenize([c.text for c in cases], add_special_tokens=False)
+    tokens = {case.id: frame.frame_document(ids) for case, ids in zip(cases, texts, strict=True)}
+    attachments: dict[str, str] = {}
+
+    async def judge(case: DocumentCase) -> CaseRecord:
+        start = time.perf_counter()
+        windows = rolling_windows(tokens[case.id], first=frame.first, max_tokens=context.context_length)
+        scores = await context.client.score([w for w, _ in windows], top_logprobs=settings.top_logprobs)
+        parts = [_last(s, n) for s, (_, n) in zip(scores, windows, strict=True)]
+        attachments[case.id] = _encode(parts)
+        nll = -math.fsum(float(x) for part in parts for x in part.token_logprobs)
+        return CaseRecord(
+            case_id=case.id,
+            input_digest=case.digest,
+            cluster=case.cluster,
+            buckets=case.buckets,
+            prompt=case.text[:PROMPT_CHARS],
+            output="",
+            scores={
+                "nll_nats": nll,
+                "nll_bits": nll / math.log(2),
+                "num_tokens": len(tokens[case.id]),
+                "num_bytes": len(case.text.encode()),
+            },
+            latency_s=time.perf_counter() - start,
+            fingerprint=context.fingerprint,
+        )
+
+    # neighbours of like length share a forward pass, and then little of it is padding
+    by_length = sorted(cases, key=lambda c: len(tokens[c.id]), reverse=True)
+    records = {r.case_id: r for r in await run_cases(context, by_length, judge, attachments=attachments)}
+    if len(attachments) == len(cases):
+        _write_arrays(context.folder / f"{context.name}.npz", [attachments[c.id] for c in cases])
+    return [records[c.id] for c in cases]
+
+
+def _last(scores: TokenScores, count: int) -> TokenScores:
+    return TokenScores(scores.token_logprobs[-count:], scores.top_ids[-count:], scores.top_logprobs[-count:])
+
+
+def _encode(parts: list[TokenScores]) -> str:
+    """Return a document's arrays as text that the journal can hold."""
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        token_logprobs=np.concatenate([p.token_logprobs for p in parts]),
+        top_ids=np.concatenate([p.top_ids for p in parts]),
+        top_logprobs=np.concatenate([p.top_logprobs for p in parts]),
+    )
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _write_arrays(path: Path, encoded: list[str]) -> None:
+    documents = [np.load(io.BytesIO(base64.b64decode(text))) for text in encoded]
+    lengths = [len(d["token_logprobs"]) for d in documents]
+    arrays = {"offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}
+    for name in ("token_logprobs", "top_ids", "top_logprobs"):
+        arrays[name] = np.concatenate([d[name] for d in documents])
+    # np.savez would write the time of day into the file, and equal arrays would differ
+    with replace_whole(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array)

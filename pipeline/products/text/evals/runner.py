@@ -1,0 +1,173 @@
+"""Run the cases of an eval concurrently, journal each as it finishes, and class what goes wrong.
+
+A wrong answer is a score. A request that failed for good is `failure="infrastructure: ..."`, an
+exception in the eval's own code is `failure="evaluator: ..."`; neither is journaled, so the next run
+tries those cases again. A dead server, or one that fails case after case, ends the eval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from pipeline.errors import EngineError, JournalError, RequestError, SettingsError
+from pipeline.evalsets.cases import Case, ToolCallCase, TrajectoryCase
+from pipeline.gate.harm_stop import HarmFound
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.serving.failures import find_error
+from pipeline.records.evaluations import CaseRecord
+
+PROGRESS_EVERY_S = 10.0
+NUM_LENGTHS_CHECKED = 32
+MAX_FAILURES_IN_A_ROW = 8  # infrastructure failures without a success between them: the endpoint is gone
+
+C = TypeVar("C", bound=Case)
+Judge = Callable[[C], Awaitable[CaseRecord]]
+
+
+class _Progress:
+    """Counts cases and prints a line now and then."""
+
+    def __init__(self, name: str, total: int, num_done: int) -> None:
+        self.name, self.total, self.num_done = name, total, num_done
+        self._start = self._last = time.monotonic()
+        self._num_resumed = num_done
+
+    def advance(self) -> None:
+        self.num_done += 1
+        now = time.monotonic()
+        if now - self._last >= PROGRESS_EVERY_S:
+            self._last = now
+            rate = (self.num_done - self._num_resumed) / (now - self._start)
+            print(f"  {self.name}: {self.num_done}/{self.total} cases, {rate:.1f} cases/s", file=sys.stderr, flush=True)
+
+
+async def check_prompts_fit(context: EvalContext, cases: Sequence[ToolCallCase | TrajectoryCase]) -> None:
+    """Refuse an evalset of which a case can't fit, before the first one is asked.
+
+    Only the longest are looked at, and without their chat template; a server that can't tokenise is not asked.
+
+    Raises:
+        SettingsError: names the case, its tokens and the limits.
+    """
+    texts = {case.id: "\n".join(message.content for message in case.messages) for case in cases}
+    longest = sorted(texts, key=lambda name: len(texts[name]), reverse=True)[:NUM_LENGTHS_CHECKED]
+    try:
+        tokens = await context.client.tokenize([texts[name] for name in longest], add_special_tokens=False)
+    except RequestError:
+        return
+    for name, ids in zip(longest, tokens, strict=True):
+        if len(ids) + context.max_tokens > context.context_length:
+            raise SettingsError(f"evals.{context.name}: case {name!r} has {len(ids)} tokens; with serving.max_tokens "
+                                f"{context.max_tokens} that is above serving.context_length {context.context_length}; "
+                                "raise the length, or shorten the case")  # fmt: skip
+
+
+async def run_cases(
+    context: EvalContext,
+    cases: Sequence[C],
+    judge: Judge[C],
+    *,
+    attachments: dict[str, str] | None = None,
+) -> list[CaseRecord]:
+    """Judge every case that the journal does not hold yet.
+
+    Args:
+        context: of the eval.
+        cases: what to judge; the result keeps their order.
+        judge: asks the endpoint and returns the case's record.
+        attachments: by case id; what `judge` puts in is journaled with the record, and what the
+            journal holds is put back in.
+
+    Returns:
+        One record per case.
+
+    Raises:
+        EngineError: the server is dead, or fails case after case. Finished cases stay journaled.
+        JournalError: a finished case can't be written.
+        HarmFound: the context's watch has seen enough. Finished cases stay journaled.
+    """
+    watch = context.watch
+    records: dict[str, CaseRecord] = {}
+    waiting: list[C] = []
+    for case in cases:
+        if (found := context.journal.find(case.digest)) is None:
+            waiting.append(case)
+            continue
+        records[case.id], attachment = found
+        if attachments is not None and attachment is not None:
+            attachments[case.id] = attachment
+    if records:
+        print(f"  {context.name}: {len(records)} finished cases taken from the journal", file=sys.stderr, flush=True)
+    if watch is not None:
+        waiting.sort(key=lambda case: watch.rank(case.cluster))
+        for record in records.values():
+            watch.add(record)
+    queue, failures = iter(waiting), _FailureCount()
+    progress = _Progress(context.name, len(cases), len(records))
+
+    async def work() -> None:
+        for case in queue:
+            record = await _judge_one(context, case, judge, failures)
+            if record.failure is None:
+                context.journal.add(case.digest, record, (attachments or {}).get(case.id))
+            records[case.id] = record
+            progress.advance()
+            if watch is not None:
+                watch.add(record)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(context.concurrency, len(waiting))):
+                group.create_task(work())
+    except ExceptionGroup as group:
+        if (stopped := find_error(group, HarmFound)) is not None:
+            raise stopped from None
+        if (lost := find_error(group, JournalError)) is not None:
+            raise lost from None
+        if (died := find_error(group, EngineError)) is None:
+            raise
+        kept = sum(record.failure is None for record in records.values())
+        raise EngineError(f"{died}; {context.name}: {kept} of {len(cases)} cases are finished and "
+                          "kept, run `dvc repro` to go on") from None  # fmt: skip
+    return [records[case.id] for case in cases]
+
+
+class _FailureCount:
+    """Infrastructure failures since the last success."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+
+async def _judge_one(context: EvalContext, case: C, judge: Judge[C], failures: _FailureCount) -> CaseRecord:
+    try:
+        record = await judge(case)
+        failures.in_a_row = 0
+        return record
+    except EngineError as error:
+        context.client.check_alive()
+        failures.in_a_row += 1
+        if failures.in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise EngineError(f"{context.name}: {failures.in_a_row} cases in a row failed, last: {error}") from error
+        return _fail(context, case, f"infrastructure: {error}")
+    except JournalError:
+        raise
+    except Exception as error:  # whatever the eval's code raised is its failure, not the model's
+        return _fail(context, case, f"evaluator: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+def _fail(context: EvalContext, case: Case, failure: str) -> CaseRecord:
+    return CaseRecord(
+        case_id=case.id,
+        input_digest=case.digest,
+        cluster=case.cluster,
+        buckets=case.buckets,
+        prompt="",
+        output="",
+        failure=failure,
+        fingerprint=context.fingerprint,
+    )

@@ -1,0 +1,92 @@
+"""Multi-step workflows: the model calls simulated tools until it ends, and the final state is judged.
+
+Each turn is one request through the endpoint with the whole conversation so far. Text that is no
+call ends the workflow, as does a final tool, the turn limit, or a conversation that outgrows the
+context: a model that rambles until then has not completed its task. The score is 1 when every check
+of the case holds in the final state: how the model got there does not matter, where it got to does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.errors import RequestError
+from pipeline.evalsets.cases import TrajectoryCase
+from pipeline.products.text.evals.calls import (
+    continue_conversation,
+    declare_tools,
+    describe_reply,
+    parse_call,
+    same_value,
+)
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.runner import check_prompts_fit, run_cases
+from pipeline.products.text.evals.tools import ToolError, call_tool, read_path, render_result
+from pipeline.products.text.settings import TrajectoriesEval
+from pipeline.records.evaluations import OUTGROWN, CaseRecord
+from pipeline.records.speculation import sum_speculation
+
+TEMPLATE_TOKENS = 64  # what a chat template may add to a turn
+
+
+async def evaluate(context: EvalContext) -> list[CaseRecord]:
+    """Run every workflow to its end and judge the state it leaves."""
+    settings = context.settings
+    assert isinstance(settings, TrajectoriesEval) and context.evalset is not None
+    declared = context.evalset.card.tools
+    tools = declare_tools(declared, settings)
+
+    async def judge(case: TrajectoryCase) -> CaseRecord:
+        try:
+            return await run(case)
+        finally:
+            context.client.end_session(case.id)
+
+    async def run(case: TrajectoryCase) -> CaseRecord:
+        messages: list[dict[str, Any]] = [m.model_dump() for m in case.messages]
+        state, turns, latency_s, num_tokens, counts = case.state, [], 0.0, 0, []
+        longest = 0  # tokens that the conversation has at most; unknown before the first reply
+        for _ in range(settings.max_turns):
+            try:
+                reply = await context.client.chat(messages, max_tokens=context.max_tokens, tools=tools, session=case.id)
+            except RequestError:
+                if longest + context.max_tokens <= context.context_length:
+                    raise
+                turns.append(OUTGROWN)
+                break
+            turns.append(describe_reply(reply))
+            latency_s += reply.latency_s
+            num_tokens += reply.num_completion_tokens
+            counts.append(reply.speculation)
+            if (call := parse_call(reply)) is None:
+                break
+            state, result = call_tool(declared, state, call.name, call.arguments)
+            if call.name in declared and declared[call.name].is_final:
+                break
+            rendered = render_result(result)
+            messages += continue_conversation(reply, rendered)
+            longest = reply.num_prompt_tokens + reply.num_completion_tokens + len(rendered.encode()) + TEMPLATE_TOKENS
+        return CaseRecord(
+            case_id=case.id,
+            input_digest=case.digest,
+            cluster=case.cluster,
+            buckets=case.buckets,
+            prompt=case.messages[-1].content,
+            output="\n".join(turns),
+            scores={"completed": float(is_completed(case, state))},
+            latency_s=latency_s,
+            num_completion_tokens=num_tokens,
+            speculation=sum_speculation(counts),
+            fingerprint=context.fingerprint,
+        )
+
+    await check_prompts_fit(context, context.evalset.cases)
+    return await run_cases(context, context.evalset.cases, judge)
+
+
+def is_completed(case: TrajectoryCase, state: dict[str, Any]) -> bool:
+    """Tell whether every check of the case holds in a state; a missing field fails its check."""
+    try:
+        return all(same_value(read_path(state, check.path), check.equals) for check in case.checks)
+    except ToolError:
+        return False

@@ -1,0 +1,116 @@
+"""Build a candidate: open its checkpoint, apply its steps in order, write its folder at once.
+
+The folder `build/candidates/<name>/` appears whole or not at all: everything is written to a
+hidden folder beside it and moved into place. A candidate without steps holds only its record,
+which points at the original checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import CheckpointError, SettingsError
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.products.text.checkpoints import check_kernels, describe_checkpoint
+from pipeline.products.text.optimize.quantize import StepResult
+from pipeline.products.text.optimize.registry import STEPS
+from pipeline.products.text.settings import SpeculativeStep, Step, TextProduct
+from pipeline.records.evaluations import BuiltCandidate
+from pipeline.records.files import replace_folder
+from pipeline.records.record_files import write_record
+from pipeline.running.weight_files import check_finite, iterate_weights
+
+# what can change an answer of a served text checkpoint
+LIBRARIES = ("torch", "transformers", "compressed-tensors", "llmcompressor", "tokenizers", "safetensors")
+
+
+def build_candidate(name: str, product: TextProduct, *, root: Path, build: Path) -> BuiltCandidate:
+    """Build one candidate and write `candidates/<name>/` under `build`.
+
+    Args:
+        name: of the candidate.
+        product: whose candidate it is.
+        root: project root, which paths are relative to.
+        build: folder of the product's results.
+
+    Raises:
+        SettingsError: no candidate has this name.
+        CheckpointError: its checkpoint is missing, damaged or unsafe.
+        EvalsetError: the calibration texts are malformed.
+        QuantizationError: a step was refused or did not do what was asked.
+    """
+    if name not in product.candidates:
+        raise SettingsError(f"candidates: expected one of {', '.join(product.candidates)}, got {name!r}")
+    target = build / "candidates" / name
+    working = target.with_name(f".{name}.new")
+    shutil.rmtree(working, ignore_errors=True)
+    try:
+        working.mkdir(parents=True)
+        candidate = _build(name, product, working, target, root=root)
+        write_record(working / "candidate.json", candidate)
+        replace_folder(working, target)
+    except OSError as error:
+        raise CheckpointError(f"{target}: can't be written: {error}; free some space or correct the rights") from error
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+    return candidate
+
+
+def read_library_versions() -> dict[str, str]:
+    """Return the installed versions of `LIBRARIES`."""
+    return {library: importlib.metadata.version(library) for library in LIBRARIES}
+
+
+def _build(name: str, product: TextProduct, working: Path, target: Path, *, root: Path) -> BuiltCandidate:
+    settings = product.candidates[name]
+    source = root / settings.checkpoint
+    checkpoint = describe_checkpoint(source, root=root)
+    weight_steps = [step for step in settings.steps if not isinstance(step, SpeculativeStep)]
+    if weight_steps:
+        calibration_set = load_evalset(root / product.optimize.calibration_texts)
+        _pin_threads(product.optimize.num_threads)
+        results = _apply_steps(weight_steps, source, working=working, calibration_set=calibration_set)
+        made = describe_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
+        checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
+    else:
+        if settings.engine.kind == "transformers":
+            check_kernels(source)
+        check_finite(iterate_weights(source), where=source)
+        results = []
+    coverage = results[-1].coverage if results else ()
+    if settings.speculative is not None:
+        results.append(STEPS[settings.speculative.kind](source, step=settings.speculative, root=root))
+    return BuiltCandidate(
+        name=name,
+        checkpoint=checkpoint,
+        steps=tuple(result.record for result in results),
+        coverage=coverage,
+        fallbacks=tuple(fallback for result in results for fallback in result.fallbacks),
+        speculative=results[-1].speculative if results else None,
+        libraries=read_library_versions(),
+    )
+
+
+def _apply_steps(
+    steps: Sequence[Step], source: Path, *, working: Path, calibration_set: Evalset
+) -> list[StepResult]:
+    results = []
+    current = source
+    for number, step in enumerate(steps, start=1):
+        destination = working / f"step-{number}"
+        results.append(STEPS[step.kind](current, destination, step=step, calibration_set=calibration_set))
+        if current != source:
+            shutil.rmtree(current)
+        current = destination
+    current.rename(working / "checkpoint")
+    return results
+
+
+def _pin_threads(num_threads: int) -> None:
+    # sums are split by thread: with another number the same step writes other bytes
+    import torch
+
+    torch.set_num_threads(num_threads)

@@ -1,0 +1,162 @@
+"""Plan which linear layers a quantisation step covers, before any weight is read.
+
+Works on names and shapes alone, so settings are checked against a checkpoint in milliseconds.
+Refused here: a pattern that matches nothing, a group size that divides nothing, layers that an
+engine fuses into one kernel but that would end in different formats, and a head that shares its
+weights with the embedding.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import QuantizationError
+from pipeline.products.text.checkpoints import detect_format, layer_shapes, read_config, tied_head
+from pipeline.products.text.settings import AwqStep, GptqStep
+from pipeline.running.weight_files import read_tensors
+
+Int4Step = GptqStep | AwqStep
+
+_GROUP_SIZES = (128, 64, 32, 16)  # what the engines have kernels for
+# vLLM computes each of these as one matrix product, so their weights need one format
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The linear layers of a checkpoint, split by what a step asks for; shapes are (out, in)."""
+
+    asked: dict[str, tuple[int, int]]
+    excluded: dict[str, tuple[int, int]]
+
+
+def format_name(step: Int4Step) -> str:
+    """Name the format a step asks for, for example "int4-g128-symmetric"."""
+    return f"int{step.bits}-g{step.group_size}-{'symmetric' if step.symmetric else 'asymmetric'}"
+
+
+def plan_folder(folder: Path, step: Int4Step) -> LayerPlan:
+    """Plan a step for a checkpoint on disk, from its headers alone."""
+    check_source(folder)
+    return plan_layers(layer_shapes(folder), step, tied_head=tied_head(folder))
+
+
+def check_source(folder: Path) -> None:
+    """Refuse a checkpoint that is already quantised, or that mixes experts."""
+    tensors = read_tensors(folder)
+    found = detect_format(folder, read_config(folder), tensors)
+    if found != "dense":
+        raise QuantizationError(
+            f"{folder}: already quantised as {found!r}; quantise the original, or use it with `steps: []`"
+        )
+    # transformers stacks the experts into one tensor, which holds no linear layer for the library to find
+    if expert := next((name for name in tensors if ".experts." in name), None):
+        raise QuantizationError(
+            f"{folder}: expected a model without experts, found {expert!r}; a mixture of experts can't be quantised "
+            "here: use it with `steps: []`"
+        )
+
+
+def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_head: str | None = None) -> LayerPlan:
+    """Split layers into asked and excluded, and refuse what can't be done.
+
+    Args:
+        shapes: (out_features, in_features) of each linear layer.
+        step: the settings of the step.
+        tied_head: name of a head that shares its weights with the embedding, if there is one.
+
+    Raises:
+        QuantizationError: a pattern matches no layer, nothing is left, a group size does not
+            divide, a fused group disagrees, or the tied head is asked for.
+    """
+    excluded = match_patterns(shapes, step.exclude)
+    plan = LayerPlan(
+        asked={name: shape for name, shape in shapes.items() if name not in excluded},
+        excluded={name: shape for name, shape in shapes.items() if name in excluded},
+    )
+    if not plan.asked:
+        raise QuantizationError(f"exclude: {step.exclude!r} leaves none of {len(shapes)} linear layers to quantise")
+    if tied_head in plan.asked:
+        raise QuantizationError(
+            f"exclude: {tied_head!r} shares its weights with the embedding, which stays as it is; add it to `exclude`"
+        )
+    _check_group_size(plan, step)
+    _check_fused_groups(plan)
+    return plan
+
+
+def check_rank(plan: LayerPlan, num_tokens: int) -> None:
+    """Refuse fewer calibration tokens than the widest layer has input features."""
+    widest = max(plan.asked, key=lambda name: plan.asked[name][1])
+    if num_tokens < (width := plan.asked[widest][1]):
+        raise QuantizationError(
+            f"calibration: {num_tokens} tokens can't determine the {width} input features of {widest}; "
+            "raise num_samples or max_tokens"
+        )
+
+
+def match_patterns(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
+    """Return the layers that any pattern matches: an exact name, or "re:" and a regex from the start.
+
+    Raises:
+        QuantizationError: a pattern matches no layer (the nearest are named) or is no regex.
+    """
+    known = list(names)
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in known if _matches(pattern, name)}
+        if not found:
+            nearest = ", ".join(_nearest(pattern, known))
+            raise QuantizationError(f"exclude: {pattern!r} matches no linear layer; the nearest are {nearest}")
+        matched |= found
+    return matched
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if not pattern.startswith("re:"):
+        return name == pattern
+    try:
+        return re.match(pattern[3:], name) is not None
+    except re.error as error:
+        raise QuantizationError(f"exclude: {pattern!r} is not a regular expression: {error}") from None
+
+
+def _nearest(pattern: str, names: list[str]) -> list[str]:
+    text = re.sub(r"[\\^$*+?()\[\]|]|^re:", "", pattern)
+    # compared with every tail as well, because a name is often given without its prefix
+    tails = {".".join(name.split(".")[i:]): name for name in reversed(names) for i in range(name.count(".") + 1)}
+    close = difflib.get_close_matches(text, tails, n=6, cutoff=0.0)
+    # a name without a dot means the head, which the file may call otherwise
+    heads = [name for name in names if "." not in name] if "." not in text else []
+    return list(dict.fromkeys(heads + [tails[tail] for tail in close]))[:3]
+
+
+def _check_group_size(plan: LayerPlan, step: Int4Step) -> None:
+    wrong = {name: shape[1] for name, shape in plan.asked.items() if shape[1] % step.group_size}
+    if not wrong:
+        return
+    fits = [g for g in _GROUP_SIZES if all(shape[1] % g == 0 for shape in plan.asked.values())]
+    offer = f"use group_size {' or '.join(map(str, fits))}, or exclude them" if fits else "exclude them"
+    shown = ", ".join(f"{name} ({width})" for name, width in list(wrong.items())[:3])
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    raise QuantizationError(
+        f"group_size: {step.group_size} does not divide the input features of {len(wrong)} layers: "
+        f"{shown}{more}; {offer}"
+    )
+
+
+def _check_fused_groups(plan: LayerPlan) -> None:
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in plan.asked)
+    for parent in parents:
+        for members in _FUSED:
+            excluded = [m for m in members if f"{parent}.{m}" in plan.excluded]
+            asked = [m for m in members if f"{parent}.{m}" in plan.asked]
+            if excluded and asked:
+                raise QuantizationError(
+                    f"exclude: {parent}: {', '.join(members)} are fused by vLLM and need one format, but "
+                    f"{', '.join(excluded)} would be excluded and {', '.join(asked)} quantised; exclude all or none"
+                )

@@ -1,0 +1,138 @@
+"""The only importer of llm-compressor: runs one of its recipes on a model and reports each layer.
+
+What is neutralised here, and why: its log and progress bars (one line a layer replaces them), the
+log level METRIC that sits above WARNING, pinned memory on machines without an accelerator (it
+crashes AWQ), and its batching of layers by free GPU memory (results would depend on the machine).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")  # it logs while it is being imported
+
+import llmcompressor.modifiers.gptq.base as gptq_module
+import torch
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
+from loguru import logger
+
+from pipeline.products.text.checkpoints import hide_progress_bars
+from pipeline.products.text.optimize.layers import Int4Step, LayerPlan
+from pipeline.products.text.optimize.progress import StepLog
+from pipeline.products.text.settings import AwqStep, GptqStep
+
+
+def run_recipe(model: Any, tokenizer: Any, recipe: list[Any], *, samples: Sequence[Sequence[int]]) -> None:
+    """Quantise `model` in place, with calibration samples in the order and at the length given."""
+    batches = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+               for ids in samples]  # fmt: skip
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    with quiet_library():
+        oneshot(model=model, tokenizer=tokenizer, recipe=recipe, dataset=loader, num_calibration_samples=len(batches))
+
+
+def save_compressed(model: Any, folder: Any) -> None:
+    """Write the quantised model as packed compressed-tensors."""
+    with quiet_library():
+        model.save_pretrained(folder, save_compressed=True)
+
+
+def gptq_recipe(step: GptqStep, plan: LayerPlan, log: StepLog, *, model: Any) -> list[Any]:
+    """Build the recipe of a GPTQ step; losses and fallbacks go to `log`."""
+    names = {module: name for name, module in model.named_modules()}
+
+    class ReportingLogger(gptq_module.CompressionLogger):
+        """Passes a layer's loss on instead of printing it."""
+
+        def set_results(self, name: str | None = None, loss: float | None = None) -> None:
+            if loss is not None:
+                log.record_loss([names[self.module]], loss)
+
+        def __exit__(self, *exception: object) -> None:
+            return None
+
+    class ReportingGptq(GPTQModifier):
+        """Names the layers whose Hessian could not be inverted."""
+
+        def compress_modules(self) -> None:
+            with patch.object(gptq_module, "CompressionLogger", ReportingLogger):
+                super().compress_modules()
+
+        def _log_rtn_fallback_summary(self) -> None:
+            for name in self._rtn_fallback_module_names:
+                log.record_fallback(name, "rounded to nearest: singular Hessian; raise damping_fraction")
+
+    return [
+        ReportingGptq(
+            **_scheme(step, plan),
+            dampening_frac=step.damping_fraction,
+            actorder="static" if step.activation_order else None,
+            batched_quantization=None,
+        )
+    ]
+
+
+def awq_recipe(step: AwqStep, plan: LayerPlan, log: StepLog) -> list[Any]:
+    """Build the recipe of an AWQ step; the loss of a scale search counts for each layer it scales."""
+
+    class ReportingAwq(AWQModifier):
+        """Searches scales only where they help, and reports each search."""
+
+        def _set_resolved_mappings(self, model: Any) -> None:
+            super()._set_resolved_mappings(model)
+            # a search over layers that stay as they are divides by zero in the library
+            useful = [m for m in self._resolved_mappings if all(name in plan.asked for name in m.balance_names)]
+            self._resolved_mappings: list[Any] = useful
+            log.total = len(useful)
+
+        def _compute_best_scale(self, mapping: Any, *args: Any) -> Any:
+            scales = super()._compute_best_scale(mapping, *args)
+            log.record_loss(mapping.balance_names, self._error_metrics[-1]["best_error"])
+            log.record_scales(mapping.balance_names, scales, smoothed=mapping.smooth_name)
+            return scales
+
+    return [ReportingAwq(duo_scaling=True, n_grid=step.num_grid_points), QuantizationModifier(**_scheme(step, plan))]
+
+
+@contextlib.contextmanager
+def quiet_library() -> Iterator[None]:
+    """Keep warnings, drop progress bars and everything below a warning."""
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING", format="llm-compressor: {message}", filter=_is_news)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hide_progress_bars())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+        stack.enter_context(patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}))
+        if not torch.accelerator.is_available():
+            stack.enter_context(patch.object(IntermediatesCache, "pin_memory", lambda *_: None))
+        yield
+
+
+def _is_news(record: Any) -> bool:
+    # what these two functions warn of is in the environment record, and in the candidate's fallbacks
+    known = record["function"] in ("get_main_device", "_set_resolved_mappings")
+    return not known and record["level"].name in ("WARNING", "ERROR", "CRITICAL")
+
+
+def _scheme(step: Int4Step, plan: LayerPlan) -> dict[str, Any]:
+    weights = {
+        "num_bits": step.bits,
+        "type": "int",
+        "symmetric": step.symmetric,
+        "strategy": "group",
+        "group_size": step.group_size,
+    }
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": sorted(plan.excluded)}

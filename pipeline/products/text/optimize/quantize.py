@@ -1,0 +1,132 @@
+"""Run a quantisation step from a checked source to a checked output folder.
+
+The output is judged by what is read back from disk, never by the model in memory. Tokenizer, chat
+template and generation config are copied, because a tokenizer that is saved again comes out
+different.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import QuantizationError
+from pipeline.evalsets.cards import Evalset
+from pipeline.products.text.checkpoints import (
+    embedding_rows,
+    hide_progress_bars,
+    load_model,
+    load_tokenizer,
+    open_checkpoint,
+)
+from pipeline.products.text.optimize.calibration import describe_samples, select_samples
+from pipeline.products.text.optimize.coverage import check_coverage
+from pipeline.products.text.optimize.layers import Int4Step, LayerPlan, check_rank, check_source, plan_layers
+from pipeline.products.text.optimize.progress import StepLog
+from pipeline.products.text.optimize.reconstruction import check_reconstruction
+from pipeline.records.digests import TEXT_FILES
+from pipeline.records.evaluations import Fallback, LayerCoverage
+from pipeline.records.speculation import SpeculativeConfig
+from pipeline.running.weight_files import check_finite, iterate_weights
+
+RecipeBuilder = Callable[[Any, LayerPlan, StepLog], list[Any]]
+
+_PROBE_TOKENS = 16  # length of the forward pass that proves finite logits
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: for the candidate's record."""
+
+    coverage: tuple[LayerCoverage, ...]
+    fallbacks: tuple[Fallback, ...]
+    record: dict[str, Any]
+    speculative: SpeculativeConfig | None = None
+
+
+def quantize(
+    source: Path, destination: Path, *, step: Int4Step, calibration_set: Evalset, build_recipe: RecipeBuilder
+) -> StepResult:
+    """Quantise the checkpoint at `source` into the new folder `destination`.
+
+    Args:
+        source: a dense checkpoint.
+        destination: must not exist.
+        step: bits, groups, exclusions and calibration.
+        calibration_set: an evalset of kind "documents".
+        build_recipe: (model, plan, log) -> recipe of the quantisation library.
+
+    Raises:
+        QuantizationError: the step can't be done, or its output is not what was asked for.
+        CheckpointError: the source, or the output when it is loaded again, is broken.
+    """
+    open_checkpoint(source)
+    check_source(source)
+    tokenizer = load_tokenizer(source)
+    samples = select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
+    model = load_model(source, dtype="auto")
+    check_finite(model.state_dict().items(), where=source)
+    plan = plan_layers(_linear_shapes(model), step, tied_head=_tied_head(model))
+    check_rank(plan, num_tokens := sum(map(len, samples)))
+    # the first layer's loss comes after every sample has been through it
+    print(f"{step.kind} calibrates on {len(samples)} samples, {num_tokens} tokens", flush=True)
+    log = StepLog(step.kind, total=len(plan.asked))
+    _run(model, tokenizer, build_recipe(model, plan, log), samples=samples, destination=destination)
+    del model
+    copy_text_files(source, destination)
+    coverage = check_coverage(destination, source=source, step=step, plan=plan, log=log)
+    check_reconstruction(destination, source=source, step=step, plan=plan, log=log)
+    for layer in plan.asked:
+        if layer not in log.losses:
+            log.record_fallback(layer, f"rounded to nearest: no {step.kind} rule of the library fits this layer")
+    check_finite(iterate_weights(destination), where=destination)
+    _check_logits(destination, samples[0][:_PROBE_TOKENS])
+    record = step.model_dump(mode="json") | {"calibrated_on": describe_samples(samples)}
+    return StepResult(coverage=coverage, fallbacks=tuple(log.fallbacks), record=record)
+
+
+def copy_text_files(source: Path, destination: Path) -> None:
+    """Copy tokenizer, chat template and generation config byte by byte; drop what was written instead."""
+    for name in TEXT_FILES:
+        (destination / name).unlink(missing_ok=True)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+
+
+def _linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
+    import torch
+
+    return {name: (module.out_features, module.in_features)
+            for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}  # fmt: skip
+
+
+def _tied_head(model: Any) -> str | None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return None
+    return next(name for name, module in model.named_modules() if module is head)
+
+
+def _run(model: Any, tokenizer: Any, recipe: list[Any], *, samples: list[list[int]], destination: Path) -> None:
+    from pipeline.products.text.optimize.llm_compressor import run_recipe, save_compressed
+
+    try:
+        run_recipe(model, tokenizer, recipe, samples=samples)
+        save_compressed(model, destination)
+    except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
+        message = " ".join(str(error).split())[:300]
+        raise QuantizationError(f"llm-compressor failed: {type(error).__name__}: {message}") from error
+    (destination / "recipe.yaml").unlink(missing_ok=True)
+
+
+def _check_logits(folder: Path, token_ids: list[int]) -> None:
+    import torch
+
+    # packed weights are unpacked by the first forward pass
+    with torch.inference_mode(), hide_progress_bars():
+        logits = load_model(folder, dtype="auto")(input_ids=torch.tensor([token_ids])).logits
+    if not bool(logits.isfinite().all()):
+        raise QuantizationError(f"{folder}: loaded again, its logits are NaN or infinite; raise damping_fraction")

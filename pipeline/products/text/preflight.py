@@ -1,0 +1,251 @@
+"""Check params.yaml against the files it names, before any work: the second half of validation.
+
+`params.py` sees params.yaml alone; this sees the layers, the tokenizer and the chat template of each
+checkpoint, every case of each evalset and of the calibration texts. Of weights it reads headers only,
+so it costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from pipeline.errors import CheckpointError, QuantgateError, SettingsError
+from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
+from pipeline.evalsets.cases import check_distinct
+from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
+from pipeline.products.text.drafts import check_draft
+from pipeline.products.text.optimize.layers import check_rank, plan_folder
+from pipeline.products.text.serving.vllm_config import build_speculative_config, check_config, check_options
+from pipeline.products.text.settings import (
+    Calibration,
+    CandidateSettings,
+    EvalSettings,
+    HarnessEval,
+    SpeculativeStep,
+    Step,
+    TextProduct,
+    VllmEngine,
+)
+from pipeline.records.speculation import SpeculativeConfig
+from pipeline.settings.base import Product, describe_yaml_error
+from pipeline.settings.yaml_files import check_extent, read_text
+
+Load = Callable[[Path], Evalset]
+
+# transformers adds this tag; it only marks where an answer is, so the text without it parses alike
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+_CARD_KINDS = {"perplexity": "documents", "tool_calls": "tool_calls", "trajectories": "trajectories"}
+
+
+def check_text(product: TextProduct, root: Path) -> None:
+    """Refuse settings that the named files contradict.
+
+    Raises:
+        SettingsError: with the path of the key, what it names, and what there is.
+        EvalsetError: with file and line, what `load_evalset` refuses.
+    """
+    load = cache(load_evalset)  # two evals may name one folder
+    texts = load_kind(load, root / product.optimize.calibration_texts, product.locate("optimize.calibration_texts"), "documents")
+    check_folder = cache(lambda folder, is_served: _check_folder(folder, product, is_served))  # most share one
+    for name, candidate in product.candidates.items():
+        _check_candidate(f"candidates.{name}", candidate, texts.card, root, check_folder)
+    evalsets = {name: _check_eval(load, product.locate(f"evals.{name}"), settings, root) for name, settings in product.evals.items()}
+    check_buckets(product, evalsets)
+
+
+def check_buckets(
+    product: Product, evalsets: Mapping[str, Evalset | None], objects: Mapping[str, list[str]] | None = None
+) -> None:
+    """Refuse a tolerance of a bucket that its evalset has not.
+
+    Args:
+        product: whose tolerances.
+        evalsets: by eval; None stands for one whose cases are elsewhere.
+        objects: by metric, buckets of objects that params.yaml adds.
+
+    Raises:
+        SettingsError: with the path of the key.
+    """
+    for metric, tolerance in product.gate.tolerances.items():
+        eval_name = metric.split("/")[0]
+        evalset, own = evalsets[eval_name], (objects or {}).get(metric, [])
+        for bucket in tolerance.buckets:
+            if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
+                raise SettingsError(f"{product.locate('gate')}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
+                                    f"no such bucket; it has {', '.join(known) or 'none'}")
+
+
+def _check_candidate(
+    where: str, candidate: CandidateSettings, calibration: Card, root: Path, check_folder: Callable[[Path, bool], None]
+) -> None:
+    folder = root / candidate.checkpoint
+    if not folder.is_dir():
+        raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
+    try:
+        check_folder(folder, candidate.engine.kind != "openai")
+    except CheckpointError as error:
+        raise SettingsError(f"{where}.checkpoint: {error}") from None
+    if isinstance(candidate.engine, VllmEngine):
+        _check_vllm(where, candidate.engine, candidate.speculative)
+    for i, step in enumerate(candidate.steps):
+        at = f"{where}.steps.{i}"
+        if not isinstance(step, SpeculativeStep):
+            _check_sources(f"{at}.calibration.sources", step.calibration, calibration)
+        try:
+            _check_folders(step, folder, root)
+        except QuantgateError as error:
+            raise SettingsError(f"{at}: {error}") from None
+
+
+def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) -> None:
+    """Check the options that vLLM will be given against those of its release, as far as they are known by now."""
+    check_options(engine.options, where=where)
+    config: dict[str, Any] = dict(engine.options)
+    if step is not None:
+        drafts = SpeculativeConfig(method=step.method, num_tokens=step.num_tokens, options=step.options,
+                                   draft_path=step.draft)  # fmt: skip
+        config["speculative-config"] = build_speculative_config(drafts)
+    check_config(config, version=engine.version, where=where)
+
+
+def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
+    """Refuse a checkpoint that a later stage could not use; behind an endpoint, how it is served is not ours."""
+    open_checkpoint(folder)
+    kinds = {settings.kind for settings in product.evals.values()}
+    path = folder / "tokenizer_config.json"
+    tokenizer = read_json(path) if path.is_file() or "perplexity" in kinds else {}
+    if "perplexity" in kinds and not (tokenizer.get("bos_token") or tokenizer.get("eos_token")):
+        raise CheckpointError(f"{path}: expected a bos_token or an eos_token, which perplexity puts before each text, "
+                              "found neither; name the one that the model was trained with")  # fmt: skip
+    if is_served:
+        _check_context(folder, product)
+    if is_served and kinds & {"tool_calls", "trajectories"}:
+        _check_chat_template(folder, tokenizer)
+
+
+def _check_context(folder: Path, product: TextProduct) -> None:
+    asked = product.serving.context_length
+    config = read_config(folder)
+    config = config.get("text_config") or config  # of a composite model
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    limit = config.get("max_position_embeddings")
+    # a stretched position encoding reaches further than the number in its config may say
+    if isinstance(limit, int) and "factor" not in rope and asked > limit:
+        raise SettingsError(f"{product.locate('serving')}.context_length: expected at most {limit}, the max_position_embeddings of "
+                            f"{folder / CONFIG_FILE}, got {asked}; lower it")
+
+
+def _check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
+    import jinja2
+
+    grammar = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    for where, text in _read_chat_templates(folder, tokenizer):
+        try:
+            # line breaks inside a tag are kept, so that the error's line is the file's
+            grammar.parse(_GENERATION_TAG.sub(lambda tag: "\n" * tag[0].count("\n"), text))
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"{where}:{error.lineno}: expected a chat template in Jinja, got a syntax error: "
+                                  f"{str(error.message).rstrip('.')}; copy it from the source") from None  # fmt: skip
+
+
+def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield where each template is and its text; transformers reads the first of the two places that has one."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            yield str(path), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path}: expected a chat template in UTF-8: {error}; copy it again") from None
+        return
+    found = tokenizer.get("chat_template")
+    where = f"{folder / 'tokenizer_config.json'}: chat_template"
+    if isinstance(found, list) and found:  # several under names
+        yield from ((f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(found) if "template" in entry)
+    elif isinstance(found, str):
+        yield where, found
+    else:
+        hint = ("copy it out of chat_template.json, which no tokenizer reads"
+                if (folder / "chat_template.json").is_file()
+                else "copy it from the source, or drop the evals of kind tool_calls and trajectories")
+        raise CheckpointError(f"{path}: expected a chat template, found none here or in tokenizer_config.json; {hint}")
+
+
+def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
+    for source in asked.sources:
+        if source not in calibration.buckets:
+            raise SettingsError(f"{where}: {source!r} is no bucket of the calibration texts; "
+                                f"they have {', '.join(calibration.buckets) or 'none'}")  # fmt: skip
+
+
+def _check_folders(step: Step, folder: Path, root: Path) -> None:
+    if not isinstance(step, SpeculativeStep):
+        check_rank(plan_folder(folder, step), step.calibration.num_samples * step.calibration.max_tokens)
+    elif step.draft is not None:
+        check_draft(root / step.draft, target=folder)
+
+
+def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:
+    evalset = _load_eval(load, where, settings, root)
+    if evalset is not None:
+        folder = settings.include_path if isinstance(settings, HarnessEval) else settings.evalset
+        check_distinct(root / str(folder) / CASES_FILE, evalset.cases)
+    return evalset
+
+
+def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:
+    if not isinstance(settings, HarnessEval):
+        return load_kind(load, root / settings.evalset, f"{where}.evalset", _CARD_KINDS[settings.kind])
+    if settings.include_path is None:
+        return None
+    folder = root / settings.include_path
+    if not folder.is_dir():
+        raise SettingsError(f"{where}.include_path: expected a folder with task YAML, found none at {str(folder)!r}")
+    evalset = load(folder) if (folder / CARD_FILE).is_file() else None
+    _check_task(f"{where}.task", settings.task, folder)
+    return evalset
+
+
+def _check_task(where: str, task: str, folder: Path) -> None:
+    """Refuse a task that no file defines; lm-eval passes over a file that it can't read."""
+    yaml = YAML(typ="rt")  # keeps tags such as lm-eval's !function as they are
+    yaml.allow_duplicate_keys = True
+    names: dict[str, None] = {}
+    broken = ""
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            text = read_text(path)
+            check_extent(text)
+            names |= dict.fromkeys(_task_names(yaml.load(text)))
+        except YAMLError as error:
+            broken += f"; {path} is not valid YAML: {describe_yaml_error(error)}"
+    if task not in names:
+        raise SettingsError(f"{where}: expected a task, group or tag that a *.yaml file in {folder} defines, got "
+                            f"{task!r}; they define {', '.join(names) or 'none'}{broken}")  # fmt: skip
+
+
+def _task_names(data: Any) -> Iterator[str]:
+    """Yield what a task file defines; names in a group's list are another file's, unless they come with keys."""
+    for key in ("task", "group", "tag") if isinstance(data, dict) else ():
+        found = data.get(key)
+        for entry in found if isinstance(found, list) else [found]:
+            if isinstance(entry, str) and (key == "tag" or not isinstance(found, list)):
+                yield str(entry)
+            yield from _task_names(entry)
+
+
+def load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:
+    """Load an evalset that a key names; refuse a folder without one, and one of another kind."""
+    if not (folder / CASES_FILE).is_file():
+        raise SettingsError(f"{where}: expected an evalset folder with card.yaml and {CASES_FILE}, got {str(folder)!r}")
+    evalset = load(folder)
+    card = evalset.card
+    if card.kind != kind:
+        raise SettingsError(f"{where}: expected an evalset of kind {kind!r}, {card.name!r} is of kind {card.kind!r}")
+    return evalset

@@ -1,0 +1,120 @@
+"""A server that somebody else runs, reached over the OpenAI API; quantgate neither starts nor stops it.
+
+What it serves is its operator's word, declared in params.yaml. What it can be asked is asked: a
+quantgate server tells its own facts, vLLM its version, and in development mode its configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from pipeline.errors import EngineError
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving.engines.engine import Engine, Order, check_facts
+from pipeline.products.text.serving.readiness import check_context, probe
+from pipeline.products.text.serving.vllm_facts import read_resolved
+from pipeline.products.text.settings import EvalSettings
+from pipeline.records.evaluations import Candidate
+from pipeline.records.fingerprints import SECTIONS
+
+FACTS_TIMEOUT_S = 10.0
+MAX_REFUSALS = 2  # connections refused before the server counts as not started
+DECLARED = "declared by the settings, not proved by the server"
+
+
+@contextlib.asynccontextmanager
+async def start(order: Order) -> AsyncIterator[Engine]:
+    """Attach to the server that a candidate names.
+
+    Raises:
+        EngineError: no such server, it serves no such model, or does not give what an eval needs.
+    """
+    candidate, serving = order.candidate, order.candidate.serving
+    if not serving.base_url or not serving.model:
+        raise EngineError(f"{candidate.name}: engine openai needs base_url and model, "
+                          f"got {serving.base_url!r} and {serving.model!r}")  # fmt: skip
+    url, key = serving.base_url.rstrip("/").removesuffix("/v1"), read_key(candidate)
+    async with Client([url], serving.model, concurrency=1, timeout_s=order.resources.request_timeout_s,
+                      max_refusals=MAX_REFUSALS, api_key=key) as client:  # fmt: skip
+        await _check_listing(client, url, order)
+    async with Client([url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1,
+                      api_key=key) as client:  # fmt: skip
+        facts, proof = await read_facts(client)
+    if "checkpoint" in facts:
+        # its way of serving is its operator's choice, the weights are what is judged
+        check_facts(candidate, {"checkpoint": facts["checkpoint"]}, where=url)
+        facts = adopt(candidate, facts)
+    engine = Engine((url,), serving.model, candidate.facts | facts, proof or DECLARED,
+                    is_declared="checkpoint" not in facts, api_key=key)  # fmt: skip
+    async with engine.connect(order.resources, concurrency=serving.concurrency) as client:
+        await probe(client, order.evals, attached_as=candidate.name)
+    yield engine
+
+
+def read_key(candidate: Candidate) -> str | None:
+    """Return the key of a candidate's endpoint from its environment variable; None when it needs none.
+
+    Raises:
+        EngineError: the variable is not set.
+    """
+    name = candidate.serving.api_key_env
+    if name is None:
+        return None
+    if not (key := os.environ.get(name)):
+        raise EngineError(f"candidates.{candidate.name}.engine.api_key_env: expected the key in the environment "
+                          f"variable {name}, found none; set it")  # fmt: skip
+    return key
+
+
+def adopt(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a quantgate server as those of a candidate that is attached to it.
+
+    How it serves is its operator's choice, and so a fact about the engine.
+    """
+    served = {f"serving.{key}": value for key, value in facts["serving"].items()}
+    return {**facts, "serving": candidate.serving.identity(), "engine": facts["engine"] | served}
+
+
+async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
+    """Ask a server what it is: its facts by section as far as it tells them, and what they prove."""
+    own = (await _get(client, "/v1/fingerprint")).get("facts")
+    if isinstance(own, dict) and _are_facts(own):
+        return own, "computed by the server from the files and objects it loaded"
+    if not (version := (await _get(client, "/version")).get("version")):
+        return {}, ""
+    facts: dict[str, Any] = {"libraries": {"vllm": str(version).split("+")[0]}}
+    if resolved := read_resolved(await _get(client, "/server_info?config_format=json")):
+        facts["engine"] = resolved
+    return facts, f"{DECLARED}, but for its version"
+
+
+def _are_facts(told: Mapping[str, Any]) -> bool:
+    """Say whether a server told all of its facts: one that tells half of them proves nothing."""
+    sections = [told.get(name) for name in SECTIONS]
+    return all(isinstance(section, dict) for section in sections) and isinstance(told["checkpoint"].get("digest"), str)
+
+
+async def _get(client: Client, path: str) -> Mapping[str, Any]:
+    try:
+        answer = await client.get(path)
+    except EngineError:
+        return {}  # it need not offer that
+    return answer if isinstance(answer, dict) else {}
+
+
+async def _check_listing(client: Client, url: str, order: Order) -> None:
+    """Check that a server is there, that it serves the model, and that its context is long enough."""
+    model, where = client.model, f"candidates.{order.candidate.name}.engine"
+    try:
+        listed = await client.list_models()
+    except EngineError as error:
+        raise EngineError(f"{error}; expected a running server of the OpenAI API: start it, or correct "
+                          f"{where}.base_url") from None  # fmt: skip
+    if model not in listed:
+        raise EngineError(f"{url}/v1/models: expected {model!r} among the served models, got {list(listed)!r}; "
+                          f"correct {where}.model")  # fmt: skip
+    evals: Mapping[str, EvalSettings] = order.evals
+    check_context(order.candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")

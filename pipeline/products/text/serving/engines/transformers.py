@@ -1,0 +1,93 @@
+"""The embedded engine: launcher processes of this environment, one per server.
+
+Each server computes the facts about itself from what it loaded, and they must be the candidate's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.products.text.serving import launcher
+from pipeline.products.text.serving.engines.engine import LOCAL, Engine, Order, check_facts, gather, probe_servers
+from pipeline.products.text.serving.engines.processes import ServerProcess, describe_exit, spawn, stop
+from pipeline.records.evaluations import Candidate
+
+PROJECT = Path(__file__).resolve().parents[5]
+
+
+@contextlib.asynccontextmanager
+async def start(order: Order) -> AsyncIterator[Engine]:
+    """Start the servers of a candidate.
+
+    Raises:
+        EngineError: a server did not come up, loaded something else, or does not give what an eval needs.
+    """
+    candidate, resources = order.candidate, order.resources
+    processes: list[ServerProcess] = []
+    try:
+        for index in range(resources.num_servers):
+            processes.append(_spawn(candidate, root=order.root, log=order.logs / f"server-{index}.log",
+                                    host=order.host, port=order.port))  # fmt: skip
+        reports = await gather(*(_read_report(p, resources.start_timeout_s) for p in processes))
+        for process, report in zip(processes, reports, strict=True):
+            check_facts(candidate, report["facts"], where=f"server {process.log.stem}")
+        engine = Engine(
+            base_urls=tuple(order.url(report["port"]) for report in reports),
+            model=candidate.name,
+            facts=reports[0]["facts"],
+            proof="computed by the server from the files and objects it loaded",
+            echo=reports[0]["fingerprint"],
+            config=reports[0]["config"],
+            processes=tuple(processes),
+        )
+        await probe_servers(engine, order)
+        yield engine
+    finally:
+        stop(processes)
+
+
+def _spawn(
+    candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, port: int | None = None
+) -> ServerProcess:
+    speculative = candidate.serving.speculative
+    config = json.dumps({
+        "checkpoint_folder": str((root / candidate.checkpoint.path).resolve()),
+        "draft_folder": str((root / speculative.draft_path).resolve())
+        if speculative and speculative.draft_path else None,
+        "candidate": candidate.model_dump(mode="json"),
+        "host": host,
+        "port": port,
+    })  # fmt: skip
+    threads = str(candidate.serving.num_threads)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", launcher.__name__, config]
+    return spawn(command, folder=PROJECT, environment=environment, log=log, stdout=subprocess.PIPE)
+
+
+async def _read_report(process: ServerProcess, timeout_s: float) -> dict[str, Any]:
+    """Wait for the line with which a launcher announces itself."""
+    assert process.popen.stdout is not None
+    line = asyncio.get_running_loop().run_in_executor(None, process.popen.stdout.readline)
+    try:
+        text = await asyncio.wait_for(asyncio.shield(line), timeout_s)
+    except TimeoutError:
+        failure = process.failure(f"not ready after {timeout_s:g} s")
+        process.popen.kill()  # also ends the read that is still waiting
+        raise failure from None
+    except asyncio.CancelledError:
+        process.popen.kill()
+        raise
+    if not text:
+        raise process.failure(describe_exit(process.popen.wait()))
+    return json.loads(text)

@@ -1,0 +1,160 @@
+"""vLLM, started from its own environment or container by the command of params.yaml.
+
+It gets one configuration file, which is what a release would be served with, a free port, and a keeper
+that ends it with us. Ready means that it has answered real requests. What it resolved the file to, it
+tells itself: `/version` and `/server_info`, which its development mode adds and nothing else depends on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import EngineError
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.serving.engines import keeper
+from pipeline.products.text.serving.engines.engine import Engine, Order, check_facts, probe_servers
+from pipeline.products.text.serving.engines.processes import ServerProcess, spawn, stop_kept
+from pipeline.products.text.serving.vllm_config import (
+    CONFIG_FILE,
+    build_config,
+    check_config,
+    rename_method,
+    render_config,
+)
+from pipeline.products.text.serving.vllm_facts import read_resolved, read_sampling
+from pipeline.records.digests import digest_checkpoint, digest_files, digest_json
+from pipeline.records.evaluations import Candidate
+from pipeline.records.files import write_text
+from pipeline.records.fingerprints import read_environment
+from pipeline.running.environment import read_hardware
+
+STOP_TIMEOUT_S = 2 * keeper.TERMINATE_TIMEOUT_S
+POLL_S = 0.5
+_MAX_SCRIPT_BYTES = 1 << 20
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # adds /server_info
+    "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def start(order: Order) -> AsyncIterator[Engine]:
+    """Start vLLM on a candidate.
+
+    Raises:
+        SettingsError: an option that this release of vLLM does not have.
+        EngineError: it did not come up, is another release, loaded something else, or does not give what an
+            eval needs.
+    """
+    candidate, port = order.candidate, _find_port(order)
+    checkpoint = _digest(order.root / candidate.checkpoint.path)
+    config = build_config(candidate, needs_scores=order.needs_scores) | {"host": order.host}
+    check_config(config, version=str(candidate.serving.version), where=f"candidates.{candidate.name}")
+    path = order.logs / CONFIG_FILE
+    write_text(path, render_config(config))
+    process = _spawn(candidate, order.root, path, port, order.logs / "server-0.log")
+    try:
+        url = order.url(port)
+        facts = await _wait(process, url, order) | {"checkpoint": checkpoint}
+        check_facts(candidate, facts, where="server server-0")
+        proof = "computed from the files before the start, and from what the running engine says of itself"
+        engine = Engine((url,), candidate.name, facts, proof, echo=config.get("fingerprint-value"),
+                        config={CONFIG_FILE: render_config(config)}, processes=(process,))  # fmt: skip
+        await probe_servers(engine, order)
+        yield engine
+    finally:
+        stop_kept(process, STOP_TIMEOUT_S)
+
+
+def _spawn(candidate: Candidate, root: Path, config: Path, port: int, log: Path) -> ServerProcess:
+    serving = candidate.serving
+    arguments = [*serving.command, "--config", str(config.resolve()), "--port", str(port)]
+    environment = os.environ | _ENVIRONMENT | serving.environment
+    return spawn([sys.executable, keeper.__file__, *arguments], folder=root, environment=environment, log=log)
+
+
+async def _wait(process: ServerProcess, url: str, order: Order) -> dict[str, Any]:
+    """Wait until the server lists its model, and return the facts that it tells."""
+    limit_s, start = order.resources.start_timeout_s, time.monotonic()
+    async with Client([url], order.candidate.name, concurrency=1, timeout_s=order.resources.request_timeout_s,
+                      max_refusals=1, check_alive=process.check_alive) as client:  # fmt: skip
+        while True:
+            process.check_alive()
+            try:
+                await client.list_models()
+                return await _read_facts(client, order)
+            except EngineError as error:
+                process.check_alive()
+                if time.monotonic() - start > limit_s:
+                    raise process.failure(f"not ready after {limit_s:g} s ({error})") from None
+            await asyncio.sleep(POLL_S)
+
+
+async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
+    candidate = order.candidate
+    version = str((await client.get("/version"))["version"])
+    info = await client.get("/server_info?config_format=json")
+    resolved, system = read_resolved(info), info.get("system_env") or {}
+    serving = candidate.serving.identity()
+    if "model_config.dtype" in resolved:
+        serving["dtype"] = str(resolved["model_config.dtype"]).removeprefix("torch.")
+    serving["speculative.num_tokens"] = resolved.get("speculative_config.num_speculative_tokens")
+    method = resolved.get("speculative_config.method")
+    if method != rename_method(serving["speculative.method"]):
+        serving["speculative.method"] = method
+    if (draft := candidate.serving.speculative) and draft.draft_path:
+        serving["speculative.draft_digest"] = digest_checkpoint(order.root / draft.draft_path)
+    return {
+        "serving": serving,
+        "libraries": {"vllm": version.split("+")[0]},
+        "engine": resolved,
+        "sampling": read_sampling(order.root / candidate.checkpoint.path, candidate.serving.options),
+        "environment": read_environment(os.environ | candidate.serving.environment)
+        | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, order.root)},
+        "hardware": _read_hardware(resolved, system),
+    }
+
+
+def _read_hardware(resolved: Mapping[str, Any], system: Mapping[str, Any]) -> dict[str, str]:
+    gpu = str(system.get("nvidia_gpu_models") or "").splitlines()
+    is_cpu = resolved.get("device_config.device") == "cpu"
+    return read_hardware("cpu" if is_cpu or not gpu else gpu[0].partition(": ")[2].strip())
+
+
+def _digest(folder: Path) -> dict[str, Any]:
+    files = digest_files(folder)
+    return {"digest": digest_json(files), "files": files}
+
+
+def _digest_scripts(candidate: Candidate, root: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and digest of each script in the command: what it does before vLLM starts is part of the path.
+
+    The first line may name the folder of an environment, and does not count.
+    """
+    for word in candidate.serving.command:
+        path = root / word if "/" in word else Path(shutil.which(word) or root / word)
+        if path.is_file() and (content := path.read_bytes()[:_MAX_SCRIPT_BYTES]).isascii():
+            yield path.name, hashlib.sha256(content.partition(b"\n")[2]).hexdigest()
+
+
+def _find_port(order: Order) -> int:
+    """Return the port that was asked for, or a free one; refuse one on which another server would answer for ours."""
+    with socket.socket() as listener:
+        if order.port is not None:  # one that was left a moment ago can be had again
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((order.host, order.port or 0))
+        except OSError as error:
+            raise EngineError(f"expected to listen at {order.host}:{order.port or 'a free port'}, got: "
+                              f"{error.strerror}; name another address or port") from None  # fmt: skip
+        return int(listener.getsockname()[1])

@@ -1,0 +1,93 @@
+"""One embedded server: `python -m pipeline.products.text.serving.launcher '<json>'`.
+
+Loads a checkpoint once and serves it. Announces itself with one JSON line on stdout once a probe has
+been answered, and ends when its stdin closes, which happens when the parent ends in whatever way.
+Logs go to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from pipeline.errors import EngineError, QuantgateError
+from pipeline.records.evaluations import Candidate
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as stdin closes; the parent holds its other end."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listener: socket.socket) -> None:
+    # transformers imports them where it can, for adaptive draft lengths and the losses of object detectors,
+    # which this server does not offer: a second of CPU time for each server
+    for package in ("sklearn", "scipy"):
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    gc.disable()  # looking for garbage takes a quarter of the time of the imports, and they leave none
+    import uvicorn
+
+    from pipeline.products.text.serving.app import Server
+    from pipeline.products.text.serving.loading import load_candidate
+
+    loaded = load_candidate(candidate, folder, draft_folder=draft)
+    server = Server(loaded)
+    await server.probe()
+    gc.freeze()  # what is there now stays: no later collection need look at it
+    gc.enable()
+    config = uvicorn.Config(server.build_app(), log_level="warning", access_log=False, lifespan="off")
+    line = {"port": listener.getsockname()[1], "fingerprint": loaded.fingerprint, "facts": loaded.facts,
+            "config": loaded.config}
+    print(json.dumps(line), flush=True)
+    await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """Take the port before the model is loaded, which is what takes time."""
+    listener = socket.socket()
+    if port is not None:  # one that was left a moment ago can be had again
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port or 0))  # port 0: the system picks a free one, so no port can be taken
+        listener.listen(512)
+    except OSError as error:
+        raise EngineError(f"expected to listen at {host}:{port or 'a free port'}, got: {error.strerror}; name another "
+                          "address or port") from None  # fmt: skip
+    return listener
+
+
+def main(argv: list[str]) -> int:
+    """Load, probe, announce and serve until the parent goes away.
+
+    Args:
+        argv: one JSON object: `checkpoint_folder`, `draft_folder` or null, and `candidate` as a record. The
+            candidate's name is the model name that clients must send. `host` may be missing, for the local
+            address, and so may `port`, or be null, for a free one.
+    """
+    asked = json.loads(argv[0])
+    _end_with_parent()
+    try:
+        listener = _listen(asked.get("host", "127.0.0.1"), asked.get("port"))
+        candidate = Candidate.model_validate(asked["candidate"])
+        draft = Path(asked["draft_folder"]) if asked["draft_folder"] else None
+        asyncio.run(_serve(candidate, Path(asked["checkpoint_folder"]), draft, listener))
+    except QuantgateError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # the generation thread is not a daemon and would keep the process alive
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

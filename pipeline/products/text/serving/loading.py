@@ -1,0 +1,222 @@
+"""Load a checkpoint for serving, and find out what was really loaded.
+
+The fingerprint is computed here from the files and objects of this process, in the way of
+`Candidate.fingerprint`, so that it proves what answers instead of repeating what was asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import EngineError
+from pipeline.products.text.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.records.digests import digest_checkpoint
+from pipeline.records.evaluations import Candidate
+from pipeline.records.fingerprints import fingerprint, read_environment
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculativeConfig
+from pipeline.running.environment import read_hardware
+
+CACHE_BLOCK_TOKENS = 16  # prefixes are shared in whole blocks, so small blocks share more of a short prompt
+MAX_BATCH_TOKENS = 512  # new tokens per forward: bounds how long a prefill delays requests that are decoding
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory and what was found out about it.
+
+    `scorer` shares the weights of `model`, but keeps plain attention when continuous batching
+    has switched `model` to a paged one.
+    """
+
+    name: str
+    model: Any
+    scorer: Any
+    tokenizer: Any
+    serving: ServingConfig
+    facts: dict[str, Any]  # by section, see pipeline/records/fingerprints.py
+    config: dict[str, str]  # the generation configs as resolved, by file name
+    batching: Any  # transformers' ContinuousBatchingConfig
+    draft: Any | None = None  # the draft model of speculative decoding
+
+    @property
+    def fingerprint(self) -> str:
+        """Sha256 of the facts."""
+        return fingerprint(self.facts)
+
+
+def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | None = None) -> LoadedModel:
+    """Load a candidate's checkpoint in this process.
+
+    Args:
+        candidate: what to serve; its serving config says how.
+        folder: where the checkpoint is.
+        draft_folder: where its draft model is, when it is served with one.
+
+    Raises:
+        CheckpointError: the checkpoint or the draft can't be loaded.
+        EngineError: its own generation settings change greedy answers, or its context is too short.
+    """
+    import torch
+
+    from pipeline.products.text.serving.packed_linear import pack_linear_layers
+
+    asked = candidate.serving
+    torch.set_num_threads(asked.num_threads)
+    checkpoint = describe_checkpoint(folder, root=folder.parent)
+    model = load_model(folder, dtype=asked.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+    check_context(model.config, asked.context_length)
+    model.set_attn_implementation(asked.attention)
+    tokenizer = load_tokenizer(folder)
+    model.generation_config = greedy_config(model, tokenizer)
+    with torch.inference_mode():
+        # compressed weights are decompressed by the first forward pass, which must come before sharing
+        model(torch.tensor([[0]], device=model.device), use_cache=False)
+    scorer = share_weights(model)
+    num_packed = pack_linear_layers([model, scorer])
+    draft = _load_draft(draft_folder, asked, tokenizer).to(model.device) if draft_folder else None
+    serving = asked.model_copy(update={
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": scorer.config._attn_implementation,
+        "num_threads": torch.get_num_threads(),
+        "temperature": 0.0,
+        "speculative": _set_speculation(asked.speculative, model, draft, draft_folder),
+    })  # fmt: skip
+    loaded = candidate.model_copy(update={
+        "checkpoint": checkpoint,
+        "serving": serving,
+        "libraries": {name: _version(name) for name in candidate.libraries},
+    })  # fmt: skip
+    batching = describe_batching(serving)
+    facts = _describe(loaded, model, engine={"num_packed_layers": num_packed, **_plain_fields(batching)})
+    config = {"generation_config.json": model.generation_config.to_json_string()}
+    if draft is not None:
+        config["draft/generation_config.json"] = draft.generation_config.to_json_string()
+    return LoadedModel(candidate.name, model, scorer, tokenizer, serving, facts, config, batching, draft)
+
+
+def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any) -> Any:
+    from pipeline.products.text.serving.packed_linear import pack_linear_layers
+
+    draft = load_model(folder, dtype=asked.dtype)
+    draft.set_attn_implementation(asked.attention)
+    draft.generation_config = greedy_config(draft, tokenizer)
+    pack_linear_layers([draft])
+    return draft
+
+
+def _set_speculation(
+    asked: SpeculativeConfig | None, model: Any, draft: Any | None, folder: Path | None
+) -> SpeculativeConfig | None:
+    """Set the number of drafted tokens, and return the config with the digest of the draft that was loaded."""
+    if asked is None:
+        return None
+    if draft is None:
+        model.generation_config.prompt_lookup_num_tokens = asked.num_tokens
+    else:
+        # constant: the library's own schedule and confidence threshold change the number from request to request
+        draft.generation_config.num_assistant_tokens = asked.num_tokens
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+    return SpeculativeConfig(
+        method="prompt_lookup" if draft is None else "draft_model",
+        num_tokens=asked.num_tokens,
+        draft_digest=digest_checkpoint(folder) if folder else None,
+    )
+
+
+def check_context(config: Any, context_length: int) -> None:
+    """Refuse a context beyond the positions that a model has: at best it would answer nonsense there.
+
+    Raises:
+        EngineError: with the most tokens that there may be.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest <= 0:
+        return
+    # rotary positions may be stretched, and whether the number includes that differs from model to model
+    stretch = (getattr(text, "rope_parameters", None) or {}).get("factor")
+    longest = int(longest * max(1.0, stretch or 1.0))
+    if context_length > longest:
+        raise EngineError(f"serving.context_length: expected at most {longest}, the positions that the model's "
+                          f"config.json has, got {context_length}; lower it")  # fmt: skip
+
+
+def greedy_config(model: Any, tokenizer: Any) -> Any:
+    """Return the model's generation config made greedy.
+
+    Raises:
+        EngineError: the checkpoint's own generation config changes greedy answers (a repetition
+            penalty, a minimum length, ...), which continuous batching would drop silently.
+    """
+    from transformers import GenerationConfig
+
+    source = model.generation_config
+    end = source.eos_token_id if source.eos_token_id is not None else model.config.eos_token_id
+    end = end if end is not None else tokenizer.eos_token_id
+    pad = source.pad_token_id if source.pad_token_id is not None else tokenizer.pad_token_id
+    first_end = end[0] if isinstance(end, list) else end
+    processors = model._get_logits_processor(_without_sampling(source))
+    if processors:
+        names = ", ".join(type(p).__name__ for p in processors)
+        raise EngineError(f"{model.name_or_path}/generation_config.json: expected plain greedy decoding, "
+                          f"it asks for {names}; remove those settings")  # fmt: skip
+    return GenerationConfig(do_sample=False, eos_token_id=end, bos_token_id=source.bos_token_id,
+                            pad_token_id=pad if pad is not None else first_end)  # fmt: skip
+
+
+def _without_sampling(source: Any) -> Any:
+    config = copy.deepcopy(source)
+    config.do_sample, config.temperature, config.top_p, config.top_k = False, 1.0, 1.0, 0
+    return config
+
+
+def share_weights(model: Any) -> Any:
+    """Return a second model object over the same tensors, whose attention can be set on its own."""
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def describe_batching(serving: ServingConfig) -> Any:
+    """Return the library's continuous batching config for a way of serving."""
+    from transformers import ContinuousBatchingConfig
+
+    blocks_per_request = -(-serving.context_length // CACHE_BLOCK_TOKENS) + 1
+    return ContinuousBatchingConfig(
+        block_size=CACHE_BLOCK_TOKENS,
+        # twice what the requests in flight can hold: the rest keeps finished prefixes for reuse
+        num_blocks=2 * serving.concurrency * blocks_per_request,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        use_cuda_graph=False,
+    )
+
+
+def _plain_fields(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(config).items() if isinstance(value, bool | int | float | str | None)}
+
+
+def _describe(loaded: Candidate, model: Any, *, engine: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    on_gpu = model.device.type == "cuda"
+    sampling = json.loads(model.generation_config.to_json_string())
+    return {
+        **loaded.facts,
+        "engine": engine,
+        "sampling": {key: value for key, value in sampling.items() if key != "transformers_version"},
+        "environment": read_environment(),
+        "hardware": read_hardware(torch.cuda.get_device_name() if on_gpu else "cpu"),
+    }

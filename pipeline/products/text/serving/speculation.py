@@ -1,0 +1,139 @@
+"""Serial generation with drafted tokens, and the count of what they came to.
+
+Nothing is counted where it was asked for: a hook keeps the tokens that each forward pass of the
+target was fed, and the counts follow from them and the answer. When they do not explain the answer
+token by token, it is an error. A streamed answer is counted like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
+
+from pipeline.errors import EngineError
+from pipeline.products.text.serving.loading import LoadedModel
+from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
+
+
+class SpeculativeManager(GenerateManager):
+    """The library's serial generation, one request at a time, with a draft model or prompt lookup."""
+
+    def __init__(self, loaded: LoadedModel, config: SpeculativeConfig) -> None:
+        super().__init__()
+        self._loaded, self._config = loaded, config
+        self._fed: list[list[int]] = []
+        self._counts: dict[str, SpeculationCounts] = {}
+        loaded.model.register_forward_pre_hook(self._note_forward, with_kwargs=True)
+
+    def take_counts(self, request_id: str) -> SpeculationCounts:
+        """Return the counts of a request that was answered, once."""
+        return self._counts.pop(request_id)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
+    ) -> tuple[str, int, torch.Tensor]:
+        """Generate on the library's inference thread; arguments and result as in the base class."""
+        tokens, self._counts[request_id] = await self.async_submit(self.generate, inputs, gen_config)
+        return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
+        """Stream from the library's inference thread; arguments and result as in the base class."""
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        streamer = _DraftStreamer(processor._tokenizer, loop, queue, response_parser=response_parser)
+
+        def run() -> None:
+            try:
+                _, self._counts[request_id] = self.generate(inputs, gen_config, streamer)
+                streamer.finish()
+            except _GenerationCancelled:
+                loop.call_soon_threadsafe(queue.put_nowait, None)
+            except Exception as error:  # whatever it is, the client must not wait for more
+                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(" ".join(str(error).split())))
+
+        self.submit(run)
+        return queue, streamer
+
+    def generate(
+        self, inputs: dict[str, Any], config: Any, streamer: DirectStreamer | None = None
+    ) -> tuple[torch.Tensor, SpeculationCounts]:
+        """Generate the answer to one prompt.
+
+        Args:
+            inputs: `input_ids` and `attention_mask`, int64 [1, n].
+            config: the generation config, with `max_new_tokens`.
+            streamer: is given the tokens of each target forward pass.
+
+        Returns:
+            The completion's token ids, int64 [m], and the counts.
+        """
+        self._fed.clear()
+        loaded, num_prompt = self._loaded, inputs["input_ids"].shape[-1]
+        sequence = loaded.model.generate(
+            **inputs, generation_config=config, assistant_model=loaded.draft, streamer=streamer
+        )[0]
+        return sequence[num_prompt:], count_speculation(self._fed, sequence.tolist(), num_prompt, self._config)
+
+    def _note_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self._fed.append(kwargs["input_ids"][0].tolist())
+
+
+class _DraftStreamer(DirectStreamer):
+    """The library's streamer for passes of several tokens; it ends when these have been counted, not before."""
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value.flatten())
+
+    def end(self) -> None:
+        """Generation is over, the count is still to come."""
+
+    def finish(self) -> None:
+        super().end()
+
+
+def count_speculation(
+    fed: Sequence[Sequence[int]], sequence: Sequence[int], num_prompt: int, config: SpeculativeConfig
+) -> SpeculationCounts:
+    """Count what was drafted and kept in one greedy generation.
+
+    Args:
+        fed: token ids that each forward pass of the target was fed: first the prompt, later the last token that is
+            certain, each followed by the drafted ones.
+        sequence: prompt and completion.
+        num_prompt: tokens of the prompt.
+        config: method and drafted tokens per forward pass.
+
+    Raises:
+        EngineError: the forward passes do not add up to the completion.
+    """
+    num_known, num_drafted, accepted = num_prompt, 0, [0] * config.num_tokens
+    for number, tokens in enumerate(fed):
+        drafted = tokens[1 if number else num_prompt :]
+        kept = _common_length(drafted, sequence[num_known:])
+        for position in range(kept):
+            accepted[position] += 1
+        num_drafted += len(drafted)
+        num_known += kept + 1
+    # the last pass gives no token of its own when an accepted one ends the answer
+    if num_known - len(sequence) not in (0, 1):
+        raise EngineError(f"speculation: {len(fed)} forward passes with {sum(accepted)} accepted tokens don't make the "
+                          f"{len(sequence) - num_prompt} tokens of the answer")  # fmt: skip
+    return SpeculationCounts(
+        method=config.method, num_tokens=config.num_tokens, num_target_forwards=len(fed),
+        num_completion_tokens=len(sequence) - num_prompt, num_drafted=num_drafted,
+        accepted_by_position=tuple(accepted),
+    )  # fmt: skip
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    length = 0
+    while length < min(len(first), len(second)) and first[length] == second[length]:
+        length += 1
+    return length

@@ -1,0 +1,55 @@
+"""How a candidate is served, derived from params.yaml: one place for whoever serves it and whoever judges it.
+
+Free of torch: the gate asks here what would ship.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.products.images.serving import read_image_candidate
+from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.text.settings import TextProduct
+from pipeline.products.vision.serving import read_network_candidate
+from pipeline.products.vision.settings import VisionProduct
+from pipeline.records.built_candidates import read_built
+from pipeline.records.evaluations import BuiltCandidate, Candidate, ImageCandidate, NetworkCandidate
+from pipeline.records.serving import ServingConfig
+from pipeline.settings.base import Product
+
+
+def serve(built: BuiltCandidate, product: TextProduct) -> Candidate:
+    """Add the serving config: what all candidates share, and the engine of this one."""
+    shared = product.serving.model_dump(include=set(ServingConfig.model_fields))
+    engine = product.candidates[built.name].engine
+    shared |= {"engine": engine.kind, **engine.model_dump(exclude={"kind"})}
+    if built.speculative is not None:
+        shared["speculative"] = built.speculative
+        # transformers' continuous batching drops speculation without a word
+        shared["continuous_batching"] &= engine.kind != "transformers"
+    return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
+
+
+def read_product_candidate(build: Path, name: str, product: Product) -> Candidate | ImageCandidate | NetworkCandidate:
+    """Read a candidate of whatever product: what was built of it, and how it is served.
+
+    Raises:
+        EvidenceError: it was not built, or its record is another candidate's or of other steps.
+    """
+    if isinstance(product, ImagesProduct):
+        return read_image_candidate(build, name, product)
+    if isinstance(product, VisionProduct):
+        return read_network_candidate(build, name, product)
+    assert isinstance(product, TextProduct)
+    return read_candidate(build, name, product)
+
+
+def read_candidate(build: Path, name: str, product: TextProduct) -> Candidate:
+    """Read what was built of a text candidate and add how it is served.
+
+    Raises:
+        EvidenceError: it was not built, or its record is another candidate's or of other steps.
+    """
+    # the threshold is the gate's: another one makes no other weights
+    asked = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in product.candidates[name].steps]
+    return serve(read_built(build, name, asked), product)

@@ -1,0 +1,87 @@
+"""The user's own code for a network: a Python file with three functions.
+
+    build(config)                  the contents of config.json -> an untrained torch.nn.Module
+    preprocess(pixels)             uint8 (images, rows, columns, 3), RGB -> the module's input, float32
+                                   (images, channels, rows, columns)
+    postprocess(outputs, config)   what the module returns, on the CPU and with fractions in float32 -> of a detector
+                                   a list an image of COCO results, dictionaries with `bbox` [left, top, width,
+                                   height] in pixels, `score` and `category_id`; of an upscaler uint8 (images, rows,
+                                   columns, 3)
+
+The file is code of the project that runs it, never of a checkpoint that was downloaded, and weights are never
+unpickled. What goes wrong in it is one line with its file and line. Not covered: a change in a file that it imports,
+which no digest sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipeline.errors import CheckpointError, EngineError
+from pipeline.records.digests import digest_text
+
+FUNCTIONS = ("build", "preprocess", "postprocess")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The three functions of an adapter, and the digest of its file."""
+
+    path: Path
+    digest: str
+    build: Callable[[dict[str, Any]], Any]
+    preprocess: Callable[[Any], Any]
+    postprocess: Callable[[Any, dict[str, Any]], Any]
+
+
+def load_adapter(path: Path) -> Adapter:
+    """Run an adapter's file; what is digested is what runs, as no bytecode of another time is read.
+
+    Raises:
+        CheckpointError: no file, it can't be imported, or a function is missing.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: expected the adapter, a Python file with {', '.join(FUNCTIONS)}, found none")
+    source = path.read_bytes()
+    module = ModuleType(f"quantgate_adapter_{digest_text(str(path.resolve()))[:12]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
+        raise CheckpointError(f"{path}: the adapter can't be imported: {tell_error(error, path)}") from None
+    missing = [function for function in FUNCTIONS if not callable(getattr(module, function, None))]
+    if missing:
+        raise CheckpointError(f"{path}: expected the functions {', '.join(FUNCTIONS)}, found no {missing[0]}; see "
+                              "docs of `pipeline/products/vision/adapters.py`")  # fmt: skip
+    functions = {name: _guard(path, name, getattr(module, name)) for name in FUNCTIONS}
+    return Adapter(path=path, digest=hashlib.sha256(source).hexdigest(), **functions)
+
+
+def tell_error(error: BaseException, path: Path) -> str:
+    """Say what an error was and, where it came through the adapter, on which of its lines."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    said: object = error
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        said, lines = error.msg, [error.lineno]
+    line = lines[-1] if lines else None
+    said = " ".join(str(said).split())[:300] or "without a message"
+    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
+
+
+def _guard(path: Path, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (Exception, SystemExit) as error:
+            raise EngineError(f"{path}: {name}() failed: {tell_error(error, path)}; correct the adapter, or what it is "
+                              "given") from None  # fmt: skip
+
+    return call

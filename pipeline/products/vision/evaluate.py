@@ -1,0 +1,155 @@
+"""Run every picture of an eval through one candidate, judge what comes out, and write the evaluation folder.
+
+All candidates get the same pictures in the same batches, so every comparison is paired. Finished pictures are
+journaled: a killed run goes on at the next batch. The folder holds records as of any other eval, the matched
+detections of a detector or the pictures of an upscaler as PNG, and a file of notes: how far each layer is from
+float32, time, memory, compilation.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.evalsets.cases import spread
+from pipeline.evalsets.pictures import measure_picture
+from pipeline.products.vision.detecting import Categories, describe_categories, save_tables
+from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.products.vision.settings import UpscalingEval, VisionProduct
+from pipeline.products.vision.workers import (
+    Order,
+    PictureCase,
+    ShapeBatch,
+    describe_run,
+    read_facts,
+    run_batch,
+    start_runners,
+)
+from pipeline.records.digests import digest_checkpoint, digest_file, digest_json
+from pipeline.records.evaluations import Evaluation, NetworkCandidate
+from pipeline.records.files import write_text
+from pipeline.records.record_files import write_cases
+from pipeline.running.evaluation_folder import make_evaluation
+from pipeline.running.journal import Journal
+from pipeline.running.stage_code import digest_code
+from pipeline.running.worker_pool import run_tasks
+
+Shape = tuple[int, int]  # rows and columns
+Groups = Mapping[Shape, list[PictureCase]]
+_NUM_COMPARED = 4  # pictures of the most common size, on which layers are compared
+
+
+def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, root: Path, build: Path) -> Evaluation:
+    """Evaluate one candidate and write `evaluations/<name>/` under `build`.
+
+    Args:
+        candidate: what stage optimize wrote, with its serving config.
+        product: a section of params.yaml.
+        root: project root, which paths are relative to.
+        build: folder of the product's results.
+
+    Raises:
+        CheckpointError: the network can't be loaded.
+        EngineError: it failed on a picture, is not what the candidate says, or a worker died.
+        EvalsetError: a picture is missing or was changed.
+        JournalError: another process evaluates the candidate.
+    """
+    source = product.candidates[product.reference].checkpoint
+    files, facts = {}, candidate.facts
+    with make_evaluation(candidate, build) as working:
+        for name, settings in product.evals.items():
+            evalset = load_evalset(root / settings.evalset)
+            categories = (describe_categories(evalset.cases, evalset.card.categories, settings)
+                          if isinstance(settings, DetectionEval) else None)  # fmt: skip
+            order = Order(candidate, product.name, root, product.adapter, source, settings, categories)
+            key = digest_work(product, settings, evalset, root)
+            # what one process compiles, another would compile again
+            num_workers = 1 if candidate.serving.compile_mode else product.resources.num_workers
+            with start_runners(order, num_workers, cache=working.path / ".compiled") as pool:
+                facts = pool.submit(read_facts).result()
+                with working.open_journal(name, facts, key=key) as journal:
+                    _run_eval(name, settings, evalset, pool, journal, working.path, candidate.serving.batch_size,
+                              root / settings.evalset, categories)  # fmt: skip
+            files[name] = working.describe_eval(name, settings, evalset, key=key)
+        return working.finish(files, facts, proof="loaded and run by the processes that judged")
+
+
+def _run_eval(
+    name: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, pool: ProcessPoolExecutor, journal: Journal,
+    working: Path, batch_size: int, pictures: Path, categories: Categories | None,
+) -> None:  # fmt: skip
+    """Run what the journal does not hold, and write the eval's records, tables or pictures, and notes to a folder."""
+    start = time.monotonic()
+    groups = _group(evalset.cases, pictures)
+    batches = _batch(groups, batch_size)
+    left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
+    compared = spread(max(groups.values(), key=len), _NUM_COMPARED)
+    # first: it compiles for all shapes in turn, killed runs before or not, and is timed before freed memory is kept
+    notes = pool.submit(describe_run, compared, _pick_shapes(groups, batch_size)).result()
+    _run_batches(name, left, pool, journal)
+    found = [journal.find(case.digest) for case in evalset.cases]
+    records = [entry[0] for entry in found if entry is not None]
+    path = working / f"{name}.jsonl"
+    write_cases(path, records)
+    for record, picture in (entry for entry in found if entry is not None):
+        if picture is not None:
+            (working / name).mkdir(exist_ok=True)
+            (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
+    if isinstance(settings, DetectionEval) and categories is not None:
+        save_tables(path.with_suffix(".npz"), evalset.cases, records, settings, categories)
+    write_text(path.with_suffix(".json"), json.dumps(notes, indent=1) + "\n")
+    finite = sum(r.scores["finite"] for r in records)
+    print(f"  {name}: n={len(records)}, {finite:.0f} finite, {time.monotonic() - start:.1f} s", file=sys.stderr)
+
+
+def _run_batches(
+    name: str, batches: Sequence[Sequence[PictureCase]], pool: ProcessPoolExecutor, journal: Journal
+) -> None:
+    """Run batches as workers come free; journal each picture as it is done, and after a failure what still ends."""
+    for place, judged in run_tasks(pool, run_batch, [(batch,) for batch in batches], what=name):
+        for case, (record, picture) in zip(batches[place], judged, strict=True):
+            journal.add(case.digest, record, None if picture is None else base64.b64encode(picture).decode())
+
+
+def _group(cases: Sequence[PictureCase], folder: Path) -> dict[Shape, list[PictureCase]]:
+    """Return cases by the rows and columns of their pictures, the largest first.
+
+    Too large for the memory, they fail at once; what memory is kept of them is enough for all that come; and no worker
+    ends alone with them while the others have nothing left.
+    """
+    groups: dict[Shape, list[PictureCase]] = {}
+    for case in cases:
+        groups.setdefault(measure_picture(folder / case.image), []).append(case)
+    return {shape: groups[shape] for shape in sorted(groups, key=lambda shape: -shape[0] * shape[1])}
+
+
+def _batch(groups: Groups, size: int) -> list[list[PictureCase]]:
+    """Cut cases into batches whose pictures have one size."""
+    return [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
+
+
+def _pick_shapes(groups: Groups, size: int) -> list[ShapeBatch]:
+    """Return one batch of each shape, full or not, and the number of pictures that are run so."""
+    shapes = []
+    for group in groups.values():
+        rest = len(group) % size
+        if full := len(group) - rest:
+            shapes.append(ShapeBatch(group[:size], full))
+        if rest:
+            shapes.append(ShapeBatch(group[full:], rest))
+    return shapes
+
+
+def digest_work(
+    product: VisionProduct, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path
+) -> str:
+    """Return the key of an eval's records: the digest of its settings, cases, adapter, reference, and the code."""
+    reference = digest_checkpoint(root / product.candidates[product.reference].checkpoint)
+    return digest_json([settings.model_dump(), evalset.digest, digest_file(root / product.adapter), reference,
+                        digest_code("evaluate", "vision")])

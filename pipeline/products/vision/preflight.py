@@ -1,0 +1,244 @@
+"""Check products of vision against the files they name, before any work; free of torch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError, EvalsetError, SettingsError
+from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
+from pipeline.evalsets.cases import CASES_FILE, check_distinct
+from pipeline.evalsets.pictures import check_pictures, measure_picture
+from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.products.text.preflight import check_buckets, load_kind
+from pipeline.products.vision.detection_settings import (
+    AREAS,
+    AT_ONE_IOU,
+    MIN_CATEGORY_CLUSTERS,
+    DetectionEval,
+    name_categories,
+)
+from pipeline.products.vision.files import read_config
+from pipeline.products.vision.settings import PrecisionStep, TilingStep, UpscalingEval, VisionProduct
+from pipeline.records.digests import digest_checkpoint, digest_file, digest_folder
+from pipeline.running.environment import Machine
+from pipeline.running.weight_files import read_tensors
+
+_NOTES = frozenset({"README.md"})
+ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")
+
+
+def check_network(product: VisionProduct, root: Path) -> list[str]:
+    """Refuse settings that the named files contradict; return a warning for each eval of categories in few clusters.
+
+    Raises:
+        SettingsError: with the path of the key, what it names, and what there is.
+        EvalsetError: with file and line.
+    """
+    _check_adapter(product, root)
+    evalsets = {name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), e.kind)
+                for name, e in product.evals.items()}  # fmt: skip
+    for name, evalset in evalsets.items():
+        _check_evalset(product.locate(f"evals.{name}"), product.evals[name], evalset, root)
+    own = {f"{name}/{metric.name}": [*e.areas, *e.categories] for name, e in product.evals.items()
+           if isinstance(e, DetectionEval) for metric in METRICS_BY_EVAL_KIND[e.kind]
+           if metric.estimator == "average_precision" and metric.area == "all"}  # fmt: skip
+    check_buckets(product, evalsets, own)
+    _check_sizes(product, evalsets)
+    if product.calibration_images is not None:
+        where, folder = product.locate("calibration_images"), root / product.calibration_images
+        calibration = load_kind(load_evalset, folder, where, next(iter(product.evals.values())).kind)
+        check_pictures(folder, calibration.cases)
+        _check_apart(where, calibration, evalsets)
+    for name, candidate in product.candidates.items():
+        _check_folder(f"candidates.{name}.checkpoint", root / candidate.checkpoint)
+        for i, step in enumerate(candidate.steps):
+            if isinstance(step, TilingStep):
+                _check_seams_are_gated(product)
+                _check_tiling(f"candidates.{name}.steps.{i}.tile", step, evalsets, product, root)
+    return [warning for name, e in product.evals.items() if isinstance(e, DetectionEval)
+            for warning in _find_unnamed(product.locate(f"evals.{name}"), e, evalsets[name])]  # fmt: skip
+
+
+def describe_slow_formats(product: VisionProduct, machine: Machine) -> list[str]:
+    """Warn of candidates in 16 bits on a CPU for which torch has no such convolutions but a plain loop."""
+    if machine.gpu_proof is not None or {"avx2", "avx512f"} & {*machine.instruction_sets} != {"avx2"}:
+        return []
+    slow = [name for name, candidate in product.candidates.items()
+            if any(isinstance(s, PrecisionStep) and s.dtype != "float32" for s in candidate.steps)]  # fmt: skip
+    return [f"candidates: {', '.join(slow)}: this CPU has no AVX-512, and without it torch convolves in "
+            "16 bits by a plain loop: expect minutes where float32 takes seconds"] if slow else []
+
+
+def _list_categories(evalset: Evalset) -> list[int]:
+    return sorted({a.category_id for case in evalset.cases for a in case.annotations if not a.iscrowd})
+
+
+def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list[str]:
+    """Say which categories are held by too few clusters to be judged, where there are several: AP hides their loss."""
+    found = _list_categories(evalset)
+    clusters = {number: {case.cluster for case in evalset.cases for a in case.annotations
+                         if a.category_id == number and not a.iscrowd} for number in found}  # fmt: skip
+    few = [name for name, number in name_categories(settings, evalset.card.categories, found).items()
+           if len(clusters[number]) < MIN_CATEGORY_CLUSTERS]  # fmt: skip
+    if len(found) < 2 or not few:
+        return []
+    listed = ", ".join(few[:5]) + (" ..." if len(few) > 5 else "")
+    return [f"{where}.categories: AP is the mean of {len(found)} categories, and {len(few)} of them ({listed}) are in "
+            f"fewer than {MIN_CATEGORY_CLUSTERS} clusters each, so that one that is lost, 1/{len(found)} of AP, may "
+            "not show; add pictures of those that matter"]
+
+
+def _check_sizes(product: VisionProduct, evalsets: dict[str, Evalset]) -> None:
+    """Refuse a detector whose AP, or AP of a size that is in its evalset, has no tolerance: the average would hide it.
+
+    A tolerance of a size that no object has is refused, too.
+    """
+    for name, settings in product.evals.items():
+        if not isinstance(settings, DetectionEval):
+            continue
+        areas = [a.area for case in evalsets[name].cases for a in case.annotations if not a.iscrowd]
+        for size, (low, high) in AREAS.items():
+            metric = f"{name}/ap" if size == "all" else f"{name}/ap_{size}"
+            tolerance = product.gate.tolerances.get(metric)
+            count = sum(low <= area <= high for area in areas)
+            where = product.locate(f"gate.tolerances.{metric}")
+            if count and (tolerance is None or tolerance.overall is None or tolerance.tier == "advisory"):
+                found = "an advisory one" if tolerance and tolerance.overall else "none"
+                raise SettingsError(f"{where}: expected an overall tolerance that can stop a release, as "
+                                    f"{settings.evalset!r} has {count} such objects, found {found}: what nothing gates "
+                                    "may fall unseen; set one")
+            for bucket in tolerance.buckets if tolerance else ():
+                least, most = settings.areas.get(bucket, AREAS["all"])
+                if not any(least <= area <= most for area in areas):
+                    raise SettingsError(f"{where}.buckets.{bucket}: evalset {evalsets[name].card.name!r} has no "
+                                        f"object of {least:g} to {most:g} square pixels, and an empty bucket proves "
+                                        "nothing; remove it, or add pictures")  # fmt: skip
+            if not count and tolerance is not None:
+                raise SettingsError(f"{where}: evalset {evalsets[name].card.name!r} has no object of that size, and an "
+                                    "empty bucket proves nothing; remove it, or add pictures")  # fmt: skip
+
+
+def _check_adapter(product: VisionProduct, root: Path) -> None:
+    path = root / product.adapter
+    try:
+        _check_functions(product.locate("adapter"), path, ast.parse(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise SettingsError(f"{product.locate('adapter')}: expected a Python file with build, preprocess and postprocess, "
+                            f"found none at {str(path)!r}") from None  # fmt: skip
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{product.locate('adapter')}: expected a Python file, got {error}") from None
+    except SyntaxError as error:
+        raise SettingsError(f"{product.locate('adapter')}: {path}{f':{error.lineno}' if error.lineno else ''}: expected "
+                            f"Python: {error.msg}") from None  # fmt: skip
+
+
+def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path) -> None:
+    """Refuse cases that are there twice, pictures that were changed, and for a detector nothing to detect."""
+    folder = root / settings.evalset
+    check_distinct(folder / CASES_FILE, evalset.cases)
+    _check_distinct_pictures(folder / CASES_FILE, evalset)
+    check_pictures(folder, evalset.cases)
+    if not isinstance(settings, DetectionEval):
+        return
+    if not any(case.annotations for case in evalset.cases):
+        raise SettingsError(f"{where}.evalset: expected an object on some picture, evalset {evalset.card.name!r} has "
+                            "none, and AP is about nothing; annotate what should be found")  # fmt: skip
+    known = _list_categories(evalset)
+    _check_card(folder / CARD_FILE, settings, evalset)
+    named = name_categories(settings, evalset.card.categories, known)
+    for bucket in sorted((settings.all_areas.keys() | named.keys()) & set(evalset.card.buckets)):
+        key, what = ("categories", "a category") if bucket in named else ("areas", "an area")
+        raise SettingsError(f"{where}.{key}: {bucket!r} is {what} of objects, and a bucket of pictures in evalset "
+                            f"{evalset.card.name!r}; rename one")  # fmt: skip
+    for bucket, number in settings.categories.items():
+        if number not in known:
+            raise SettingsError(f"{where}.categories.{bucket}: expected a category that evalset {evalset.card.name!r} "
+                                f"has ({', '.join(map(str, known))}), got {number}")  # fmt: skip
+
+
+def _check_card(path: Path, settings: DetectionEval, evalset: Evalset) -> None:
+    """Refuse names of categories that are no buckets, an id with two names, and an annotation of an unknown id."""
+    names = evalset.card.categories
+    for name, number in names.items():
+        if name in settings.all_areas or name in AT_ONE_IOU:
+            raise EvalsetError(f"{path}: categories.{name}: expected another name than an area's or a threshold's; "
+                               "rename it")  # fmt: skip
+        if (first := next(other for other, same in names.items() if same == number)) != name:
+            raise EvalsetError(f"{path}: categories.{name}: category {number} is {first!r} already; remove one")
+    strangers = [(case.id, a.category_id) for case in evalset.cases for a in case.annotations
+                 if a.category_id not in names.values()] if names else []  # fmt: skip
+    if strangers:
+        raise EvalsetError(f"{path}: categories: {len(strangers)} annotations have a category_id that is not there, "
+                           f"first {strangers[0][1]} of case {strangers[0][0]!r}; add it, or correct the case")
+
+
+def _check_functions(where: str, path: Path, tree: ast.Module) -> None:
+    """Refuse a file that can't define the functions, as far as that is seen without running it."""
+    words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    words |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    words |= {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+              for alias in node.names}  # fmt: skip
+    missing = [name for name in ADAPTER_FUNCTIONS if name not in words]
+    if missing and "*" not in words:
+        raise SettingsError(f"{where}: expected {', '.join(ADAPTER_FUNCTIONS)} in {path}, found no {missing[0]}; see "
+                            "pipeline/products/vision/adapters.py")
+
+
+def _check_distinct_pictures(path: Path, evalset: Evalset) -> None:
+    seen: dict[str, int] = {}
+    for number, case in enumerate(evalset.cases, start=1):
+        if (first := seen.setdefault(case.sha256, number)) != number:
+            raise EvalsetError(f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
+                               "every picture may count once: remove one")  # fmt: skip
+
+
+def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset]) -> None:
+    """Refuse pictures to calibrate on that are evaluated on: what is fitted to them looks better than it is."""
+    own = {case.sha256: case.id for case in calibration.cases}
+    for evalset in evalsets.values():
+        if shared := [case.id for case in evalset.cases if case.sha256 in own]:
+            raise SettingsError(f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
+                                f"{evalset.card.name!r}, {shared[0]!r} first; a policy fitted to them would look "
+                                "better than it is")  # fmt: skip
+
+
+def _check_folder(where: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise SettingsError(f"{where}: expected a folder with config.json and model.safetensors, found none at "
+                            f"{str(folder)!r}")  # fmt: skip
+    try:
+        read_config(folder)
+        read_tensors(folder)
+    except CheckpointError as error:
+        raise SettingsError(f"{where}: {error}") from None
+
+
+def _check_seams_are_gated(product: VisionProduct) -> None:
+    for name in product.evals:
+        tolerance = product.gate.tolerances.get(f"{name}/seam_step_levels")
+        if tolerance is None or tolerance.overall is None or tolerance.tier == "advisory":
+            raise SettingsError(f"{product.locate('gate')}.tolerances.{name}/seam_step_levels: expected an overall tolerance "
+                                "that can stop a release, as a candidate runs in tiles, found none: a seam must not "
+                                "pass for want of one")  # fmt: skip
+
+
+def _check_tiling(
+    where: str, step: TilingStep, evalsets: dict[str, Evalset], product: VisionProduct, root: Path
+) -> None:
+    """Refuse an evalset whose pictures fit into one tile: it can't show a seam."""
+    for name, evalset in evalsets.items():
+        sizes = [measure_picture(root / product.evals[name].evalset / case.image) for case in evalset.cases]
+        if all(max(size) <= step.tile for size in sizes):
+            raise SettingsError(f"{where}: expected a picture larger than a tile in evalset {evalset.card.name!r}, got "
+                                f"{step.tile} pixels, and its largest has {max(map(max, sizes))}: no seam could show; "
+                                "add pictures of the size that is served, or tile smaller")  # fmt: skip
+
+
+def digest_material(product: VisionProduct, root: Path) -> dict[str, Any]:
+    """Return the digests of what results depend on beside candidates."""
+    folders = {e.evalset: digest_folder(root / e.evalset, ignore=_NOTES) for e in product.evals.values()}
+    reference = product.candidates[product.reference].checkpoint
+    return {"evalsets": folders, "adapter": digest_file(root / product.adapter),
+            "reference": digest_checkpoint(root / reference)}  # fmt: skip

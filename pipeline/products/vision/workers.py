@@ -1,0 +1,283 @@
+"""Run and judge pictures in worker processes, one per core: each loads the candidate once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pipeline.errors import EngineError, NumericsError
+from pipeline.evalsets.cases import DetectionCase, UpscalingCase
+from pipeline.evalsets.pictures import measure_picture, read_picture
+from pipeline.products.vision.adapters import Adapter, load_adapter
+from pipeline.products.vision.costs import measure_costs
+from pipeline.products.vision.detecting import Categories, judge_results
+from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.products.vision.layer_numerics import compare_layers, describe_layers
+from pipeline.products.vision.loading import Network, list_tensors, load_network
+from pipeline.products.vision.settings import UpscalingEval
+from pipeline.products.vision.upscaling import judge_picture
+from pipeline.records.digests import digest_files, digest_json, name_changed_file
+from pipeline.records.evaluations import CaseRecord, NetworkCandidate
+from pipeline.records.fingerprints import fingerprint
+from pipeline.records.serving import NetworkServing
+from pipeline.running.environment import read_machine_facts
+from pipeline.running.worker_pool import get_loaded, keep_freed_memory, start_workers
+
+PictureCase = DetectionCase | UpscalingCase
+_UNTAKEN = object()  # the results of a picture that the adapter could not take
+Judged = tuple[CaseRecord, bytes | None]  # and the picture as PNG, of an upscaler
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker loads, and how it judges."""
+
+    candidate: NetworkCandidate
+    product: str
+    root: Path
+    adapter: str  # relative to the root, as are the others
+    source: str  # folder of the reference, which layers are compared with in float32
+    settings: DetectionEval | UpscalingEval
+    categories: Categories | None = None  # of a detection evalset
+
+
+@dataclass
+class _Loaded:
+    order: Order
+    adapter: Adapter
+    network: Network
+    facts: dict[str, Any]
+
+    @cached_property
+    def reference(self) -> Network:
+        """The reference, which has no steps; loaded when it is first asked for."""
+        return self.load(self.order.candidate.serving.plain, self.order.source)
+
+    def load(self, serving: NetworkServing, folder: str | None = None) -> Network:
+        """Set the candidate's weights, or those of another folder, up in another way."""
+        return load_network(self.order.root / (folder or self.order.candidate.checkpoint.path), self.adapter, serving)
+
+
+@contextlib.contextmanager
+def start_runners(order: Order, num_workers: int, *, cache: Path) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that run pictures; see `worker_pool.start_workers`.
+
+    Args:
+        order: what they load, and how they judge.
+        num_workers: processes.
+        cache: folder for what they compile, gone when they are.
+    """
+    died = (f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
+            f"as {order.adapter} ends it; lower products.{order.product}.serving.batch_size or resources.num_workers; finished pictures are "
+            "kept, run `dvc repro` to go on")
+    with _compile_into(cache), start_workers(_load, order, num_workers, died=died) as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def _compile_into(cache: Path) -> Iterator[None]:
+    """Let processes that start now take over nothing that was compiled before them."""
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache.resolve()), "TRITON_CACHE_DIR": str(cache.resolve() / "triton")}
+    before = {name: os.environ[name] for name in folders if name in os.environ}
+    os.environ.update(folders)
+    try:
+        yield
+    finally:
+        for name in folders:
+            del os.environ[name]
+        os.environ.update(before)
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+def _load(order: Order) -> _Loaded:
+    candidate = order.candidate
+    torch.set_num_threads(candidate.serving.num_threads)
+    adapter = load_adapter(order.root / order.adapter)
+    if adapter.digest != candidate.libraries.get("adapter"):
+        raise EngineError(f"{adapter.path}: expected the adapter that candidate {candidate.name!r} was built with, "
+                          "found another; run `dvc repro` to build it again")  # fmt: skip
+    network = load_network(order.root / candidate.checkpoint.path, adapter, candidate.serving)
+    found = digest_files(order.root / candidate.checkpoint.path)  # after it was read: what is digested is what runs
+    if digest_json(found) != candidate.checkpoint.digest:
+        changed = name_changed_file(candidate.checkpoint.files, found)
+        raise EngineError(f"{candidate.checkpoint.path}: expected the files that candidate {candidate.name!r} was "
+                          f"built of, {changed}; run `dvc repro` to build it again")  # fmt: skip
+    return _Loaded(order, adapter, network, candidate.facts | read_machine_facts())
+
+
+def read_facts() -> dict[str, Any]:
+    """Return what a worker has loaded, by section of a fingerprint; raise what kept it from loading."""
+    facts: dict[str, Any] = get_loaded().facts
+    return facts
+
+
+def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
+    """Run pictures of one size together and judge what comes out."""
+    keep_freed_memory()
+    loaded: _Loaded = get_loaded()
+    network, pixels = loaded.network, np.stack([_read(loaded, case) for case in cases])
+    x = network.prepare(torch.from_numpy(pixels))
+    outputs = network.run(x)
+    finite = find_finite(loaded.adapter, outputs, len(cases))
+    results = _finish(network, outputs, finite)
+    if (num := _count(results)) != len(cases):
+        came = f"{type(results).__name__!r}" + ("" if num is None else f" of {num}")
+        raise EngineError(f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
+                          f"{len(cases)} pictures; correct the adapter")  # fmt: skip
+    mark, wholes = fingerprint(loaded.facts), _enlarge_whole(loaded, pixels)
+    judged = []
+    for case, result, whole, given, is_finite in zip(cases, results, wholes, pixels, finite, strict=True):
+        output, scores, picture = _judge(loaded, case, result, given, is_finite, whole)
+        record = CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
+                            prompt=f"{loaded.order.settings.evalset}/{case.image}", output=output, scores=scores,
+                            fingerprint=mark)  # fmt: skip
+        judged.append((record, picture))
+    return judged
+
+
+def _enlarge_whole(loaded: _Loaded, pixels: NDArray[np.uint8]) -> Sequence[Any]:
+    """Return what the reference makes of pictures that the candidate runs in tiles; None for each of others.
+
+    It is run again here as the evaluation of one candidate must not depend on that of another.
+    """
+    network = loaded.reference if loaded.order.candidate.serving.tiling else None
+    if network is None:
+        return [None] * len(pixels)
+    outputs = network.run(network.prepare(torch.from_numpy(pixels)))
+    pictures = _finish(network, outputs, find_finite(loaded.adapter, outputs, len(pixels)))
+    return [None if picture is _UNTAKEN else picture for picture in pictures]
+
+
+def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
+    """Return the adapter's results; `_UNTAKEN` where outputs are not finite and the adapter can't take them."""
+    try:
+        return network.finish(outputs)
+    except EngineError:
+        if all(finite):
+            raise
+    num, results = len(finite), []
+    for i, is_finite in enumerate(finite):
+        part = tree_map(lambda leaf, i=i: leaf[i : i + 1] if isinstance(leaf, torch.Tensor) and leaf.ndim
+                        and len(leaf) == num else leaf, outputs)  # fmt: skip
+        try:
+            results.append(network.finish(part)[0])
+        except EngineError:
+            if is_finite:
+                raise
+            results.append(_UNTAKEN)
+    return results
+
+
+def _read(loaded: _Loaded, case: PictureCase) -> NDArray[np.uint8]:
+    return read_picture(loaded.order.root / loaded.order.settings.evalset / case.image, case.sha256)
+
+
+def _judge(
+    loaded: _Loaded, case: PictureCase, result: Any, given: NDArray[np.uint8], is_finite: bool, whole: Any
+) -> tuple[str, dict[str, float], bytes | None]:
+    order = loaded.order
+    if isinstance(case, DetectionCase):
+        assert isinstance(order.settings, DetectionEval) and order.categories is not None
+        found = [] if result is _UNTAKEN else result
+        output, scores = judge_results(case, found, is_finite=is_finite, settings=order.settings,
+                                       categories=order.categories)  # fmt: skip
+        return output, scores, None
+    target = read_picture(order.root / order.settings.evalset / case.target, case.target_sha256)
+    result = torch.zeros(target.shape, dtype=torch.uint8) if result is _UNTAKEN else result
+    scores = judge_picture(case.id, result, target, given, is_finite=is_finite, tiling=order.candidate.serving.tiling,
+                           whole=whole)  # fmt: skip
+    pixels = result.numpy()
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=3)
+    # the digest that `gate/pictures.py` checks a picture by
+    return hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest(), scores, buffer.getvalue()
+
+
+def find_finite(adapter: Adapter, outputs: Any, num: int) -> list[bool]:
+    """Return which pictures have finite raw outputs only; a tensor that is not of so many pictures counts for all.
+
+    Raises:
+        EngineError: there is no tensor to look into: NaN would pass unseen.
+    """
+    if tree_leaves(outputs) and not list_tensors(outputs):
+        raise EngineError(f"{adapter.path}: the module returned {type(outputs).__name__!r} without a tensor in it, "
+                          "expected a tensor, or tensors in lists, tuples and dictionaries; correct its forward()")
+    finite = torch.ones(num, dtype=torch.bool)
+    for tensor in list_tensors(outputs):
+        is_finite = tensor.isfinite().cpu()
+        finite &= is_finite[:, None].flatten(1).all(1) if tensor.ndim and len(tensor) == num else is_finite.all()
+    return finite.tolist()
+
+
+def _count(results: Any) -> int | None:
+    try:
+        return len(results)
+    except TypeError:  # not a container
+        return None
+
+
+@dataclass(frozen=True)
+class ShapeBatch:
+    """One batch of a shape, and how many pictures of the eval come in batches of that shape."""
+
+    cases: Sequence[PictureCase]
+    num_pictures: int
+
+
+def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> dict[str, Any]:
+    """Return what is noted of a candidate beside its records: how far each layer is from float32, and what it costs.
+
+    Args:
+        cases: whose pictures layers are compared on, one at a time.
+        shapes: all that the eval meets, in its order; time is measured on the most common one.
+    """
+    loaded: _Loaded = get_loaded()
+    folder = loaded.order.root / loaded.order.settings.evalset
+
+    def read(batch: Sequence[PictureCase]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([_read(loaded, case) for case in batch]))
+
+    batches = [shape.cases for shape in shapes]
+    largest = max(batches, key=lambda batch: np.prod(measure_picture(folder / batch[0].image)))[:1]
+    common = max(shapes, key=lambda shape: shape.num_pictures)  # of equals the first
+    timed, order = read(common.cases), loaded.order
+    is_other = Path(order.candidate.checkpoint.path) != Path(order.source)
+    load_reference = partial(loaded.load, folder=order.source) if is_other else None
+    return {"layers": _compare_layers(loaded, cases),
+            "shapes": {"num_shapes": len(shapes), "timed": list(timed.shape[:3]), "num_timed": common.num_pictures,
+                       "num_pictures": sum(shape.num_pictures for shape in shapes)},
+            **measure_costs(loaded.load, loaded.network, timed, read(largest), map(read, batches),
+                            load_reference=load_reference)}  # fmt: skip
+
+
+def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:
+    """Return how far each layer is from the reference's in float32; nothing where it runs the very same, or others."""
+    order, serving = loaded.order, loaded.order.candidate.serving
+    inner = serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None})
+    if inner == serving.plain and order.candidate.checkpoint.path == order.source:
+        return {}
+    eager, exact = loaded.load(inner), loaded.reference
+    pixels = [torch.from_numpy(_read(loaded, case))[None] for case in cases]
+    runs = [(partial(exact.run, exact.prepare(p)), partial(eager.run, eager.prepare(p))) for p in pixels]
+    dtypes = {name: getattr(torch, c.dtype) for name, c in serving.conv_policy.items()}
+    default = getattr(torch, serving.dtype)
+    dtypes = {name: dtypes.get(name, default) for name, _ in eager.module.named_modules()}
+    try:
+        return describe_layers(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
+    except NumericsError:  # another architecture, whose layers have no counterparts
+        return {}
