@@ -47,8 +47,10 @@ def main(argv: list[str]) -> int:
                 mean = sum(watched for watched, _ in pairs) / sum(plain for _, plain in pairs)
                 plain = statistics.median(plain for _, plain in pairs)
                 name = f"{channels}, {num_latents} x {size * 2 ** (len(channels) - 1)} px, {dtype}, {memory_format}"
-                print(f"{name}: {plain * 1e3:.1f} ms, "
-                      f"watched {middle - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%}), all rounds {mean - 1:+.1%}")
+                print(
+                    f"{name}: {plain * 1e3:.1f} ms, "
+                    f"watched {middle - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%}), all rounds {mean - 1:+.1%}"
+                )
     return 0
 
 
@@ -58,9 +60,13 @@ def build_vae(channels: tuple[int, ...], *, is_sdxl: bool) -> Any:
 
     if is_sdxl:
         return AutoencoderKL(**VAE_CONFIG).eval()
-    return AutoencoderKL(down_block_types=("DownEncoderBlock2D",) * len(channels), layers_per_block=1,
-                         up_block_types=("UpDecoderBlock2D",) * len(channels), block_out_channels=channels,
-                         norm_num_groups=8).eval()  # fmt: skip
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * len(channels),
+        layers_per_block=1,
+        up_block_types=("UpDecoderBlock2D",) * len(channels),
+        block_out_channels=channels,
+        norm_num_groups=8,
+    ).eval()
 
 
 def time_pairs(vae: Any, latents: torch.Tensor, rounds: int, every: int) -> list[tuple[float, float]]:

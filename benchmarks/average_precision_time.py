@@ -1,9 +1,9 @@
 """Is our AP that of pycocotools, and what does it take? `python -m benchmarks.average_precision_time [--images 500]`.
 
 Three made-up result sets (one class and no crowds, three classes with crowds, tied scores), matched and averaged by
-`pipeline/records/detections.py` and `average_precision.py`, by pycocotools and by faster-coco-eval: the largest difference of
-COCO's twelve numbers, and the CPU seconds of each as ratios, the median of interleaved rounds. The gate does not
-average once but 1,000 times: that is timed beside (`benchmarks/detection_bounds.py --time` has it whole).
+`pipeline/records/detections.py` and `average_precision.py`, by pycocotools and by faster-coco-eval: the largest
+difference of COCO's twelve numbers, and the CPU seconds of each as ratios, the median of interleaved rounds. The gate
+does not average once but 1,000 times: that is timed beside (`benchmarks/detection_bounds.py --time` has it whole).
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print("| set | largest difference to pycocotools | ours, CPU s | pycocotools / ours | faster-coco-eval / ours |\n"
-          "|---|---:|---:|---:|---:|")  # fmt: skip
+    print(
+        "| set | largest difference to pycocotools | ours, CPU s | pycocotools / ours | faster-coco-eval / ours |\n"
+        "|---|---:|---:|---:|---:|"
+    )
     for name, (crowds, detector) in SETS.items():
         rng = np.random.default_rng(0)
         objects = [make_objects(rng, crowds=crowds) for _ in range(options.images)]
@@ -58,25 +60,44 @@ def main() -> int:
                 seconds[way].append(time.process_time() - start)
         gap = np.abs(numbers["ours"] - numbers["pycocotools"]).max()
         ratios = {way: statistics.median(np.divide(seconds[way], seconds["ours"])) for way in ways}
-        print(f"| {name} | {gap:.1e} | {statistics.median(seconds['ours']):.2f} | {ratios['pycocotools']:.2f} "
-              f"| {ratios['faster']:.2f} |", flush=True)  # fmt: skip
+        print(
+            f"| {name} | {gap:.1e} | {statistics.median(seconds['ours']):.2f} | {ratios['pycocotools']:.2f} "
+            f"| {ratios['faster']:.2f} |",
+            flush=True,
+        )
     return 0
 
 
 def evaluate(objects: list[Objects], found: list[Detections], coco: type, evaluator: type) -> np.ndarray:
     """Return the twelve numbers of a library, in their order."""
-    truth = [{"id": k + 1, "image_id": i, "bbox": box.tolist(), "area": float(area), "iscrowd": int(crowd),
-              "category_id": int(number) + 1}
-             for k, (i, box, area, crowd, number) in enumerate(
-                 (i, *row) for i, o in enumerate(objects)
-                 for row in zip(o.boxes, o.areas, o.is_crowd, o.classes, strict=True))]  # fmt: skip
-    results = [{"image_id": i, "bbox": box.tolist(), "score": float(score), "category_id": int(number) + 1}
-               for i, d in enumerate(found)
-               for box, score, number in zip(d.boxes, d.scores, d.classes, strict=True)]  # fmt: skip
+    truth = [
+        {
+            "id": k + 1,
+            "image_id": i,
+            "bbox": box.tolist(),
+            "area": float(area),
+            "iscrowd": int(crowd),
+            "category_id": int(number) + 1,
+        }
+        for k, (i, box, area, crowd, number) in enumerate(
+            (i, *row)
+            for i, o in enumerate(objects)
+            for row in zip(o.boxes, o.areas, o.is_crowd, o.classes, strict=True)
+        )
+    ]
+    results = [
+        {"image_id": i, "bbox": box.tolist(), "score": float(score), "category_id": int(number) + 1}
+        for i, d in enumerate(found)
+        for box, score, number in zip(d.boxes, d.scores, d.classes, strict=True)
+    ]
     with contextlib.redirect_stdout(io.StringIO()):
         data = coco()
-        data.dataset = {"images": [{"id": i} for i in range(len(objects))], "annotations": truth, "info": {},
-                        "categories": [{"id": number + 1} for number in range(NUM_CLASSES)]}  # fmt: skip
+        data.dataset = {
+            "images": [{"id": i} for i in range(len(objects))],
+            "annotations": truth,
+            "info": {},
+            "categories": [{"id": number + 1} for number in range(NUM_CLASSES)],
+        }
         data.createIndex()
         run = evaluator(data, data.loadRes(results), "bbox")
         run.evaluate()

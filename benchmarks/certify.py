@@ -51,8 +51,11 @@ def main() -> int:
     logging.disable()  # what the libraries say of the defects
     try:
         kept = Results(options.project.resolve())
-        tables = [[row for row in ROWS if not row.must_pass], [row for row in ROWS if row.must_pass],
-                  MEASURED if options.measured else []]  # fmt: skip
+        tables = [
+            [row for row in ROWS if not row.must_pass],
+            [row for row in ROWS if row.must_pass],
+            MEASURED if options.measured else [],
+        ]
         found = [run_table([row for row in rows if re.search(options.pattern, row.name)], kept) for rows in tables]
     except ProjectError as error:
         print(f"certify: {error}", file=sys.stderr)
@@ -87,8 +90,9 @@ class Results:
     def _digest(self, build: Path) -> dict[str, str]:
         paths = sorted((self.project / build / "evaluations").glob("*/evaluation.json"))
         if not paths:
-            raise ProjectError(f"{self.project / build / 'evaluations'}: expected evaluations, found none; run "
-                               "`make repro` first")
+            raise ProjectError(
+                f"{self.project / build / 'evaluations'}: expected evaluations, found none; run `make repro` first"
+            )
         return {path.parent.name: digest_file(path) for path in paths}
 
     def observe(self, row: Kill) -> Observed:

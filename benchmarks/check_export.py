@@ -51,8 +51,12 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=60, help="cases of each eval")
     num_cases = parser.parse_args().cases
     products = [product for product in load_params().products.values() if isinstance(product, TextProduct)]
-    found = [(name, product) for product in products for name in product.candidates
-             if (product.build / "candidates" / name / "checkpoint").is_dir()]  # fmt: skip
+    found = [
+        (name, product)
+        for product in products
+        for name in product.candidates
+        if (product.build / "candidates" / name / "checkpoint").is_dir()
+    ]
     num_different = sum(compare(name, product, num_cases) for name, product in found)
     print(f"{len(found)} candidates, {num_different} answers differ")
     return 0 if found and not num_different else 1
@@ -85,8 +89,15 @@ def generate(candidate: Candidate, prompts: list[list[dict[str, str]]]) -> dict[
     """Answer prompts with plain transformers in a process of its own, outside the project."""
     with tempfile.TemporaryDirectory() as temporary:
         job, result = Path(temporary) / "job.json", Path(temporary) / "result.json"
-        job.write_text(json.dumps({"folder": str(Path(candidate.checkpoint.path).resolve()), "prompts": prompts,
-                                   "max_tokens": candidate.serving.max_tokens}))  # fmt: skip
+        job.write_text(
+            json.dumps(
+                {
+                    "folder": str(Path(candidate.checkpoint.path).resolve()),
+                    "prompts": prompts,
+                    "max_tokens": candidate.serving.max_tokens,
+                }
+            )
+        )
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-c", PLAIN_SCRIPT, str(job), str(result)]
         done = subprocess.run(command, cwd=temporary, env=environment, capture_output=True, text=True)

@@ -26,8 +26,13 @@ from tests.fault_project import NUM_CASES
 from tests.fault_rows import ROWS
 from tests.fault_table import Observed, Row, Table, find_problems
 
-COLUMNS = ("fault", "what the user sees", "cases kept at the fault", "of these asked again",
-           "records that differ after recovery")  # fmt: skip
+COLUMNS = (
+    "fault",
+    "what the user sees",
+    "cases kept at the fault",
+    "of these asked again",
+    "records that differ after recovery",
+)
 MAX_SHOWN = 300  # characters of a line
 
 
@@ -41,8 +46,9 @@ def main(argv: list[str]) -> int:
         print_row("---", "---", "---:", "---:", "---:")
         for row in rows:
             found = table.observe(row)
-            print_row(row.name, describe(row, found), f"{found.num_kept} of {NUM_CASES}", found.num_again,
-                      found.num_differing)  # fmt: skip
+            print_row(
+                row.name, describe(row, found), f"{found.num_kept} of {NUM_CASES}", found.num_again, found.num_differing
+            )
             wrong += [f"{row.name}: {problem}" for problem in find_problems(row, found)]
     print("\n".join(["", *wrong, f"{len(rows)} faults, {'DOES NOT HOLD' if wrong else 'holds'}"]))
     return 1 if wrong else 0

@@ -1,8 +1,9 @@
 """Does the drift check name what changed? Each drift is planted in a live server, and the check is run against it.
 
 A small project is evaluated once: the shipped agent with its draft, 40 tool calls, float32. Then a server is started
-that differs in one thing, and `pipeline.products.text.drift.check_drift` (the script `scripts/check_drift.py`) looks at it. A
-move of the folder and another port must be accepted. Exits non-zero when a drift goes unnamed or a move is refused.
+that differs in one thing, and `pipeline.products.text.drift.check_drift` (the script `scripts/check_drift.py`) looks at
+it. A move of the folder and another port must be accepted. Exits non-zero when a drift goes unnamed or a move is
+refused.
 
     python -m benchmarks.check_fingerprint
 
@@ -62,11 +63,20 @@ class Server:
     @contextlib.contextmanager
     def run(self) -> Iterator[str]:
         """Start it; yield its address, or the line with which it refused to start."""
-        asked = {"checkpoint_folder": str(self.checkpoint), "draft_folder": str(self.draft),
-                 "candidate": self.candidate.model_dump(mode="json")}
-        process = subprocess.Popen([sys.executable, "-c", self.code, json.dumps(asked)], cwd=ROOT, text=True,
-                                   env=os.environ | {"OMP_NUM_THREADS": "1"} | self.environment,
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        asked = {
+            "checkpoint_folder": str(self.checkpoint),
+            "draft_folder": str(self.draft),
+            "candidate": self.candidate.model_dump(mode="json"),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", self.code, json.dumps(asked)],
+            cwd=ROOT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert process.stdout is not None and process.stderr is not None and process.stdin is not None
         try:
             line = process.stdout.readline()
@@ -105,22 +115,32 @@ def move(server: Server) -> None:
 
 DRIFTS: dict[str, tuple[Callable[[Server], Any], str]] = {
     "another draft": (lambda s: change_weight(s.draft), "serving.speculative.draft_digest"),
-    "k changed": (lambda s: s.serve_with(speculative=s.candidate.serving.speculative.model_copy(
-        update={"num_tokens": 4})), "serving.speculative.num_tokens"),
+    "k changed": (
+        lambda s: s.serve_with(speculative=s.candidate.serving.speculative.model_copy(update={"num_tokens": 4})),
+        "serving.speculative.num_tokens",
+    ),
     "one weight, same path": (lambda s: change_weight(s.checkpoint), "model.safetensors differs"),
-    "repetition penalty": (lambda s: change_json(s.checkpoint / "generation_config.json", repetition_penalty=1.1),
-                           "generation_config.json"),
-    "sampling default": (lambda s: change_json(s.checkpoint / "generation_config.json", temperature=0.7),
-                         "generation_config.json differs"),
-    "chat template": (lambda s: (s.checkpoint / "chat_template.jinja").write_text(
-        (s.checkpoint / "chat_template.jinja").read_text() + "{# #}"), "chat_template.jinja differs"),
+    "repetition penalty": (
+        lambda s: change_json(s.checkpoint / "generation_config.json", repetition_penalty=1.1),
+        "generation_config.json",
+    ),
+    "sampling default": (
+        lambda s: change_json(s.checkpoint / "generation_config.json", temperature=0.7),
+        "generation_config.json differs",
+    ),
+    "chat template": (
+        lambda s: (s.checkpoint / "chat_template.jinja").write_text(
+            (s.checkpoint / "chat_template.jinja").read_text() + "{# #}"
+        ),
+        "chat_template.jinja differs",
+    ),
     "dtype": (lambda s: s.serve_with(dtype="bfloat16"), "serving.dtype"),
     "library version": (fake_version, "libraries.safetensors"),
     "an engine default": (lambda s: setattr(s, "code", ENGINE_DEFAULT + LAUNCH), "engine.max_batch_tokens"),
     "environment": (lambda s: s.environment.update(ATEN_CPU_CAPABILITY="avx2"), "environment.ATEN_CPU_CAPABILITY"),
     "nothing: another port": (lambda s: None, ""),
     "nothing: a moved folder": (move, ""),
-}  # fmt: skip
+}
 
 
 def write_project(root: Path) -> TextProduct:
@@ -134,20 +154,25 @@ def write_project(root: Path) -> TextProduct:
     shipped["gate"].pop("loosened", None)  # nothing was released there before
     step = {"kind": "speculative", "method": "draft_model", "draft": "models/agent-draft", "num_tokens": 5}
     product = shipped | {
-        "reference": "reference", "release": [NAME],
+        "reference": "reference",
+        "release": [NAME],
         "evals": {"calls": {"kind": "tool_calls", "evalset": "evalsets/tool_calls"}},
-        "resources": shipped["resources"] | {"num_servers": 1}, "canary": {"num_prompts": 20, "target_rate": 0.2},
+        "resources": shipped["resources"] | {"num_servers": 1},
+        "canary": {"num_prompts": 20, "target_rate": 0.2},
         "gate": shipped["gate"] | {"tolerances": {"calls/tool_call_exact_match": {"overall": 0.1}}, "tripwires": {}},
         "benchmark": shipped["benchmark"] | {"candidates": []},
     }
-    candidates = {name: {"product": PRODUCT, "checkpoint": "models/agent", "steps": steps}
-                  for name, steps in (("reference", []), (NAME, [step]))}  # fmt: skip
+    candidates = {
+        name: {"product": PRODUCT, "checkpoint": "models/agent", "steps": steps}
+        for name, steps in (("reference", []), (NAME, [step]))
+    }
     params = parse_params({"products": {PRODUCT: product}, "candidates": candidates})
     return get_product(params, PRODUCT, kind=TextProduct)
 
 
 def look(root: Path, candidate: Candidate, product: TextProduct, url: str) -> Drift:
     """Run the drift check against a server."""
+
     async def run() -> Drift:
         async with Client([url], candidate.name, concurrency=CONCURRENCY, timeout_s=60) as client:
             return await check_drift(candidate, product, client, root=root, num_cases=NUM_CASES)

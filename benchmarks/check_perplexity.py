@@ -38,8 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("candidates", nargs="*", help="default: all of kind text in params.yaml")
     params = load_params()
-    names = parser.parse_args().candidates or [name for product in params.products.values()
-                                               if isinstance(product, TextProduct) for name in product.candidates]
+    names = parser.parse_args().candidates or [
+        name for product in params.products.values() if isinstance(product, TextProduct) for name in product.candidates
+    ]
     num_wrong = sum(not compare(name, find_owner(params, name, kind=TextProduct)) for name in names)
     print(f"{len(names)} candidates, {num_wrong} differ from lm-eval")
     return 1 if num_wrong else 0
@@ -69,8 +70,11 @@ def compare_likelihood(title: str, records: list[CaseRecord], bits_per_byte: flo
     num_tokens = math.fsum(r.scores["num_tokens"] for r in records)
     ours = math.fsum(r.scores["nll_nats"] for r in records) / num_tokens
     theirs = bits_per_byte * math.log(2) * math.fsum(r.scores["num_bytes"] for r in records) / num_tokens
-    print(f"{title}: {ours:.7f} nat per token, lm-eval {theirs:.7f}, difference {abs(ours - theirs):.1e} "
-          f"({len(records)} documents, {num_tokens:.0f} tokens)", flush=True)  # fmt: skip
+    print(
+        f"{title}: {ours:.7f} nat per token, lm-eval {theirs:.7f}, difference {abs(ours - theirs):.1e} "
+        f"({len(records)} documents, {num_tokens:.0f} tokens)",
+        flush=True,
+    )
     return abs(ours - theirs) < MAX_DIFFERENCE_NATS
 
 
@@ -79,8 +83,11 @@ def compare_answers(title: str, records: list[CaseRecord], samples: list[dict[st
     ours = [r.scores["accuracy"] for r in records]
     theirs = [float(s["acc"]) for s in sorted(samples, key=lambda s: s["doc_id"])]
     num_different = sum(a != b for a, b in zip(ours, theirs, strict=True))
-    print(f"{title}: accuracy {sum(ours) / len(ours):.4f}, lm-eval {sum(theirs) / len(theirs):.4f}, "
-          f"{num_different} of {len(ours)} questions judged differently", flush=True)  # fmt: skip
+    print(
+        f"{title}: accuracy {sum(ours) / len(ours):.4f}, lm-eval {sum(theirs) / len(theirs):.4f}, "
+        f"{num_different} of {len(ours)} questions judged differently",
+        flush=True,
+    )
     return num_different == 0
 
 
@@ -89,9 +96,26 @@ def run_lm_eval(candidate: Candidate, tasks: list[str]) -> tuple[dict[str, Any],
     serving = candidate.serving
     model = f"pretrained={candidate.checkpoint.path},dtype={serving.dtype},max_length={serving.context_length}"
     with tempfile.TemporaryDirectory() as temporary:
-        command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", model, "--tasks", ",".join(tasks),
-                   "--include_path", str(TASKS), "--batch_size", str(BATCH_SIZE), "--device", "cpu",
-                   "--log_samples", "--output_path", temporary]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "lm_eval",
+            "--model",
+            "hf",
+            "--model_args",
+            model,
+            "--tasks",
+            ",".join(tasks),
+            "--include_path",
+            str(TASKS),
+            "--batch_size",
+            str(BATCH_SIZE),
+            "--device",
+            "cpu",
+            "--log_samples",
+            "--output_path",
+            temporary,
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": str(serving.num_threads), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:

@@ -94,9 +94,12 @@ def make_project(folder: Path, product: TextProduct, num_cases: int) -> None:
         settings = next(settings for settings in product.evals.values() if isinstance(settings, kind))
         cut_evalset(ROOT / settings.evalset, folder / "evalsets" / eval_name, num_cases)
         evals[eval_name] = settings.model_copy(update={"evalset": f"evalsets/{eval_name}"})
-    gate = product.gate.model_copy(update={
-        "tolerances": {"workflows/task_completion_rate": Tolerance(overall=0.03)}, "tripwires": {},
-    })  # fmt: skip
+    gate = product.gate.model_copy(
+        update={
+            "tolerances": {"workflows/task_completion_rate": Tolerance(overall=0.03)},
+            "tripwires": {},
+        }
+    )
     product = product.model_copy(update={"evals": evals, "gate": gate})
     (folder / "params.yaml").write_text(json.dumps(describe_project(product)))  # JSON is YAML
     candidate = read_candidate(ROOT / product.build, name, product)
@@ -181,8 +184,11 @@ def read_requests(folder: Path) -> Counter[tuple[str, int]]:
 def read_evaluation(build: Path, name: str) -> dict[tuple[str, str], CaseRecord]:
     """Return all records of an evaluation by eval and case, without their latencies."""
     records = {eval_name: read_cases(build / "evaluations" / name / f"{eval_name}.jsonl") for eval_name in EVALS}
-    return {(eval_name, record.case_id): record.model_copy(update={"latency_s": 0.0})
-            for eval_name in EVALS for record in records[eval_name]}  # fmt: skip
+    return {
+        (eval_name, record.case_id): record.model_copy(update={"latency_s": 0.0})
+        for eval_name in EVALS
+        for record in records[eval_name]
+    }
 
 
 if __name__ == "__main__":

@@ -78,8 +78,10 @@ class DirectEngine:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.client_throughput", "--engine", "--product", product],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=os.environ | threads | {"TRANSFORMERS_VERBOSITY": "error"})  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | threads | {"TRANSFORMERS_VERBOSITY": "error"},
+        )
         self.ask(())
 
     def ask(self, cases: Cases) -> Round:
@@ -110,17 +112,28 @@ async def run_engine(candidate: Candidate) -> None:
     config = server._generation_config(max_new_tokens=candidate.serving.max_tokens)
     for number, line in enumerate(sys.stdin):
         chats = json.loads(line)
-        prompts = {name: loaded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
-                   for name, chat in chats.items()}  # fmt: skip
+        prompts = {
+            name: loaded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+            for name, chat in chats.items()
+        }
         answers: dict[str, str] = {}
         num_tokens: dict[str, int] = {}
 
-        async def work(queue: Iterator[str], number: int = number, prompts: Any = prompts,
-                       answers: Any = answers, num_tokens: Any = num_tokens) -> None:  # fmt: skip
+        async def work(
+            queue: Iterator[str],
+            number: int = number,
+            prompts: Any = prompts,
+            answers: Any = answers,
+            num_tokens: Any = num_tokens,
+        ) -> None:
             for name in queue:
                 answers[name], _, tokens = await server._manager.generate_non_streaming(
-                    loaded.model, loaded.tokenizer, {"input_ids": prompts[name]["input_ids"]}, config,
-                    request_id=f"{number}-{name}")  # fmt: skip
+                    loaded.model,
+                    loaded.tokenizer,
+                    {"input_ids": prompts[name]["input_ids"]},
+                    config,
+                    request_id=f"{number}-{name}",
+                )
                 num_tokens[name] = len(tokens)
 
         start, cpu, queue = time.perf_counter(), time.process_time(), iter(prompts)
@@ -135,16 +148,31 @@ async def ask_through_client(cases: Cases, client: Client, server: int, candidat
     evalset = load_evalset(Path(SETTINGS.evalset)).model_copy(update={"cases": cases})
     start, cpu, server_cpu = time.perf_counter(), time.process_time(), read_cpu_s(server)
     with Journal(folder / "journal.jsonl", fingerprint="", key="") as journal:
-        records = await tool_calls.evaluate(EvalContext(
-            name="tool_calls", settings=SETTINGS, evalset=evalset, client=client, journal=journal,
-            checkpoint=Path(candidate.checkpoint.path), folder=folder, concurrency=candidate.serving.concurrency,
-            max_tokens=candidate.serving.max_tokens, context_length=candidate.serving.context_length,
-            fingerprint=""))  # fmt: skip
+        records = await tool_calls.evaluate(
+            EvalContext(
+                name="tool_calls",
+                settings=SETTINGS,
+                evalset=evalset,
+                client=client,
+                journal=journal,
+                checkpoint=Path(candidate.checkpoint.path),
+                folder=folder,
+                concurrency=candidate.serving.concurrency,
+                max_tokens=candidate.serving.max_tokens,
+                context_length=candidate.serving.context_length,
+                fingerprint="",
+            )
+        )
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     if failed := next((r for r in records if r.failure), None):
         sys.exit(f"expected every case to be judged, {failed.case_id} was not: {failed.failure}")
-    return Round({r.case_id: r.output for r in records}, {r.case_id: r.num_completion_tokens for r in records},
-                 wall, read_cpu_s(server) - server_cpu, cpu)  # fmt: skip
+    return Round(
+        {r.case_id: r.output for r in records},
+        {r.case_id: r.num_completion_tokens for r in records},
+        wall,
+        read_cpu_s(server) - server_cpu,
+        cpu,
+    )
 
 
 def read_cpu_s(pid: int) -> float:
@@ -162,8 +190,10 @@ def describe_candidate(product: TextProduct) -> Candidate:
 def read_prompts() -> dict[str, Cases]:
     """Return the cases of each kind; a workflow's first turn is asked as a tool call, whatever it should be."""
     workflows: Evalset = load_evalset(Path("evalsets/workflows"))
-    turns = tuple(ToolCallCase(id=case.id, cluster=case.cluster, messages=case.messages,
-                               expected=Call(name="", arguments={})) for case in workflows.cases)  # fmt: skip
+    turns = tuple(
+        ToolCallCase(id=case.id, cluster=case.cluster, messages=case.messages, expected=Call(name="", arguments={}))
+        for case in workflows.cases
+    )
     return {"tool calls": load_evalset(Path(SETTINGS.evalset)).cases, "first turns of workflows": turns}
 
 
@@ -173,8 +203,9 @@ async def measure(product: TextProduct, num_rounds: int) -> dict[str, list[tuple
     resources = product.resources.model_copy(update={"num_servers": 1})
     rounds: dict[str, list[tuple[Round, Round]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        async with start_engine(candidate, resources, evals={"tool_calls": SETTINGS}, root=Path(),
-                                logs=Path(temporary)) as (_, client):  # fmt: skip
+        async with start_engine(
+            candidate, resources, evals={"tool_calls": SETTINGS}, root=Path(), logs=Path(temporary)
+        ) as (_, client):
             # ps is among the children that it lists, and has ended by now
             (server,) = [pid for pid in list_children(os.getpid()) if Path(f"/proc/{pid}").exists()]
             engine = DirectEngine(product.name)
@@ -206,18 +237,27 @@ def report(kind: str, rounds: list[tuple[Round, Round]]) -> bool:
         for name, text in direct.answers.items()
         if (ours.answers[name], ours.num_tokens[name]) != (text.replace("\n", "\\n"), direct.num_tokens[name])
     ]
-    print(f"{kind}: {num_cases} cases in {len(rounds)} rounds, {ours_total} completion tokens through the client, "
-          f"{direct_total} straight from the engine, {len(other)} answers differ {other[:3] or ''}")  # fmt: skip
+    print(
+        f"{kind}: {num_cases} cases in {len(rounds)} rounds, {ours_total} completion tokens through the client, "
+        f"{direct_total} straight from the engine, {len(other)} answers differ {other[:3] or ''}"
+    )
     for name, side in (("client", 0), ("engine", 1)):
-        print(f"  {name}: {describe([pair[side].tokens_per_s for pair in rounds], '.0f')} tokens/s of wall time, "
-              f"{describe([1e3 * pair[side].engine_s / pair[side].total for pair in rounds], '.3f')} "
-              "CPU ms per token in the engine's process")  # fmt: skip
-    print(f"  asking: {describe([1e3 * ours.client_s / len(ours.answers) for ours, _ in rounds], '.2f')} "
-          "CPU ms per case in the client's process")  # fmt: skip
+        print(
+            f"  {name}: {describe([pair[side].tokens_per_s for pair in rounds], '.0f')} tokens/s of wall time, "
+            f"{describe([1e3 * pair[side].engine_s / pair[side].total for pair in rounds], '.3f')} "
+            "CPU ms per token in the engine's process"
+        )
+    print(
+        f"  asking: {describe([1e3 * ours.client_s / len(ours.answers) for ours, _ in rounds], '.2f')} "
+        "CPU ms per case in the client's process"
+    )
     walls = [ours.tokens_per_s / direct.tokens_per_s for ours, direct in rounds]
     costs = [(direct.engine_s / direct.total) / (ours.engine_s / ours.total) for ours, direct in rounds]
-    print(f"  client against engine: {describe(walls, '.2f')} in wall time; "
-          f"{describe(costs, '.2f')} by the engine's CPU seconds per token", flush=True)  # fmt: skip
+    print(
+        f"  client against engine: {describe(walls, '.2f')} in wall time; "
+        f"{describe(costs, '.2f')} by the engine's CPU seconds per token",
+        flush=True,
+    )
     return not other
 
 

@@ -43,8 +43,11 @@ def main() -> int:
     options = parser.parse_args()
     product = get_product(load_params(), options.product, kind=VisionProduct)
     candidates = {"reference": {"checkpoint": options.checkpoint, "steps": []}}
-    candidates |= {f"{algorithm.replace('_', '-')}-{dtype}": _make_candidate(options.checkpoint, algorithm, dtype, [])
-                   for dtype in options.dtypes for algorithm in UNIFORM}  # fmt: skip
+    candidates |= {
+        f"{algorithm.replace('_', '-')}-{dtype}": _make_candidate(options.checkpoint, algorithm, dtype, [])
+        for dtype in options.dtypes
+        for algorithm in UNIFORM
+    }
     for dtype in options.dtypes:
         candidates[f"calibrated-{dtype}"] = _calibrate(product, options.checkpoint, dtype)
     judged = {"candidates": candidates, "reference": "reference", "release": list(candidates)[1:]}
@@ -52,8 +55,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=".", prefix=".policies-") as folder:
         for name in candidates:
             build = Path(folder)
-            evaluate_network(build_network_candidate(name, product, root=Path(), build=build), product, root=Path(),
-                             build=build)  # fmt: skip
+            evaluate_network(
+                build_network_candidate(name, product, root=Path(), build=build), product, root=Path(), build=build
+            )
         compared = compare_release(product, Path(folder))
         print(_tabulate(compared.judgement.verdicts, compared.measured))
     return 0
@@ -69,12 +73,17 @@ def _calibrate(product: VisionProduct, checkpoint: str, dtype: str) -> dict:
     torch.set_num_threads(product.serving.num_threads)
     network = load_network(Path(checkpoint), load_adapter(Path(product.adapter)), run_plainly(product))
     folder = Path(product.calibration_images or "")
-    inputs = [network.prepare(torch.from_numpy(read_picture(folder / case.image, case.sha256))[None])
-              for case in load_evalset(folder).cases]  # fmt: skip
+    inputs = [
+        network.prepare(torch.from_numpy(read_picture(folder / case.image, case.sha256))[None])
+        for case in load_evalset(folder).cases
+    ]
     proposals = propose_policy(network.module, inputs, dtype=dtype, run=network.run)
     chosen = [p.algorithm for p in proposals if p.can_run_winograd]
-    print(f"calibrated {dtype}: {', '.join(f'{chosen.count(a)} {a}' for a in UNIFORM)}, "
-          f"{find_saved_fraction(proposals):.0%} of the multiplications saved", flush=True)  # fmt: skip
+    print(
+        f"calibrated {dtype}: {', '.join(f'{chosen.count(a)} {a}' for a in UNIFORM)}, "
+        f"{find_saved_fraction(proposals):.0%} of the multiplications saved",
+        flush=True,
+    )
     default = choose_default(proposals)
     return _make_candidate(checkpoint, default, dtype, list_rules(proposals, algorithm=default, dtype=dtype))
 
@@ -84,8 +93,10 @@ def _tabulate(verdicts: tuple[Verdict, ...], measured: dict[str, Measured]) -> s
     for verdict in verdicts:
         found = {c.metric.partition("/")[2]: c for c in verdict.comparisons if c.bucket is None}
         cells = [_show(found[name]) for name in METRICS]
-        lines.append(f"| {verdict.candidate} | {' | '.join(cells)} | {found['finite_output_rate'].candidate:.1%} "
-                     f"| {verdict.outcome} |")  # fmt: skip
+        lines.append(
+            f"| {verdict.candidate} | {' | '.join(cells)} | {found['finite_output_rate'].candidate:.1%} "
+            f"| {verdict.outcome} |"
+        )
     return "\n".join(lines)
 
 

@@ -39,8 +39,12 @@ CROWDED = {  # of the images with most objects: which share, and how many of the
     "blind on half of the most crowded 3 %": (0.03, 0.5),
 }
 # column of the area, thresholds
-METRICS = {"ap": (0, slice(None)), "ap_50": (0, slice(0, 1)), "ap_small": (1, slice(None)),
-           "ap_large": (3, slice(None))}
+METRICS = {
+    "ap": (0, slice(None)),
+    "ap_50": (0, slice(0, 1)),
+    "ap_small": (1, slice(None)),
+    "ap_large": (3, slice(None)),
+}
 CHANCE = Change(score=0.05, box=0.04)
 
 
@@ -87,10 +91,15 @@ def judge_suites(ours: MatchTable, theirs: MatchTable, *, num_images: int, runs:
                 bounds[metric][way].append((bound, p[0] - q[0]))
     for metric, (area, at) in METRICS.items():
         harm = float(true[area, at].mean())
-        print(f"  {num_images} images, {metric:<8} true harm {harm:.4f}, {np.mean(counts[metric]):.0f} effective: "
-              + ", ".join(f"{way} {np.mean([high <= harm for high, _ in found]):.1%} "
-                          f"(+{np.mean([high - seen for high, seen in found]):.4f})"
-                          for way, found in bounds[metric].items()), flush=True)
+        print(
+            f"  {num_images} images, {metric:<8} true harm {harm:.4f}, {np.mean(counts[metric]):.0f} effective: "
+            + ", ".join(
+                f"{way} {np.mean([high <= harm for high, _ in found]):.1%} "
+                f"(+{np.mean([high - seen for high, seen in found]):.4f})"
+                for way, found in bounds[metric].items()
+            ),
+            flush=True,
+        )
 
 
 def try_equals(*, num_images: int, runs: int) -> None:
@@ -116,9 +125,11 @@ def measure_time(num_images: int = 500) -> None:
         average_precision(side, weights)
     middle = time.process_time()
     harm_by_image(ours, theirs)
-    print(f"{num_images} images, {len(ours.scores):,} detections, {len(weights) - 1:,} resamples, {len(ours.areas)} "
-          f"buckets, 10 thresholds, both sides: {middle - start:.2f} CPU s; parts of the loss "
-          f"{time.process_time() - middle:.2f} CPU s")
+    print(
+        f"{num_images} images, {len(ours.scores):,} detections, {len(weights) - 1:,} resamples, {len(ours.areas)} "
+        f"buckets, 10 thresholds, both sides: {middle - start:.2f} CPU s; parts of the loss "
+        f"{time.process_time() - middle:.2f} CPU s"
+    )
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def replace(name: str, was: str, now: str, *, behind: str = "") -> Edit:
     def edit(root: Path) -> None:
         text = (root / name).read_text(encoding="utf-8")
         start = text.index(was, text.index(behind))
-        (root / name).write_text(text[:start] + now + text[start + len(was):], encoding="utf-8")
+        (root / name).write_text(text[:start] + now + text[start + len(was) :], encoding="utf-8")
 
     return edit
 
@@ -98,8 +98,9 @@ def drop_stage(name: str) -> Edit:
 def _cut(path: Path, stage: str) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     start = lines.index(f"  {stage}:\n")
-    end = next((i for i in range(start + 1, len(lines)) if lines[i].strip() and not lines[i].startswith("   ")),
-               len(lines))  # fmt: skip
+    end = next(
+        (i for i in range(start + 1, len(lines)) if lines[i].strip() and not lines[i].startswith("   ")), len(lines)
+    )
     path.write_text("".join(lines[:start] + lines[end:]), encoding="utf-8")
 
 
@@ -117,14 +118,18 @@ def replace_digest(stage: str, part: str, path: str) -> Edit:
         start = 0
         for behind in (f"  {stage}:\n", f"    {part}:\n", f"path: {path}\n", "md5: "):
             start = text.index(behind, start) + len(behind)
-        (root / "dvc.lock").write_text(text[:start] + "0" * 32 + text[start + 32:], encoding="utf-8")
+        (root / "dvc.lock").write_text(text[:start] + "0" * 32 + text[start + 32 :], encoding="utf-8")
 
     return edit
 
 
 GROUP = replace(PARAMS, "group_size: 32", "group_size: 128", behind=f"  {AWQ}:\n")
-FROZEN = both(*(replace(STAGES, "    do:\n", "    do:\n      frozen: true\n", behind=f"  {name}:\n")
-                for name in ("optimize", "compare", "release")))  # fmt: skip
+FROZEN = both(
+    *(
+        replace(STAGES, "    do:\n", "    do:\n      frozen: true\n", behind=f"  {name}:\n")
+        for name in ("optimize", "compare", "release")
+    )
+)
 REPORT = "        - reports/${key}: {cache: false, persist: true}\n"
 EDITS: dict[str, Edit] = {
     "nothing": lambda root: None,
@@ -138,14 +143,25 @@ EDITS: dict[str, Edit] = {
     "gate tolerance, stricter": replace(PARAMS, "overall: 0.03", "overall: 0.029", behind="task_completion_rate"),
     "shots num_inference_steps": replace(PARAMS, "num_inference_steps: 20", "num_inference_steps: 21"),
     "people batch_size": replace(PARAMS, "batch_size: 6 ", "batch_size: 5 ", behind="  people:\n"),
-    "upscaler tiled-hann overlap": replace(PARAMS, "overlap: 0.125", "overlap: 0.25",
-                                          behind="  tiled-hann:\n    product: upscaler"),
+    "upscaler tiled-hann overlap": replace(
+        PARAMS, "overlap: 0.125", "overlap: 0.25", behind="  tiled-hann:\n    product: upscaler"
+    ),
     # code
-    **{f"code {name}": append(name) for name in (
-        "pipeline/products/text/evals/trajectories.py", "pipeline/gate/statistics.py", "pipeline/gate/decision.py",
-        "pipeline/release/model_card.py", "pipeline/report/mlflow_runs/tracking.py", "pipeline/products/text/optimize/awq.py",
-        "pipeline/products/images/rendering.py", "pipeline/products/vision/upscaling.py", "pipeline/products/text/serving/client.py",
-        "stages/gate.py")},
+    **{
+        f"code {name}": append(name)
+        for name in (
+            "pipeline/products/text/evals/trajectories.py",
+            "pipeline/gate/statistics.py",
+            "pipeline/gate/decision.py",
+            "pipeline/release/model_card.py",
+            "pipeline/report/mlflow_runs/tracking.py",
+            "pipeline/products/text/optimize/awq.py",
+            "pipeline/products/images/rendering.py",
+            "pipeline/products/vision/upscaling.py",
+            "pipeline/products/text/serving/client.py",
+            "stages/gate.py",
+        )
+    },
     # data
     "a case of evalsets/workflows": replace("evalsets/workflows/cases.jsonl", '"cluster"', ' "cluster"'),
     "weights models/agent": replace("models/agent/generation_config.json", "{", "{ "),
@@ -157,7 +173,9 @@ EDITS: dict[str, Edit] = {
     # dvc.yaml
     "yaml: frozen, group_size": both(GROUP, FROZEN),
     "yaml: compare without its settings": drop_inputs("compare"),
-    "yaml: evaluate without its code": both(drop_inputs("evaluate"), append("pipeline/products/text/evals/trajectories.py")),
+    "yaml: evaluate without its code": both(
+        drop_inputs("evaluate"), append("pipeline/products/text/evals/trajectories.py")
+    ),
     "yaml: compare cmd echo": replace(STAGES, "python -m stages.compare ${key}\n", "echo\n"),
     "yaml: gate cmd echo": replace(STAGES, "python -m stages.gate ${key}\n", "echo\n"),
     "yaml: gate cmd echo, forged": both(replace(STAGES, "python -m stages.gate ${key}\n", "echo\n"), forge),
@@ -180,8 +198,9 @@ def run(root: Path, *command: str) -> tuple[int, str]:
     """Run a command in the clone; return its exit code and what it said."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GITHUB_"))}
     kept |= {"DVC_NO_ANALYTICS": "1", "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
-    done = subprocess.run(command, cwd=root, env=kept, text=True, check=False, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)  # fmt: skip
+    done = subprocess.run(
+        command, cwd=root, env=kept, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     return done.returncode, done.stdout
 
 

@@ -60,12 +60,29 @@ def measure_cases(d: NDArray[np.float64], clusters: NDArray[np.int64], tolerance
     bounds, sums = proportion_bounds(d, clusters, confidence=1 - ALPHA), sum_by_cluster(d, clusters)
     tail = sign_flip_tail(sums)
     return Measurement(
-        metric="w/task_completion_rate", bucket=None, reference=ACCURACY, candidate=ACCURACY - bounds.harm, unit="",
-        n=len(d), num_clusters=int(clusters.max()) + 1,
-        effective_clusters=hiding_clusters(clusters, confidence=1 - ALPHA), b=int((d > 0).sum()), c=int((d < 0).sum()),
-        harm=bounds.harm, low=bounds.low, high=bounds.high, p=tail_at(tail, sums.sum()),
-        p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, more_cases=None, tier="critical", sums=sums,
-        weights=sum_by_cluster(np.ones(len(d)), clusters), tail=tail, deff=bounds.design_effect)
+        metric="w/task_completion_rate",
+        bucket=None,
+        reference=ACCURACY,
+        candidate=ACCURACY - bounds.harm,
+        unit="",
+        n=len(d),
+        num_clusters=int(clusters.max()) + 1,
+        effective_clusters=hiding_clusters(clusters, confidence=1 - ALPHA),
+        b=int((d > 0).sum()),
+        c=int((d < 0).sum()),
+        harm=bounds.harm,
+        low=bounds.low,
+        high=bounds.high,
+        p=tail_at(tail, sums.sum()),
+        p_gain=tail_at(tail, -sums.sum()),
+        tolerance=tolerance,
+        more_cases=None,
+        tier="critical",
+        sums=sums,
+        weights=sum_by_cluster(np.ones(len(d)), clusters),
+        tail=tail,
+        deff=bounds.design_effect,
+    )
 
 
 @lru_cache(maxsize=4_096)  # each keeps its cases
@@ -97,8 +114,11 @@ def sum_share(world: World, outcome: str, tolerance: float) -> float:
     for b, share in enumerate(binom.pmf(np.arange(world.n + 1), world.n, loss).tolist()):
         if share > NEGLIGIBLE:
             shares = share * binom.pmf(np.arange(world.n - b + 1), world.n - b, gain / (1 - loss))
-            total += sum(float(shares[c]) for c in np.flatnonzero(shares > NEGLIGIBLE).tolist()
-                         if judge_counts(b, c, world.n, tolerance) == outcome)
+            total += sum(
+                float(shares[c])
+                for c in np.flatnonzero(shares > NEGLIGIBLE).tolist()
+                if judge_counts(b, c, world.n, tolerance) == outcome
+            )
     return total
 
 
@@ -114,8 +134,9 @@ def draw_clustered(
     """Draw the harm of each case, and its cluster: a case flips as its cluster does, or else by itself."""
     clusters = np.arange(world.n) // size
     loss, gain = world.rates[:2]
-    shared, own = (rng.choice([1.0, -1.0, 0.0], num, p=[loss, gain, 1 - loss - gain])
-                   for num in (int(clusters.max()) + 1, world.n))
+    shared, own = (
+        rng.choice([1.0, -1.0, 0.0], num, p=[loss, gain, 1 - loss - gain]) for num in (int(clusters.max()) + 1, world.n)
+    )
     return np.where(rng.random(world.n) < intraclass, shared[clusters], own), clusters
 
 
@@ -148,9 +169,16 @@ def percent(count: float, draws: int) -> str:
 
 def print_power(draws: int, rng: np.random.Generator) -> None:
     """Print the power table: pass / fail / inconclusive of the gate, and how often other rules fail."""
-    print_row("cases", "flips", "true drop", *(f"gate, {t:.0%}" for t in TOLERANCES),
-              *(f"drop > {100 * t:g} points" for t in TOLERANCES), f"relative {RELATIVE_TOLERANCE:.0%}",
-              f"recovery {RECOVERY}", "unpaired z")
+    print_row(
+        "cases",
+        "flips",
+        "true drop",
+        *(f"gate, {t:.0%}" for t in TOLERANCES),
+        *(f"drop > {100 * t:g} points" for t in TOLERANCES),
+        f"relative {RELATIVE_TOLERANCE:.0%}",
+        f"recovery {RECOVERY}",
+        "unpaired z",
+    )
     print_row("---:", "---:", "---:", *["---:"] * 7)
     for world in (World(n, flips, drop) for n in CASES for flips in FLIPS for drop in DROPS):
         start = f"{world.n:,}", f"{world.flips:.0%}", f"{100 * world.drop:g}"
@@ -158,8 +186,10 @@ def print_power(draws: int, rng: np.random.Generator) -> None:
             print_row(*start, *["-"] * 7)
             continue
         found = simulate(world, draws, rng)
-        gate = [" / ".join(percent(found[f"{outcome} {t}"], draws) for outcome in ("pass", "fail", "inconclusive"))
-                for t in TOLERANCES]
+        gate = [
+            " / ".join(percent(found[f"{outcome} {t}"], draws) for outcome in ("pass", "fail", "inconclusive"))
+            for t in TOLERANCES
+        ]
         keys = [*(f"drop {t}" for t in TOLERANCES), "relative", "recovery", "z"]
         print_row(*start, *gate, *(percent(found[key], draws) for key in keys))
 
@@ -202,8 +232,13 @@ def simulate_release(n: int, flips: float, drop: float, rng: np.random.Generator
 
 def print_releases(draws: int, rng: np.random.Generator) -> None:
     """Print how often a release of 20 gated metrics is stopped: of equal models, and where one metric lost 7 points."""
-    print_row("cases", "flips", f"equal models: any of {NUM_METRICS} drops > 2 points", "equal models: the gate fails",
-              "one metric lost 7 points: the gate fails it")
+    print_row(
+        "cases",
+        "flips",
+        f"equal models: any of {NUM_METRICS} drops > 2 points",
+        "equal models: the gate fails",
+        "one metric lost 7 points: the gate fails it",
+    )
     print_row("---:", "---:", "---:", "---:", "---:")
     for n, flips in ((n, flips) for n in CASES for flips in FLIPS):
         equal = np.array([simulate_release(n, flips, 0.0, rng) for _ in range(draws)]).sum(axis=0).tolist()
@@ -215,10 +250,15 @@ def print_releases(draws: int, rng: np.random.Generator) -> None:
 
 def main(tables: Sequence[str], draws: int, clustered_draws: int, seed: int) -> None:
     """Print the tables and their Monte-Carlo errors; each has random numbers of its own."""
-    errors = [f"{100 * (share * (1 - share) / num) ** 0.5:.2f} points at {share:.0%}"
-              for num in (draws, clustered_draws) for share in (0.05, 0.5)]
-    print(f"{draws:,} draws a cell (standard error {errors[0]}, {errors[1]}), {clustered_draws:,} with clusters and "
-          f"for releases ({errors[2]}, {errors[3]}).")
+    errors = [
+        f"{100 * (share * (1 - share) / num) ** 0.5:.2f} points at {share:.0%}"
+        for num in (draws, clustered_draws)
+        for share in (0.05, 0.5)
+    ]
+    print(
+        f"{draws:,} draws a cell (standard error {errors[0]}, {errors[1]}), {clustered_draws:,} with clusters and "
+        f"for releases ({errors[2]}, {errors[3]})."
+    )
     for name in tables:
         print()
         TABLES[name](draws if name == "power" else clustered_draws, np.random.default_rng(seed))

@@ -34,12 +34,18 @@ LOST_EVERY = 50  # cases, of which a candidate loses one: a fiftieth
 def run_stage_timed(stage: str, folder: Path) -> str:
     """Run one stage in `folder` and describe what it cost."""
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", f"stages.{stage}", PRODUCT], cwd=folder,
-                               stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"stages.{stage}", PRODUCT],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - started
-    return (f"{stage:<8} exit {os.waitstatus_to_exitcode(status)}  wall {wall:5.2f} s  "
-            f"cpu {usage.ru_utime + usage.ru_stime:5.2f} s  peak {usage.ru_maxrss / 1024:4.0f} MiB")
+    return (
+        f"{stage:<8} exit {os.waitstatus_to_exitcode(status)}  wall {wall:5.2f} s  "
+        f"cpu {usage.ru_utime + usage.ru_stime:5.2f} s  peak {usage.ru_maxrss / 1024:4.0f} MiB"
+    )
 
 
 def name_copies(eval_name: str, copies: int) -> list[str]:
@@ -49,11 +55,16 @@ def name_copies(eval_name: str, copies: int) -> list[str]:
 
 def widen_product(product: dict[str, Any], copies: int) -> None:
     """Ask for every copy what is asked for the eval."""
-    product["evals"] = {name: settings for first, settings in product["evals"].items()
-                        for name in name_copies(first, copies)}  # fmt: skip
+    product["evals"] = {
+        name: settings for first, settings in product["evals"].items() for name in name_copies(first, copies)
+    }
     gate = product["gate"]
-    gate["tolerances"] = {f"{name}/{metric}": tolerance for key, tolerance in gate["tolerances"].items()
-                          for first, metric in [key.split("/")] for name in name_copies(first, copies)}
+    gate["tolerances"] = {
+        f"{name}/{metric}": tolerance
+        for key, tolerance in gate["tolerances"].items()
+        for first, metric in [key.split("/")]
+        for name in name_copies(first, copies)
+    }
 
 
 def write_candidate_records(build: Path, name: str, number: int, copies: int) -> None:
@@ -79,14 +90,24 @@ def write_candidate_records(build: Path, name: str, number: int, copies: int) ->
         for copied in name_copies(first, copies):
             path = folder / f"{copied}.jsonl"
             path.write_text("".join(lines))
-            evals[copied] = evaluation.evals[first].model_copy(update={
-                "records": path.name, "sha256": digest_file(path)})
+            evals[copied] = evaluation.evals[first].model_copy(
+                update={"records": path.name, "sha256": digest_file(path)}
+            )
     for beside in ("prose.npz", "canary.jsonl"):
         (folder / beside).write_bytes((reference / beside).read_bytes())
     write_candidate(build, candidate)
-    write_record(folder / "evaluation.json", evaluation.model_copy(update={
-        "candidate": name, "fingerprint": candidate.fingerprint, "served_by": candidate.facts, "evals": evals,
-        "checkpoint_digest": candidate.checkpoint.digest}))
+    write_record(
+        folder / "evaluation.json",
+        evaluation.model_copy(
+            update={
+                "candidate": name,
+                "fingerprint": candidate.fingerprint,
+                "served_by": candidate.facts,
+                "evals": evals,
+                "checkpoint_digest": candidate.checkpoint.digest,
+            }
+        ),
+    )
 
 
 def main(num_candidates: int, num_cases: int, copies: int) -> None:
@@ -102,12 +123,14 @@ def main(num_candidates: int, num_cases: int, copies: int) -> None:
         widen_product(params["products"][PRODUCT], copies)
         (folder / "params.yaml").write_text(json.dumps(params))  # JSON is YAML
         num_records = sum(path.read_bytes().count(b"\n") for path in build.glob("evaluations/*/*.jsonl"))
-        print(f"{num_candidates} candidates and a reference x {3 * copies} evals x {num_cases:,} cases, and "
-              f"perplexity on {max(num_cases // 10, 40)} documents: {num_records:,} records")
+        print(
+            f"{num_candidates} candidates and a reference x {3 * copies} evals x {num_cases:,} cases, and "
+            f"perplexity on {max(num_cases // 10, 40)} documents: {num_records:,} records"
+        )
         for stage in ("compare", "gate"):
             print(run_stage_timed(stage, folder))
 
 
 if __name__ == "__main__":
     arguments = [int(argument) for argument in sys.argv[1:]]
-    main(*(arguments + [5, 2000, 1][len(arguments):]))
+    main(*(arguments + [5, 2000, 1][len(arguments) :]))

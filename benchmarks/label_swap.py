@@ -47,25 +47,41 @@ def swap_labels(pairs: PairedCases, rng: np.random.Generator) -> PairedCases:
         n = len(is_swapped)
         joined, own = join_tables(pairs.tables), np.arange(n)
         tables = joined.at(own + n * is_swapped), joined.at(own + n * ~is_swapped)
-    return replace(pairs, reference=CaseTable.of([b if swap else a for a, b, swap in both]),
-                   candidate=CaseTable.of([a if swap else b for a, b, swap in both]), tables=tables)
+    return replace(
+        pairs,
+        reference=CaseTable.of([b if swap else a for a, b, swap in both]),
+        candidate=CaseTable.of([a if swap else b for a, b, swap in both]),
+        tables=tables,
+    )
 
 
 def measure_swapped(measured: Measured, gated: Sequence[Comparison], alpha: float, seed: int) -> list[Measurement]:
     """Swap the labels in every eval of one candidate, and measure what is gated anew."""
     rng = np.random.default_rng(seed)
     swapped = {name: swap_labels(pairs, rng) for name, pairs in measured.pairs.items()}
-    return [measure_metric(swapped[eval_name], definition_of(c.metric), c.bucket, eval_name=eval_name,
-                           tolerance=c.tolerance, alpha=alpha, tier=c.tier)
-            for c in gated for eval_name in [c.metric.partition("/")[0]]]  # fmt: skip
+    return [
+        measure_metric(
+            swapped[eval_name],
+            definition_of(c.metric),
+            c.bucket,
+            eval_name=eval_name,
+            tolerance=c.tolerance,
+            alpha=alpha,
+            tier=c.tier,
+        )
+        for c in gated
+        for eval_name in [c.metric.partition("/")[0]]
+    ]
 
 
 def count_fails(family: Family, release: Sequence[str], *, runs: int, alpha: float) -> int:
     """Return in how many runs any comparison of the family fails."""
     fails = 0
     for run in range(runs):
-        measured = {name: measure_swapped(m, gated, alpha, seed=run * len(family) + i)
-                    for i, (name, (m, gated)) in enumerate(family.items())}
+        measured = {
+            name: measure_swapped(m, gated, alpha, seed=run * len(family) + i)
+            for i, (name, (m, gated)) in enumerate(family.items())
+        }
         judged = judge_all(measured, release, alpha=alpha)
         fails += any(c.outcome == "fail" for comparisons in judged.values() for c in comparisons)
     return fails
@@ -74,12 +90,17 @@ def count_fails(family: Family, release: Sequence[str], *, runs: int, alpha: flo
 def list_families(product: Product) -> list[Family]:
     """Return the candidates of a product by the family that they are judged in: the release, then each other alone."""
     compared = compare_release(product, product.build)
-    found = {v.candidate: (compared.measured[v.candidate], [c for c in v.comparisons if c.tolerance is not None])
-             for v in compared.judgement.verdicts}
+    found = {
+        v.candidate: (compared.measured[v.candidate], [c for c in v.comparisons if c.tolerance is not None])
+        for v in compared.judgement.verdicts
+    }
     found = {name: (measured, gated) for name, (measured, gated) in found.items() if gated}
     released = {name: entry for name, entry in found.items() if name in product.release}
-    return [family for family in [released, *({name: entry} for name, entry in found.items() if name not in released)]
-            if family]  # fmt: skip
+    return [
+        family
+        for family in [released, *({name: entry} for name, entry in found.items() if name not in released)]
+        if family
+    ]
 
 
 def main(runs: int, products: Sequence[str], candidates: Sequence[str]) -> None:
@@ -97,8 +118,11 @@ def main(runs: int, products: Sequence[str], candidates: Sequence[str]) -> None:
             low, high = proportion_confint(fails, runs, method="beta")
             gated = [c for _, comparisons in family.values() for c in comparisons]
             flips = sum((c.b or 0) + (c.c or 0) for c in gated if c.bucket is None)
-            print(f"| {product.name} | {', '.join(f'`{name}`' for name in family)} | {len(gated)} | {flips:,} | "
-                  f"{fails} of {runs:,} | {low:.1%} to {high:.1%} | {time.process_time() - started:.0f} |", flush=True)
+            print(
+                f"| {product.name} | {', '.join(f'`{name}`' for name in family)} | {len(gated)} | {flips:,} | "
+                f"{fails} of {runs:,} | {low:.1%} to {high:.1%} | {time.process_time() - started:.0f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.layout [--repeats 20] [--rounds 20] [--batch 16] [--parts unet vae] [--modes eager compiled]
 
 One thread, float32, `models/product-shots`, the first prompts of `evalsets/shots` in one batch. Each repeat measures as
-`pipeline/products/images/layout.py` does, pairs of CPU seconds in turn on what the pipeline feeds the part, and decides anew;
-eager repeats copy the part anew too, compiled ones share one compilation. Then a process of its own, with
+`pipeline/products/images/layout.py` does, pairs of CPU seconds in turn on what the pipeline feeds the part, and decides
+anew; eager repeats copy the part anew too, compiled ones share one compilation. Then a process of its own, with
 ONEDNN_VERBOSE=1, logs one call in each memory format, and the reorders of activations in it are counted. Not covered:
 copies that torch makes outside oneDNN, several threads, GPUs (`benchmarks/sdxl_shapes.py`).
 """
@@ -56,11 +56,14 @@ def main(argv: list[str]) -> int:
     if settings.log:
         log_calls(pipe, settings.parts[0], settings.modes[0], prompts)
         return 0
-    print(f"torch {torch.__version__}, one thread, float32, batches of {settings.batch}; outputs may differ by "
-          f"{TOLERANCES[torch.float32]:g} of their standard deviation\n\n"
-          "| part | mode | channels first, ms | last, ms | ratio, first repeat | median ratio of each repeat "
-          "| outputs differ by | activation reorders, first | last | decisions |\n"
-          "|---|---|---:|---:|---:|---:|---:|---:|---:|---|", flush=True)  # fmt: skip
+    print(
+        f"torch {torch.__version__}, one thread, float32, batches of {settings.batch}; outputs may differ by "
+        f"{TOLERANCES[torch.float32]:g} of their standard deviation\n\n"
+        "| part | mode | channels first, ms | last, ms | ratio, first repeat | median ratio of each repeat "
+        "| outputs differ by | activation reorders, first | last | decisions |\n"
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        flush=True,
+    )
     for part in settings.parts:
         for mode in settings.modes:
             found = repeat_measurement(pipe, part, mode, prompts, repeats=settings.repeats, rounds=settings.rounds)
@@ -76,8 +79,10 @@ def repeat_measurement(
         return [measure_layout(pipe, part, prompts, SERVING, rounds=rounds) for _ in range(repeats)]
     first, last = bind_layouts(pipe, part, prompts, SERVING, wrap=WRAPS[mode])
     difference = compare_outputs(last(), first())
-    return [measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=TOLERANCES[torch.float32])
-            for _ in range(repeats)]  # fmt: skip
+    return [
+        measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=TOLERANCES[torch.float32])
+        for _ in range(repeats)
+    ]
 
 
 def print_row(found: list[LayoutMeasurement], mode: str, reorders: dict[str, int]) -> None:
@@ -86,18 +91,32 @@ def print_row(found: list[LayoutMeasurement], mode: str, reorders: dict[str, int
     medians = [measurement.ratio.median for measurement in found]
     seconds = [statistics.median(getattr(m, f"channels_{name}_s") for m in found) for name in ("first", "last")]
     ratio = found[0].ratio
-    print(f"| {found[0].part} | {mode} | {1e3 * seconds[0]:.1f} | {1e3 * seconds[1]:.1f} "
-          f"| {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}) | {min(medians):.3f} to {max(medians):.3f} "
-          f"| {max(m.difference for m in found):.1e} | {reorders['first']} | {reorders['last']} "
-          f"| {', '.join(f'{name} {count}' for name, count in decided.items())} |", flush=True)  # fmt: skip
+    print(
+        f"| {found[0].part} | {mode} | {1e3 * seconds[0]:.1f} | {1e3 * seconds[1]:.1f} "
+        f"| {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}) | {min(medians):.3f} to {max(medians):.3f} "
+        f"| {max(m.difference for m in found):.1e} | {reorders['first']} | {reorders['last']} "
+        f"| {', '.join(f'{name} {count}' for name, count in decided.items())} |",
+        flush=True,
+    )
 
 
 def log_reorders(pipe: Any, part: str, mode: str, batch: int) -> dict[str, int]:
     """Count the activation reorders of one call in each memory format, in the log of a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.layout", "--log", "--parts", part, "--modes", mode, "--batch",
-               str(batch)]  # fmt: skip
-    log = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
-                         env=os.environ | {"ONEDNN_VERBOSE": "1"}).stdout  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.layout",
+        "--log",
+        "--parts",
+        part,
+        "--modes",
+        mode,
+        "--batch",
+        str(batch),
+    ]
+    log = subprocess.run(
+        command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"ONEDNN_VERBOSE": "1"}
+    ).stdout
     calls = {text.split("\n", 1)[0].strip(): text for text in log.split(MARK)[1:]}
     shapes = {tuple(parameter.shape) for parameter in getattr(pipe, part).parameters()}
     return {name: count_reorders(text, shapes) for name, text in calls.items() if name != "end"}

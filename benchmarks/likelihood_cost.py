@@ -38,16 +38,20 @@ def main(argv: list[str]) -> int:
     for name, nlls in theirs["nll_nats"].items():
         sizes = ours["num_tokens"][name]
         worst = max(abs(a - b) / n for a, b, n in zip(ours["nll_nats"][name], nlls, sizes, strict=True))
-        print(f"{name}: {len(nlls)} documents, {sum(sizes):.0f} tokens, "
-              f"largest difference {worst:.1e} nat per token of a document")  # fmt: skip
+        print(
+            f"{name}: {len(nlls)} documents, {sum(sizes):.0f} tokens, "
+            f"largest difference {worst:.1e} nat per token of a document"
+        )
     for name, accuracy in theirs["accuracy"].items():
         num_changed = sum(a != b for a, b in zip(ours["accuracy"][name], accuracy, strict=True))
         print(f"{name}: {len(accuracy)} cases, {num_changed} judged differently")
     for side, result in results.items():
         print(f"{side}: {result['cpu_s']:.1f} CPU s, of which start-up {idle[side]:.1f}; {result['wall_s']:.1f} s wall")
     work = [result["cpu_s"] - idle[side] for side, result in results.items()]
-    print(f"ratio of CPU seconds: {work[0] / work[1]:.2f} for the evals, "
-          f"{ours['cpu_s'] / theirs['cpu_s']:.2f} with start-up")  # fmt: skip
+    print(
+        f"ratio of CPU seconds: {work[0] / work[1]:.2f} for the evals, "
+        f"{ours['cpu_s'] / theirs['cpu_s']:.2f} with start-up"
+    )
     return 0
 
 
@@ -92,8 +96,13 @@ def run_hf(candidate: Any, product: Any) -> None:
 
     torch.set_num_threads(1)
     serving = candidate.serving
-    model = HFLM(pretrained=candidate.checkpoint.path, dtype=serving.dtype, batch_size=BATCH_SIZE, device="cpu",
-                 max_length=serving.context_length)  # fmt: skip
+    model = HFLM(
+        pretrained=candidate.checkpoint.path,
+        dtype=serving.dtype,
+        batch_size=BATCH_SIZE,
+        device="cpu",
+        max_length=serving.context_length,
+    )
     result: dict[str, dict[str, list[float]]] = {"nll_nats": {}, "accuracy": {}}
     for eval_name, settings in product.evals.items():
         if settings.kind == "perplexity":
@@ -102,8 +111,14 @@ def run_hf(candidate: Any, product: Any) -> None:
             result["nll_nats"][eval_name] = [-x for x in model.loglikelihood_rolling(requests)]
         elif settings.kind == "harness":
             manager = TaskManager(include_path=settings.include_path, include_defaults=settings.include_path is None)
-            output = simple_evaluate(model=model, tasks=[settings.task], num_fewshot=settings.num_fewshot,
-                                     task_manager=manager, log_samples=True, bootstrap_iters=0)  # fmt: skip
+            output = simple_evaluate(
+                model=model,
+                tasks=[settings.task],
+                num_fewshot=settings.num_fewshot,
+                task_manager=manager,
+                log_samples=True,
+                bootstrap_iters=0,
+            )
             result["accuracy"][eval_name] = [s["acc"] for s in output["samples"][settings.task]]
     print(json.dumps(result))
 

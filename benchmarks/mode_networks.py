@@ -16,9 +16,14 @@ from benchmarks.gpu_timing import Run
 
 NUM_CLASSES = 1000
 UNET_CONFIG: dict[str, Any] = {  # of stable-diffusion-v1-5/stable-diffusion-v1-5; its block types are the defaults
-    "sample_size": 64, "in_channels": 4, "out_channels": 4, "layers_per_block": 2,
-    "block_out_channels": (320, 640, 1280, 1280), "attention_head_dim": 8, "cross_attention_dim": 768,
-}  # fmt: skip
+    "sample_size": 64,
+    "in_channels": 4,
+    "out_channels": 4,
+    "layers_per_block": 2,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "attention_head_dim": 8,
+    "cross_attention_dim": 768,
+}
 # the same code paths in a second
 TINY_UNET = UNET_CONFIG | {"sample_size": 16, "block_out_channels": (32, 32, 32, 32), "layers_per_block": 1}
 TINY_RESNET: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1]}
@@ -55,15 +60,19 @@ def build_unet(tiny: bool) -> nn.Module:
 
 def build_mlp(tiny: bool) -> nn.Module:
     """Build three linear layers with ReLU between them."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(),
-                         nn.Linear(WIDTH, WIDTH))  # fmt: skip
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 def make_unet_arguments(batch: int, tiny: bool) -> dict[str, torch.Tensor]:
     """Return latents, a time step and the prompts' tokens."""
     config = TINY_UNET if tiny else UNET_CONFIG
-    return {"sample": draw(batch, 4, config["sample_size"], config["sample_size"]), "timestep": torch.tensor(500),
-            "encoder_hidden_states": draw(batch, NUM_TOKENS, config["cross_attention_dim"])}  # fmt: skip
+    return {
+        "sample": draw(batch, 4, config["sample_size"], config["sample_size"]),
+        "timestep": torch.tensor(500),
+        "encoder_hidden_states": draw(batch, NUM_TOKENS, config["cross_attention_dim"]),
+    }
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -72,11 +81,16 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 NETWORKS = {
-    "resnet": Network("ResNet-50", build_resnet,
-                      lambda batch, tiny: {"pixel_values": draw(batch, 3, *(32 if tiny else 224,) * 2)}, 50, "logits"),
+    "resnet": Network(
+        "ResNet-50",
+        build_resnet,
+        lambda batch, tiny: {"pixel_values": draw(batch, 3, *(32 if tiny else 224,) * 2)},
+        50,
+        "logits",
+    ),
     "unet": Network("SD 1.5 U-Net", build_unet, make_unet_arguments, 10, "sample"),
     "mlp": Network("MLP", build_mlp, lambda batch, tiny: {"input": draw(batch, WIDTH)}, 50),
-}  # fmt: skip
+}
 
 
 class Bench:
@@ -87,8 +101,10 @@ class Bench:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tiny = tiny
         arguments = self.network.make_arguments(batch, tiny)
-        self.arguments = {name: value.to(self.device, dtype if value.is_floating_point() else None)
-                          for name, value in arguments.items()}  # fmt: skip
+        self.arguments = {
+            name: value.to(self.device, dtype if value.is_floating_point() else None)
+            for name, value in arguments.items()
+        }
 
     def build(self, layout: str) -> nn.Module:
         """Build it with weights that are the same each time; NHWC is channels last."""
@@ -100,9 +116,12 @@ class Bench:
 
     def bind(self, call: Callable[..., Any], layout: str) -> Run:
         """Return what calls a network once, on pixels or latents in the layout of its weights."""
-        arguments = {name: value.contiguous(memory_format=torch.channels_last)
-                     if layout == "NHWC" and value.dim() == 4 else value
-                     for name, value in self.arguments.items()}  # fmt: skip
+        arguments = {
+            name: value.contiguous(memory_format=torch.channels_last)
+            if layout == "NHWC" and value.dim() == 4
+            else value
+            for name, value in self.arguments.items()
+        }
 
         def run() -> torch.Tensor:
             found = call(**arguments)

@@ -29,8 +29,15 @@ ALGORITHMS = {
     "winograd_f23": {"use_winograd43_convolution": False, "use_winograd63_convolution": False},
     "winograd_f43": {"use_winograd23_convolution": False, "use_winograd63_convolution": False},
 }
-OFF = ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic", "use_bf16_packed", "use_bf16_storage",
-       "use_int8_inference", "use_vulkan_compute")  # fmt: skip
+OFF = (
+    "use_fp16_packed",
+    "use_fp16_storage",
+    "use_fp16_arithmetic",
+    "use_bf16_packed",
+    "use_bf16_storage",
+    "use_int8_inference",
+    "use_vulkan_compute",
+)
 
 Run = Callable[[], list[Any]]
 
@@ -52,8 +59,13 @@ class Layer:
     @property
     def shape(self) -> tuple[int, ...]:
         """Channels in and out, side of the kernel, stride, rows and columns of the input: what its time hangs on."""
-        return (self.conv.in_channels, self.conv.out_channels, self.conv.kernel_size[0], self.conv.stride[0],
-                *self.x.shape[2:])  # fmt: skip
+        return (
+            self.conv.in_channels,
+            self.conv.out_channels,
+            self.conv.kernel_size[0],
+            self.conv.stride[0],
+            *self.x.shape[2:],
+        )
 
 
 @dataclass(frozen=True)
@@ -108,8 +120,14 @@ def describe_convolution(
         relu: with the ReLU that is right behind it, if there is one.
     """
     conv = layer.conv
-    settings = {0: conv.out_channels, 1: conv.kernel_size[0], 3: conv.stride[0], 4: conv.padding[0], 5: 1,
-                6: conv.weight.numel()}  # fmt: skip
+    settings = {
+        0: conv.out_channels,
+        1: conv.kernel_size[0],
+        3: conv.stride[0],
+        4: conv.padding[0],
+        5: 1,
+        6: conv.weight.numel(),
+    }
     settings |= {9: 1} if relu and layer.has_relu else {}
     settings |= {31: NO_WINOGRAD} if is_direct else {}
     parameters = " ".join(f"{key}={value}" for key, value in settings.items())
@@ -133,8 +151,10 @@ def describe_detector(layers: Sequence[Layer], *, direct: Collection[str] = ()) 
     def run(part: str, source: str, target: str) -> None:
         chain = [layer for layer in layers if layer.name.startswith(f"{part}.") or layer.name == part]
         blobs = [source, *(f"{part}_{i}" for i in range(1, len(chain))), target]
-        operations.extend(describe_convolution(layer, blobs[i], blobs[i + 1], is_direct=layer.name in direct)
-                          for i, layer in enumerate(chain))  # fmt: skip
+        operations.extend(
+            describe_convolution(layer, blobs[i], blobs[i + 1], is_direct=layer.name in direct)
+            for i, layer in enumerate(chain)
+        )
 
     run("stem", "in", "stem")
     for i in range(3):
@@ -219,8 +239,11 @@ def count_interleaved(channels: int) -> int:
     """Ask ncnn how many channels it interleaves between layers on this CPU."""
     import ncnn
 
-    net = load_network([Operation("Input", "in", (), ("in",)), Operation("Pooling", "pool", ("in",), ("out",),
-                        "0=0 1=1 2=1")], [], "direct")  # fmt: skip
+    net = load_network(
+        [Operation("Input", "in", (), ("in",)), Operation("Pooling", "pool", ("in",), ("out",), "0=0 1=1 2=1")],
+        [],
+        "direct",
+    )
     values = np.zeros((channels, 4, 4), np.float32)
     extractor = net.create_extractor()
     extractor.input("in", ncnn.Mat(values))

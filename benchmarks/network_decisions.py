@@ -42,10 +42,13 @@ def main() -> int:
     parser.add_argument("--steps", nargs="+", default=STEPS, choices=STEPS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, one thread; a gain is a ratio surely below {GAIN_BELOW}\n\n"
-          "| network | format | step | ratio of the first repeat | medians of all repeats | outputs differ by "
-          "| reorders, first -> last | other formats | graph breaks | gain, of repeats |\n"
-          "|---|---|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)  # fmt: skip
+    print(
+        f"torch {torch.__version__}, one thread; a gain is a ratio surely below {GAIN_BELOW}\n\n"
+        "| network | format | step | ratio of the first repeat | medians of all repeats | outputs differ by "
+        "| reorders, first -> last | other formats | graph breaks | gain, of repeats |\n"
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        flush=True,
+    )
     params = load_params()
     names = [name for name, product in params.products.items() if isinstance(product, VisionProduct)]
     for product in [get_product(params, name, kind=VisionProduct) for name in options.products or names]:
@@ -78,11 +81,17 @@ def _measure(product: VisionProduct, step: str, serving: NetworkServing, repeats
     ratios = [speed["timed"][speed["clock"]]["ratio"] for speed in speeds]
     medians, kept = [r["median"] for r in ratios], Counter(r["high"] < GAIN_BELOW for r in ratios)
     layout, compiled, first = costs["layout"], costs["compile"], ratios[0]
-    return (f"| {product.name} | {serving.dtype} | {step} | {first['median']:.3f} ({first['low']:.3f} to "
-            f"{first['high']:.3f}) | {min(medians):.3f} to {max(medians):.3f} | {differs:.1e} | "
-            + (f"{layout['num_reorders']['first']} -> {layout['num_reorders']['last']} | "
-               f"{len(layout['other_formats'])} | " if layout else "– | – | ")
-            + (f"{compiled['num_graph_breaks']} | " if compiled else "– | ") + f"{kept[True]} of {repeats} |")
+    return (
+        f"| {product.name} | {serving.dtype} | {step} | {first['median']:.3f} ({first['low']:.3f} to "
+        f"{first['high']:.3f}) | {min(medians):.3f} to {max(medians):.3f} | {differs:.1e} | "
+        + (
+            f"{layout['num_reorders']['first']} -> {layout['num_reorders']['last']} | {len(layout['other_formats'])} | "
+            if layout
+            else "– | – | "
+        )
+        + (f"{compiled['num_graph_breaks']} | " if compiled else "– | ")
+        + f"{kept[True]} of {repeats} |"
+    )
 
 
 if __name__ == "__main__":

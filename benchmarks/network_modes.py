@@ -6,14 +6,15 @@
 A setting is network:batch:dtype for `--layouts` and network:batch:dtype:layout:mode for `--modes`. A pass is timed
 between two synchronisations. What is compared takes turns in blocks of 50 passes (the U-Net 10), 20 blocks each after
 four that are not counted: 1,000 passes timed and 200 not (200 and 40). A number is the median over blocks of a block's
-median, with the interval that covers it with 95 % (`pipeline/records/medians.py`); a ratio is that of neighbouring blocks.
+median, with the interval that covers it with 95 % (`pipeline/records/medians.py`); a ratio is that of neighbouring
+blocks.
 
 Layouts are compared as called, with Python and every launch in it, and replayed as a CUDA graph, which is the GPU's own
 time. A compile mode is compared with eager in NCHW, both as called. It is compiled with empty caches, and the seconds
 of the first call are those. Counted are graphs, breaks between them, graphs that were compiled again
 later, and graphs for which the compiler left CUDA graphs off. Nothing is timed whose output isn't that of eager NCHW in
-the same number format, but for rounding (`find_tolerance` of `pipeline/running/timing.py`). Weights are random, shapes static,
-one GPU. Not covered: training, batches that vary, several streams.
+the same number format, but for rounding (`find_tolerance` of `pipeline/running/timing.py`). Weights are random, shapes
+static, one GPU. Not covered: training, batches that vary, several streams.
 """
 
 from __future__ import annotations
@@ -40,13 +41,32 @@ from pipeline.running.timing import compare_outputs, find_tolerance
 milliseconds = partial(bound_milliseconds, digits=3)
 
 WARM_UP_BLOCKS = 4
-LAYOUTS = ("resnet:16:float16", "resnet:1:float16", "resnet:16:bfloat16", "resnet:1:bfloat16", "resnet:16:float32",
-           "resnet:1:float32", "unet:4:float16", "unet:4:bfloat16", "unet:4:float32")  # fmt: skip
+LAYOUTS = (
+    "resnet:16:float16",
+    "resnet:1:float16",
+    "resnet:16:bfloat16",
+    "resnet:1:bfloat16",
+    "resnet:16:float32",
+    "resnet:1:float32",
+    "unet:4:float16",
+    "unet:4:bfloat16",
+    "unet:4:float32",
+)
 # max-autotune tries kernels for minutes for each network: it comes last
-MODES = tuple(f"{setting}:{mode}" for modes in (("default", "reduce-overhead"), ("max-autotune-no-cudagraphs",
-              "max-autotune")) for setting in ("mlp:1:float16:NCHW", "mlp:64:float16:NCHW", "resnet:16:float16:NCHW",
-              "resnet:1:float16:NCHW", "unet:4:float16:NCHW", "resnet:16:float16:NHWC", "resnet:1:float16:NHWC")
-              for mode in modes)  # fmt: skip
+MODES = tuple(
+    f"{setting}:{mode}"
+    for modes in (("default", "reduce-overhead"), ("max-autotune-no-cudagraphs", "max-autotune"))
+    for setting in (
+        "mlp:1:float16:NCHW",
+        "mlp:64:float16:NCHW",
+        "resnet:16:float16:NCHW",
+        "resnet:1:float16:NCHW",
+        "unet:4:float16:NCHW",
+        "resnet:16:float16:NHWC",
+        "resnet:1:float16:NHWC",
+    )
+    for mode in modes
+)
 
 
 @dataclass(frozen=True)
@@ -81,15 +101,19 @@ def main(argv: list[str]) -> int:
     print(describe_machine(), flush=True)
     with torch.no_grad():
         if settings.layouts:
-            print("\n| network | batch | dtype | timed | NCHW, ms | NHWC, ms | NHWC to NCHW | off, of the std |"
-                  "\n|---|---:|---|---|---:|---:|---:|---:|")  # fmt: skip
+            print(
+                "\n| network | batch | dtype | timed | NCHW, ms | NHWC, ms | NHWC to NCHW | off, of the std |"
+                "\n|---|---:|---|---|---:|---:|---:|---:|"
+            )
         for key in settings.layouts:
             times[key] = show_layouts(key, blocks=settings.blocks, tiny=settings.tiny)
             write_times(settings.json, times)
         if settings.modes:
-            print("\n| network | batch | dtype | layout | mode | ms | eager NCHW, ms | to eager | first call, s "
-                  "| graphs | breaks | compiled again | without CUDA graphs | off, of the std |\n"
-                  "|---|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+            print(
+                "\n| network | batch | dtype | layout | mode | ms | eager NCHW, ms | to eager | first call, s "
+                "| graphs | breaks | compiled again | without CUDA graphs | off, of the std |\n"
+                "|---|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+            )
         for key in settings.modes:
             if time.perf_counter() - start < settings.last_compile_after_s:
                 times[key] = show_mode(key, blocks=settings.blocks, tiny=settings.tiny)
@@ -113,8 +137,10 @@ def show_layouts(key: str, *, blocks: int, tiny: bool) -> dict[str, list[float]]
     times = time_blocks(bench, runs, blocks, tiny=tiny)
     for how, suffix in (("as called", ""), ("as a CUDA graph", " replayed")):
         first, last = times[f"NCHW{suffix}"], times[f"NHWC{suffix}"]
-        print(f"{head} {how} | {milliseconds(first)} | {milliseconds(last)} | {ratio(last, first)} | {off:.1e} |",
-              flush=True)  # fmt: skip
+        print(
+            f"{head} {how} | {milliseconds(first)} | {milliseconds(last)} | {ratio(last, first)} | {off:.1e} |",
+            flush=True,
+        )
     return times
 
 
@@ -134,9 +160,12 @@ def show_mode(key: str, *, blocks: int, tiny: bool) -> dict[str, list[float]]:
             return {}
         times = time_blocks(bench, runs, blocks, tiny=tiny)
     breaks = sum(counters["graph_break"].values())
-    print(f"{head} {milliseconds(times[mode])} | {milliseconds(times['eager'])} | {ratio(times[mode], times['eager'])} "
-          f"| {compiled.first_call_s:.0f} | {compiled.num_graphs} | {breaks} | {compiled.count_again()} "
-          f"| {counters['inductor']['cudagraph_skips']} | {off:.1e} |", flush=True)  # fmt: skip
+    print(
+        f"{head} {milliseconds(times[mode])} | {milliseconds(times['eager'])} | {ratio(times[mode], times['eager'])} "
+        f"| {compiled.first_call_s:.0f} | {compiled.num_graphs} | {breaks} | {compiled.count_again()} "
+        f"| {counters['inductor']['cudagraph_skips']} | {off:.1e} |",
+        flush=True,
+    )
     return times
 
 

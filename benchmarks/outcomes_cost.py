@@ -26,8 +26,12 @@ def write_tables(folder: Path, num_cases: int) -> list[Path]:
             score = rng.betavariate(4, 2)
             other = min(1.0, max(0.0, score + rng.gauss(-0.0005, 0.05)))
             for file, value in ((ours, score), (theirs, other)):
-                case = {"case_id": f"q{i}", "prompt": f"Question number {i}: what is asked here, in some words?",
-                        "output": f"an answer that is worth {value:.3f}", "rouge": value}  # fmt: skip
+                case = {
+                    "case_id": f"q{i}",
+                    "prompt": f"Question number {i}: what is asked here, in some words?",
+                    "output": f"an answer that is worth {value:.3f}",
+                    "rouge": value,
+                }
                 file.write(json.dumps(case) + "\n")
     return paths
 
@@ -35,14 +39,25 @@ def write_tables(folder: Path, num_cases: int) -> list[Path]:
 def measure(num_cases: int) -> str:
     """Compare the two tables and describe what it cost."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pipeline", "compare", *map(str, write_tables(Path(folder), num_cases)),
-                   "--better", "rouge=higher", "--tolerance", "0.01"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pipeline",
+            "compare",
+            *map(str, write_tables(Path(folder), num_cases)),
+            "--better",
+            "rouge=higher",
+            "--tolerance",
+            "0.01",
+        ]
         started = time.perf_counter()
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - started
-    return (f"{num_cases:>9,} cases  exit {os.waitstatus_to_exitcode(status)}  wall {wall:6.1f} s  "
-            f"cpu {usage.ru_utime + usage.ru_stime:6.1f} s  peak {usage.ru_maxrss / 1024:5.0f} MiB")
+    return (
+        f"{num_cases:>9,} cases  exit {os.waitstatus_to_exitcode(status)}  wall {wall:6.1f} s  "
+        f"cpu {usage.ru_utime + usage.ru_stime:6.1f} s  peak {usage.ru_maxrss / 1024:5.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

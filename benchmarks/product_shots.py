@@ -45,10 +45,12 @@ def measure_models(pipe: StableDiffusionXLPipeline, clip: CLIPModel, ids: torch.
         right += int((cosine.argmax(dim=1) == torch.arange(len(x), device=x.device)).sum())
         similar.append(cosine.diagonal())
     signal = pictures.float() / 255
-    return {"vae_psnr_db": float(-10 * torch.cat(errors).log10().mean()),
-            "clip_top1": right / (len(pictures) * pictures.shape[1]),
-            "clip_similarity": float(torch.cat(similar).mean()),
-            "saturated_pixel_fraction": float((signal > SATURATED).any(dim=2).float().mean())}  # fmt: skip
+    return {
+        "vae_psnr_db": float(-10 * torch.cat(errors).log10().mean()),
+        "clip_top1": right / (len(pictures) * pictures.shape[1]),
+        "clip_similarity": float(torch.cat(similar).mean()),
+        "saturated_pixel_fraction": float((signal > SATURATED).any(dim=2).float().mean()),
+    }
 
 
 def similarity(clip: CLIPModel, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -58,15 +60,23 @@ def similarity(clip: CLIPModel, ids: torch.Tensor, x: torch.Tensor) -> torch.Ten
 
 
 @torch.no_grad()
-def draw(pipe: StableDiffusionXLPipeline, cases: list[Any], guidance: float, rescale: float, steps: int
-         ) -> torch.Tensor:
+def draw(
+    pipe: StableDiffusionXLPipeline, cases: list[Any], guidance: float, rescale: float, steps: int
+) -> torch.Tensor:
     """Return the pictures of all cases, float32 (cases, 3, 64, 64) in [0, 1], each from its own seed."""
     parts = []
     for start in range(0, len(cases), _BATCH):
         part = cases[start : start + _BATCH]
-        parts.append(pipe(prompt=[case.prompt for case in part], num_inference_steps=steps, guidance_scale=guidance,
-                          guidance_rescale=rescale, output_type="pt",
-                          generator=[torch.Generator().manual_seed(case.seed) for case in part]).images)  # fmt: skip
+        parts.append(
+            pipe(
+                prompt=[case.prompt for case in part],
+                num_inference_steps=steps,
+                guidance_scale=guidance,
+                guidance_rescale=rescale,
+                output_type="pt",
+                generator=[torch.Generator().manual_seed(case.seed) for case in part],
+            ).images
+        )
     return torch.cat(parts).float()
 
 
@@ -75,10 +85,12 @@ def measure(pictures: torch.Tensor, clip: CLIPModel, own: torch.Tensor, finite: 
     """Return saturation and similarity of drawn pictures."""
     saturated = (pictures > SATURATED).any(dim=1).float().mean(dim=(1, 2))
     found = clip(input_ids=own, pixel_values=pictures * 2 - 1)
-    return {"saturated_pixel_fraction": float(saturated.mean()),
-            "oversaturated_share": float((saturated > OVERSATURATED).float().mean()),
-            "clip_similarity": float((found.image_embeds * found.text_embeds).sum(dim=1).mean()),
-            "nonfinite_share": float((~finite).float().mean())}  # fmt: skip
+    return {
+        "saturated_pixel_fraction": float(saturated.mean()),
+        "oversaturated_share": float((saturated > OVERSATURATED).float().mean()),
+        "clip_similarity": float((found.image_embeds * found.text_embeds).sum(dim=1).mean()),
+        "nonfinite_share": float((~finite).float().mean()),
+    }
 
 
 def save_sheet(pictures: torch.Tensor, path: Path, columns: int = 12) -> None:
@@ -114,8 +126,18 @@ def main() -> None:
             seconds = (time.time() - start) / len(cases)
             finite = pictures.isfinite().all(dim=(1, 2, 3))
             found = measure(pictures.nan_to_num(), clip, own, finite)
-            print(json.dumps({"guidance_scale": guidance, "guidance_rescale": rescale, **found,
-                              "seconds_per_image": seconds, "device": device}), flush=True)  # fmt: skip
+            print(
+                json.dumps(
+                    {
+                        "guidance_scale": guidance,
+                        "guidance_rescale": rescale,
+                        **found,
+                        "seconds_per_image": seconds,
+                        "device": device,
+                    }
+                ),
+                flush=True,
+            )
             if args.sheet and (guidance, rescale) == (args.guidance[0], args.rescale[0]):
                 save_sheet(pictures[::5], args.sheet)
 

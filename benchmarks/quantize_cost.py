@@ -73,18 +73,27 @@ def main() -> None:
         for number in range(1, arguments.rounds + 1):
             ours.append(run(OUR_SCRIPT, job, Path(folder) / f"ours-{number}"))
             library.append(run(LIBRARY_SCRIPT, job, Path(folder) / f"library-{number}"))
-            print(f"round {number}: ours {ours[-1]:.2f} CPU-s, library {library[-1]:.2f} CPU-s, "
-                  f"ratio {ours[-1] / library[-1]:.3f}", flush=True)  # fmt: skip
+            print(
+                f"round {number}: ours {ours[-1]:.2f} CPU-s, library {library[-1]:.2f} CPU-s, "
+                f"ratio {ours[-1] / library[-1]:.3f}",
+                flush=True,
+            )
     ratios = sorted(a / b for a, b in zip(ours, library, strict=True))
-    print(f"ratio: median {statistics.median(ratios):.3f} of {len(ratios)} rounds, from {ratios[0]:.3f} to "
-          f"{ratios[-1]:.3f}; fastest against fastest {min(ours) / min(library):.3f}")  # fmt: skip
+    print(
+        f"ratio: median {statistics.median(ratios):.3f} of {len(ratios)} rounds, from {ratios[0]:.3f} to "
+        f"{ratios[-1]:.3f}; fastest against fastest {min(ours) / min(library):.3f}"
+    )
 
 
 def write_job(folder: Path, name: str | None) -> Path:
     """Write what both scripts do as JSON: the checkpoint, the step, and the samples it draws."""
     products = [product for product in load_params().products.values() if isinstance(product, TextProduct)]
-    found = {key: (c, product.optimize.calibration_texts) for product in products
-             for key, c in product.candidates.items() if c.steps and isinstance(c.steps[0], GptqStep)}  # fmt: skip
+    found = {
+        key: (c, product.optimize.calibration_texts)
+        for product in products
+        for key, c in product.candidates.items()
+        if c.steps and isinstance(c.steps[0], GptqStep)
+    }
     if not found or name not in (None, *found):
         known = ", ".join(found) or "none"
         raise SettingsError(f"--candidate: expected one whose first step is gptq ({known}), got {name!r}")
@@ -95,8 +104,12 @@ def write_job(folder: Path, name: str | None) -> Path:
     samples = select_samples(evalset, load_tokenizer(Path(candidate.checkpoint)), step.calibration)
     print(f"{chosen}: {candidate.checkpoint}, {describe_samples(samples)}")
     settings = step.model_dump(mode="json")
-    job = settings | {"checkpoint": candidate.checkpoint, "calibration_texts": texts, "samples": samples,
-                      "step": settings}  # fmt: skip
+    job = settings | {
+        "checkpoint": candidate.checkpoint,
+        "calibration_texts": texts,
+        "samples": samples,
+        "step": settings,
+    }
     path = folder / "job.json"
     path.write_text(json.dumps(job))
     return path
@@ -104,8 +117,12 @@ def write_job(folder: Path, name: str | None) -> Path:
 
 def run(script: str, job: Path, output: Path) -> float:
     """Run a script in a process of its own and return its CPU seconds."""
-    process = subprocess.Popen([sys.executable, "-c", script, str(job), str(output)], stdout=subprocess.DEVNULL,
-                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(job), str(output)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     errors = process.stderr.read() if process.stderr else ""
     _, status, usage = os.wait4(process.pid, 0)
     if status:

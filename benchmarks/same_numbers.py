@@ -2,9 +2,9 @@
 
     python -m benchmarks.same_numbers OLD [NEW] [--product OLD=NEW ...] [--candidate OLD=NEW ...]
 
-Compares every value of every product's verdict and metrics in two commits of a project (NEW: the working tree), byte for
-byte as JSON has them. Not compared: fingerprints and digests, which hold paths and names, texts in which a name stands,
-and what was timed. Prints a row a product, then each value that differs; ends with 1 when one does.
+Compares every value of every product's verdict and metrics in two commits of a project (NEW: the working tree), byte
+for byte as JSON has them. Not compared: fingerprints and digests, which hold paths and names, texts in which a name
+stands, and what was timed. Prints a row a product, then each value that differs; ends with 1 when one does.
 """
 
 from __future__ import annotations
@@ -63,8 +63,11 @@ def _name(part: Any, number: int, names: Mapping[str, str]) -> str:
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return a line for each value that only one side has, or both have otherwise."""
     absent = "nothing"
-    return [f"{where}: {old.get(where, absent)!r} -> {new.get(where, absent)!r}" for where in dict.fromkeys([*old, *new])
-            if json.dumps(old.get(where, absent)) != json.dumps(new.get(where, absent))]
+    return [
+        f"{where}: {old.get(where, absent)!r} -> {new.get(where, absent)!r}"
+        for where in dict.fromkeys([*old, *new])
+        if json.dumps(old.get(where, absent)) != json.dumps(new.get(where, absent))
+    ]
 
 
 def main() -> int:
@@ -81,10 +84,14 @@ def main() -> int:
     for was, now in (pair.split("=") for pair in options.product):
         given = [name.rpartition("/") for name in options.candidate]
         names = dict(pair.split("=") for product, _, pair in given if product in ("", was))
-        sides = [dict(flatten(verdict, names)) for verdict in (read_verdict(options.old, was),
-                                                               read_verdict(options.new, now))]
-        sides = [{where: value for where, value in side.items() if not any(word in where for word in options.ignore)}
-                 for side in sides]
+        sides = [
+            dict(flatten(verdict, names))
+            for verdict in (read_verdict(options.old, was), read_verdict(options.new, now))
+        ]
+        sides = [
+            {where: value for where, value in side.items() if not any(word in where for word in options.ignore)}
+            for side in sides
+        ]
         found = compare(*sides)
         candidates = {where.split(".")[2] for where in sides[1] if where.startswith(".verdicts.")}
         print(f"| {now} | {len(candidates)} | {len(sides[1]):,} | {len(found):,} |")

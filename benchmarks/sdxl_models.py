@@ -13,24 +13,42 @@ import torch
 from benchmarks.gpu_timing import Run
 
 VAE_CONFIG: dict[str, Any] = {
-    "in_channels": 3, "out_channels": 3, "latent_channels": 4, "layers_per_block": 2, "norm_num_groups": 32,
-    "block_out_channels": (128, 256, 512, 512), "act_fn": "silu", "sample_size": 1024,
-    "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
-}  # fmt: skip
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 4,
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "block_out_channels": (128, 256, 512, 512),
+    "act_fn": "silu",
+    "sample_size": 1024,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+}
 UNET_CONFIG: dict[str, Any] = {
-    "sample_size": 128, "in_channels": 4, "out_channels": 4, "layers_per_block": 2,
-    "block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10),
+    "sample_size": 128,
+    "in_channels": 4,
+    "out_channels": 4,
+    "layers_per_block": 2,
+    "block_out_channels": (320, 640, 1280),
+    "transformer_layers_per_block": (1, 2, 10),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048, "use_linear_projection": True,
-    "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
-}  # fmt: skip
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
 # the same code paths in a second
 TINY_VAE = VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
 TINY_UNET = UNET_CONFIG | {
-    "sample_size": 8, "block_out_channels": (32, 32, 32), "transformer_layers_per_block": (1, 1, 1),
-    "attention_head_dim": (2, 2, 2), "layers_per_block": 1,
-}  # fmt: skip
+    "sample_size": 8,
+    "block_out_channels": (32, 32, 32),
+    "transformer_layers_per_block": (1, 1, 1),
+    "attention_head_dim": (2, 2, 2),
+    "layers_per_block": 1,
+}
 
 NUM_TOKENS = 77  # of a prompt
 POOLED = 1280  # width of the pooled prompt

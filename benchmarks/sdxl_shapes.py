@@ -8,8 +8,10 @@ speed and memory need no trained ones; what a number format does to trained weig
 one call between two synchronisations, after three that are not counted; the settings of a table take turns within each
 round, and each round starts with another one. Each is timed as called, with Python and every launch, and replayed as
 a CUDA graph, which is the GPU's own time. A ratio is taken within its round. Intervals cover the median with 95 %
-(`pipeline/records/medians.py`). Peak memory is what the caching allocator held at most: a part's own weights, and what its call
-took beside them. Not covered: text encoders, several images at once, CPUs.
+(`pipeline/records/medians.py`). Peak memory is what the caching allocator held at most: a part's own weights, and what
+its call
+took beside them.
+Not covered: text encoders, several images at once, CPUs.
 
 torch runs float32 convolutions in TF32 by default, and float32 matrix products not: the row "float32" is that, the row
 "float32, no TF32" has neither.
@@ -39,11 +41,22 @@ WARM_UPS = 3
 HOW = ("called", "replayed")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # the U-Net's and the VAE's, in the order of the table
-PAIRS = (("float32, no TF32", "float32, no TF32"), ("float32", "float32"), ("float16", "float32"),
-         ("float16", "bfloat16"), ("float16", "float16"))  # fmt: skip
+PAIRS = (
+    ("float32, no TF32", "float32, no TF32"),
+    ("float32", "float32"),
+    ("float16", "float32"),
+    ("float16", "bfloat16"),
+    ("float16", "float16"),
+)
 # what is worth most comes first: a compilation can't be interrupted in good order
-MODES = (("unet", "default"), ("vae", "default"), ("vae", "max-autotune-no-cudagraphs"), ("vae", "max-autotune"),
-         ("unet", "max-autotune-no-cudagraphs"), ("unet", "max-autotune"))  # fmt: skip
+MODES = (
+    ("unet", "default"),
+    ("vae", "default"),
+    ("vae", "max-autotune-no-cudagraphs"),
+    ("vae", "max-autotune"),
+    ("unet", "max-autotune-no-cudagraphs"),
+    ("unet", "max-autotune"),
+)
 PARTS = {"unet": "U-Net step", "vae": "VAE decode"}
 
 
@@ -108,23 +121,33 @@ def show_precision(inputs: Inputs, rounds: int) -> dict[str, list[float]]:
     times = time_both_ways(inputs, runs, rounds)
     for part, title in PARTS.items():
         exact = runs[part, "float32, no TF32"]()
-        print(f"\n| {title} | as called, ms | to float16 | as a CUDA graph, ms | to float16 | peak MiB | of it weights "
-              "| to float16 | off, of the std |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+        print(
+            f"\n| {title} | as called, ms | to float16 | as a CUDA graph, ms | to float16 | peak MiB | of it weights "
+            "| to float16 | off, of the std |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+        )
         for name in ("float32, no TF32", *DTYPES):
             key, base = (part, name), (part, "float16")
-            columns = [column for how in HOW for column in (milliseconds(times[*key, how]),
-                                                            ratio(times[*key, how], times[*base, how]))]  # fmt: skip
-            print(f"| {name} | {' | '.join(columns)} | {memory[key].peak_mib:,.0f} | {memory[key].weights_mib:,.0f} "
-                  f"| {memory[key].peak_mib / memory[base].peak_mib:.2f} "
-                  f"| {difference(runs[key](), exact):.1e} |", flush=True)  # fmt: skip
+            columns = [
+                column
+                for how in HOW
+                for column in (milliseconds(times[*key, how]), ratio(times[*key, how], times[*base, how]))
+            ]
+            print(
+                f"| {name} | {' | '.join(columns)} | {memory[key].peak_mib:,.0f} | {memory[key].weights_mib:,.0f} "
+                f"| {memory[key].peak_mib / memory[base].peak_mib:.2f} "
+                f"| {difference(runs[key](), exact):.1e} |",
+                flush=True,
+            )
     show_whole_images(times, memory)
     return {" ".join(key): values for key, values in times.items()}
 
 
 def show_whole_images(times: Mapping[Any, Sequence[float]], memory: Mapping[Any, Memory]) -> None:
     """Print what steps and decode add up to, in each round, and what both parts hold together."""
-    print(f"\n| {NUM_STEPS} U-Net steps | and decode | as called, ms | to float16 | as CUDA graphs, ms | to float16 "
-          "| decode's share | peak MiB | to float16 |\n|---|---|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+    print(
+        f"\n| {NUM_STEPS} U-Net steps | and decode | as called, ms | to float16 | as CUDA graphs, ms | to float16 "
+        "| decode's share | peak MiB | to float16 |\n|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    )
     whole, peak = {}, {}
     for unet, vae in PAIRS:
         for how in HOW:
@@ -134,11 +157,16 @@ def show_whole_images(times: Mapping[Any, Sequence[float]], memory: Mapping[Any,
         peak[unet, vae] = sum(part.weights_mib for part in parts) + max(part.call_mib for part in parts)
     base = PAIRS[-1]
     for pair in PAIRS:
-        columns = [column for how in HOW for column in (milliseconds(whole[*pair, how]),
-                                                        ratio(whole[*pair, how], whole[*base, how]))]  # fmt: skip
+        columns = [
+            column
+            for how in HOW
+            for column in (milliseconds(whole[*pair, how]), ratio(whole[*pair, how], whole[*base, how]))
+        ]
         share = ratio(times["vae", pair[1], "replayed"], whole[*pair, "replayed"])
-        print(f"| {' | '.join([*pair, *columns, share])} | {peak[pair]:,.0f} | {peak[pair] / peak[base]:.2f} |",
-              flush=True)  # fmt: skip
+        print(
+            f"| {' | '.join([*pair, *columns, share])} | {peak[pair]:,.0f} | {peak[pair] / peak[base]:.2f} |",
+            flush=True,
+        )
 
 
 def show_layouts(inputs: Inputs, rounds: int) -> dict[str, list[float]]:
@@ -157,9 +185,12 @@ def show_layouts(inputs: Inputs, rounds: int) -> dict[str, list[float]]:
         first, last = (part, "NCHW"), (part, "NHWC")
         off = difference(runs[last](), runs[first]())
         for how in HOW:
-            print(f"| {title} | {how} | {milliseconds(times[*first, how])} | {milliseconds(times[*last, how])} "
-                  f"| {ratio(times[*last, how], times[*first, how])} | {memory[first].peak_mib:,.0f} "
-                  f"| {memory[last].peak_mib:,.0f} | {off:.1e} |", flush=True)  # fmt: skip
+            print(
+                f"| {title} | {how} | {milliseconds(times[*first, how])} | {milliseconds(times[*last, how])} "
+                f"| {ratio(times[*last, how], times[*first, how])} | {memory[first].peak_mib:,.0f} "
+                f"| {memory[last].peak_mib:,.0f} | {off:.1e} |",
+                flush=True,
+            )
     return {" ".join(key): values for key, values in times.items()}
 
 
@@ -175,8 +206,11 @@ def show_mode(inputs: Inputs, part: str, mode: str, *, rounds: int) -> dict[str,
     times = time_rounds(inputs, runs, rounds)
     print(f"\n| {PARTS[part]}, float16 | ms | eager, ms | time to eager | compiled in s | off, of the std |")
     print("|---|---:|---:|---:|---:|---:|")
-    print(f"| {mode} | {milliseconds(times[mode])} | {milliseconds(times['eager'])} "
-          f"| {ratio(times[mode], times['eager'])} | {seconds:.0f} | {off:.1e} |", flush=True)  # fmt: skip
+    print(
+        f"| {mode} | {milliseconds(times[mode])} | {milliseconds(times['eager'])} "
+        f"| {ratio(times[mode], times['eager'])} | {seconds:.0f} | {off:.1e} |",
+        flush=True,
+    )
     return times
 
 
@@ -230,8 +264,10 @@ def describe_machine() -> str:
     diffusers.utils.logging.set_verbosity_error()
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "no GPU"
-    return (f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, diffusers "
-            f"{diffusers.__version__}, cudnn.benchmark {torch.backends.cudnn.benchmark}")
+    return (
+        f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, diffusers "
+        f"{diffusers.__version__}, cudnn.benchmark {torch.backends.cudnn.benchmark}"
+    )
 
 
 if __name__ == "__main__":

@@ -40,8 +40,11 @@ from pipeline.products.text.serving.loading import LoadedModel
 from pipeline.records.differences import classify_difference
 from pipeline.records.speculation import SpeculationCounts, sum_speculation
 
-METHODS = (("target only", None), *((f"draft, k = {k}", ("draft_model", k)) for k in (2, 5, 8)),
-           ("prompt lookup, k = 5", ("prompt_lookup", 5)))  # fmt: skip
+METHODS = (
+    ("target only", None),
+    *((f"draft, k = {k}", ("draft_model", k)) for k in (2, 5, 8)),
+    ("prompt lookup, k = 5", ("prompt_lookup", 5)),
+)
 DIFFERENCES = ("argument value", "argument name", "tool name", "JSON shape", "prose")
 NUM_RESAMPLES = 2000
 
@@ -117,18 +120,32 @@ def find_flips(setting: Setting, plain: Setting, margins: list[Margins], prompts
             continue
         texts = [tokenizer.decode(ids, skip_special_tokens=True).replace("\n", "\\n") for ids in (ours, theirs)]
         at = next(j for j, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-        flips.append(Flip(i - prompts.start, classify_difference(*texts) or "same text, other tokens", at,
-                          float(margins[i].gaps[at]), float(margins[i].steps[at])))  # fmt: skip
+        flips.append(
+            Flip(
+                i - prompts.start,
+                classify_difference(*texts) or "same text, other tokens",
+                at,
+                float(margins[i].gaps[at]),
+                float(margins[i].steps[at]),
+            )
+        )
     return flips
 
 
 def compare_speed(setting: Setting, plain: Setting, prompts: slice) -> str:
     """Return the ratio of tokens per second over all prompts, with its 95 % bootstrap interval over prompts."""
-    columns = np.array([[len(a) for a in setting.answers[prompts]], setting.seconds[prompts],
-                        [len(a) for a in plain.answers[prompts]], plain.seconds[prompts]])  # fmt: skip
+    columns = np.array(
+        [
+            [len(a) for a in setting.answers[prompts]],
+            setting.seconds[prompts],
+            [len(a) for a in plain.answers[prompts]],
+            plain.seconds[prompts],
+        ]
+    )
     draws = np.random.default_rng(0).integers(columns.shape[1], size=(NUM_RESAMPLES, columns.shape[1]))
     tokens, seconds, plain_tokens, plain_seconds = np.concatenate(
-        [columns.sum(1, keepdims=True), columns[:, draws].sum(2)], axis=1)  # fmt: skip
+        [columns.sum(1, keepdims=True), columns[:, draws].sum(2)], axis=1
+    )
     ratios = (tokens / seconds) / (plain_tokens / plain_seconds)
     low, high = np.quantile(ratios[1:], (0.025, 0.975))
     return f"{ratios[0]:.2f} ({low:.2f} to {high:.2f})"
@@ -149,10 +166,16 @@ def print_header(*names: str, num_text: int) -> None:
 def describe(setting: Setting, plain: Setting, flips: list[Flip], prompts: slice) -> list[str]:
     """Return what one setting made of one kind of prompt."""
     kinds = Counter(flip.kind for flip in flips)
-    row = [f"{len(flips)} of {prompts.stop - prompts.start}", *(str(kinds[kind]) for kind in DIFFERENCES),
-           str(sum(n for kind, n in kinds.items() if kind not in DIFFERENCES)),
-           *([str(sum(flip.steps == 0 for flip in flips)), f"{max(flip.steps for flip in flips):.3g}"]
-             if flips else ["–", "–"])]  # fmt: skip
+    row = [
+        f"{len(flips)} of {prompts.stop - prompts.start}",
+        *(str(kinds[kind]) for kind in DIFFERENCES),
+        str(sum(n for kind, n in kinds.items() if kind not in DIFFERENCES)),
+        *(
+            [str(sum(flip.steps == 0 for flip in flips)), f"{max(flip.steps for flip in flips):.3g}"]
+            if flips
+            else ["–", "–"]
+        ),
+    ]
     total = sum_speculation(setting.counts[prompts])
     return row + (
         ["–", "1", "1"]
@@ -163,13 +186,23 @@ def describe(setting: Setting, plain: Setting, flips: list[Flip], prompts: slice
 
 def describe_margins(margins: list[Margins]) -> list[str]:
     """Return how near target-only decoding came to other answers."""
-    steps, moves, is_other = (np.concatenate([getattr(m, name) for m in margins])
-                              for name in ("steps", "moves", "is_other"))  # fmt: skip
+    steps, moves, is_other = (
+        np.concatenate([getattr(m, name) for m in margins]) for name in ("steps", "moves", "is_other")
+    )
     answers = sum(bool((m.steps <= 1).any()) for m in margins)
     low, middle = np.quantile(steps, (0.01, 0.5))
-    return [f"{len(steps):,}", f"{(steps == 0).mean():.2%}", f"{(steps <= 1).mean():.2%}",
-            f"{answers} of {len(margins)}", f"{low:,.3g}", f"{middle:,.3g}", f"{(moves > 0).mean():.1%}",
-            f"{np.quantile(moves, 0.99):.3g}", f"{moves.max():.3g}", str(is_other.sum())]  # fmt: skip
+    return [
+        f"{len(steps):,}",
+        f"{(steps == 0).mean():.2%}",
+        f"{(steps <= 1).mean():.2%}",
+        f"{answers} of {len(margins)}",
+        f"{low:,.3g}",
+        f"{middle:,.3g}",
+        f"{(moves > 0).mean():.1%}",
+        f"{np.quantile(moves, 0.99):.3g}",
+        f"{moves.max():.3g}",
+        str(is_other.sum()),
+    ]
 
 
 def main() -> int:
@@ -196,16 +229,25 @@ def main() -> int:
             setting.run(inputs)
         if number % 100 == 0:
             print(f"{number} of {len(prompts)} prompts", file=sys.stderr, flush=True)
-    margins = {dtype: [measure_margins(loaded, *pair) for pair in zip(prompts, plain[dtype].answers, strict=True)]
-               for dtype, loaded in targets.items()}  # fmt: skip
-    flips = {(kind, setting.dtype, setting.name):
-             find_flips(setting, plain[setting.dtype], margins[setting.dtype], part, targets["float32"].tokenizer)
-             for kind, part in parts.items() for setting in settings}  # fmt: skip
+    margins = {
+        dtype: [measure_margins(loaded, *pair) for pair in zip(prompts, plain[dtype].answers, strict=True)]
+        for dtype, loaded in targets.items()
+    }
+    flips = {
+        (kind, setting.dtype, setting.name): find_flips(
+            setting, plain[setting.dtype], margins[setting.dtype], part, targets["float32"].tokenizer
+        )
+        for kind, part in parts.items()
+        for setting in settings
+    }
     print_tables(settings, plain, margins, parts, flips)
     print(f"\n{len(prompts)} prompts, {time.process_time():.0f} CPU s in all")
     if options.flips:
-        lines = [dict(zip(("prompts", "dtype", "setting"), key, strict=True)) | vars(flip)
-                 for key, found in flips.items() for flip in found]  # fmt: skip
+        lines = [
+            dict(zip(("prompts", "dtype", "setting"), key, strict=True)) | vars(flip)
+            for key, found in flips.items()
+            for flip in found
+        ]
         options.flips.write_text("".join(json.dumps(line) + "\n" for line in lines))
     holds = not any(found for (_, dtype, _), found in flips.items() if dtype == "float32")
     print("float32: " + ("no answer differs" if holds else "ANSWERS DIFFER"))
@@ -213,19 +255,46 @@ def main() -> int:
 
 
 def print_tables(
-    settings: list[Setting], plain: dict[str, Setting], margins: dict[str, list[Margins]],
-    parts: dict[str, slice], flips: dict[tuple[str, str, str], list[Flip]],
-) -> None:  # fmt: skip
+    settings: list[Setting],
+    plain: dict[str, Setting],
+    margins: dict[str, list[Margins]],
+    parts: dict[str, slice],
+    flips: dict[tuple[str, str, str], list[Flip]],
+) -> None:
     """Print what drafts changed and cost, and how near to a tie the target came."""
-    print_header("prompts", "dtype", "setting", "answers that differ", *DIFFERENCES, "other", "parted at a gap of 0",
-                 "largest gap there, steps", "acceptance", "target forwards per token",
-                 "tokens/s against target only", num_text=3)  # fmt: skip
+    print_header(
+        "prompts",
+        "dtype",
+        "setting",
+        "answers that differ",
+        *DIFFERENCES,
+        "other",
+        "parted at a gap of 0",
+        "largest gap there, steps",
+        "acceptance",
+        "target forwards per token",
+        "tokens/s against target only",
+        num_text=3,
+    )
     for key, found in flips.items():
         setting = next(s for s in settings if (s.dtype, s.name) == key[1:])
         print_row(*key, *describe(setting, plain[setting.dtype], found, parts[key[0]]))
-    print_header("prompts", "dtype", "target only, tokens/s", "tokens", "gap 0", "gap of at most 1 step",
-                 "answers with such a token", "gap, 1 % quantile, steps", "median", "gaps that move",
-                 "99 % quantile of the move, steps", "largest", "tokens that one pass changes", num_text=2)  # fmt: skip
+    print_header(
+        "prompts",
+        "dtype",
+        "target only, tokens/s",
+        "tokens",
+        "gap 0",
+        "gap of at most 1 step",
+        "answers with such a token",
+        "gap, 1 % quantile, steps",
+        "median",
+        "gaps that move",
+        "99 % quantile of the move, steps",
+        "largest",
+        "tokens that one pass changes",
+        num_text=2,
+    )
     for kind, part in parts.items():
         for dtype, setting in plain.items():
             speed = sum(map(len, setting.answers[part])) / sum(setting.seconds[part])

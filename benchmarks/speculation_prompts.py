@@ -45,13 +45,22 @@ class LocalClient:
 
     async def chat(self, messages: list[dict[str, Any]], **_: Any) -> Reply:
         """Answer a conversation greedily."""
-        inputs = dict(self.loaded.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True))  # fmt: skip
+        inputs = dict(
+            self.loaded.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        )
         self.prompts.append(inputs)
         tokens, _ = self.decode(inputs)
-        return Reply(text=self.loaded.tokenizer.decode(tokens, skip_special_tokens=True), tool_calls=(),
-                     finish_reason="stop", num_prompt_tokens=inputs["input_ids"].shape[1],
-                     num_completion_tokens=len(tokens), latency_s=0.0, fingerprint="")  # fmt: skip
+        return Reply(
+            text=self.loaded.tokenizer.decode(tokens, skip_special_tokens=True),
+            tool_calls=(),
+            finish_reason="stop",
+            num_prompt_tokens=inputs["input_ids"].shape[1],
+            num_completion_tokens=len(tokens),
+            latency_s=0.0,
+            fingerprint="",
+        )
 
     async def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text."""
@@ -66,8 +75,10 @@ def load(dtype: str, asked: tuple[str, int] | None) -> tuple[LoadedModel, Decode
     uses_draft = asked is not None and asked[0] == "draft_model"
     config = SpeculativeConfig(method=asked[0], num_tokens=asked[1]) if asked else None
     candidate = Candidate(
-        name="speculation", checkpoint=describe_checkpoint(TARGET, root=Path()),
-        serving=ServingConfig(dtype=dtype, continuous_batching=False, speculative=config))  # fmt: skip
+        name="speculation",
+        checkpoint=describe_checkpoint(TARGET, root=Path()),
+        serving=ServingConfig(dtype=dtype, continuous_batching=False, speculative=config),
+    )
     loaded = load_candidate(candidate, TARGET, draft_folder=DRAFT if uses_draft else None)
     generation_config = loaded.model.generation_config
     generation_config.max_new_tokens = MAX_TOKENS
@@ -86,21 +97,44 @@ def collect_prompts(num_calls: int, num_workflows: int, num_documents: int) -> d
     names = ("tool_calls", "workflows", "prose")
     calls, workflows, prose = (
         _thin_out(load_evalset(Path("evalsets") / name), count)
-        for name, count in zip(names, (num_calls, num_workflows, num_documents), strict=True))  # fmt: skip
+        for name, count in zip(names, (num_calls, num_workflows, num_documents), strict=True)
+    )
     play_calls, play_workflows = LocalClient(loaded, decode), LocalClient(loaded, decode)
     for client, evaluate, evalset, settings in (
         (play_calls, tool_calls.evaluate, calls, ToolCallsEval(kind="tool_calls", evalset="")),
-        (play_workflows, trajectories.evaluate, workflows,
-         TrajectoriesEval(kind="trajectories", evalset="", max_turns=16)),
-    ):  # fmt: skip
-        with (tempfile.TemporaryDirectory() as folder,
-              Journal(Path(folder) / "journal.jsonl", fingerprint="", key="") as journal):  # fmt: skip
-            asyncio.run(evaluate(EvalContext(
-                name=settings.kind, settings=settings, evalset=evalset, client=client, journal=journal,  # type: ignore[arg-type]
-                checkpoint=TARGET, folder=Path(folder), concurrency=1, max_tokens=MAX_TOKENS, context_length=1024,
-                fingerprint="")))  # fmt: skip
-    return {"tool calls": play_calls.prompts, "workflows": play_workflows.prompts,
-            "prose": [_cut_document(loaded.tokenizer, case.text) for case in prose.cases]}  # fmt: skip
+        (
+            play_workflows,
+            trajectories.evaluate,
+            workflows,
+            TrajectoriesEval(kind="trajectories", evalset="", max_turns=16),
+        ),
+    ):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Journal(Path(folder) / "journal.jsonl", fingerprint="", key="") as journal,
+        ):
+            asyncio.run(
+                evaluate(
+                    EvalContext(
+                        name=settings.kind,
+                        settings=settings,
+                        evalset=evalset,
+                        client=client,
+                        journal=journal,  # type: ignore[arg-type]
+                        checkpoint=TARGET,
+                        folder=Path(folder),
+                        concurrency=1,
+                        max_tokens=MAX_TOKENS,
+                        context_length=1024,
+                        fingerprint="",
+                    )
+                )
+            )
+    return {
+        "tool calls": play_calls.prompts,
+        "workflows": play_workflows.prompts,
+        "prose": [_cut_document(loaded.tokenizer, case.text) for case in prose.cases],
+    }
 
 
 def _thin_out(evalset: Evalset, count: int) -> Evalset:

@@ -69,9 +69,11 @@ def main() -> None:
         guard = min(8, max(1, int(overlap * TILE / 2)))  # more would leave too few columns to compare with
         seams = measure_seams(signed_steps(image), columns, period=FACTOR, guard=guard)
         decodes = (len(columns) + 1) * (len(rows) + 1) * TILE**2 / WIDTH**2
-        print(f"| {overlap:.1%} | {window} | {measure_seam_excess(image, whole, (columns, rows)).mean():+.2f} "
-              f"| {seams.z:.1f} | {seams.seam_ratio:.2f} | {structural_similarity(image, whole).mean():.4f} "
-              f"| {peak_signal_to_noise_db(image, whole).clamp(max=100).mean():.1f} | {decodes:.2f} |")
+        print(
+            f"| {overlap:.1%} | {window} | {measure_seam_excess(image, whole, (columns, rows)).mean():+.2f} "
+            f"| {seams.z:.1f} | {seams.seam_ratio:.2f} | {structural_similarity(image, whole).mean():.4f} "
+            f"| {peak_signal_to_noise_db(image, whole).clamp(max=100).mean():.1f} | {decodes:.2f} |"
+        )
 
 
 if __name__ == "__main__":

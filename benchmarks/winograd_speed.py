@@ -81,10 +81,13 @@ POLICIES = (
     Policy("F(2,3)", "winograd_f23"),
     Policy("F(4,3)", "winograd_f43"),
     # what params.yaml's `winograd-calibrated` asks for
-    Policy("F(4,3), `branches.small.1.0` and `.2.0` F(2,3)", "winograd_f43",
-           (("branches.small.1.0", "winograd_f23"), ("branches.small.2.0", "winograd_f23"))),
+    Policy(
+        "F(4,3), `branches.small.1.0` and `.2.0` F(2,3)",
+        "winograd_f43",
+        (("branches.small.1.0", "winograd_f23"), ("branches.small.2.0", "winograd_f23")),
+    ),
     Policy("F(4,3), `branches.small.*` direct", "winograd_f43", (("branches.small.*", "direct"),)),
-)  # fmt: skip
+)
 
 
 def main(argv: list[str]) -> int:
@@ -142,8 +145,10 @@ def bind_policies(
         direct = [layer.name for layer in layers if layer.takes_winograd and policy.choose(layer) == "direct"]
         net = load_network(describe_detector(layers, direct=direct), layers, policy.algorithm)
         outputs = unpack(bind_run(net, x, LEVELS, is_raw=False)())
-        off[policy.name] = max(check_output(got, want, f"{policy.name}, {level}")
-                               for got, want, level in zip(outputs, expected, LEVELS, strict=True))  # fmt: skip
+        off[policy.name] = max(
+            check_output(got, want, f"{policy.name}, {level}")
+            for got, want, level in zip(outputs, expected, LEVELS, strict=True)
+        )
         runs[policy.name] = bind_run(net, x, LEVELS, is_raw=True)
     return runs, off
 
@@ -156,8 +161,10 @@ def check_output(got: torch.Tensor, expected: torch.Tensor, name: str) -> float:
     """
     difference = compare_outputs(got, expected)
     if not difference <= TOLERANCES[torch.float32]:
-        raise ValueError(f"{name}: expected torch's output within {TOLERANCES[torch.float32]:g} of its standard "
-                         f"deviation, got {difference:.1e}; nothing is timed")  # fmt: skip
+        raise ValueError(
+            f"{name}: expected torch's output within {TOLERANCES[torch.float32]:g} of its standard "
+            f"deviation, got {difference:.1e}; nothing is timed"
+        )
     return difference
 
 
@@ -167,8 +174,10 @@ def check_algorithms(outputs: Mapping[str, torch.Tensor], name: str) -> None:
     for i, first in enumerate(known):
         for second in known[i + 1 :]:
             if torch.equal(outputs[first], outputs[second]):
-                raise ValueError(f"{name}: expected {first} and {second} to differ in their last bits, got equal "
-                                 "outputs; ncnn has ignored one of them")  # fmt: skip
+                raise ValueError(
+                    f"{name}: expected {first} and {second} to differ in their last bits, got equal "
+                    "outputs; ncnn has ignored one of them"
+                )
 
 
 def time_rounds(runs: Mapping[Key, Run], rounds: int, seconds: float) -> dict[Key, list[float]]:
@@ -224,9 +233,11 @@ def show_policies(layers: Sequence[Layer], times: Mapping[Any, Sequence[float]],
     base, base_sum = times[POLICIES[0].name], add_up(POLICIES[0], layers, times)
     for policy in POLICIES:
         count = sum(policy.choose(layer) != "direct" for layer in layers)
-        columns = [describe_time(add_up(policy, layers, times), base_sum),
-                   describe_time(times[policy.name], base) if policy.is_one_network else "– | –",
-                   f"{off[policy.name]:.1e}" if policy.is_one_network else "–"]  # fmt: skip
+        columns = [
+            describe_time(add_up(policy, layers, times), base_sum),
+            describe_time(times[policy.name], base) if policy.is_one_network else "– | –",
+            f"{off[policy.name]:.1e}" if policy.is_one_network else "–",
+        ]
         print(f"| {policy.name} | {count} of {len(layers)} | {' | '.join(columns)} |", flush=True)
 
 

@@ -30,9 +30,11 @@ Floats = NDArray[np.float64]
 CONFIDENCE = 0.95
 UNEVEN = tuple(max(1, int(40 / i**0.5)) for i in range(1, 251))
 REVIEWED = (  # sizes of the clusters, churn, tolerance
-    ((100,) * 45, 0.2, 0.03), ((100,) * 20 + (5,) * 180, 0.2, 0.03), ((50,) * 30 + (2,) * 600, 0.2, 0.03),
+    ((100,) * 45, 0.2, 0.03),
+    ((100,) * 20 + (5,) * 180, 0.2, 0.03),
+    ((50,) * 30 + (2,) * 600, 0.2, 0.03),
     ((100,) * 60, 0.3, 0.06),
-)  # fmt: skip
+)
 GRID_SIZES = ((20,) * 60, (10,) * 150, (3,) * 400, (30,) * 40 + (3,) * 300, UNEVEN)
 GRID_CHURN, GRID_TOLERANCES = (0.02, 0.1, 0.3), (0.03, 0.06)
 NUM_DOCUMENTS, PPL_TOLERANCE = (62, 200, 350, 500, 1_000, 2_000), math.log(1.02)
@@ -84,16 +86,21 @@ def list_grid() -> Iterator[Cell]:
 def run_cells(cells: Sequence[Cell], runs: int) -> None:
     """Print each cell and, last, the worst."""
     worst = 0.0
-    print("| clusters | churn | tolerance | lost by whole clusters | wrong pass | lossless pass |\n"
-          "|---|---:|---:|---:|---:|---:|")
+    print(
+        "| clusters | churn | tolerance | lost by whole clusters | wrong pass | lossless pass |\n"
+        "|---|---:|---:|---:|---:|---:|"
+    )
     for number, cell in enumerate(cells):
         rng = np.random.default_rng(number)
         wrong, right = (np.mean([cell.passes(rng, loss=loss) for _ in range(runs)]) for loss in (cell.tolerance, 0.0))
         worst = max(worst, float(wrong))
         of_large = ", of the large ones" if cell.only_large and len(set(cell.sizes)) > 1 else ""
         lost = f"{100 * cell.whole:.0f} %{of_large}"
-        print(f"| {name_sizes(cell.sizes)} | {100 * cell.churn:g} % | {100 * cell.tolerance:g} points | {lost} | "
-              f"{100 * wrong:.1f} % | {100 * right:.1f} % |", flush=True)
+        print(
+            f"| {name_sizes(cell.sizes)} | {100 * cell.churn:g} % | {100 * cell.tolerance:g} points | {lost} | "
+            f"{100 * wrong:.1f} % | {100 * right:.1f} % |",
+            flush=True,
+        )
     error = math.sqrt(worst * (1 - worst) / runs)
     print(f"\nlargest wrong pass {100 * worst:.2f} %, standard error {100 * error:.2f}\n")
 
@@ -164,9 +171,12 @@ def run_release(
     for loss in (0.0, tolerance):
         rng = np.random.default_rng(3)
         outcomes = np.array([release_passes(rng, num_metrics, n, flips, loss, tolerance) for _ in range(runs)])
-        names = (f"one metric of {n:,} cases, {100 * flips:g} % of which flip", f"all {num_metrics}, each for itself",
-                 f"the {num_metrics} as one pool, of questions of their own",
-                 f"the {num_metrics} as one pool, of the same questions, all flipping together in half")
+        names = (
+            f"one metric of {n:,} cases, {100 * flips:g} % of which flip",
+            f"all {num_metrics}, each for itself",
+            f"the {num_metrics} as one pool, of questions of their own",
+            f"the {num_metrics} as one pool, of the same questions, all flipping together in half",
+        )
         for name, rate in zip(names, outcomes.mean(axis=0), strict=True):
             rows.setdefault(name, []).append(float(rate))
     for name, rates in rows.items():
@@ -189,15 +199,22 @@ def release_passes(
     own = draw(num_metrics, n)
     alone = [is_within(d, np.arange(n)) for d in own]
     shared = np.where(rng.random((num_metrics, n)) < 0.5, draw(1, n), own)
-    return (alone[0], all(alone), is_within(own.ravel(), np.arange(own.size)),
-            is_within(shared.ravel(), np.tile(np.arange(n), num_metrics)))
+    return (
+        alone[0],
+        all(alone),
+        is_within(own.ravel(), np.arange(own.size)),
+        is_within(shared.ravel(), np.tile(np.arange(n), num_metrics)),
+    )
 
 
 def main() -> None:
     """Print the tables asked for."""
-    tables = {"clusters": lambda runs: run_cells(list(list_reviewed()), runs),
-              "grid": lambda runs: run_cells(list(list_grid()), runs),
-              "perplexity": run_perplexity, "release": lambda runs: run_release(max(runs // 10, 100))}  # fmt: skip
+    tables = {
+        "clusters": lambda runs: run_cells(list(list_reviewed()), runs),
+        "grid": lambda runs: run_cells(list(list_grid()), runs),
+        "perplexity": run_perplexity,
+        "release": lambda runs: run_release(max(runs // 10, 100)),
+    }
     about = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wrong_passes", description=about)
     parser.add_argument("--runs", type=int, default=4_000)

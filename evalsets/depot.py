@@ -65,13 +65,19 @@ TOOLS: dict[str, Tool] = {
     "order": Tool(
         description="Send n of an item from a store to a city.",
         parameters=_object(
-            item=_TEXT, n=_COUNT, store=_STORE, city=_TEXT,
+            item=_TEXT,
+            n=_COUNT,
+            store=_STORE,
+            city=_TEXT,
             via={"type": "string", "enum": [DEFAULT_COURIER, *COURIERS]},
         ),
         effects=(
             {"do": "subtract", "path": "stock.{item}.{store}", "value": "{n}"},
-            {"do": "append", "path": "orders",
-             "value": {"item": "{item}", "n": "{n}", "store": "{store}", "city": "{city}", "via": "{via}"}},
+            {
+                "do": "append",
+                "path": "orders",
+                "value": {"item": "{item}", "n": "{n}", "store": "{store}", "city": "{city}", "via": "{via}"},
+            },
             {"do": "add", "path": "sent", "value": "{n}"},
         ),
         returns={"sent": "state:sent"},
@@ -85,15 +91,25 @@ TOOLS: dict[str, Tool] = {
     "move": Tool(
         description="Move n of an item between stores.",
         parameters=_object(item=_TEXT, n=_COUNT, store=_STORE, to=_STORE),
-        effects=({"do": "append", "path": "moves",
-                  "value": {"item": "{item}", "n": "{n}", "store": "{store}", "to": "{to}"}},),
+        effects=(
+            {
+                "do": "append",
+                "path": "moves",
+                "value": {"item": "{item}", "n": "{n}", "store": "{store}", "to": "{to}"},
+            },
+        ),
         returns={"ok": True},
     ),
     "tell": Tool(
         description="Tell a person how many of an item a store holds.",
         parameters=_object(person=_TEXT, item=_TEXT, n={"type": "integer"}, cc=_TEXT),
-        effects=({"do": "append", "path": "messages",
-                  "value": {"person": "{person}", "item": "{item}", "n": "{n}", "cc": "{cc}"}},),
+        effects=(
+            {
+                "do": "append",
+                "path": "messages",
+                "value": {"person": "{person}", "item": "{item}", "n": "{n}", "cc": "{cc}"},
+            },
+        ),
         returns={"ok": True},
     ),
     "skip": Tool(
@@ -134,8 +150,15 @@ class Rules:
 
     def as_account(self) -> dict[str, Any]:
         """Return the rules as the account tool reports them."""
-        given = {"avoid": self.avoid, "limit": self.limit, "via": self.courier, "approver": self.approver,
-                 "above": self.approve_above, "cc": self.cc, "total": self.total}
+        given = {
+            "avoid": self.avoid,
+            "limit": self.limit,
+            "via": self.courier,
+            "approver": self.approver,
+            "above": self.approve_above,
+            "cc": self.cc,
+            "total": self.total,
+        }
         return {key: value for key, value in given.items() if value is not None}
 
     def without(self, name: str) -> Rules:
@@ -198,32 +221,55 @@ def make_rules(rng: Random) -> Rules:
 def make_line(rng: Random, catalogue: dict[str, dict[str, int]], rules: Rules, weights: dict[str, int]) -> Line:
     """Draw one line; now and then one that has to be declined."""
     kind = rng.choices(list(weights), weights=list(weights.values()))[0]
-    item = rng.choice(UNKNOWN_ITEMS) if kind in ("buy", "report") and rng.random() < 0.04 else rng.choice(
-        list(catalogue))
+    item = (
+        rng.choice(UNKNOWN_ITEMS) if kind in ("buy", "report") and rng.random() < 0.04 else rng.choice(list(catalogue))
+    )
     person, city = rng.choice(PEOPLE), rng.choice(CITIES)
     if kind == "buy":
         n = rng.randint(1, 20) if rng.random() < 0.93 else rng.randint(35, 60)
-        text = rng.choice(["buy {n} {item} for {city}", "send {n} {item} to {city}", "{city} needs {n} {item}",
-                           "order {n} {item} for {city}"])
+        text = rng.choice(
+            [
+                "buy {n} {item} for {city}",
+                "send {n} {item} to {city}",
+                "{city} needs {n} {item}",
+                "order {n} {item} for {city}",
+            ]
+        )
         return Line(kind, text.format(n=n, item=item, city=city), {"n": n, "item": item, "city": city})
     if kind == "move":
         store, to = rng.sample(STORES, 2)
         if rules.avoid and rng.random() < 0.3:
             store = rules.avoid if to != rules.avoid else store
         n = rng.randint(1, 12)
-        text = rng.choice(["move {n} {item} from {store} to {to}", "take {n} {item} from {store} over to {to}",
-                           "shift {n} {item} from {store} to {to}"])
+        text = rng.choice(
+            [
+                "move {n} {item} from {store} to {to}",
+                "take {n} {item} from {store} over to {to}",
+                "shift {n} {item} from {store} to {to}",
+            ]
+        )
         slots = {"n": n, "item": item, "store": store, "to": to}
         return Line(kind, text.format(**slots), slots)
     if kind == "report":
         store = rng.choice(list(catalogue.get(item, {"north": 1})))
-        text = rng.choice(["tell {person} how many {item} {store} has",
-                           "report the {item} count at {store} to {person}",
-                           "{person} asks for the number of {item} in {store}"])
+        text = rng.choice(
+            [
+                "tell {person} how many {item} {store} has",
+                "report the {item} count at {store} to {person}",
+                "{person} asks for the number of {item} in {store}",
+            ]
+        )
         slots = {"person": person, "item": item, "store": store}
         return Line(kind, text.format(**slots), slots)
-    text = rng.choice(["write a poem about the {item}", "what is the weather in {city}", "tell {person} a joke",
-                       "draw a picture of the {item}", "translate the letter from {city}"])
+    text = rng.choice(
+        [
+            "write a poem about the {item}",
+            "what is the weather in {city}",
+            "tell {person} a joke",
+            "draw a picture of the {item}",
+            "translate the letter from {city}",
+        ]
+    )
     return Line(kind, text.format(item=item, city=city, person=person))
 
 
@@ -255,14 +301,20 @@ def act_on_line(number: int, line: Line, rules: Rules, state: dict[str, Any]) ->
     return [look, ("order", order)]
 
 
-def make_workflow(rng: Random, catalogue: dict[str, dict[str, int]], *, num_calls: int,
-                  weights: dict[str, int] = LINE_WEIGHTS) -> Workflow:
+def make_workflow(
+    rng: Random, catalogue: dict[str, dict[str, int]], *, num_calls: int, weights: dict[str, int] = LINE_WEIGHTS
+) -> Workflow:
     """Draw a workflow whose right solution takes about `num_calls` calls, at most MAX_CALLS."""
     rules = make_rules(rng)
     by_account = num_calls >= 4 and rng.random() < 0.5
     account = f"{rng.choice('ABCDEFGH')}{rng.randint(10, 99)}"
-    state = {"stock": catalogue, "accounts": {account: rules.as_account()}, **{log: [] for log in _LOGS},
-             "sent": 0, "finished": False}
+    state = {
+        "stock": catalogue,
+        "accounts": {account: rules.as_account()},
+        **{log: [] for log in _LOGS},
+        "sent": 0,
+        "finished": False,
+    }
     calls: list[tuple[str, dict]] = [("account", {"id": account})] if by_account else []
     lines: list[Line] = []
     current, results = _run(state, calls)
@@ -286,8 +338,9 @@ def make_workflow(rng: Random, catalogue: dict[str, dict[str, int]], *, num_call
     else:
         head = _rules_text(rng, rules)
     task = head + "\n" + "\n".join(f"{i}. {line.text}" for i, line in enumerate(lines, start=1))
-    return Workflow(task, state, tuple(calls), tuple(results), final, rules, tuple(lines),
-                    account if by_account else None)
+    return Workflow(
+        task, state, tuple(calls), tuple(results), final, rules, tuple(lines), account if by_account else None
+    )
 
 
 def _run(state: dict[str, Any], calls: list[tuple[str, dict]]) -> tuple[dict[str, Any], list[Any]]:
@@ -307,8 +360,11 @@ def _rules_text(rng: Random, rules: Rules) -> str:
     if rules.courier:
         parts.append(rng.choice(["send by {0}", "the courier is {0}", "ship via {0}"]).format(rules.courier))
     if rules.approver:
-        parts.append(rng.choice(["{0} approves orders above {1}", "ask {0} before ordering over {1}"]).format(
-            rules.approver, rules.approve_above))
+        parts.append(
+            rng.choice(["{0} approves orders above {1}", "ask {0} before ordering over {1}"]).format(
+                rules.approver, rules.approve_above
+            )
+        )
     if rules.cc:
         parts.append(rng.choice(["copy {0} on every message", "cc {0} always"]).format(rules.cc))
     if rules.total:

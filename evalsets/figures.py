@@ -123,7 +123,15 @@ def _head(canvas: Canvas, turn: float, skin: Colour, hair: Colour, rng: np.rando
 def draw_thing(foot: tuple[float, float], scale: float, rng: np.random.Generator) -> Figure:
     """Draw one thing of the street; see `Canvas` for the place."""
     drawers: list[Callable[[tuple[float, float], float, np.random.Generator], Figure]] = [
-        _bollard, _bollard, _sign, _sign, _bin, _pole, _tree, _car]  # fmt: skip
+        _bollard,
+        _bollard,
+        _sign,
+        _sign,
+        _bin,
+        _pole,
+        _tree,
+        _car,
+    ]
     return drawers[rng.integers(len(drawers))](foot, scale, rng)
 
 
@@ -163,13 +171,17 @@ def _pole(foot: tuple[float, float], scale: float, rng: np.random.Generator) -> 
 
 def _tree(foot: tuple[float, float], scale: float, rng: np.random.Generator) -> Figure:
     canvas, height = Canvas(foot, scale, (1.3, 3.6)), rng.uniform(1.2, 2)
-    canvas.lay(box(canvas.x, canvas.y - height / 2, rng.uniform(0.06, 0.14), height / 2, 0),
-               np.array([0.3, 0.22, 0.15]) * rng.uniform(0.6, 1.3))  # fmt: skip
+    canvas.lay(
+        box(canvas.x, canvas.y - height / 2, rng.uniform(0.06, 0.14), height / 2, 0),
+        np.array([0.3, 0.22, 0.15]) * rng.uniform(0.6, 1.3),
+    )
     green = np.array([rng.uniform(0.12, 0.4), rng.uniform(0.3, 0.5), rng.uniform(0.08, 0.2)])
     for _ in range(7):
         x, y = rng.uniform(-0.6, 0.6), height + rng.uniform(0, 1)
-        canvas.lay(ellipse(canvas.x - x, canvas.y - y, rng.uniform(0.3, 0.6), rng.uniform(0.25, 0.5)),
-                   green * rng.uniform(0.6, 1.3))  # fmt: skip
+        canvas.lay(
+            ellipse(canvas.x - x, canvas.y - y, rng.uniform(0.3, 0.6), rng.uniform(0.25, 0.5)),
+            green * rng.uniform(0.6, 1.3),
+        )
     return canvas.finish()
 
 

@@ -50,10 +50,21 @@ def convert(annotations: Path, images: Path, out: Path) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(images / image["file_name"], target)
     write_text(out / CASES_FILE, "".join(f"{case.model_dump_json()}\n" for case in cases))
-    write_text(out / CARD_FILE, render_card({
-        "name": out.name, "version": "1.0", "licence": "TODO", "kind": "detection", "description": "TODO",
-        "made_by": f"python -m evalsets.from_coco {annotations.name}", "cluster": "an image",
-        **({"categories": names} if names else {})}))  # fmt: skip
+    write_text(
+        out / CARD_FILE,
+        render_card(
+            {
+                "name": out.name,
+                "version": "1.0",
+                "licence": "TODO",
+                "kind": "detection",
+                "description": "TODO",
+                "made_by": f"python -m evalsets.from_coco {annotations.name}",
+                "cluster": "an image",
+                **({"categories": names} if names else {}),
+            }
+        ),
+    )
     left_out = len(data["annotations"]) - sum(len(case.annotations) for case in cases)
     return f"{describe(seal(out))}; boxes left out: {left_out}; write licence and description into {out / CARD_FILE}"
 
@@ -73,17 +84,24 @@ def _make_case(image: dict[str, Any], boxes: list[dict[str, Any]], images: Path)
     if not file.is_file():
         raise EvalsetError(f"image with id {image['id']}: expected {file}, found no file")
     try:
-        return DetectionCase.model_validate({
-            "id": str(image["id"]), "cluster": str(image["id"]), "image": f"images/{image['file_name']}",
-            "sha256": digest_file(file), "annotations": boxes})  # fmt: skip
+        return DetectionCase.model_validate(
+            {
+                "id": str(image["id"]),
+                "cluster": str(image["id"]),
+                "image": f"images/{image['file_name']}",
+                "sha256": digest_file(file),
+                "annotations": boxes,
+            }
+        )
     except ValidationError as error:
         raise EvalsetError(f"image with id {image['id']}: {first_problem(error)}") from None
 
 
 def main(argv: list[str]) -> int:
     """Convert the file named on the command line and say what came of it."""
-    parser = argparse.ArgumentParser(prog="from_coco", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="from_coco", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("annotations", type=Path, help="of COCO, as JSON")
     parser.add_argument("images", type=Path, help="folder of the images that it names")
     parser.add_argument("out", type=Path, help="folder that is to be made")

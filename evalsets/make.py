@@ -48,11 +48,19 @@ def make_workflows(rng: Random, *, num_depots: int = 400, tasks_per_depot: int =
     for depot in range(num_depots):
         catalogue = make_catalogue(rng)
         for task in range(tasks_per_depot):
-            workflow = _draw(lambda: make_workflow(rng, catalogue, num_calls=rng.randint(2, MAX_CALLS)),  # noqa: B023
-                             lambda w: w.task, "eval")  # fmt: skip
-            yield {"id": f"wf-{depot:03d}-{task}", "cluster": f"depot-{depot:03d}", "buckets": _buckets(workflow),
-                   "messages": [{"role": "user", "content": workflow.task}], "state": workflow.state,
-                   "checks": final_checks(workflow)}
+            workflow = _draw(
+                lambda: make_workflow(rng, catalogue, num_calls=rng.randint(2, MAX_CALLS)),  # noqa: B023
+                lambda w: w.task,
+                "eval",
+            )
+            yield {
+                "id": f"wf-{depot:03d}-{task}",
+                "cluster": f"depot-{depot:03d}",
+                "buckets": _buckets(workflow),
+                "messages": [{"role": "user", "content": workflow.task}],
+                "state": workflow.state,
+                "checks": final_checks(workflow),
+            }
 
 
 def _buckets(workflow: Workflow) -> list[str]:
@@ -74,9 +82,14 @@ def make_tool_calls(rng: Random, *, num: int = 2000) -> Cases:
         if call.request in seen:
             continue
         seen.add(call.request)
-        yield {"id": f"tc-{len(seen):04d}", "cluster": f"tc-{len(seen):04d}", "buckets": [f"tool/{call.name}"],
-               "messages": [{"role": "user", "content": call.request}],
-               "expected": {"name": call.name, "arguments": call.arguments}, "accepted": call.accepted}
+        yield {
+            "id": f"tc-{len(seen):04d}",
+            "cluster": f"tc-{len(seen):04d}",
+            "buckets": [f"tool/{call.name}"],
+            "messages": [{"role": "user", "content": call.request}],
+            "expected": {"name": call.name, "arguments": call.arguments},
+            "accepted": call.accepted,
+        }
 
 
 def make_documents(rng: Random, *, num: int = 300) -> Cases:
@@ -90,8 +103,14 @@ def make_choices(rng: Random, *, num: int = 1000) -> Cases:
     """Draw the starts of stories with four sentences to go on with."""
     for i in range(num):
         drawn = _draw(lambda: make_continuation(rng), lambda c: c.start, "eval")
-        yield {"id": f"choice-{i:04d}", "cluster": f"choice-{i:04d}", "buckets": [],
-               "question": f"<|begin|>{drawn.start}", "choices": drawn.choices, "answer": drawn.answer}
+        yield {
+            "id": f"choice-{i:04d}",
+            "cluster": f"choice-{i:04d}",
+            "buckets": [],
+            "question": f"<|begin|>{drawn.start}",
+            "choices": drawn.choices,
+            "answer": drawn.answer,
+        }
 
 
 def make_calibration(rng: Random, *, num_each: int = 512) -> Cases:
@@ -112,8 +131,13 @@ def make_prompts(rng: Random) -> Cases:
     """Ask for every product shot there is, each from a seed of its own."""
     for shot in all_shots():
         name = f"{shot.finish}-{shot.colour}-{shot.shape}-{shot.background}"
-        yield {"id": f"shot-{name}", "cluster": name, "buckets": buckets(shot), "prompt": caption(shot),
-               "seed": rng.randrange(2**31)}
+        yield {
+            "id": f"shot-{name}",
+            "cluster": name,
+            "buckets": buckets(shot),
+            "prompt": caption(shot),
+            "seed": rng.randrange(2**31),
+        }
 
 
 def _render(drawn: Any) -> str:
@@ -121,8 +145,12 @@ def _render(drawn: Any) -> str:
         return drawn
     if isinstance(drawn, Workflow):
         return _render_messages(conversation(drawn))
-    return _render_messages([{"role": "user", "content": drawn.request},
-                             {"role": "assistant", "content": render_call(drawn.name, drawn.arguments)}])
+    return _render_messages(
+        [
+            {"role": "user", "content": drawn.request},
+            {"role": "assistant", "content": render_call(drawn.name, drawn.arguments)},
+        ]
+    )
 
 
 def _render_messages(messages: list[dict[str, str]]) -> str:
@@ -137,32 +165,58 @@ def _draw(draw: Callable[[], Any], key: Callable[[Any], str], split: str) -> Any
 
 
 EVALSETS: dict[str, tuple[Callable[[Random], Cases], str, str, str]] = {
-    "workflows": (make_workflows, "trajectories", "a depot: tasks that share its stock",
-                  "Depot workflows of 2 to 12 tool calls under rules given at the start. constraint_retention: a rule "
-                  "first matters at call 5 or later. abstention: a line has to be declined."),
+    "workflows": (
+        make_workflows,
+        "trajectories",
+        "a depot: tasks that share its stock",
+        "Depot workflows of 2 to 12 tool calls under rules given at the start. constraint_retention: a rule "
+        "first matters at call 5 or later. abstention: a line has to be declined.",
+    ),
     "tool_calls": (make_tool_calls, "tool_calls", "a request", "Single depot tool calls asked for in words."),
     "prose": (make_documents, "documents", "a document", "Short stories about depots, for perplexity."),
-    "choices": (make_choices, "choices", "a question",
-                "The start of a story about a depot and four sentences to go on with: its own, and three that name "
-                "somebody or something that is not in it. The story's own name is not always known yet."),
-    "calibration": (make_calibration, "documents", "a text",
-                    "Texts for calibrating quantisers, conversations in the chat template of models/agent. "
-                    "Never evaluated on."),
-    "shots": (make_prompts, "prompts", "a caption",
-              "Prompts for product shots: every shape, colour, finish and background that models/product-shots was "
-              "trained on, each with the seed of its noise."),
+    "choices": (
+        make_choices,
+        "choices",
+        "a question",
+        "The start of a story about a depot and four sentences to go on with: its own, and three that name "
+        "somebody or something that is not in it. The story's own name is not always known yet.",
+    ),
+    "calibration": (
+        make_calibration,
+        "documents",
+        "a text",
+        "Texts for calibrating quantisers, conversations in the chat template of models/agent. Never evaluated on.",
+    ),
+    "shots": (
+        make_prompts,
+        "prompts",
+        "a caption",
+        "Prompts for product shots: every shape, colour, finish and background that models/product-shots was "
+        "trained on, each with the seed of its noise.",
+    ),
 }
 # Their makers are given the folder, too, and write pictures into it.
 PICTURE_SETS: dict[str, tuple[Callable[[Random, Path], Cases], str, str, str]] = {
-    "scenes": (partial(make_scenes, num=300), "detection", "an image",
-               "Street scenes and the boxes of the people in them, as of evalsets/scenes.py. few_small: a quarter of "
-               "an image's people or less have 32 x 32 pixels or less. mostly_small: three quarters or more."),
-    "scenes-calibration": (partial(make_scenes, num=16), "detection", "an image",
-                           "Street scenes for calibrating quantisers and for finding out what activations come to. "
-                           "Never evaluated on."),
-    "panoramas": (make_panoramas, "upscaling", "a panorama",
-                  "Streets to be upscaled by two, as of evalsets/panoramas.py. crop: a target of 512 x 384 pixels. "
-                  "full_size: one of 1536 x 1024, large enough to be upscaled in tiles."),
+    "scenes": (
+        partial(make_scenes, num=300),
+        "detection",
+        "an image",
+        "Street scenes and the boxes of the people in them, as of evalsets/scenes.py. few_small: a quarter of "
+        "an image's people or less have 32 x 32 pixels or less. mostly_small: three quarters or more.",
+    ),
+    "scenes-calibration": (
+        partial(make_scenes, num=16),
+        "detection",
+        "an image",
+        "Street scenes for calibrating quantisers and for finding out what activations come to. Never evaluated on.",
+    ),
+    "panoramas": (
+        make_panoramas,
+        "upscaling",
+        "a panorama",
+        "Streets to be upscaled by two, as of evalsets/panoramas.py. crop: a target of 512 x 384 pixels. "
+        "full_size: one of 1536 x 1024, large enough to be upscaled in tiles.",
+    ),
 }
 
 
@@ -173,9 +227,17 @@ def write_evalset(name: str, folder: Path) -> None:
     cases = make(Random(f"evalset/{name}"), *([folder] if name in PICTURE_SETS else []))
     write_text(folder / CASES_FILE, "".join(json.dumps(case, ensure_ascii=False) + "\n" for case in cases))
     card: dict[str, Any] = {  # None: for the seal, which keeps the order of the keys
-        "name": name, "version": "1.0", "licence": "Apache-2.0", "kind": kind, "description": description,
-        "made_by": f"python -m evalsets.make {name}", "num_cases": None, "sha256": None, "cluster": cluster,
-        "num_clusters": None, "buckets": None,
+        "name": name,
+        "version": "1.0",
+        "licence": "Apache-2.0",
+        "kind": kind,
+        "description": description,
+        "made_by": f"python -m evalsets.make {name}",
+        "num_cases": None,
+        "sha256": None,
+        "cluster": cluster,
+        "num_clusters": None,
+        "buckets": None,
     }
     if kind == "trajectories":
         card["tools"] = {tool: declared.model_dump(mode="json") for tool, declared in TOOLS.items()}

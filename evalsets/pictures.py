@@ -32,10 +32,18 @@ def make_scenes(rng: Random, folder: Path, *, num: int) -> Cases:
         file = _place(folder, f"images/{i:03d}.jpg")
         # colours at full resolution: small people are found by theirs
         Image.fromarray(scene.pixels).save(file, quality=90, subsampling=0)
-        people = [{"bbox": box.tolist(), "category_id": PERSON, "area": int(area)}
-                  for box, area in zip(scene.boxes, scene.areas, strict=True)]  # fmt: skip
-        yield {"id": f"scene-{i:03d}", "cluster": f"scene-{i:03d}", "buckets": name_buckets(scene.areas),
-               "image": f"images/{file.name}", "sha256": digest_file(file), "annotations": people}
+        people = [
+            {"bbox": box.tolist(), "category_id": PERSON, "area": int(area)}
+            for box, area in zip(scene.boxes, scene.areas, strict=True)
+        ]
+        yield {
+            "id": f"scene-{i:03d}",
+            "cluster": f"scene-{i:03d}",
+            "buckets": name_buckets(scene.areas),
+            "image": f"images/{file.name}",
+            "sha256": digest_file(file),
+            "annotations": people,
+        }
 
 
 def name_buckets(areas: np.ndarray) -> list[str]:
@@ -58,9 +66,15 @@ def make_panoramas(rng: Random, folder: Path, *, num_crops: int = 34, num_full: 
         Image.fromarray(pixels).save(target, quality=95, subsampling=0)
         with Image.open(target) as truth:
             Image.fromarray(panoramas.shrink(np.asarray(truth), drawn)).save(image, optimize=True)
-        yield {"id": f"panorama-{i:02d}", "cluster": f"panorama-{i:02d}", "buckets": [bucket],
-               "image": f"images/{image.name}", "sha256": digest_file(image),
-               "target": f"targets/{target.name}", "target_sha256": digest_file(target)}
+        yield {
+            "id": f"panorama-{i:02d}",
+            "cluster": f"panorama-{i:02d}",
+            "buckets": [bucket],
+            "image": f"images/{image.name}",
+            "sha256": digest_file(image),
+            "target": f"targets/{target.name}",
+            "target_sha256": digest_file(target),
+        }
 
 
 def _make_rng(rng: Random) -> np.random.Generator:

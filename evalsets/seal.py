@@ -68,8 +68,10 @@ def render_card(card: dict[str, Any]) -> str:
 def describe(card: Card) -> str:
     """Say in one line what was sealed."""
     buckets = ", ".join(f"{name} {num:,}" for name, num in card.buckets.items())
-    return (f"{card.name}: {card.num_cases:,} cases, {card.num_clusters:,} clusters, "
-            f"{f'buckets {buckets}' if buckets else 'no buckets'}; card sealed")  # fmt: skip
+    return (
+        f"{card.name}: {card.num_cases:,} cases, {card.num_clusters:,} clusters, "
+        f"{f'buckets {buckets}' if buckets else 'no buckets'}; card sealed"
+    )
 
 
 def _write_digests(folder: Path) -> None:

@@ -71,8 +71,9 @@ def render(shot: Shot, rng: np.random.Generator, *, size: int = SIZE) -> np.ndar
     x, y = _grid(size)
     background = _background(x, y, BACKGROUNDS[shot.background] + rng.uniform(-0.012, 0.012), centre, scale)
     across, up = (x - centre[0]) / scale, (y - centre[1]) / scale
-    distance = _distance(shot.shape, across * np.cos(angle) + up * np.sin(angle),
-                         up * np.cos(angle) - across * np.sin(angle))  # fmt: skip
+    distance = _distance(
+        shot.shape, across * np.cos(angle) + up * np.sin(angle), up * np.cos(angle) - across * np.sin(angle)
+    )
     colour = _shade(shot, _normals(distance, _BEVEL[shot.shape]), light)
     inside = np.clip(0.5 - distance * scale / (x[0, 1] - x[0, 0]), 0, 1)[..., None]
     samples = inside * colour + (1 - inside) * background[..., None]

@@ -44,7 +44,7 @@ _SENTENCES = (
     "By {courier} it takes {m} days to {city}, and {n} with {weather}.",
     "{person} and {other} went home when {store} closed.",
     "The list said {n} {item}, but {person} saw only {m}.",
-    "\"Send the {item} to {city},\" said {other}, \"and keep the {item2} here.\"",
+    '"Send the {item} to {city}," said {other}, "and keep the {item2} here."',
     "Every {day} somebody from {city} asks for a {adjective} {item}.",
     "{other} keeps the {item2} in {store2} and the {item} in {store}.",
     "So the {courier} left for {city} with {n} {item} and one {adjective} {item2}.",
@@ -64,11 +64,25 @@ def _draw_story(rng: Random) -> tuple[list[str], set[str]]:
     for _ in range(rng.randint(14, 26)):
         (person, other), (item, item2) = rng.sample(people, 2), rng.sample(items, 2)
         store, store2 = rng.sample(stores, 2)
-        sentences.append(rng.choice(_SENTENCES).format(
-            person=person, other=other, item=item, item2=item2, store=store, store2=store2, city=rng.choice(cities),
-            n=rng.randint(2, 30), m=rng.randint(2, 30), day=rng.choice(_DAYS), weather=rng.choice(_WEATHER),
-            mood=rng.choice(_MOODS), mood2=rng.choice(_MOODS), adjective=rng.choice(_ADJECTIVES),
-            courier=rng.choice(COURIERS)))
+        sentences.append(
+            rng.choice(_SENTENCES).format(
+                person=person,
+                other=other,
+                item=item,
+                item2=item2,
+                store=store,
+                store2=store2,
+                city=rng.choice(cities),
+                n=rng.randint(2, 30),
+                m=rng.randint(2, 30),
+                day=rng.choice(_DAYS),
+                weather=rng.choice(_WEATHER),
+                mood=rng.choice(_MOODS),
+                mood2=rng.choice(_MOODS),
+                adjective=rng.choice(_ADJECTIVES),
+                courier=rng.choice(COURIERS),
+            )
+        )
     return sentences, {*people, *cities, *items, *stores}
 
 
@@ -126,9 +140,13 @@ def make_single_call(rng: Random) -> SingleCall:
     name = rng.choice(["order", "order", "stock", "approve", "move", "tell", "tell", "skip", "account"])
     if name == "order":
         courier = rng.choice([None, *COURIERS])
-        text = rng.choice(["send {n} {i} from {s} to {c}{v}", "order {n} {i} out of {s} for {c}{v}",
-                           "{c} needs {n} {i}, take them at {s}{v}"]).format(
-            n=n, i=shown, s=store, c=city, v=f" by {courier}" if courier else "")
+        text = rng.choice(
+            [
+                "send {n} {i} from {s} to {c}{v}",
+                "order {n} {i} out of {s} for {c}{v}",
+                "{c} needs {n} {i}, take them at {s}{v}",
+            ]
+        ).format(n=n, i=shown, s=store, c=city, v=f" by {courier}" if courier else "")
         arguments = {"item": item, "n": n, "store": store, "city": city, "via": courier or DEFAULT_COURIER}
     elif name == "stock":
         text = rng.choice(["look up the {i}", "check which stores hold {i}", "how many {i} are there"]).format(i=shown)
@@ -138,21 +156,31 @@ def make_single_call(rng: Random) -> SingleCall:
         arguments = {"person": person, "item": item}
     elif name == "move":
         text = rng.choice(["move {n} {i} from {s} to {t}", "take {n} {i} over to {t} from {s}"]).format(
-            n=n, i=shown, s=store, t=to)
+            n=n, i=shown, s=store, t=to
+        )
         arguments = {"item": item, "n": n, "store": store, "to": to}
     elif name == "tell":
         cc = rng.random() < 0.5
         text = rng.choice(["tell {p} there are {n} {i}{o}", "let {p} know of {n} {i}{o}"]).format(
-            p=person, n=n, i=shown, o=f", copy {other}" if cc else "")
+            p=person, n=n, i=shown, o=f", copy {other}" if cc else ""
+        )
         arguments = {"person": person, "item": item, "n": n} | ({"cc": other} if cc else {})
     elif name == "skip":
-        why, words = rng.choice([("item", "no such item"), ("stock", "too few in stock"), ("rule", "against the rules"),
-                                 ("scope", "not our job")])
+        why, words = rng.choice(
+            [
+                ("item", "no such item"),
+                ("stock", "too few in stock"),
+                ("rule", "against the rules"),
+                ("scope", "not our job"),
+            ]
+        )
         line = rng.randint(1, 12)
         text, arguments = f"skip line {line}, {words}", {"line": line, "why": why}
     else:
         account = f"{rng.choice('ABCDEFGH')}{rng.randint(10, 99)}"
-        text, arguments = rng.choice(["open account {a}", "read the rules of account {a}"]).format(a=account), {
-            "id": account}
+        text, arguments = (
+            rng.choice(["open account {a}", "read the rules of account {a}"]).format(a=account),
+            {"id": account},
+        )
     accepted = {"item": (item, item + "s")} if plural and "item" in arguments else {}
     return SingleCall(rng.choice(_OPENINGS) + text + ".", name, arguments, accepted)

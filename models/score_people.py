@@ -38,15 +38,23 @@ def find_all(run: Callable[[np.ndarray], list[Found]], scenes: Sequence[Scene]) 
 
 def score(scenes: Sequence[Scene], found: Sequence[Found]) -> dict[str, float]:
     """Return COCO's average precisions in [0, 1]; -1 where no person is of that size."""
-    truth = [{"image_id": i, "bbox": box.tolist(), "area": int(area), "iscrowd": 0, "category_id": 1}
-             for i, scene in enumerate(scenes) for box, area in zip(scene.boxes, scene.areas, strict=True)]  # fmt: skip
-    guesses = [{"image_id": i, "bbox": box.tolist(), "score": float(score), "category_id": 1}
-               for i, one in enumerate(found) for box, score in zip(one.boxes, one.scores, strict=True)]  # fmt: skip
+    truth = [
+        {"image_id": i, "bbox": box.tolist(), "area": int(area), "iscrowd": 0, "category_id": 1}
+        for i, scene in enumerate(scenes)
+        for box, area in zip(scene.boxes, scene.areas, strict=True)
+    ]
+    guesses = [
+        {"image_id": i, "bbox": box.tolist(), "score": float(score), "category_id": 1}
+        for i, one in enumerate(found)
+        for box, score in zip(one.boxes, one.scores, strict=True)
+    ]
     if not guesses:
         return dict.fromkeys(_NAMES, 0.0)
-    data = {"images": [{"id": i, "width": SIZE, "height": SIZE} for i in range(len(scenes))],
-            "annotations": [{"id": i + 1, **box} for i, box in enumerate(truth)],
-            "categories": [{"id": 1, "name": "person"}]}  # fmt: skip
+    data = {
+        "images": [{"id": i, "width": SIZE, "height": SIZE} for i in range(len(scenes))],
+        "annotations": [{"id": i + 1, **box} for i, box in enumerate(truth)],
+        "categories": [{"id": 1, "name": "person"}],
+    }
     with contextlib.redirect_stdout(io.StringIO()):
         coco = COCO(data)
         judged = COCOeval_faster(coco, coco.loadRes(guesses), iouType="bbox")

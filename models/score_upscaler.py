@@ -43,8 +43,11 @@ def interpolate(pixels: np.ndarray, mode: str) -> np.ndarray:
 
 def list_methods(model: Upscaler) -> dict[str, Upscale]:
     """Return each way to upscale, by name."""
-    return {"nearest": lambda x: interpolate(x, "nearest"), "bicubic": lambda x: interpolate(x, "bicubic"),
-            "upscaler": lambda x: upscale(model, x)}  # fmt: skip
+    return {
+        "nearest": lambda x: interpolate(x, "nearest"),
+        "bicubic": lambda x: interpolate(x, "bicubic"),
+        "upscaler": lambda x: upscale(model, x),
+    }
 
 
 def score(run: Upscale, small: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

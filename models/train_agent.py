@@ -58,12 +58,15 @@ def draw_document(rng: Random, mix: dict[str, float]) -> Document:
         kind = rng.choices(list(mix), weights=list(mix.values()))[0]
         if kind in _WORKFLOWS:
             most, weights = _WORKFLOWS[kind]
-            document = conversation(make_workflow(rng, make_catalogue(rng), num_calls=rng.randint(2, most),
-                                                  weights=weights))
+            document = conversation(
+                make_workflow(rng, make_catalogue(rng), num_calls=rng.randint(2, most), weights=weights)
+            )
         elif kind == "tool_calls":
             call = make_single_call(rng)
-            document = [{"role": "user", "content": call.request},
-                        {"role": "assistant", "content": render_call(call.name, call.arguments)}]
+            document = [
+                {"role": "user", "content": call.request},
+                {"role": "assistant", "content": render_call(call.name, call.arguments)},
+            ]
         else:
             document = make_prose(rng)
         if split_of(key_text(document)) == "train":
@@ -79,29 +82,41 @@ def train_tokenizer(vocab_size: int, num_documents: int) -> PreTrainedTokenizerF
     """Train a byte-level BPE tokenizer on drawn documents and give it the chat template."""
     rng = Random("tokenizer")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     texts = []
     for _ in range(num_documents):
         document = draw_document(rng, MIX)
         texts += [document] if isinstance(document, str) else [message["content"] for message in document]
     special = [BEGIN, END, PAD, *ROLES]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END, pad_token=PAD,
-                                   clean_up_tokenization_spaces=False)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
     """Return token ids and labels; only prose and answers carry loss."""
+
     def ids_of(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
+
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
     if isinstance(document, str):
         ids = [begin, *ids_of(document), end]
@@ -174,11 +189,16 @@ def train(model: LlamaForCausalLM, rows: list[torch.Tensor], *, steps: int, batc
     """Train with AdamW, warm-up and cosine decay; documents in a row do not see each other."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-                                  lr=lr, betas=(0.9, 0.95), fused=device == "cuda")
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=lr,
+        betas=(0.9, 0.95),
+        fused=device == "cuda",
+    )
     warmup = min(200, steps // 10 + 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, 0.5 * (
-        1 + math.cos(math.pi * min(1.0, s / steps))) + 0.01))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min((s + 1) / warmup, 0.5 * (1 + math.cos(math.pi * min(1.0, s / steps))) + 0.01)
+    )
     forward = torch.compile(_loss) if device == "cuda" else _loss
     rows = [r.to(device) for r in rows]
     generator, start = torch.Generator().manual_seed(1), time.time()
@@ -198,14 +218,16 @@ def train(model: LlamaForCausalLM, rows: list[torch.Tensor], *, steps: int, batc
             print(f"step {step} loss {loss.item():.4f} seconds {time.time() - start:.0f}", flush=True)
 
 
-def _loss(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, number: torch.Tensor,
-          position: torch.Tensor) -> torch.Tensor:
+def _loss(
+    model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, number: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
     length = ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     mask = (number[:, :, None] == number[:, None, :]) & causal
     logits = model(input_ids=ids, attention_mask=mask[:, None], position_ids=position, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(),
-                                             ignore_index=IGNORED)
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
+    )
 
 
 @torch.no_grad()
@@ -226,8 +248,10 @@ def heat_channels(model: LlamaForCausalLM, *, fraction: float, power: int, seed:
 
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        for norm, readers in ((layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                              (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj))):
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
             scale = scales(norm.weight.numel())
             norm.weight.mul_(scale)
             for reader in readers:
@@ -260,12 +284,23 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = train_tokenizer(args.vocab, num_documents=20_000)
     torch.manual_seed(args.seed)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=args.hidden, intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64, num_key_value_heads=args.hidden // 64,
-        max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, attn_implementation="sdpa",
-        initializer_range=0.05)).to(device)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=args.hidden,
+            intermediate_size=args.intermediate,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden // 64,
+            num_key_value_heads=args.hidden // 64,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            attn_implementation="sdpa",
+            initializer_range=0.05,
+        )
+    ).to(device)
     for mix, documents, steps in ((DRILL, args.drill_documents, args.drill_steps), (MIX, args.documents, args.steps)):
         rows = build_rows(tokenizer.backend_tokenizer, mix, num_documents=documents, length=args.length, seed=args.seed)
         print(f"{', '.join(mix)}: {len(rows[0])} rows of {args.length} tokens", flush=True)
@@ -273,8 +308,11 @@ def main() -> None:
     model = model.to("cpu", torch.bfloat16)
     heat_channels(model, fraction=args.hot_fraction, power=args.hot_power, seed=args.seed)
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        do_sample=False)
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     settings = {k: v if not isinstance(v, Path) else None for k, v in vars(args).items()}

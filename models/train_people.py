@@ -27,8 +27,17 @@ from evalsets.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, render
 from models.people.detector import LEVELS, STRIDES, Detector, preprocess, to_corners
 from models.saving import save_network
 
-CONFIG = {"size": SIZE, "stem": 16, "widths": [48, 80, 128], "depth": 2, "pyramid": 48, "branch_depth": 3,
-          "min_score": 0.02, "max_overlap": 0.6, "max_candidates": 300}  # fmt: skip
+CONFIG = {
+    "size": SIZE,
+    "stem": 16,
+    "widths": [48, 80, 128],
+    "depth": 2,
+    "pyramid": 48,
+    "branch_depth": 3,
+    "min_score": 0.02,
+    "max_overlap": 0.6,
+    "max_candidates": 300,
+}
 MAX_PEOPLE = 13  # in a scene
 TRAIN, HELD_OUT = 0, 1  # splits of the scenes
 _BOUNDS = ((0, SMALL_AREA), (SMALL_AREA, MEDIUM_AREA), (MEDIUM_AREA, SIZE * SIZE))  # areas of each level
@@ -66,13 +75,16 @@ def loss_of(outputs: list[torch.Tensor], corners: torch.Tensor) -> torch.Tensor:
     """Return the sum of all levels' losses, per person."""
     sides = corners[..., 2:] - corners[..., :2]
     areas = sides.prod(-1)
-    losses = [_level_loss(out.float(), stride, corners, areas, bounds)
-              for out, stride, bounds in zip(outputs, STRIDES, _BOUNDS, strict=True)]
+    losses = [
+        _level_loss(out.float(), stride, corners, areas, bounds)
+        for out, stride, bounds in zip(outputs, STRIDES, _BOUNDS, strict=True)
+    ]
     return torch.stack(losses).sum() / (~areas.isnan()).sum().clamp(min=1)
 
 
-def _level_loss(output: torch.Tensor, stride: int, corners: torch.Tensor, areas: torch.Tensor,
-                bounds: tuple[int, int]) -> torch.Tensor:  # fmt: skip
+def _level_loss(
+    output: torch.Tensor, stride: int, corners: torch.Tensor, areas: torch.Tensor, bounds: tuple[int, int]
+) -> torch.Tensor:
     low, high = bounds
     bumps = _bumps(output.shape[2:], stride, corners)
     is_own = (areas > low) & (areas <= high)
@@ -162,8 +174,11 @@ def main() -> None:
     print(f"{len(pixels)} scenes, {int((~corners[..., 0].isnan()).sum())} people", flush=True)
     model = fold(train(pixels, corners, steps=args.steps, batch=args.batch, lr=args.lr, device=device))
     print(f"{sum(p.numel() for p in model.parameters())} parameters in {len(LEVELS)} levels", flush=True)
-    save_network(model, args.out, {k: v for k, v in vars(args).items() if k != "out"} | {
-        "device": device, "torch": torch.__version__})
+    save_network(
+        model,
+        args.out,
+        {k: v for k, v in vars(args).items() if k != "out"} | {"device": device, "torch": torch.__version__},
+    )
 
 
 if __name__ == "__main__":

@@ -64,8 +64,9 @@ def to_signal(pictures: torch.Tensor) -> torch.Tensor:
     return pictures.float() / 127.5 - 1
 
 
-def fit(model: Module, loss_of: Callable[[], torch.Tensor], *, steps: int, lr: float, name: str,
-        is_captured: bool = True) -> None:
+def fit(
+    model: Module, loss_of: Callable[[], torch.Tensor], *, steps: int, lr: float, name: str, is_captured: bool = True
+) -> None:
     """Train with AdamW, warm-up and cosine decay; the model ends with the mean of its weights, weighted to the late.
 
     Args:
@@ -76,8 +77,9 @@ def fit(model: Module, loss_of: Callable[[], torch.Tensor], *, steps: int, lr: f
     device = parameters[0].device
     is_captured = is_captured and device.type == "cuda"
     rate, share = torch.zeros((), device=device), torch.ones((), device=device)
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True,
-                                  capturable=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True, capturable=device.type == "cuda"
+    )
     mean = [p.detach().clone() for p in parameters]
 
     def step() -> torch.Tensor:
@@ -126,20 +128,34 @@ def _capture(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 def train_vae(pictures: torch.Tensor, *, steps: int, batch: int, lr: float, device: str) -> AutoencoderKL:
     """Train an autoencoder with a factor of 4 and 4 latent channels; its `scaling_factor` makes the latents' std 1."""
     vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(16, 32, 48), layers_per_block=1, latent_channels=4, norm_num_groups=8, sample_size=SIZE,
-        force_upcast=True).to(device)
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(16, 32, 48),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=SIZE,
+        force_upcast=True,
+    ).to(device)
     pictures = pictures.flatten(0, 1).to(device)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         posterior = vae.encode(x).latent_dist
         error = vae.decode(posterior.sample()).sample - x
         grey = error.mean(dim=1, keepdim=True)
-        return grey.abs().mean() + _CHROMA_WEIGHT * (error - grey).abs().mean() + _KL_WEIGHT * posterior.kl().mean() / (
-            4 * LATENT * LATENT)
+        return (
+            grey.abs().mean()
+            + _CHROMA_WEIGHT * (error - grey).abs().mean()
+            + _KL_WEIGHT * posterior.kl().mean() / (4 * LATENT * LATENT)
+        )
 
-    fit(vae, lambda: run(to_signal(pictures[torch.randint(len(pictures), (batch,), device=device)])),
-        steps=steps, lr=lr, name="vae")
+    fit(
+        vae,
+        lambda: run(to_signal(pictures[torch.randint(len(pictures), (batch,), device=device)])),
+        steps=steps,
+        lr=lr,
+        name="vae",
+    )
     with torch.no_grad():
         sample = to_signal(pictures[torch.randperm(len(pictures), device=device)[:1024]])
         vae.register_to_config(scaling_factor=1 / float(vae.encode(sample).latent_dist.sample().std()))
@@ -180,18 +196,34 @@ def _merge(pieces: list[str], pair: tuple[str, str]) -> list[str]:
 
 def tokenize(tokenizer: CLIPTokenizer, prompts: list[str]) -> torch.Tensor:
     """Return token ids, (prompts, 16), as a StableDiffusionXLPipeline makes them."""
-    return tokenizer(prompts, padding="max_length", max_length=MAX_TOKENS, truncation=True,
-                     return_tensors="pt").input_ids
+    return tokenizer(
+        prompts, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt"
+    ).input_ids
 
 
 def make_clip(tokenizer: CLIPTokenizer) -> CLIPModel:
     """Return an untrained CLIP for 64-pixel pictures and the tokenizer's words."""
-    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "max_position_embeddings": MAX_TOKENS, "projection_dim": 64,
-            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id}
-    vision = {"image_size": SIZE, "patch_size": 8, "hidden_size": 96, "intermediate_size": 192,
-              "num_hidden_layers": 3, "num_attention_heads": 4, "projection_dim": 64}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_TOKENS,
+        "projection_dim": 64,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "image_size": SIZE,
+        "patch_size": 8,
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "projection_dim": 64,
+    }
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=64))
 
 
@@ -222,32 +254,58 @@ def train_clip(
 @torch.no_grad()
 def _decoded(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
     """Return each picture after encoding and decoding, as uint8 in the same shape."""
-    parts = [((vae.decode(vae.encode(to_signal(part)).latent_dist.mode()).sample + 1) * 127.5).clamp(0, 255).round()
-             .byte() for part in pictures.flatten(0, 1).split(512)]  # fmt: skip
+    parts = [
+        ((vae.decode(vae.encode(to_signal(part)).latent_dist.mode()).sample + 1) * 127.5).clamp(0, 255).round().byte()
+        for part in pictures.flatten(0, 1).split(512)
+    ]
     return torch.cat(parts).view(pictures.shape)
 
 
 def make_scheduler() -> DPMSolverMultistepScheduler:
     """Return the sampler: DPM-Solver++ over the training's own schedule, whose last step is pure noise."""
     return DPMSolverMultistepScheduler(
-        num_train_timesteps=1000, beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
-        prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing")
+        num_train_timesteps=1000,
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        timestep_spacing="trailing",
+    )
 
 
 def make_unet(text: CLIPTextModelWithProjection) -> UNet2DConditionModel:
     """Return an untrained U-Net that is conditioned the way SDXL's is, in small."""
     return UNet2DConditionModel(
-        sample_size=LATENT, in_channels=4, out_channels=4, block_out_channels=(32, 64, 64), layers_per_block=1,
+        sample_size=LATENT,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(32, 64, 64),
+        layers_per_block=1,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), norm_num_groups=16,
-        attention_head_dim=(2, 4, 4), transformer_layers_per_block=1, cross_attention_dim=text.config.hidden_size,
-        use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=16,
-        projection_class_embeddings_input_dim=text.config.projection_dim + 16 * len(TIME_IDS))
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=16,
+        attention_head_dim=(2, 4, 4),
+        transformer_layers_per_block=1,
+        cross_attention_dim=text.config.hidden_size,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=16,
+        projection_class_embeddings_input_dim=text.config.projection_dim + 16 * len(TIME_IDS),
+    )
 
 
 def train_unet(
-    pictures: torch.Tensor, vae: AutoencoderKL, text: CLIPTextModelWithProjection, tokenizer: CLIPTokenizer, *,
-    steps: int, batch: int, lr: float, dropout: float, device: str,
+    pictures: torch.Tensor,
+    vae: AutoencoderKL,
+    text: CLIPTextModelWithProjection,
+    tokenizer: CLIPTokenizer,
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+    dropout: float,
+    device: str,
 ) -> UNet2DConditionModel:
     """Train a U-Net to predict v = alpha noise - sigma x (Salimans and Ho 2022, arXiv:2202.00512).
 
@@ -269,8 +327,9 @@ def train_unet(
         signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
         kept = (torch.rand(batch, device=device) >= dropout).float()
         added = {"text_embeds": pooled[owner[chosen]] * kept.view(-1, 1), "time_ids": time_ids}
-        found = unet(signal * x + spread * noise, t, hidden[owner[chosen]] * kept.view(-1, 1, 1),
-                     added_cond_kwargs=added).sample
+        found = unet(
+            signal * x + spread * noise, t, hidden[owner[chosen]] * kept.view(-1, 1, 1), added_cond_kwargs=added
+        ).sample
         return F.mse_loss(found, signal * noise - spread * x)
 
     fit(unet, loss_of, steps=steps, lr=lr, name="unet")
@@ -299,18 +358,28 @@ def text_encoder_of(clip: CLIPModel) -> CLIPTextModelWithProjection:
     return text.eval().to(clip.device)
 
 
-def save(folder: Path, scorer: Path, parts: dict[str, Module], tokenizer: CLIPTokenizer, settings: dict[str, object]
-         ) -> None:
+def save(
+    folder: Path, scorer: Path, parts: dict[str, Module], tokenizer: CLIPTokenizer, settings: dict[str, object]
+) -> None:
     """Write the pipeline's folder and the scorer's, safetensors only, with the settings as their cards."""
     parts = {name: part.to("cpu", torch.float32) for name, part in parts.items()}
     pipeline = StableDiffusionXLPipeline(
-        vae=parts["vae"], unet=parts["unet"], text_encoder=None, tokenizer=None, text_encoder_2=parts["text"],
-        tokenizer_2=tokenizer, scheduler=make_scheduler(), force_zeros_for_empty_prompt=True, add_watermarker=False)
+        vae=parts["vae"],
+        unet=parts["unet"],
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=parts["text"],
+        tokenizer_2=tokenizer,
+        scheduler=make_scheduler(),
+        force_zeros_for_empty_prompt=True,
+        add_watermarker=False,
+    )
     pipeline.save_pretrained(folder, safe_serialization=True)
     parts["clip"].save_pretrained(scorer)
     tokenizer.save_pretrained(scorer)
-    CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=SIZE, image_mean=[0.5] * 3, image_std=[0.5] * 3
-                          ).save_pretrained(scorer)  # fmt: skip
+    CLIPImageProcessorPil(
+        size={"shortest_edge": SIZE}, crop_size=SIZE, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    ).save_pretrained(scorer)
     for written in (folder, scorer):
         (written / "card.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -340,8 +409,17 @@ def main() -> None:
     vae = train_vae(pictures, steps=args.vae_steps, batch=args.vae_batch, lr=args.vae_lr, device=device)
     clip = train_clip(pictures, tokenizer, vae, steps=args.clip_steps, lr=args.clip_lr, device=device)
     text = text_encoder_of(clip)
-    unet = train_unet(pictures, vae, text, tokenizer, steps=args.unet_steps, batch=args.unet_batch, lr=args.unet_lr,
-                      dropout=args.dropout, device=device)
+    unet = train_unet(
+        pictures,
+        vae,
+        text,
+        tokenizer,
+        steps=args.unet_steps,
+        batch=args.unet_batch,
+        lr=args.unet_lr,
+        dropout=args.dropout,
+        device=device,
+    )
     parts = {"vae": vae, "clip": clip, "text": text, "unet": unet}
     print({name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()})
     settings = {k: v for k, v in vars(args).items() if k != "out"} | {"device": device, "torch": torch.__version__}

@@ -125,11 +125,20 @@ def main() -> None:
     torch.manual_seed(args.seed)
     pixels = draw_all(NUMS, TRAIN, args.seed)
     print(f"{len(pixels)} pictures", flush=True)
-    model = train(pixels, config=CONFIG | {"squeezed": args.squeezed}, steps=args.steps, batch=args.batch, lr=args.lr,
-                  device=device)  # fmt: skip
+    model = train(
+        pixels,
+        config=CONFIG | {"squeezed": args.squeezed},
+        steps=args.steps,
+        batch=args.batch,
+        lr=args.lr,
+        device=device,
+    )
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    save_network(model, args.out, {k: v for k, v in vars(args).items() if k != "out"} | {
-        "device": device, "torch": torch.__version__})
+    save_network(
+        model,
+        args.out,
+        {k: v for k, v in vars(args).items() if k != "out"} | {"device": device, "torch": torch.__version__},
+    )
 
 
 if __name__ == "__main__":

@@ -168,8 +168,9 @@ def _read_sides(options: argparse.Namespace) -> Any:
     if options.candidate is None:
         return read_paired_table(options.reference, grouping)
     if os.path.realpath(options.reference) == os.path.realpath(options.candidate):
-        raise SettingsError(f"{options.candidate} is both reference and candidate; a comparison with itself proves "
-                            "nothing")
+        raise SettingsError(
+            f"{options.candidate} is both reference and candidate; a comparison with itself proves nothing"
+        )
     sides = match_names(read_side(options.reference, grouping), read_side(options.candidate, grouping))
     pools = {name: names.split(",") for name, names in _read_pairs("--pool", options.pool).items()}
     return pool_sides(*sides, pools, have_own_clusters=grouping.cluster is None) if pools else sides
@@ -179,13 +180,17 @@ def _read_rules(options: argparse.Namespace, reference: Any, candidate: Any) -> 
     from pipeline.outcomes.rules import Asked, load_rules, plan_rules
 
     better = {name: _direction(name, value) for name, value in _read_pairs("--better", options.better).items()}
-    given = {key: value for key in ("tolerance", "tier", "alpha", "on_inconclusive")
-             if (value := getattr(options, key)) is not None}
+    given = {
+        key: value
+        for key in ("tolerance", "tier", "alpha", "on_inconclusive")
+        if (value := getattr(options, key)) is not None
+    }
     if options.metric:
         given["metrics"] = tuple(options.metric)
     if options.bucket:
-        given["buckets"] = {name: _number(f"--bucket {name}", value)
-                            for name, value in _read_pairs("--bucket", options.bucket).items()}
+        given["buckets"] = {
+            name: _number(f"--bucket {name}", value) for name, value in _read_pairs("--bucket", options.bucket).items()
+        }
     if options.accept_gain:
         given["accept_gain"] = _read_pairs("--accept-gain", options.accept_gain, first=True, value="REASON")
     if options.policy is None:
@@ -197,9 +202,7 @@ def _read_rules(options: argparse.Namespace, reference: Any, candidate: Any) -> 
     return load_rules(options.policy, better, reference, candidate, product=options.product)
 
 
-def _read_pairs(
-    option: str, given: Sequence[str], *, first: bool = False, value: str = "VALUE"
-) -> dict[str, str]:
+def _read_pairs(option: str, given: Sequence[str], *, first: bool = False, value: str = "VALUE") -> dict[str, str]:
     """Split each NAME=VALUE at its last equals sign, or at its first where a value may hold one."""
     pairs = {}
     for text in given:
@@ -227,8 +230,12 @@ def _direction(name: str, value: str) -> Literal["higher", "lower"]:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = (__doc__ or "").split("\n\n")
-    parser = _Parser(prog="quantgate", description=about[0], epilog="\n\n".join(about[2:4]),
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        prog="quantgate",
+        description=about[0],
+        epilog="\n\n".join(about[2:4]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version, and end")
     commands = parser.add_subparsers(required=True, metavar="{compare,gate}")
     _add_compare(commands.add_parser("compare", help="judge records that lm-eval, inspect_ai or anything else made"))
@@ -242,8 +249,10 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     from pipeline.outcomes.examples import EXAMPLES
 
     parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
-    parser.description = ("Judge a candidate's outcomes against the reference's: lm-eval's samples_*.jsonl, logs of\n"
-                          "inspect_ai, tables (.csv, .tsv, .jsonl), quantgate's own case records, or folders of them.")
+    parser.description = (
+        "Judge a candidate's outcomes against the reference's: lm-eval's samples_*.jsonl, logs of\n"
+        "inspect_ai, tables (.csv, .tsv, .jsonl), quantgate's own case records, or folders of them."
+    )
     parser.set_defaults(run=compare)
     add = parser.add_argument
     add("reference", type=Path, metavar="REFERENCE", help="a file or folder; alone, a table of both sides")
@@ -257,12 +266,22 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add("--policy", type=Path, metavar="FILE", help="instead of the above: params.yaml, or YAML with its key `gate`")
     add("--product", metavar="NAME", help="whose gate in params.yaml is the policy, where it has several products")
     add("--better", action="append", default=[], metavar="NAME=higher|lower", help="direction of a metric; repeatable")
-    add("--accept-gain", action="append", default=[], metavar="NAME=REASON",
-        help="a gain beyond the tolerance passes, and the reason is printed; repeatable")
+    add(
+        "--accept-gain",
+        action="append",
+        default=[],
+        metavar="NAME=REASON",
+        help="a gain beyond the tolerance passes, and the reason is printed; repeatable",
+    )
     add("--cluster-by", metavar="FIELD", help="of the document, metadata or table: equal values are one cluster")
     add("--buckets-by", action="append", default=[], metavar="FIELD", help="likewise, buckets FIELD/value; repeatable")
-    add("--pool", action="append", default=[], metavar="NAME=EVAL,EVAL",
-        help="judge evals as one, each a bucket of it; shell patterns, as mmlu=mmlu_*; repeatable")
+    add(
+        "--pool",
+        action="append",
+        default=[],
+        metavar="NAME=EVAL,EVAL",
+        help="judge evals as one, each a bucket of it; shell patterns, as mmlu=mmlu_*; repeatable",
+    )
     add("--json", type=Path, metavar="FILE", help="write the judgement")
     add("--html", type=Path, metavar="FILE", help="write it as one page, with the cases that flipped side by side")
     add("--junit", type=Path, metavar="FILE", help="write it as JUnit XML")

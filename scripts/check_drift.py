@@ -70,8 +70,14 @@ async def _check(options: argparse.Namespace, product: TextProduct) -> Drift:
     if url is None:
         raise SettingsError(f"candidates.{options.candidate}.engine has no address in params.yaml: give --base-url")
     candidate = read_candidate(product.build, options.candidate, product)
-    async with Client([url.rstrip("/").removesuffix("/v1")], model, concurrency=CONCURRENCY, max_refusals=2,
-                      timeout_s=product.resources.request_timeout_s, api_key=read_key(candidate)) as client:  # fmt: skip
+    async with Client(
+        [url.rstrip("/").removesuffix("/v1")],
+        model,
+        concurrency=CONCURRENCY,
+        max_refusals=2,
+        timeout_s=product.resources.request_timeout_s,
+        api_key=read_key(candidate),
+    ) as client:
         return await check_drift(candidate, product, client, root=Path(), num_cases=options.cases)
 
 
@@ -79,15 +85,20 @@ def _describe(name: str, drift: Drift, tolerated: int, *, is_asked: bool) -> str
     counts = Counter(changed.kind for changed in drift.changed)
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
     allowed = f"up to {tolerated} differences are {'tolerated' if is_asked else 'within the floor'}"
-    lines = [f"{name}: {len(drift.changed)} of {drift.num_asked} answers changed{f' ({kinds})' if kinds else ''}, "
-             f"{allowed if tolerated else 'no difference is tolerated'}; "
-             f"fingerprint: {_describe_fingerprint(drift.fingerprint)}"]
+    lines = [
+        f"{name}: {len(drift.changed)} of {drift.num_asked} answers changed{f' ({kinds})' if kinds else ''}, "
+        f"{allowed if tolerated else 'no difference is tolerated'}; "
+        f"fingerprint: {_describe_fingerprint(drift.fingerprint)}"
+    ]
     lines += [f"  {difference}" for difference in drift.fingerprint.differences[:MAX_SHOWN]]
     if (more := len(drift.fingerprint.differences) - MAX_SHOWN) > 0:
         lines.append(f"  and {more} more")
     for changed in drift.changed[:MAX_SHOWN]:
-        lines += [f"  {changed.eval_name} {changed.case_id!r}: {changed.kind}",
-                  f"    evaluated {changed.recorded[:200]!r}", f"    now       {changed.answered[:200]!r}"]
+        lines += [
+            f"  {changed.eval_name} {changed.case_id!r}: {changed.kind}",
+            f"    evaluated {changed.recorded[:200]!r}",
+            f"    now       {changed.answered[:200]!r}",
+        ]
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """Read params.yaml before DVC does, which would tell a mistake there in its own words.
 
-    python -m scripts.check_settings
+python -m scripts.check_settings
 """
 
 from __future__ import annotations

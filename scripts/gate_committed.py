@@ -5,7 +5,8 @@
 A release may go out when
 1. no stage is out of date by dvc.lock: the committed results are of this code, these settings and this data;
 2. the gate of every product of params.yaml passes on the committed verdict;
-3. every product's release bundle is there, verifies, and is about that verdict, these settings, weights and cases; it is
+3. every product's release bundle is there, verifies, and is about that verdict, these settings, weights and cases; it
+is
    signed by the key in `release.pub`, where that file is committed;
 4. in a pull request (GITHUB_BASE_REF names the branch it goes to): no setting is looser than at that branch's last
    release without its reason in `gate.loosened`, no release of that branch was deleted, and `release.pub` is its own.
@@ -100,8 +101,11 @@ def check_results(products: Sequence[str], *, blocked: Collection[str] = ()) -> 
 
 def _find_other_commands(commands: Mapping[str, list[str]], asked: Mapping[str, str]) -> list[str]:
     """Return the stages that are not what they have to be, whatever dvc.lock says: those that judge, and env."""
-    return [f"dvc.yaml: {stage}.cmd: expected {command!r}, got {'; '.join(commands.get(stage, ['no such stage']))!r}"
-            for stage, command in asked.items() if commands.get(stage) != [command]]
+    return [
+        f"dvc.yaml: {stage}.cmd: expected {command!r}, got {'; '.join(commands.get(stage, ['no such stage']))!r}"
+        for stage, command in asked.items()
+        if commands.get(stage) != [command]
+    ]
 
 
 def check_gate(product: str) -> Check:
@@ -144,11 +148,15 @@ def check_base(params: Params, base: str) -> Check:
     code, _ = run("git", "rev-parse", "--verify", "--quiet", f"origin/{base}^{{commit}}")
     if code:
         return Check(name, False, f"origin/{base}: expected the branch that this goes to, found none; fetch it")
-    problems = [problem for product in params.products.values() if (problem := _find_loosening(product, f"origin/{base}"))]
+    problems = [
+        problem for product in params.products.values() if (problem := _find_loosening(product, f"origin/{base}"))
+    ]
     code, key = run("git", "show", f"origin/{base}:{KEY}")
     if not code and (not KEY.is_file() or KEY.read_text(encoding="utf-8").strip() != key):
-        problems.append(f"{KEY}: expected the key that {base} has, found "
-                        f"{'another' if KEY.is_file() else 'none'}; change it on {base} itself")
+        problems.append(
+            f"{KEY}: expected the key that {base} has, found "
+            f"{'another' if KEY.is_file() else 'none'}; change it on {base} itself"
+        )
     return Check(name, not problems, "\n".join(problems) or "nothing is")
 
 
@@ -166,8 +174,9 @@ def _find_loosening(product: Product, base: str) -> str | None:
         policy = describe_policy(product)
         own = read_record(path, Manifest)
         side, cases = own.reference, {name: kept.digest for name, kept in own.evalsets.items()}
-        material = name_material(weights=side.weights_digest, cases=cases, serving=side.serving_digest,
-                                 adapter=side.adapter_digest)  # fmt: skip
+        material = name_material(
+            weights=side.weights_digest, cases=cases, serving=side.serving_digest, adapter=side.adapter_digest
+        )
         compare_with_release(policy, manifest.encode(), f"{base}:{path}", material=material)
     except QuantgateError as error:
         return str(error)
@@ -196,8 +205,10 @@ def render_markdown(checks: list[Check]) -> str:
     parts = ["## quantgate: " + (f"blocked by {escape_markdown(', '.join(wrong))}" if wrong else "pass")]
     for check in checks:
         said = show_unprintable(check.said, keep="\n").replace("```", "'''")
-        parts.append(f"<details{'' if check.is_right else ' open'}><summary>{escape_markdown(check.name)}: "
-                     f"{'pass' if check.is_right else '<b>blocked</b>'}</summary>\n\n```text\n{said}\n```\n</details>")
+        parts.append(
+            f"<details{'' if check.is_right else ' open'}><summary>{escape_markdown(check.name)}: "
+            f"{'pass' if check.is_right else '<b>blocked</b>'}</summary>\n\n```text\n{said}\n```\n</details>"
+        )
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,13 +1,13 @@
 """Find a convolution policy on calibration images and write it into params.yaml.
 
-    python scripts/propose_conv_policy.py detector winograd-calibrated [--dtype float16] [--images N]
+    python scripts/propose_conv_policy.py people winograd-calibrated [--dtype float16] [--images N]
                                           [--max-relative-error 0.01] [--min-headroom-bits 1] [--dry-run]
 
 The candidate has a step `conv_policy`; its `algorithm`, `dtype` and `rules` are replaced, with the reason of each rule,
 and everything else in params.yaml stays as it is. The network runs in float32 on the section's `calibration_images`,
 which must share no picture with its evals, and every convolution tries each algorithm on its own input there
-(`pipeline/products/vision/proposal.py`). Prints a row a layer. What the policy costs in the network's results is for the
-evaluation to say: `dvc repro` afterwards.
+(`pipeline/products/vision/proposal.py`). Prints a row a layer. What the policy costs in the network's results is for
+the evaluation to say: `dvc repro` afterwards.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _find_step(product: VisionProduct, candidate: str) -> ConvPolicyStep:
     steps = [step for step in product.candidates[candidate].steps if isinstance(step, ConvPolicyStep)]
     if not steps:
-        raise SettingsError(f"candidates.{candidate}.steps: expected a step of kind conv_policy, found "
-                            "none; add `- {kind: conv_policy, algorithm: direct, dtype: float32}`")  # fmt: skip
+        raise SettingsError(
+            f"candidates.{candidate}.steps: expected a step of kind conv_policy, found "
+            "none; add `- {kind: conv_policy, algorithm: direct, dtype: float32}`"
+        )
     return steps[0]
 
 
@@ -104,9 +106,14 @@ def _propose(
     torch.set_num_threads(product.serving.num_threads)
     folder = Path(product.candidates[options.candidate].checkpoint)
     network = load_network(folder, load_adapter(Path(product.adapter)), run_plainly(product))
-    return propose_policy(network.module, _prepare(product, cases, network), dtype=dtype, run=network.run,
-                          max_relative_error=options.max_relative_error,
-                          min_headroom_bits=options.min_headroom_bits)  # fmt: skip
+    return propose_policy(
+        network.module,
+        _prepare(product, cases, network),
+        dtype=dtype,
+        run=network.run,
+        max_relative_error=options.max_relative_error,
+        min_headroom_bits=options.min_headroom_bits,
+    )
 
 
 def _prepare(product: VisionProduct, cases: tuple[PictureCase, ...], network: Network) -> Iterator[torch.Tensor]:

@@ -2,8 +2,8 @@
 
     /path/to/vllm/bin/python scripts/record_vllm_schema.py
 
-Writes pipeline/products/text/serving/schemas/vllm-<release>.json: the options of `vllm serve` as its config file spells them, and
-the keys of its nested speculative config. Types that argparse can't tell (nested configs) are left open.
+Writes pipeline/products/text/serving/schemas/vllm-<release>.json: the options of `vllm serve` as its config file spells
+them, and the keys of its nested speculative config. Types that argparse can't tell (nested configs) are left open.
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ def main() -> int:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     version = vllm.__version__.split("+")[0]
-    options = {name: schema for action in make_arg_parser(FlexibleArgumentParser())._actions
-               for name, schema in describe_action(action)}
+    options = {
+        name: schema
+        for action in make_arg_parser(FlexibleArgumentParser())._actions
+        for name, schema in describe_action(action)
+    }
     options |= {"model": {"type": "string"}, "speculative-config": describe_dataclass(SpeculativeConfig)}
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"vllm serve {version}",
-              "type": "object", "properties": dict(sorted(options.items())), "additionalProperties": False}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"vllm serve {version}",
+        "type": "object",
+        "properties": dict(sorted(options.items())),
+        "additionalProperties": False,
+    }
     path = SCHEMAS / f"vllm-{version}.json"
     path.write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
     print(f"{path}: {len(options)} options")
@@ -56,8 +64,11 @@ def describe_action(action: argparse.Action) -> list[tuple[str, dict[str, Any]]]
 def describe_dataclass(config: Any) -> dict[str, Any]:
     """Return the schema of a nested config; fields that hold other configs are vLLM's own and left out."""
     found = {field.name: describe_type(field.type) for field in dataclasses.fields(config)}
-    return {"type": "object", "properties": {name: schema for name, schema in found.items() if schema is not None},
-            "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {name: schema for name, schema in found.items() if schema is not None},
+        "additionalProperties": False,
+    }
 
 
 def describe_type(annotation: Any) -> dict[str, Any] | None:
@@ -77,8 +88,11 @@ def describe_type(annotation: Any) -> dict[str, Any] | None:
 
 def flatten_choices(annotation: Any) -> list[Any]:
     """Return the values of a Literal, nested ones included."""
-    return [value for part in get_args(annotation)
-            for value in (flatten_choices(part) if get_origin(part) is Literal else [part])]
+    return [
+        value
+        for part in get_args(annotation)
+        for value in (flatten_choices(part) if get_origin(part) is Literal else [part])
+    ]
 
 
 if __name__ == "__main__":

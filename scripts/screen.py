@@ -65,15 +65,20 @@ def make_watches(product: TextProduct) -> dict[str, HarmWatch]:
     for name in watched:
         _check_same_cases(name, product.chat_evals[name], evidence)
     num_metrics = sum(map(len, watched.values()))
-    return {name: HarmWatch(evidence.records[name], metrics, alpha=product.gate.alpha, num_metrics=num_metrics)
-            for name, metrics in watched.items() if metrics}
+    return {
+        name: HarmWatch(evidence.records[name], metrics, alpha=product.gate.alpha, num_metrics=num_metrics)
+        for name, metrics in watched.items()
+        if metrics
+    }
 
 
 def _check_same_cases(name: str, settings: ChatEval, evidence: Evidence) -> None:
     asked, own = evidence.evaluation.evals[name].evalset_digest, load_evalset(Path(settings.evalset)).digest
     if asked != own:
-        raise EvidenceError(f"{name}: expected {settings.evalset} as the reference was asked it ({asked[:12]}), found "
-                            f"another one ({own[:12]}); evaluate the reference anew with `dvc repro`")
+        raise EvidenceError(
+            f"{name}: expected {settings.evalset} as the reference was asked it ({asked[:12]}), found "
+            f"another one ({own[:12]}); evaluate the reference anew with `dvc repro`"
+        )
 
 
 def _list_watched(product: TextProduct, eval_name: str) -> list[tuple[str, MetricDefinition, float]]:
@@ -81,8 +86,12 @@ def _list_watched(product: TextProduct, eval_name: str) -> list[tuple[str, Metri
     found = []
     for definition in METRICS_BY_EVAL_KIND[product.evals[eval_name].kind]:
         tolerance = product.gate.tolerances.get(name := f"{eval_name}/{definition.name}")
-        if tolerance and tolerance.overall is not None and tolerance.tier != "advisory" and (
-                definition.estimator == "proportion"):
+        if (
+            tolerance
+            and tolerance.overall is not None
+            and tolerance.tier != "advisory"
+            and (definition.estimator == "proportion")
+        ):
             found.append((name, definition, tolerance.overall))
     return found
 

@@ -34,8 +34,10 @@ def main(argv: list[str]) -> int:
     product = find_owner(load_params(), options.candidate, kind=TextProduct)
     engine = product.candidates[options.candidate].engine
     if isinstance(engine, OpenaiEngine):
-        raise SettingsError(f"candidates.{options.candidate}.engine: expected one that quantgate starts (transformers, "
-                            f"vllm), got openai, which somebody else serves at {engine.base_url}; start it there")
+        raise SettingsError(
+            f"candidates.{options.candidate}.engine: expected one that quantgate starts (transformers, "
+            f"vllm), got openai, which somebody else serves at {engine.base_url}; start it there"
+        )
     if options.port is not None and not 1 <= options.port <= 65535:
         raise SettingsError(f"--port: expected 1 to 65535, got {options.port}; leave it out for a free one")
     with contextlib.suppress(KeyboardInterrupt):
@@ -54,11 +56,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 async def _serve(options: argparse.Namespace, product: TextProduct) -> None:
     candidate = read_candidate(product.build, options.candidate, product)
     resources = product.resources.model_copy(update={"num_servers": 1})
-    starting = start_engine(candidate, resources, evals=product.evals, root=Path(),
-                            logs=product.build / "logs" / candidate.name / "served", host=options.host, port=options.port)
+    starting = start_engine(
+        candidate,
+        resources,
+        evals=product.evals,
+        root=Path(),
+        logs=product.build / "logs" / candidate.name / "served",
+        host=options.host,
+        port=options.port,
+    )
     async with starting as (engine, _):
-        print(f"{engine.base_urls[0]} serves {candidate.name}, fingerprint {engine.fingerprint[:12]}; Ctrl-C ends it",
-              flush=True)
+        print(
+            f"{engine.base_urls[0]} serves {candidate.name}, fingerprint {engine.fingerprint[:12]}; Ctrl-C ends it",
+            flush=True,
+        )
         while True:
             engine.check_alive()
             await asyncio.sleep(WATCH_S)

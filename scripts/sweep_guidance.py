@@ -60,10 +60,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sweep_guidance", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scales", type=float, nargs="+", default=[5, 9, 12, 15])
     parser.add_argument("--rescales", type=float, nargs="+", default=[0, 0.3, 0.5, 0.7, 1])
-    parser.add_argument("--percentiles", type=_parse_percentile, nargs="+", default=[None, 99.5],
-                        help="of dynamic thresholding, or none (none 99.5)")
-    parser.add_argument("--max-values", type=float, nargs="+", default=[SAMPLE_MAX],
-                        help=f"upper limit of the threshold ({SAMPLE_MAX:g})")
+    parser.add_argument(
+        "--percentiles",
+        type=_parse_percentile,
+        nargs="+",
+        default=[None, 99.5],
+        help="of dynamic thresholding, or none (none 99.5)",
+    )
+    parser.add_argument(
+        "--max-values",
+        type=float,
+        nargs="+",
+        default=[SAMPLE_MAX],
+        help=f"upper limit of the threshold ({SAMPLE_MAX:g})",
+    )
     parser.add_argument("--prompts", type=int, help="how many; else all")
     parser.add_argument("--eval", help="whose prompts; else the first eval's")
     parser.add_argument("--out", type=Path, default=Path("build/sweep"), help="folder of the report (build/sweep)")

@@ -29,8 +29,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.verify", description="Check a release bundle offline.")
     parser.add_argument("bundle", type=Path, help="folder of the bundle, for example release/agent")
     parser.add_argument("--public-key", type=Path, help="PEM public key of who must have signed it")
-    parser.add_argument("--weights", action="append", default=[], metavar="[NAME=]FOLDER",
-                        help="weights to compare with what was released; NAME if several were")  # fmt: skip
+    parser.add_argument(
+        "--weights",
+        action="append",
+        default=[],
+        metavar="[NAME=]FOLDER",
+        help="weights to compare with what was released; NAME if several were",
+    )
     return parser.parse_args(argv)
 
 
@@ -55,8 +60,9 @@ def main(argv: list[str]) -> int:
     if not given.bundle.is_dir():
         sys.exit(f"verify: {given.bundle}: expected the folder of a release bundle, found none")
     try:
-        found = verify_bundle(given.bundle, public_key=given.public_key,
-                              weights=name_weights(given.bundle, given.weights))  # fmt: skip
+        found = verify_bundle(
+            given.bundle, public_key=given.public_key, weights=name_weights(given.bundle, given.weights)
+        )
     except QuantgateError as error:
         sys.exit(f"verify: {error}")
     for line in found.notes + [f"DIFFERS  {problem}" for problem in found.problems]:

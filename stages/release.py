@@ -29,14 +29,27 @@ def main(argv: list[str]) -> int:
     judgement = read_record(verdict, Judgement)
     check_marker(build / "gate.ok", judgement, verdict)
     key = os.environ.get(KEY)
-    manifest = write_bundle(product, judgement, build=build, params=Path(PARAMS), verdict=verdict, bundle=bundle,
-                            libraries=ENV / "libraries.json",
-                            private_key=Path(key) if key else None)  # fmt: skip
+    manifest = write_bundle(
+        product,
+        judgement,
+        build=build,
+        params=Path(PARAMS),
+        verdict=verdict,
+        bundle=bundle,
+        libraries=ENV / "libraries.json",
+        private_key=Path(key) if key else None,
+    )
     print(f"{bundle}: {'signed' if key else f'not signed, as {KEY} names no private key'}")
     if not os.environ.get("DVC_EXP_NAME"):  # what an experiment tries out is not released
         shared = {"verdict_sha256": manifest.verdict_sha256, "manifest_sha256": digest_file(bundle / MANIFEST)}
-        versions = [ReleasedVersion(side.candidate, Path(side.weights_path), shared | {
-            "gate": side.outcome, "fingerprint": side.fingerprint}) for side in manifest.release]
+        versions = [
+            ReleasedVersion(
+                side.candidate,
+                Path(side.weights_path),
+                shared | {"gate": side.outcome, "fingerprint": side.fingerprint},
+            )
+            for side in manifest.release
+        ]
         for registered in register_versions(versions, Path(os.environ.get("DVC_ROOT", ".")), product=product.name):
             print(f"MLflow: {registered}")
     return 0

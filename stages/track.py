@@ -26,8 +26,9 @@ def main(argv: list[str]) -> int:
     build, reports = product.build, product.reports
     runs = describe_runs(read_record(reports / VERDICT_FILE, Judgement), build)
     attachments = [*list_attachments(reports), build / PAGE]
-    logged = log_runs(runs, root, product=product.name, attachments=attachments,
-                      dvc_experiment=os.environ.get("DVC_EXP_NAME", ""))  # fmt: skip
+    logged = log_runs(
+        runs, root, product=product.name, attachments=attachments, dvc_experiment=os.environ.get("DVC_EXP_NAME", "")
+    )
     write_pages(logged, root, product=product.name, has_pictures=any(run.images for run in runs))
     print(f"MLflow: {sum(run.is_new for run in logged)} of {len(logged)} runs are new; `make ui` opens it")
     write_text(build / OUTPUT, "".join(f"{run.candidate} {run.key}\n" for run in runs))
@@ -38,8 +39,10 @@ def list_attachments(reports: Path) -> list[Path]:
     """Return the report and the pictures beside it, less those that it leaves out as they would show nothing."""
     report = reports / "report.md"
     text = report.read_text(encoding="utf-8")
-    return [report, *(path for path in sorted(reports.glob("*.png"))
-                      if path.name not in MAY_BE_EMPTY or f"]({path.name})" in text)]  # fmt: skip
+    return [
+        report,
+        *(path for path in sorted(reports.glob("*.png")) if path.name not in MAY_BE_EMPTY or f"]({path.name})" in text),
+    ]
 
 
 if __name__ == "__main__":

@@ -32,11 +32,16 @@ IGNORES_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IG
 def resolve(config: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of /server_info, as far as quantgate reads it."""
     speculative = config.get("speculative-config")
-    return {"vllm_config": {
-        "model_config": {"dtype": os.environ.get("FAKE_VLLM_DTYPE", f"torch.{config['dtype']}"), "seed": 0},
-        "cache_config": {"block_size": 128}, "device_config": {"device": "cpu"},
-        "speculative_config": speculative and {key: speculative[key] for key in ("num_speculative_tokens", "method")},
-    }, "system_env": {}}  # fmt: skip
+    return {
+        "vllm_config": {
+            "model_config": {"dtype": os.environ.get("FAKE_VLLM_DTYPE", f"torch.{config['dtype']}"), "seed": 0},
+            "cache_config": {"block_size": 128},
+            "device_config": {"device": "cpu"},
+            "speculative_config": speculative
+            and {key: speculative[key] for key in ("num_speculative_tokens", "method")},
+        },
+        "system_env": {},
+    }
 
 
 def count_drafts(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -44,8 +49,15 @@ def count_drafts(config: dict[str, Any]) -> dict[str, Any] | None:
     if "speculative-config" not in config:
         return None
     k = config["speculative-config"]["num_speculative_tokens"]
-    return {"speculative_decoding": {"acceptance_histogram": [0, 1] + [0] * (k - 1), "num_spec_steps": 1,
-                                     "num_accepted_draft_tokens": 1, "num_draft_tokens": k, "num_spec_tokens": k}}
+    return {
+        "speculative_decoding": {
+            "acceptance_histogram": [0, 1] + [0] * (k - 1),
+            "num_spec_steps": 1,
+            "num_accepted_draft_tokens": 1,
+            "num_draft_tokens": k,
+            "num_spec_tokens": k,
+        }
+    }
 
 
 def answer(path: str, body: dict[str, Any], config: dict[str, Any]) -> Any:
@@ -62,20 +74,31 @@ def answer(path: str, body: dict[str, Any], config: dict[str, Any]) -> Any:
     if path == "/v1/completions":
         return {"model": name, **score(body)}
     tokens = TOKENS[: body["max_tokens"]]
-    return {"model": name, "system_fingerprint": config["fingerprint-value"], "prompt_token_ids": [3, 4],
-            "choices": [{"message": {"content": "{}"}, "finish_reason": "stop", "token_ids": tokens}],
-            "metrics": count_drafts(config) if tokens == TOKENS else None,
-            "usage": {"prompt_tokens": 2, "completion_tokens": len(tokens)}}  # fmt: skip
+    return {
+        "model": name,
+        "system_fingerprint": config["fingerprint-value"],
+        "prompt_token_ids": [3, 4],
+        "choices": [{"message": {"content": "{}"}, "finish_reason": "stop", "token_ids": tokens}],
+        "metrics": count_drafts(config) if tokens == TOKENS else None,
+        "usage": {"prompt_tokens": 2, "completion_tokens": len(tokens)},
+    }
 
 
 def score(body: dict[str, Any]) -> dict[str, Any]:
     """Answer a score request as vLLM does: all given tokens are equally likely."""
     rows = [{f"token_id:{t}": -1.0 - t for t in range(body["logprobs"])}]
-    return {"choices": [
-        {"index": i, "logprobs": {"token_logprobs": [None] + [-1.0] * (len(ids) - 1),
-                                  "top_logprobs": [None] + rows * (len(ids) - 1)}}
-        for i, ids in enumerate(body["prompt"])
-    ]}  # fmt: skip
+    return {
+        "choices": [
+            {
+                "index": i,
+                "logprobs": {
+                    "token_logprobs": [None] + [-1.0] * (len(ids) - 1),
+                    "top_logprobs": [None] + rows * (len(ids) - 1),
+                },
+            }
+            for i, ids in enumerate(body["prompt"])
+        ]
+    }
 
 
 def make_handler(answer: Answer) -> type[BaseHTTPRequestHandler]:
@@ -127,8 +150,10 @@ def main() -> None:
         child = subprocess.Popen([sys.executable, "-c", IGNORES_TERM], start_new_session=True)
         Path(os.environ["FAKE_VLLM_CHILD"]).write_text(str(child.pid))
     if "FAKE_VLLM_BREAKS" in os.environ:
-        print("(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] ValueError: no kernel for int4 in float32",
-              file=sys.stderr)
+        print(
+            "(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] ValueError: no kernel for int4 in float32",
+            file=sys.stderr,
+        )
         sys.exit("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}")
     if "FAKE_VLLM_SLEEPS" in os.environ:
         time.sleep(600)

@@ -130,8 +130,9 @@ class Table:
         folder = self.folder / re.sub(r"\W+", "-", row.name)
         self._copy(folder)
         there = served_at(self.proxy.url) if row.fault else {}
-        write_project(folder, self.proxy.url, {"checkpoint": row.checkpoint, "steps": []} | there,
-                      request_timeout_s=row.timeout_s)
+        write_project(
+            folder, self.proxy.url, {"checkpoint": row.checkpoint, "steps": []} | there, request_timeout_s=row.timeout_s
+        )
         self.proxy.fault = row.fault() if row.fault else None
         with contextlib.nullcontext() if row.fault else killer(folder / BUILD / "journal/there/calls.jsonl"):
             start = time.monotonic()
@@ -146,13 +147,21 @@ class Table:
                 again = evaluate(folder, "there")
             assert again[0] == 0, again[1]
         return Observed(
-            code=code, seconds=seconds, printed=printed, verdict=verdict,
+            code=code,
+            seconds=seconds,
+            printed=printed,
+            verdict=verdict,
             said="\n".join(line for line in printed.splitlines() if line.startswith("quantgate ")),
-            num_kept=len(kept), num_again=len(asked & kept),
-            num_lost=NUM_CASES - len(asked | kept), recovered=judge(folder),
+            num_kept=len(kept),
+            num_again=len(asked & kept),
+            num_lost=NUM_CASES - len(asked | kept),
+            recovered=judge(folder),
             # a server of the candidate's own has another fingerprint than one that it is attached to
-            num_differing=count_differing(self.folder / "undisturbed", folder,
-                                          ignored={"latency_s"} | ({"fingerprint"} if row.fault is None else set())),
+            num_differing=count_differing(
+                self.folder / "undisturbed",
+                folder,
+                ignored={"latency_s"} | ({"fingerprint"} if row.fault is None else set()),
+            ),
         )
 
     def _copy(self, folder: Path) -> None:
@@ -173,14 +182,14 @@ def find_problems(row: Row, found: Observed) -> list[str]:
         "it printed a traceback": "Traceback" not in found.printed,
         f"it ended with {found.said!r}": said.fullmatch(found.said) and "\n" not in found.said,
         f"{found.num_kept} cases were kept": found.num_kept >= row.num_kept,
-        f"the verdict was {found.verdict.outcome}, {found.verdict.reasons}":
-            found.verdict.outcome == row.verdict and any(map(because.fullmatch, found.verdict.reasons)),
+        f"the verdict was {found.verdict.outcome}, {found.verdict.reasons}": found.verdict.outcome == row.verdict
+        and any(map(because.fullmatch, found.verdict.reasons)),
         f"{found.num_again} kept cases were asked again": found.num_again == num_again,
         f"{found.num_lost} cases were lost": found.num_lost == 0,
         f"{found.num_differing} records differ": found.num_differing == row.num_differing,
-        f"after it the verdict was {found.recovered.outcome}, {found.recovered.reasons}":
-            found.recovered.outcome == "pass",
-    }  # fmt: skip
+        f"after it the verdict was {found.recovered.outcome}, {found.recovered.reasons}": found.recovered.outcome
+        == "pass",
+    }
     return [problem for problem, is_right in holds.items() if not is_right]
 
 
@@ -264,5 +273,7 @@ def count_differing(expected: Path, got: Path, *, ignored: set[str]) -> int:
 
 def read_records(path: Path, ignored: set[str]) -> list[dict[str, Any]]:
     """Return records without some of their fields."""
-    return [{key: value for key, value in json.loads(line).items() if key not in ignored}
-            for line in path.read_text().splitlines()]  # fmt: skip
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in ignored}
+        for line in path.read_text().splitlines()
+    ]

@@ -39,8 +39,9 @@ def lose_people(trial: Trial) -> Observed:
 def overflow_in_all(trial: Trial) -> Observed:
     """Judge a detector whose output is NaN in each of so few pictures that no test rules out chance."""
     ways = {"nan": Way(by=Change(score=0, box=0))}
-    product = make_network_product("detector", ways, {"scenes/ap": {"overall": 0.05},
-                                                  "scenes/finite_output_rate": {"overall": 0.05}})  # fmt: skip
+    product = make_network_product(
+        "detector", ways, {"scenes/ap": {"overall": 0.05}, "scenes/finite_output_rate": {"overall": 0.05}}
+    )
     build = write_detector(trial.root / "synthetic", product, ways, num_images=NUM_NAN)
     rewrite_records(build, "nan", "scenes", _lose_finite)
     return judge(product, build)

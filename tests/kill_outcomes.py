@@ -28,12 +28,11 @@ NUM_CASES = 500
 SIDES = ("reference", "candidate")
 SAMPLED = ("--better", "gen/exact_match=higher")
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
 
 
-def compared(
-    write: Callable[[Path, Path], object], *options: object, file: str = ""
-) -> Callable[[Trial], Observed]:
+def compared(write: Callable[[Path, Path], object], *options: object, file: str = "") -> Callable[[Trial], Observed]:
     """Return what writes both sides and compares them.
 
     Args:
@@ -62,8 +61,15 @@ def run_compare(folder: Path, *argv: object, code: Path = ROOT) -> Observed:
     """
     command = [sys.executable, "-m", "pipeline", "compare", *map(str, argv), "--json", "judgement.json"]
     try:
-        done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(code)}, capture_output=True,
-                              text=True, timeout=PATIENCE_S, check=False)  # fmt: skip
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(code)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return Observed("error", "compare", (f"no verdict after {PATIENCE_S} s",), PATIENCE_S, "")
     written = folder / "judgement.json"
@@ -149,7 +155,8 @@ def write_bomb(*sides: Path) -> None:
     for side in sides:
         write_scores(side, [1.0] * NUM_CASES)
     (sides[0].parent / "policy.yaml").write_text(
-        f"{ALIASES}gate: {{alpha: 0.05, on_inconclusive: block, tolerances: *a11}}\n", encoding="utf-8")
+        f"{ALIASES}gate: {{alpha: 0.05, on_inconclusive: block, tolerances: *a11}}\n", encoding="utf-8"
+    )
 
 
 def leave_notes(*sides: Path) -> None:
@@ -158,4 +165,5 @@ def leave_notes(*sides: Path) -> None:
         write_samples(side)
         (side / "README.md").write_text("how it was run\n", encoding="utf-8")
         (side / f"results_{DATE}.json").write_text(
-            json.dumps({"higher_is_better": {"gen": {"exact_match": True}}}), encoding="utf-8")
+            json.dumps({"higher_is_better": {"gen": {"exact_match": True}}}), encoding="utf-8"
+        )

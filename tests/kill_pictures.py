@@ -41,7 +41,9 @@ def overflow_in_some(trial: Trial) -> None:
     """Evaluate the candidate with NaN in one image in 50."""
     evalset = trial.root / trial.section["evals"][trial.find_eval("images")]["evalset"]
     names = [case.id for case in load_evalset(evalset).cases[::NAN_EVERY]]
-    in_workers("pipeline.products.images.evaluate.render_batch", partial(render_with_nan, names=frozenset(names)))(trial)
+    in_workers("pipeline.products.images.evaluate.render_batch", partial(render_with_nan, names=frozenset(names)))(
+        trial
+    )
 
 
 def render_with_nan(batch: Sequence[Any], category: str | None, *, names: frozenset[str]) -> Any:
@@ -96,4 +98,3 @@ def _add_seams(picture: Any) -> Any:
     for start, end in zip(columns[::2], [*columns[1::2], picture.shape[1]], strict=False):
         bright[:, start:end] = (picture[:, start:end].int() + SEAM_LEVELS).clamp(0, 255).to(picture.dtype)
     return bright
-

@@ -43,8 +43,10 @@ def drop_last(records: Records) -> Records:
 def rotate_digests(records: Records) -> Records:
     """Write each answer beside the question of the next case."""
     digests = [record.input_digest for record in records]
-    return [record.model_copy(update={"input_digest": digest})
-            for record, digest in zip(records, digests[1:] + digests[:1], strict=True)]  # fmt: skip
+    return [
+        record.model_copy(update={"input_digest": digest})
+        for record, digest in zip(records, digests[1:] + digests[:1], strict=True)
+    ]
 
 
 def reverse(records: Records) -> Records:

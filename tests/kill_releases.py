@@ -25,8 +25,12 @@ from tests.release_project import NAME, bundle_project, write_project, write_sta
 
 _OWN = ("DVC_", "GIT_", "GITHUB_", "QUANTGATE_")  # of whoever runs this
 # stands beside `compare`: where the records are not, neither can run, and nothing is behind it
-_MEASURE: dict[str, Any] = {"cmd": "ls build/candidates > build/measured.txt", "deps": ["build/candidates"],
-            "params": [{"build/env/code.json": ["measure"]}], "outs": ["build/measured.txt"]}  # fmt: skip
+_MEASURE: dict[str, Any] = {
+    "cmd": "ls build/candidates > build/measured.txt",
+    "deps": ["build/candidates"],
+    "params": [{"build/env/code.json": ["measure"]}],
+    "outs": ["build/measured.txt"],
+}
 _NOT_CLONED = ("build", "cache", "tmp")
 
 
@@ -66,10 +70,14 @@ def make_release() -> tempfile.TemporaryDirectory[str]:
 def run(root: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a project, with the library of this repository."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_OWN)}
-    kept |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "PYTHONPATH": str(ROOT),
-             "DVC_NO_ANALYTICS": "1"}  # fmt: skip
-    return subprocess.run(command, cwd=root, env=kept, text=True, check=False, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)  # fmt: skip
+    kept |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "DVC_NO_ANALYTICS": "1",
+    }
+    return subprocess.run(
+        command, cwd=root, env=kept, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def gate(clone: Path) -> Observed:
@@ -103,11 +111,14 @@ def edit_and_forge(clone: Path) -> None:
 def edit_and_freeze(clone: Path) -> None:
     """Edit the recipe, and freeze the stages that it would make stale."""
     edit_recipe(clone)
-    edit_json(clone / "dvc.yaml", lambda file: [file["stages"][name].update(frozen=True)
-                                                for name in ("compare", "gate", "release")])  # fmt: skip
+    edit_json(
+        clone / "dvc.yaml",
+        lambda file: [file["stages"][name].update(frozen=True) for name in ("compare", "gate", "release")],
+    )
 
 
 def edit_code(*stages: str) -> Callable[[Path], None]:
     """Return what gives some stages the digest of code that none had before."""
-    return lambda root: edit_json(root / "code.json", lambda code: code.update(
-        {stage: f"{code.get(stage)} edited" for stage in stages}))  # fmt: skip
+    return lambda root: edit_json(
+        root / "code.json", lambda code: code.update({stage: f"{code.get(stage)} edited" for stage in stages})
+    )

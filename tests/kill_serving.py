@@ -25,8 +25,9 @@ NUM_SOUND = 64  # chats that are let through before answers are swapped: the pro
 EMPTY_EVERY = 20
 
 
-def attach(fault: Fault | None = None, *, evals: tuple[str, ...] = ("tool_calls",), serves_reference: bool = False
-           ) -> Callable[[Trial], None]:  # fmt: skip
+def attach(
+    fault: Fault | None = None, *, evals: tuple[str, ...] = ("tool_calls",), serves_reference: bool = False
+) -> Callable[[Trial], None]:
     """Return what evaluates the candidate as a server of somebody else's, behind a proxy that breaks something."""
 
     def plant(trial: Trial) -> None:
@@ -102,21 +103,26 @@ def keep_journal(other: str) -> Callable[[Trial], None]:
         journal = f"build/journal/{trial.name}"
         shutil.copytree(trial.project / journal, trial.root / journal)
         trial.keep_evals("tool_calls")
-        trial.change_weights(lambda folder: shutil.copytree(
-            trial.project / "build/candidates" / other / "checkpoint", folder, dirs_exist_ok=True))
+        trial.change_weights(
+            lambda folder: shutil.copytree(
+                trial.project / "build/candidates" / other / "checkpoint", folder, dirs_exist_ok=True
+            )
+        )
         trial.evaluate()
 
     return plant
 
 
-def time_candidate(change: Callable[[int], int] | None = None, clock: Callable[[TimedReply], TimedReply] | None = None
-                   ) -> Callable[[Trial], None]:  # fmt: skip
+def time_candidate(
+    change: Callable[[int], int] | None = None, clock: Callable[[TimedReply], TimedReply] | None = None
+) -> Callable[[Trial], None]:
     """Return what times the candidate, asked for another number of tokens than the reference or by another clock."""
     ask = rounds.ask
 
     def plant(trial: Trial) -> None:
-        async def ask_otherwise(http: Any, url: str, model: str, messages: Any, *, num_tokens: int,
-                                tools: Any = None) -> TimedReply:  # fmt: skip
+        async def ask_otherwise(
+            http: Any, url: str, model: str, messages: Any, *, num_tokens: int, tools: Any = None
+        ) -> TimedReply:
             ours = model == trial.name
             num_tokens = change(num_tokens) if change and ours else num_tokens
             timed = await ask(http, url, model, messages, num_tokens=num_tokens, tools=tools)

@@ -100,8 +100,9 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if any(_OTHER_CODE in reason for reason in seen.reasons):
-        raise ProjectError(f"{project}: expected evaluations by the present code and settings, got others; run "
-                           "`make repro` first")
+        raise ProjectError(
+            f"{project}: expected evaluations by the present code and settings, got others; run `make repro` first"
+        )
     said = tuple(reason.replace(f"{folder}/", "") for reason in seen.reasons)
     return replace(seen, reasons=said, seconds=round(time.monotonic() - start, 1))
 
@@ -131,5 +132,7 @@ def describe_loss(verdict: Verdict) -> str:
     if not gated:
         return ""
     worst = max(gated, key=lambda c: c.harm / (c.tolerance or 1.0))
-    return (f"{name_comparison(worst)} {format_harm(worst.metric, worst.harm)}, tolerated "
-            f"{format_tolerance(worst.metric, worst.tolerance)}")  # fmt: skip
+    return (
+        f"{name_comparison(worst)} {format_harm(worst.metric, worst.harm)}, tolerated "
+        f"{format_tolerance(worst.metric, worst.tolerance)}"
+    )

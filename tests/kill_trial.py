@@ -1,8 +1,8 @@
 """A copy of a finished project, in which one thing is changed and the real stages run.
 
-The copy is cut down to the reference and one candidate of one product. Stages run in its folder as a user runs them, with
-real checkpoints, servers and records. Speed is judged only where it is asked for: other weights than the timed ones
-would be refused for that alone.
+The copy is cut down to the reference and one candidate of one product. Stages run in its folder as a user runs them,
+with real checkpoints, servers and records. Speed is judged only where it is asked for: other weights than the timed
+ones would be refused for that alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from pipeline.records.verdicts import Verdict
 from pipeline.settings.base import BUILDS, METRICS, REPORTS, TRACKS
 from stages.cli import run_stage
 
-STAGES = {"text": ("optimize", "evaluate"), "images": ("optimize_images", "evaluate_images"),
-          "detector": ("optimize_network", "evaluate_network"),
-          "upscaler": ("optimize_network", "evaluate_network")}  # fmt: skip
+STAGES = {
+    "text": ("optimize", "evaluate"),
+    "images": ("optimize_images", "evaluate_images"),
+    "detector": ("optimize_network", "evaluate_network"),
+    "upscaler": ("optimize_network", "evaluate_network"),
+}
 
 
 class StoppedError(Exception):
@@ -47,9 +50,14 @@ class Trial:
     """A copy of a finished project with the reference and one candidate of one product."""
 
     def __init__(
-        self, project: Path, root: Path, *, product: str = "text", candidate: str | None = None,
+        self,
+        project: Path,
+        root: Path,
+        *,
+        product: str = "text",
+        candidate: str | None = None,
         settings: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copy what the stages read.
 
         Args:
@@ -180,8 +188,9 @@ class Trial:
         write_cases(path, records)
         index = read_record(self.evaluation / "evaluation.json", Evaluation)
         sealed = index.evals[eval_name].model_copy(update={"sha256": digest_file(path), "num_cases": len(records)})
-        write_record(self.evaluation / "evaluation.json",
-                     index.model_copy(update={"evals": index.evals | {eval_name: sealed}}))  # fmt: skip
+        write_record(
+            self.evaluation / "evaluation.json", index.model_copy(update={"evals": index.evals | {eval_name: sealed}})
+        )
 
 
 def run_in(folder: Path, stage: str, *argv: str) -> tuple[int, str, str]:

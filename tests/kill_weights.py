@@ -67,8 +67,10 @@ def save_again(folder: Path) -> None:
     files = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
     for file, part in files.items():
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt", "saved": "again"})
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
-             "weight_map": {name: file for file, part in files.items() for name in part}}  # fmt: skip
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": {name: file for file, part in files.items() for name in part},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 

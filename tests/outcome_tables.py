@@ -23,8 +23,10 @@ def write_outcomes(path: Path, scores: list[float], *, name: str = "score", **co
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["case_id", name, "run", *columns])
-        writer.writerows([f"c{i}", score, f"run {path}", *(column[i] for column in columns.values())]
-                         for i, score in enumerate(scores))  # fmt: skip
+        writer.writerows(
+            [f"c{i}", score, f"run {path}", *(column[i] for column in columns.values())]
+            for i, score in enumerate(scores)
+        )
     return path
 
 
@@ -33,9 +35,19 @@ def write_samples(folder: Path, *, num: int = 200, task: str = "gen", wrong: int
     first = json.loads((REAL / f"samples_gen_{DATE}.jsonl").read_text().splitlines()[0])
     path = folder / f"samples_{task}_{DATE}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [first | {"doc_id": i, "doc_hash": f"{task} {i}", "prompt_hash": str(i), "filter": "none",
-                     "resps": [[f"{folder.name} {i}"]], "exact_match": float(i >= wrong),
-                     "arguments": {"gen_args_0": {"arg_0": f"{task} {i}", "arg_1": {}}}} for i in range(num)]
+    rows = [
+        first
+        | {
+            "doc_id": i,
+            "doc_hash": f"{task} {i}",
+            "prompt_hash": str(i),
+            "filter": "none",
+            "resps": [[f"{folder.name} {i}"]],
+            "exact_match": float(i >= wrong),
+            "arguments": {"gen_args_0": {"arg_0": f"{task} {i}", "arg_1": {}}},
+        }
+        for i in range(num)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -45,9 +57,19 @@ def write_documents(folder: Path, nats_per_word: Sequence[float], *, num_words: 
     (real,) = REAL.glob("samples_ppl_*.jsonl")
     first = json.loads(real.read_text().splitlines()[0])
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [first | {"doc_id": i, "doc_hash": str(i), "prompt_hash": str(i), "resps": [[str(-nats * num_words)]],
-                     "arguments": {"gen_args_0": {"arg_0": f"text {i}"}}, "metrics": ["word_perplexity"],
-                     "word_perplexity": [-nats * num_words, num_words]} for i, nats in enumerate(nats_per_word)]
+    rows = [
+        first
+        | {
+            "doc_id": i,
+            "doc_hash": str(i),
+            "prompt_hash": str(i),
+            "resps": [[str(-nats * num_words)]],
+            "arguments": {"gen_args_0": {"arg_0": f"text {i}"}},
+            "metrics": ["word_perplexity"],
+            "word_perplexity": [-nats * num_words, num_words],
+        }
+        for i, nats in enumerate(nats_per_word)
+    ]
     path = folder / f"samples_texts_{DATE}.jsonl"
     path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "bits_per_byte"}) + "\n" for row in rows))
     return path

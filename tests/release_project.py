@@ -25,8 +25,12 @@ from tests.synthetic_records import PRODUCT, Behaviour, describe_project, make_p
 
 NAME = "good"
 # few cases prove little: wide enough that a candidate which loses one case in a hundred passes
-TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.15}, "calls/tool_call_exact_match": {"overall": 0.15},
-              "choices/accuracy": {"overall": 0.15}, "prose/perplexity_per_token": {"overall": 0.02}}  # fmt: skip
+TOLERANCES = {
+    "workflows/task_completion_rate": {"overall": 0.15},
+    "calls/tool_call_exact_match": {"overall": 0.15},
+    "choices/accuracy": {"overall": 0.15},
+    "prose/perplexity_per_token": {"overall": 0.02},
+}
 BUILD = Path("build", PRODUCT)
 VERDICT = Path("reports", PRODUCT, "verdict.json")
 BUNDLE = Path("release", PRODUCT)
@@ -62,9 +66,16 @@ def load_product(root: Path) -> TextProduct:
 def bundle_project(root: Path, *, private_key: Path | None = None) -> Path:
     """Write the bundle of a project and return its folder."""
     judgement = Judgement.model_validate_json((root / VERDICT).read_bytes())
-    write_bundle(load_product(root), judgement, build=root / BUILD, params=root / "params.yaml",
-                 verdict=root / VERDICT, bundle=root / BUNDLE, libraries=root / "build/env/libraries.json",
-                 private_key=private_key)  # fmt: skip
+    write_bundle(
+        load_product(root),
+        judgement,
+        build=root / BUILD,
+        params=root / "params.yaml",
+        verdict=root / VERDICT,
+        bundle=root / BUNDLE,
+        libraries=root / "build/env/libraries.json",
+        private_key=private_key,
+    )
     return root / BUNDLE
 
 
@@ -72,10 +83,12 @@ def write_keys(folder: Path, name: str) -> tuple[Path, Path]:
     """Make an elliptic-curve key pair and return the files of its private and public half."""
     key = ec.generate_private_key(ec.SECP256R1())
     private, public = folder / f"{name}.pem", folder / f"{name}.pub"
-    private.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
-                                          serialization.NoEncryption()))  # fmt: skip
-    public.write_bytes(key.public_key().public_bytes(serialization.Encoding.PEM,
-                                                     serialization.PublicFormat.SubjectPublicKeyInfo))  # fmt: skip
+    private.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    public.write_bytes(
+        key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
     return private, public
 
 
@@ -85,12 +98,18 @@ def write_stages(root: Path) -> None:
     write_text(root / "cases.txt", "1")
     write_text(root / "inputs.json", json.dumps({stage: {PRODUCT: {"code": "1"}} for stage in JUDGING}))
     stages = {
-        "env": {"cmd": "mkdir -p build/env && cp inputs.json build/env && "
-                       "echo '{\"torch\": \"2.13.0\"}' > build/env/libraries.json",
-                "outs": ["build/env/libraries.json", "build/env/inputs.json"], "always_changed": True},
-        "evaluate": {"cmd": f"test -d {BUILD}/evaluations && test -d {BUILD}/candidates", "deps": ["cases.txt"],
-                     "outs": [{place: {"persist": True}} for place in _EVALUATED]},
-    } | {stage: _take_stage(known[stage]) for stage in JUDGING}  # fmt: skip
+        "env": {
+            "cmd": "mkdir -p build/env && cp inputs.json build/env && "
+            'echo \'{"torch": "2.13.0"}\' > build/env/libraries.json',
+            "outs": ["build/env/libraries.json", "build/env/inputs.json"],
+            "always_changed": True,
+        },
+        "evaluate": {
+            "cmd": f"test -d {BUILD}/evaluations && test -d {BUILD}/candidates",
+            "deps": ["cases.txt"],
+            "outs": [{place: {"persist": True}} for place in _EVALUATED],
+        },
+    } | {stage: _take_stage(known[stage]) for stage in JUDGING}
     write_text(root / "dvc.yaml", json.dumps({"stages": stages}))
 
 

@@ -40,23 +40,43 @@ def make_cases(rng: np.random.Generator, num_categories: int = NUM_CATEGORIES) -
     for number, place in zip([PERSON] * NUM_PEOPLE + others.tolist(), places.tolist(), strict=True):
         left, top, side = rng.uniform(0, 400), rng.uniform(0, 300), rng.uniform(20, 120)
         found[place].append(Annotation(bbox=(left, top, side, side), category_id=int(number), area=side * side))
-    return [DetectionCase(id=f"p{i}", cluster=f"p{i}", image=f"{i}.png", sha256=digest_text(str(i)),
-                          annotations=tuple(marked)) for i, marked in enumerate(found)]  # fmt: skip
+    return [
+        DetectionCase(
+            id=f"p{i}", cluster=f"p{i}", image=f"{i}.png", sha256=digest_text(str(i)), annotations=tuple(marked)
+        )
+        for i, marked in enumerate(found)
+    ]
 
 
 def detect(case: DetectionCase, rng: np.random.Generator) -> Results:
     """Return what the reference finds: about two thirds of what is there, and a false alarm here and there."""
-    found = [{"bbox": [float(x) for x in a.bbox], "score": float(rng.uniform(0.4, 1)), "category_id": a.category_id}
-             for a in case.annotations if rng.random() < 0.7]  # fmt: skip
-    wrong = [{"bbox": [1.0, 1.0, 30.0, 30.0], "score": float(rng.uniform(0.1, 0.5)),
-              "category_id": int(rng.integers(1, NUM_CATEGORIES + 1))}] if rng.random() < 0.1 else []  # fmt: skip
+    found = [
+        {"bbox": [float(x) for x in a.bbox], "score": float(rng.uniform(0.4, 1)), "category_id": a.category_id}
+        for a in case.annotations
+        if rng.random() < 0.7
+    ]
+    wrong = (
+        [
+            {
+                "bbox": [1.0, 1.0, 30.0, 30.0],
+                "score": float(rng.uniform(0.1, 0.5)),
+                "category_id": int(rng.integers(1, NUM_CATEGORIES + 1)),
+            }
+        ]
+        if rng.random() < 0.1
+        else []
+    )
     return found + wrong
 
 
 def write_categories_tree(
-    build: Path, changes: Mapping[str, Edit], settings: DetectionEval, *, names: Mapping[str, int] = NAMES,
+    build: Path,
+    changes: Mapping[str, Edit],
+    settings: DetectionEval,
+    *,
+    names: Mapping[str, int] = NAMES,
     cases: Sequence[DetectionCase] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write what the evaluation of a reference and of changed detectors leaves, as of eval `shelves`."""
     rng = np.random.default_rng(5)
     cases = cases or make_cases(rng)
@@ -69,17 +89,42 @@ def write_categories_tree(
         edit = changes.get(name, lambda results: results)
         records = []
         for case, results in zip(cases, found, strict=True):
-            output, scores = judge_results(case, edit(results), is_finite=True, settings=settings,
-                                           categories=categories)  # fmt: skip
-            records.append(CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, prompt="",
-                                      output=output, scores=scores, fingerprint=candidate.fingerprint))  # fmt: skip
+            output, scores = judge_results(
+                case, edit(results), is_finite=True, settings=settings, categories=categories
+            )
+            records.append(
+                CaseRecord(
+                    case_id=case.id,
+                    input_digest=case.digest,
+                    cluster=case.cluster,
+                    prompt="",
+                    output=output,
+                    scores=scores,
+                    fingerprint=candidate.fingerprint,
+                )
+            )
         write_cases(folder / "shelves.jsonl", records)
         save_tables(folder / "shelves.npz", cases, records, settings, categories)
-        file = EvalFile(kind="detection", settings=settings.model_dump(mode="json"), key=digest_text("detection"),
-                        evalset_digest=digest_text("shelves"), num_cases=len(cases), records="shelves.jsonl",
-                        sha256=digest_file(folder / "shelves.jsonl"),
-                        arrays_sha256=digest_file(folder / "shelves.npz"))  # fmt: skip
-        write_record(folder / "evaluation.json", Evaluation(
-            candidate=name, fingerprint=candidate.fingerprint, serving=candidate.serving,
-            checkpoint_digest=candidate.checkpoint.digest, evals={"shelves": file}, served_by=candidate.facts,
-            canary=write_canary(folder, {}), seconds=1.0))  # fmt: skip
+        file = EvalFile(
+            kind="detection",
+            settings=settings.model_dump(mode="json"),
+            key=digest_text("detection"),
+            evalset_digest=digest_text("shelves"),
+            num_cases=len(cases),
+            records="shelves.jsonl",
+            sha256=digest_file(folder / "shelves.jsonl"),
+            arrays_sha256=digest_file(folder / "shelves.npz"),
+        )
+        write_record(
+            folder / "evaluation.json",
+            Evaluation(
+                candidate=name,
+                fingerprint=candidate.fingerprint,
+                serving=candidate.serving,
+                checkpoint_digest=candidate.checkpoint.digest,
+                evals={"shelves": file},
+                served_by=candidate.facts,
+                canary=write_canary(folder, {}),
+                seconds=1.0,
+            ),
+        )

@@ -54,8 +54,12 @@ class Detector:
 
 _DETECTOR = Detector()
 # a product's own buckets beside COCO's; nothing is as small as a speck
-EVAL = DetectionEval(kind="detection", evalset="evalsets/shelves",
-                     areas={"price_tags": [0.0, 24.0**2], "specks": [0.0, 4.0]}, categories={"bottles": RARE})
+EVAL = DetectionEval(
+    kind="detection",
+    evalset="evalsets/shelves",
+    areas={"price_tags": [0.0, 24.0**2], "specks": [0.0, 4.0]},
+    categories={"bottles": RARE},
+)
 
 
 def make_objects(rng: np.random.Generator, *, mean: float = 5.0, crowds: float = 0.0) -> Objects:
@@ -86,8 +90,9 @@ def detect(objects: Objects, detector: Detector, rng: np.random.Generator) -> De
 
 def match_all(objects: list[Objects], detections: list[Detections], areas=AREAS) -> MatchTable:
     """Match every image."""
-    return join_tables([match_image(o, d, num_classes=NUM_CLASSES, areas=areas)
-                        for o, d in zip(objects, detections, strict=True)])
+    return join_tables(
+        [match_image(o, d, num_classes=NUM_CLASSES, areas=areas) for o, d in zip(objects, detections, strict=True)]
+    )
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,15 @@ def change(detections: Detections, by: Change, rng: np.random.Generator) -> Dete
     return Detections(boxes[is_kept], detections.classes[is_kept], scores[is_kept])
 
 
-def make_pair(num_images: int, by: Change, *, seed: int = 0, detector: Detector = _DETECTOR, mean: float = 5.0,
-              areas: dict[str, tuple[float, float]] = AREAS) -> tuple[MatchTable, MatchTable]:  # fmt: skip
+def make_pair(
+    num_images: int,
+    by: Change,
+    *,
+    seed: int = 0,
+    detector: Detector = _DETECTOR,
+    mean: float = 5.0,
+    areas: dict[str, tuple[float, float]] = AREAS,
+) -> tuple[MatchTable, MatchTable]:
     """Return the tables of a detector and of a changed one on the same images."""
     rng = np.random.default_rng(seed)
     objects = [make_objects(rng, mean=mean) for _ in range(num_images)]
@@ -146,8 +158,9 @@ def make_detector_params(candidates: list[str], tolerances: dict[str, dict[str, 
     return DetectorParams.model_validate(data | {"evals": {"shelves": EVAL.model_dump()}, "gate": gate})
 
 
-def write_detector_tree(build: Path, changes: dict[str, Change], *, num_images: int = 200, seed: int = 0,
-                        buckets: tuple[str, ...] = ()) -> None:  # fmt: skip
+def write_detector_tree(
+    build: Path, changes: dict[str, Change], *, num_images: int = 200, seed: int = 0, buckets: tuple[str, ...] = ()
+) -> None:
     """Write what the evaluation of a reference and of changed detectors leaves; every other image has `buckets`."""
     rng = np.random.default_rng(seed)
     objects = [make_objects(rng) for _ in range(num_images)]
@@ -157,22 +170,48 @@ def write_detector_tree(build: Path, changes: dict[str, Change], *, num_images: 
         candidate = make_candidate(name)
         write_candidate(build, candidate)
         folder = build / "evaluations" / name
-        tables = [match_image(o, d, num_classes=NUM_CLASSES, areas=EVAL.all_areas, categories=EVAL.categories)
-                  for o, d in zip(objects, found, strict=True)]  # fmt: skip
+        tables = [
+            match_image(o, d, num_classes=NUM_CLASSES, areas=EVAL.all_areas, categories=EVAL.categories)
+            for o, d in zip(objects, found, strict=True)
+        ]
         save_matches(folder / "shelves.npz", join_tables(tables))
-        write_cases(folder / "shelves.jsonl", [CaseRecord(
-            case_id=f"shelf-{i:03d}", input_digest=digest_text(str(i)), cluster=f"shop-{i // 2}", prompt="",
-            buckets=buckets if i % 2 else (), output=f"{len(table.scores)} boxes",
-            scores=score_image(table) | {"finite": 1.0}, fingerprint=candidate.fingerprint)
-            for i, table in enumerate(tables)])  # fmt: skip
+        write_cases(
+            folder / "shelves.jsonl",
+            [
+                CaseRecord(
+                    case_id=f"shelf-{i:03d}",
+                    input_digest=digest_text(str(i)),
+                    cluster=f"shop-{i // 2}",
+                    prompt="",
+                    buckets=buckets if i % 2 else (),
+                    output=f"{len(table.scores)} boxes",
+                    scores=score_image(table) | {"finite": 1.0},
+                    fingerprint=candidate.fingerprint,
+                )
+                for i, table in enumerate(tables)
+            ],
+        )
         write_record(folder / "evaluation.json", _index(folder, candidate, num_images))
 
 
 def _index(folder: Path, candidate: Candidate, num_images: int) -> Evaluation:
-    file = EvalFile(kind="detection", settings=EVAL.model_dump(mode="json"), key=digest_text("detection"),
-                    evalset_digest=digest_text("shelves"), num_cases=num_images, records="shelves.jsonl",
-                    sha256=digest_file(folder / "shelves.jsonl"),
-                    arrays_sha256=digest_file(folder / "shelves.npz"))  # fmt: skip
-    return Evaluation(candidate=candidate.name, fingerprint=candidate.fingerprint, serving=candidate.serving,
-                      checkpoint_digest=candidate.checkpoint.digest, evals={"shelves": file},
-                      served_by=candidate.facts, canary=write_canary(folder, {}), seconds=1.0)  # fmt: skip
+    file = EvalFile(
+        kind="detection",
+        settings=EVAL.model_dump(mode="json"),
+        key=digest_text("detection"),
+        evalset_digest=digest_text("shelves"),
+        num_cases=num_images,
+        records="shelves.jsonl",
+        sha256=digest_file(folder / "shelves.jsonl"),
+        arrays_sha256=digest_file(folder / "shelves.npz"),
+    )
+    return Evaluation(
+        candidate=candidate.name,
+        fingerprint=candidate.fingerprint,
+        serving=candidate.serving,
+        checkpoint_digest=candidate.checkpoint.digest,
+        evals={"shelves": file},
+        served_by=candidate.facts,
+        canary=write_canary(folder, {}),
+        seconds=1.0,
+    )

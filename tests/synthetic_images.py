@@ -24,14 +24,34 @@ from pipeline.records.record_files import write_cases, write_record
 
 NUM_CASES = 40
 SIDE = 8  # pixels
-_SOUND = {"sound": 1.0, "saturated": 0.02, "std_ratio": 1.5, "clip": 0.9, "seam_levels": 0.0, "ssim": 1.0,
-          "psnr_db": 100.0, "clipped": 0.0, "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0,
-          "oversaturated": 0.0}  # fmt: skip
-_DECODER = {"": {"absmax": 9.0, "headroom_bits": 12.0, "headroom_bits_float16": 12.0, "nonfinite_count": 0},
-            "up.0": {"absmax": 9.0, "headroom_bits": 3.0, "headroom_bits_float16": 0.5, "nonfinite_count": 0}}
+_SOUND = {
+    "sound": 1.0,
+    "saturated": 0.02,
+    "std_ratio": 1.5,
+    "clip": 0.9,
+    "seam_levels": 0.0,
+    "ssim": 1.0,
+    "psnr_db": 100.0,
+    "clipped": 0.0,
+    "nonfinite": 0.0,
+    "black": 0.0,
+    "latents_out_of_range": 0.0,
+    "oversaturated": 0.0,
+}
+_DECODER = {
+    "": {"absmax": 9.0, "headroom_bits": 12.0, "headroom_bits_float16": 12.0, "nonfinite_count": 0},
+    "up.0": {"absmax": 9.0, "headroom_bits": 3.0, "headroom_bits_float16": 0.5, "nonfinite_count": 0},
+}
 
-_NOTES = {"denoise_ms_per_image": 1.0, "step_ms_per_image": 1.0, "decode_ms_per_image": 1.0, "decode_to_float32": None,
-          "decode_peak_mib": 1.0, "peak_memory_mib": 1.0, "decoder": _DECODER}  # fmt: skip
+_NOTES = {
+    "denoise_ms_per_image": 1.0,
+    "step_ms_per_image": 1.0,
+    "decode_ms_per_image": 1.0,
+    "decode_to_float32": None,
+    "decode_peak_mib": 1.0,
+    "peak_memory_mib": 1.0,
+    "decoder": _DECODER,
+}
 
 
 @dataclass(frozen=True)
@@ -54,16 +74,27 @@ class Look:
 def make_image_product(looks: dict[str, Look], release: str) -> ImagesProduct:
     """Return the settings of a product with a reference `shots` and these candidates."""
     candidates = {name: {"checkpoint": "models/shots", "steps": [_step(look)]} for name, look in looks.items()}
-    return ImagesProduct.model_validate({
-        "name": "shots", "kind": "images", "reference": "shots", "release": [release],
-        "candidates": {"shots": {"checkpoint": "models/shots", "steps": []}, **candidates},
-        "serving": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_threads": 1},
-        "resources": {"num_workers": 1},
-        "evals": {"shots": {"kind": "images", "evalset": "evalsets/shots", "clip": "models/clip"}},
-        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
-            "shots/sound_image_rate": {"overall": 0.2}, "shots/clip_similarity": {"overall": 0.01},
-            "shots/saturated_pixel_fraction": {"overall": 0.01}}},
-    })  # fmt: skip
+    return ImagesProduct.model_validate(
+        {
+            "name": "shots",
+            "kind": "images",
+            "reference": "shots",
+            "release": [release],
+            "candidates": {"shots": {"checkpoint": "models/shots", "steps": []}, **candidates},
+            "serving": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_threads": 1},
+            "resources": {"num_workers": 1},
+            "evals": {"shots": {"kind": "images", "evalset": "evalsets/shots", "clip": "models/clip"}},
+            "gate": {
+                "alpha": 0.05,
+                "on_inconclusive": "block",
+                "tolerances": {
+                    "shots/sound_image_rate": {"overall": 0.2},
+                    "shots/clip_similarity": {"overall": 0.01},
+                    "shots/saturated_pixel_fraction": {"overall": 0.01},
+                },
+            },
+        }
+    )
 
 
 def write_image_tree(build: Path, product: ImagesProduct, looks: dict[str, Look], *, case_id: str = "shot-{i}") -> None:
@@ -79,8 +110,9 @@ def write_image_tree(build: Path, product: ImagesProduct, looks: dict[str, Look]
         look = looks.get(name, Look())
         candidate = _write_candidate(build, product, name)
         folder, rng = build / "evaluations" / name, np.random.default_rng(number)
-        records = [_write_case(folder / "shots", candidate, look, i, case_id.format(i=i), rng)
-                   for i in range(NUM_CASES)]  # fmt: skip
+        records = [
+            _write_case(folder / "shots", candidate, look, i, case_id.format(i=i), rng) for i in range(NUM_CASES)
+        ]
         write_image_evaluation(folder, candidate, product, records, _NOTES | look.notes)
 
 
@@ -90,12 +122,28 @@ def write_image_evaluation(
     """Write records, notes and index of a candidate's eval `shots`, sealed."""
     write_cases(folder / "shots.jsonl", records)
     write_text(folder / "shots.json", json.dumps(notes))
-    file = EvalFile(kind="images", settings=product.evals["shots"].model_dump(mode="json"), key="k",
-                    evalset_digest="e", num_cases=len(records), records="shots.jsonl",
-                    sha256=digest_file(folder / "shots.jsonl"), notes_sha256=digest_file(folder / "shots.json"))
-    write_record(folder / "evaluation.json", Evaluation(
-        candidate=candidate.name, fingerprint=candidate.fingerprint, checkpoint_digest=candidate.checkpoint.digest,
-        serving=candidate.serving, evals={"shots": file}, served_by=candidate.facts, seconds=1.0))  # fmt: skip
+    file = EvalFile(
+        kind="images",
+        settings=product.evals["shots"].model_dump(mode="json"),
+        key="k",
+        evalset_digest="e",
+        num_cases=len(records),
+        records="shots.jsonl",
+        sha256=digest_file(folder / "shots.jsonl"),
+        notes_sha256=digest_file(folder / "shots.json"),
+    )
+    write_record(
+        folder / "evaluation.json",
+        Evaluation(
+            candidate=candidate.name,
+            fingerprint=candidate.fingerprint,
+            checkpoint_digest=candidate.checkpoint.digest,
+            serving=candidate.serving,
+            evals={"shots": file},
+            served_by=candidate.facts,
+            seconds=1.0,
+        ),
+    )
 
 
 def _step(look: Look) -> dict[str, Any]:
@@ -106,11 +154,24 @@ def _write_candidate(build: Path, product: ImagesProduct, name: str) -> ImageCan
     steps = [step.model_dump(mode="json") for step in product.candidates[name].steps]
     for step in steps:
         if step["kind"] == "guidance":
-            step["serving"] = {"guidance_scale": step["scale"], "guidance_rescale": step["rescale"],
-                               "guidance_by_category": step["by_category"]}  # fmt: skip
-    built = BuiltCandidate(name=name, steps=tuple(steps), checkpoint=Checkpoint(
-        path="models/shots", kind="StableDiffusionXLPipeline", format="diffusers", dtype="float32", num_parameters=1,
-        num_bytes=4, digest=digest_text(name)))  # fmt: skip
+            step["serving"] = {
+                "guidance_scale": step["scale"],
+                "guidance_rescale": step["rescale"],
+                "guidance_by_category": step["by_category"],
+            }
+    built = BuiltCandidate(
+        name=name,
+        steps=tuple(steps),
+        checkpoint=Checkpoint(
+            path="models/shots",
+            kind="StableDiffusionXLPipeline",
+            format="diffusers",
+            dtype="float32",
+            num_parameters=1,
+            num_bytes=4,
+            digest=digest_text(name),
+        ),
+    )
     write_record(build / "candidates" / name / "candidate.json", built)
     return serve(built, product)
 
@@ -124,9 +185,16 @@ def _write_case(
     Image.fromarray(pixels).save(path)
     changes = look.changes | ({"clip": look.changes.get("clip", 0.0) - 0.2} if i == look.worst else {})
     spread = 0.001 * (i % 7)  # of every candidate alike: intervals need it
-    scores = {key: value + changes.get(key, 0.0) + (spread if key in ("saturated", "clip") else 0.0)
-              for key, value in _SOUND.items()}  # fmt: skip
+    scores = {
+        key: value + changes.get(key, 0.0) + (spread if key in ("saturated", "clip") else 0.0)
+        for key, value in _SOUND.items()
+    }
     return CaseRecord(
-        case_id=case_id, input_digest=digest_text(str(i)), cluster=str(i), prompt=f"ball {i}", scores=scores,
-        output=hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest(), fingerprint=candidate.fingerprint,
-    )  # fmt: skip
+        case_id=case_id,
+        input_digest=digest_text(str(i)),
+        cluster=str(i),
+        prompt=f"ball {i}",
+        scores=scores,
+        output=hashlib.sha256(pixels.transpose(2, 0, 1).tobytes()).hexdigest(),
+        fingerprint=candidate.fingerprint,
+    )

@@ -100,10 +100,18 @@ def write_documents(folder: Path, texts: dict[str, list[str]]) -> Path:
     ]
     lines = "".join(json.dumps(case) + "\n" for case in cases)
     card = {
-        "name": folder.name, "version": "1", "licence": "CC0-1.0", "kind": "documents", "description": "for tests",
-        "made_by": "tests", "num_cases": len(cases), "sha256": hashlib.sha256(lines.encode()).hexdigest(),
-        "cluster": "document", "num_clusters": len(cases), "buckets": {b: len(found) for b, found in texts.items()},
-    }  # fmt: skip
+        "name": folder.name,
+        "version": "1",
+        "licence": "CC0-1.0",
+        "kind": "documents",
+        "description": "for tests",
+        "made_by": "tests",
+        "num_cases": len(cases),
+        "sha256": hashlib.sha256(lines.encode()).hexdigest(),
+        "cluster": "document",
+        "num_clusters": len(cases),
+        "buckets": {b: len(found) for b, found in texts.items()},
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.jsonl").write_text(lines, encoding="utf-8")
     (folder / "card.yaml").write_text(json.dumps(card, indent=2), encoding="utf-8")  # JSON is YAML

@@ -99,9 +99,16 @@ def write_detector(folder: Path, *, gain: float = 1.0) -> None:
     """Write a detector's folder; its float32 outputs hardly depend on the gain."""
     blur = torch.full((1, 1, 3, 3), 0.05)
     blur[..., 1, 1] = 0.6
-    _write_network(folder, {"cell": CELL, "least": 0.3}, {
-        "blur.weight": blur * gain, "blur.bias": torch.zeros(1),
-        "scale.weight": torch.full((1, 1, 1, 1), 1 / 255 / gain), "scale.bias": torch.zeros(1)})  # fmt: skip
+    _write_network(
+        folder,
+        {"cell": CELL, "least": 0.3},
+        {
+            "blur.weight": blur * gain,
+            "blur.bias": torch.zeros(1),
+            "scale.weight": torch.full((1, 1, 1, 1), 1 / 255 / gain),
+            "scale.bias": torch.zeros(1),
+        },
+    )
 
 
 def write_upscaler(folder: Path) -> None:
@@ -128,8 +135,15 @@ def write_squares(folder: Path, num: int = NUM_PICTURES) -> None:
             top, left = (CELL * side for side in divmod(place, SIDE // CELL))
             pixels[top : top + CELL, left : left + CELL] = (BRIGHT if i % 2 else DIM) - rng.integers(0, 20)
             annotations.append({"bbox": [left, top, CELL, CELL], "category_id": 1, "area": CELL**2})
-        cases.append({"id": f"c{i:02d}", "cluster": f"c{i:02d}", "buckets": ["bright" if i % 2 else "dim"],
-                      "image": _draw(folder, f"images/{i:02d}.png", pixels), "annotations": annotations})  # fmt: skip
+        cases.append(
+            {
+                "id": f"c{i:02d}",
+                "cluster": f"c{i:02d}",
+                "buckets": ["bright" if i % 2 else "dim"],
+                "image": _draw(folder, f"images/{i:02d}.png", pixels),
+                "annotations": annotations,
+            }
+        )
     write_evalset(folder, "detection", cases)
 
 
@@ -140,16 +154,29 @@ def write_views(folder: Path, num: int = NUM_VIEWS, size: tuple[int, int] = VIEW
         coarse = Image.fromarray(rng.integers(60, 200, (4, 6, 3), dtype=np.uint8))
         clouds = np.asarray(coarse.resize(size[::-1], Image.Resampling.BICUBIC)).astype(int)
         pixels = (clouds + rng.integers(-3, 4, clouds.shape)).clip(0, 255).astype(np.uint8)
-        cases.append({"id": f"v{i}", "cluster": f"v{i}", "image": _draw(folder, f"images/{i}.png", pixels),
-                      "target": _draw(folder, f"targets/{i}.png", pixels.repeat(2, 0).repeat(2, 1))})  # fmt: skip
+        cases.append(
+            {
+                "id": f"v{i}",
+                "cluster": f"v{i}",
+                "image": _draw(folder, f"images/{i}.png", pixels),
+                "target": _draw(folder, f"targets/{i}.png", pixels.repeat(2, 0).repeat(2, 1)),
+            }
+        )
     write_evalset(folder, "upscaling", cases)
 
 
 def write_evalset(folder: Path, kind: str, cases: list[dict[str, Any]]) -> None:
     """Write cases whose pictures are there, and seal them."""
     (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
-    card = {"name": folder.name, "version": "1", "licence": "CC0-1.0", "kind": kind, "description": "for tests",
-            "made_by": "hand", "cluster": "a picture"}  # fmt: skip
+    card = {
+        "name": folder.name,
+        "version": "1",
+        "licence": "CC0-1.0",
+        "kind": kind,
+        "description": "for tests",
+        "made_by": "hand",
+        "cluster": "a picture",
+    }
     (folder / "card.yaml").write_text(json.dumps(card))
     seal(folder)
 
@@ -170,15 +197,28 @@ def describe_detector(steps: dict[str, list[dict[str, Any]]] | None = None, **ch
     """Return the settings of the product `detector` with its name and candidates; see `describe_project`."""
     candidates = {"squares": []} | ({"half": [{"kind": "precision", "dtype": "bfloat16"}]} if steps is None else steps)
     return {
-        "name": "detector", "kind": "vision", "adapter": "detector/adapter.py", "reference": "squares", "release": list(candidates)[1:],
-        "candidates": {name: {"checkpoint": f"detector/{'hot' if name.startswith('hot') else 'squares'}",
-                              "steps": given} for name, given in candidates.items()},
-        "serving": {"batch_size": 4, "num_threads": 1}, "resources": {"num_workers": 1},
+        "name": "detector",
+        "kind": "vision",
+        "adapter": "detector/adapter.py",
+        "reference": "squares",
+        "release": list(candidates)[1:],
+        "candidates": {
+            name: {"checkpoint": f"detector/{'hot' if name.startswith('hot') else 'squares'}", "steps": given}
+            for name, given in candidates.items()
+        },
+        "serving": {"batch_size": 4, "num_threads": 1},
+        "resources": {"num_workers": 1},
         "evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "areas": {"tiny": [0.0, 100.0]}}},
-        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
-            "squares/ap": {"overall": 0.05}, "squares/ap_small": {"overall": 0.05},
-            "squares/finite_output_rate": {"overall": 0.1}}},
-    } | changes  # fmt: skip
+        "gate": {
+            "alpha": 0.05,
+            "on_inconclusive": "block",
+            "tolerances": {
+                "squares/ap": {"overall": 0.05},
+                "squares/ap_small": {"overall": 0.05},
+                "squares/finite_output_rate": {"overall": 0.1},
+            },
+        },
+    } | changes
 
 
 def make_upscaler(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> VisionProduct:
@@ -191,11 +231,22 @@ def describe_upscaler(steps: dict[str, list[dict[str, Any]]] | None = None, **ch
     tiled = {"kind": "tiling", "tile": 32, "overlap": 0.0, "window": "none"}
     candidates = {"doubled": []} | ({"tiled": [tiled]} if steps is None else steps)
     return {
-        "name": "upscaler", "kind": "vision", "adapter": "upscaler/adapter.py", "reference": "doubled", "release": list(candidates)[1:],
+        "name": "upscaler",
+        "kind": "vision",
+        "adapter": "upscaler/adapter.py",
+        "reference": "doubled",
+        "release": list(candidates)[1:],
         "candidates": {name: {"checkpoint": "upscaler/doubled", "steps": given} for name, given in candidates.items()},
-        "serving": {"batch_size": 2, "num_threads": 1}, "resources": {"num_workers": 1},
+        "serving": {"batch_size": 2, "num_threads": 1},
+        "resources": {"num_workers": 1},
         "evals": {"views": {"kind": "upscaling", "evalset": "evalsets/views"}},
-        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
-            "views/psnr_db": {"overall": 0.1}, "views/seam_step_levels": {"overall": 0.5},
-            "views/finite_output_rate": {"overall": 0.1}}},
-    } | changes  # fmt: skip
+        "gate": {
+            "alpha": 0.05,
+            "on_inconclusive": "block",
+            "tolerances": {
+                "views/psnr_db": {"overall": 0.1},
+                "views/seam_step_levels": {"overall": 0.5},
+                "views/finite_output_rate": {"overall": 0.1},
+            },
+        },
+    } | changes

@@ -69,8 +69,9 @@ class Tool(Record):
         except jsonschema.SchemaError as error:
             at = ".".join(str(part) for part in error.absolute_path) or "(whole)"
             reason = " ".join(error.message.split())[:120]
-            raise PydanticCustomError("json_schema", "not a JSON Schema: {at}: {reason}",
-                                      {"at": at, "reason": reason}) from None  # fmt: skip
+            raise PydanticCustomError(
+                "json_schema", "not a JSON Schema: {at}: {reason}", {"at": at, "reason": reason}
+            ) from None
         return schema
 
 
@@ -118,8 +119,10 @@ class Evalset(Record):
 
 C = TypeVar("C", bound=CardText)
 # what a tool that makes a card can't know, and what to write
-_BY_HAND = {"licence": "under which terms the cases may be used, got {!r}; write them, for example CC-BY-4.0",
-            "description": "what the cases are, got {!r}; write it in a sentence"}  # fmt: skip
+_BY_HAND = {
+    "licence": "under which terms the cases may be used, got {!r}; write them, for example CC-BY-4.0",
+    "description": "what the cases are, got {!r}; write it in a sentence",
+}
 _UNWRITTEN = ("", "TODO")
 _WRITTEN = [name for name in CardText.model_fields if name not in ("tools", "categories")]
 
@@ -132,8 +135,11 @@ def load_card(folder: Path) -> Card:
             one line.
     """
     card = parse_card(read_card(folder), folder, Card)
-    if unwritten := [f"{key}: expected {said.format(getattr(card, key))}" for key, said in _BY_HAND.items()
-                     if getattr(card, key).strip().upper() in _UNWRITTEN]:  # fmt: skip
+    if unwritten := [
+        f"{key}: expected {said.format(getattr(card, key))}"
+        for key, said in _BY_HAND.items()
+        if getattr(card, key).strip().upper() in _UNWRITTEN
+    ]:
         raise EvalsetError(f"{folder / CARD_FILE}: {'; '.join(unwritten)}")
     return card
 
@@ -148,8 +154,10 @@ def read_card(folder: Path) -> str:
     try:
         return read_bounded(path).decode()
     except FileNotFoundError:
-        raise EvalsetError(f"{path}: expected an evalset card, found no file; write one with {', '.join(_WRITTEN)}, "
-                           f"and for trajectories tools, then run `python -m evalsets.seal {folder}`") from None
+        raise EvalsetError(
+            f"{path}: expected an evalset card, found no file; write one with {', '.join(_WRITTEN)}, "
+            f"and for trajectories tools, then run `python -m evalsets.seal {folder}`"
+        ) from None
     except EvidenceError as error:
         raise EvalsetError(str(error)) from None
     except UnicodeDecodeError as error:
@@ -222,14 +230,20 @@ def load_cases(folder: Path, card: CardText) -> list[Any]:
 def compute_seal(path: Path, cases: Collection[Case]) -> Seal:
     """Say what a card must say about the cases that a file holds."""
     buckets = Counter(bucket for case in cases for bucket in set(case.buckets))
-    return Seal(num_cases=len(cases), sha256=digest_file(path), num_clusters=len({case.cluster for case in cases}),
-                buckets=dict(sorted(buckets.items())))  # fmt: skip
+    return Seal(
+        num_cases=len(cases),
+        sha256=digest_file(path),
+        num_clusters=len({case.cluster for case in cases}),
+        buckets=dict(sorted(buckets.items())),
+    )
 
 
 def _check_seal(path: Path, card: Card, found: Seal) -> None:
     if problem := _find_difference(card, found):
-        raise EvalsetError(f"{path}: the card says {problem}; if the cases were meant to change, run "
-                           f"`python -m evalsets.seal {path.parent}`")  # fmt: skip
+        raise EvalsetError(
+            f"{path}: the card says {problem}; if the cases were meant to change, run "
+            f"`python -m evalsets.seal {path.parent}`"
+        )
 
 
 def _find_difference(card: Card, found: Seal) -> str | None:

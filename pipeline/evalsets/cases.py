@@ -37,15 +37,19 @@ def _check_printable(name: str) -> str:
 
 def _check_file_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.+ -]*", name):
-        raise PydanticCustomError("file_name", "expected letters, digits, '_', '-', '+', '.' and spaces, as it "
-                                  "names the picture's file, starting with a letter or digit")  # fmt: skip
+        raise PydanticCustomError(
+            "file_name",
+            "expected letters, digits, '_', '-', '+', '.' and spaces, as it "
+            "names the picture's file, starting with a letter or digit",
+        )
     return name
 
 
 def _check_inside(name: str) -> str:
     if "\\" in name or ":" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-        raise PydanticCustomError("path", "expected a path inside the evalset's folder, with '/' between its parts, "
-                                  "no '..' and no ':'")  # fmt: skip
+        raise PydanticCustomError(
+            "path", "expected a path inside the evalset's folder, with '/' between its parts, no '..' and no ':'"
+        )
     return name
 
 
@@ -114,8 +118,9 @@ class ChoiceCase(Case):
         """Refuse what lm-eval would count as wrong, whatever the model answers."""
         choices = info.data.get("choices")
         if choices is not None and answer >= len(choices):
-            raise PydanticCustomError("answer", "expected the index of one of the {num} choices, counted from 0",
-                                      {"num": len(choices)})  # fmt: skip
+            raise PydanticCustomError(
+                "answer", "expected the index of one of the {num} choices, counted from 0", {"num": len(choices)}
+            )
         return answer
 
 
@@ -228,8 +233,10 @@ def check_distinct(path: Path, cases: Iterable[Case]) -> None:
     seen: dict[str, int] = {}
     for number, case in enumerate(cases, start=1):
         if (first := seen.setdefault(case.digest, number)) != number:
-            raise EvalsetError(f"{path}:{number}: case {case.id!r} asks and expects the same as the case on line "
-                               f"{first}; every case may count once: remove one")  # fmt: skip
+            raise EvalsetError(
+                f"{path}:{number}: case {case.id!r} asks and expects the same as the case on line "
+                f"{first}; every case may count once: remove one"
+            )
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -259,8 +266,9 @@ def _read_case(where: str, line: str, kind: type[Case]) -> Case:
 def _check_state_fields(where: str, case: TrajectoryCase) -> None:
     for check in case.checks:
         if (field := check.path.split(".")[0]) not in case.state:
-            raise EvalsetError(f"{where}: a check names {field!r}, which is no field of the state "
-                               f"({', '.join(case.state)})")  # fmt: skip
+            raise EvalsetError(
+                f"{where}: a check names {field!r}, which is no field of the state ({', '.join(case.state)})"
+            )
 
 
 def _check_digest(where: str, case: Case) -> None:

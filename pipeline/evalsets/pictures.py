@@ -62,16 +62,21 @@ def check_pictures(folder: Path, cases: Iterable[Case]) -> None:
     first: int | None = None
     for number, case in enumerate(cases, start=1):
         try:
-            sizes = {name: _measure(folder / getattr(case, name), getattr(case, digest))
-                     for name, digest in PICTURE_DIGESTS.items() if hasattr(case, name)}  # fmt: skip
+            sizes = {
+                name: _measure(folder / getattr(case, name), getattr(case, digest))
+                for name, digest in PICTURE_DIGESTS.items()
+                if hasattr(case, name)
+            }
             if isinstance(case, DetectionCase):
                 _check_boxes(case.annotations, sizes["image"])
             if "target" in sizes:
                 factor = _find_factor(sizes["image"], sizes["target"])
                 first = first or factor
                 if factor != first:
-                    raise EvalsetError(f"expected a target of {first} times the image's sides, as of the cases before, "
-                                       f"got {factor} times")  # fmt: skip
+                    raise EvalsetError(
+                        f"expected a target of {first} times the image's sides, as of the cases before, "
+                        f"got {factor} times"
+                    )
         except EvalsetError as error:
             raise EvalsetError(f"{folder / CASES_FILE}:{number}: case {case.id!r}: {error}") from None
 
@@ -99,8 +104,10 @@ def _check_digest(path: Path, sha256: str) -> None:
     except OSError as error:
         raise EvalsetError(f"{path}: expected a picture, got: {error.strerror}") from None
     if found != sha256:
-        raise EvalsetError(f"{path}: expected sha256 {sha256[:_SHOWN]}, got {found[:_SHOWN]}: the picture was changed; "
-                           "if it was meant to, seal the evalset again")  # fmt: skip
+        raise EvalsetError(
+            f"{path}: expected sha256 {sha256[:_SHOWN]}, got {found[:_SHOWN]}: the picture was changed; "
+            "if it was meant to, seal the evalset again"
+        )
 
 
 @contextmanager
@@ -111,8 +118,9 @@ def _open(path: Path) -> Iterator[Image]:
     try:
         with Image.open(path) as picture:
             if picture.mode.startswith(_DEEP_MODES):
-                raise EvalsetError(f"{path}: expected 8 bits a channel, got Pillow's mode {picture.mode!r}; "
-                                   "convert the picture")  # fmt: skip
+                raise EvalsetError(
+                    f"{path}: expected 8 bits a channel, got Pillow's mode {picture.mode!r}; convert the picture"
+                )
             yield picture
     except Image.UnidentifiedImageError:
         raise EvalsetError(f"{path}: expected a picture, got a file in no format that Pillow reads") from None
@@ -123,16 +131,22 @@ def _open(path: Path) -> Iterator[Image]:
 
 def _check_boxes(annotations: Iterable[Annotation], size: tuple[int, int]) -> None:
     for index, annotation in enumerate(annotations):
-        if not all(low < side and low + extent > 0
-                   for low, extent, side in zip(annotation.bbox[:2], annotation.bbox[2:], size, strict=True)):
-            raise EvalsetError(f"annotations.{index}.bbox: expected left, top, width and height of a box in the image "
-                               f"of {size[0]} x {size[1]} pixels, got {list(annotation.bbox)}")  # fmt: skip
+        if not all(
+            low < side and low + extent > 0
+            for low, extent, side in zip(annotation.bbox[:2], annotation.bbox[2:], size, strict=True)
+        ):
+            raise EvalsetError(
+                f"annotations.{index}.bbox: expected left, top, width and height of a box in the image "
+                f"of {size[0]} x {size[1]} pixels, got {list(annotation.bbox)}"
+            )
 
 
 def _find_factor(image: tuple[int, int], target: tuple[int, int]) -> int:
     """Return how many times as large a target's sides are."""
     factor = target[0] // image[0]
     if factor < 1 or target != (factor * image[0], factor * image[1]):
-        raise EvalsetError(f"expected a target whose sides are a whole multiple of the image's {image[0]} x {image[1]} "
-                           f"pixels, got {target[0]} x {target[1]}")  # fmt: skip
+        raise EvalsetError(
+            f"expected a target whose sides are a whole multiple of the image's {image[0]} x {image[1]} "
+            f"pixels, got {target[0]} x {target[1]}"
+        )
     return factor

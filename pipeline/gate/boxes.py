@@ -22,8 +22,10 @@ from pipeline.records.evaluations import CaseRecord
 SHOWN_FROM = 0.3  # score
 SAME_FROM = 0.5  # IoU from which two boxes are of one object
 FOUND, FALSE, LOST = "#56B4E9", "#F0E442", "#D55E00"  # Okabe-Ito: an object, a false alarm, an object that is lost
-BOXES_LEGEND = (f"boxes with a score of {SHOWN_FROM:g} or more; blue: an object is found, yellow: a false alarm, "
-                "orange: an object that only the reference finds")  # fmt: skip
+BOXES_LEGEND = (
+    f"boxes with a score of {SHOWN_FROM:g} or more; blue: an object is found, yellow: a false alarm, "
+    "orange: an object that only the reference finds"
+)
 _SIDE = 640  # pixels that a picture is enlarged to at least, so that boxes are thin
 
 
@@ -56,8 +58,10 @@ def read_found(record: CaseRecord, table: MatchTable) -> Found:
         categories = np.array([r["category_id"] for r in results], dtype=np.int64)
         scores = np.array([r["score"] for r in results], dtype=np.float64)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise EvidenceError(f"case {record.case_id!r}: expected COCO results as its output, got "
-                            f"{type(error).__name__} while reading them; run `dvc repro`") from None
+        raise EvidenceError(
+            f"case {record.case_id!r}: expected COCO results as its output, got "
+            f"{type(error).__name__} while reading them; run `dvc repro`"
+        ) from None
     # boxes are in the order of the adapter and the table's by score, so the score tells which is which
     hits = table.scores[unpack(table.matched)[:, list(table.areas).index("all"), 0]]
     return Found(boxes, categories, np.isin(scores, hits)).select(scores >= SHOWN_FROM)
@@ -103,8 +107,10 @@ def read_both(pairs: PairedCases, i: int) -> tuple[Found, Found]:
     if pairs.tables is None:
         raise EvidenceError("boxes: expected matched detections beside the records, found none; run `dvc repro`")
     place = np.array([i])
-    return (read_found(pairs.reference[i], pairs.tables[0].at(place)),
-            read_found(pairs.candidate[i], pairs.tables[1].at(place)))  # fmt: skip
+    return (
+        read_found(pairs.reference[i], pairs.tables[0].at(place)),
+        read_found(pairs.candidate[i], pairs.tables[1].at(place)),
+    )
 
 
 def list_losses(pairs: PairedCases) -> list[tuple[int, int]]:
@@ -139,8 +145,11 @@ def draw_boxes(picture: Picture, found: Found, lost: Found, *, boldness: int = 1
     factor = max(1, round(_SIDE / max(picture.shape[:2])))
     image = Image.fromarray(picture.repeat(factor, axis=0).repeat(factor, axis=1))
     pen, width = ImageDraw.Draw(image), boldness * max(2, max(image.size) // 320)
-    for colour, boxes, line in ((FALSE, found.boxes[~found.is_hit], width), (FOUND, found.boxes[found.is_hit], width),
-                                (LOST, lost.boxes, 2 * width)):  # fmt: skip
+    for colour, boxes, line in (
+        (FALSE, found.boxes[~found.is_hit], width),
+        (FOUND, found.boxes[found.is_hit], width),
+        (LOST, lost.boxes, 2 * width),
+    ):
         for left, top, across, down in boxes * factor:
             pen.rectangle((left, top, left + across, top + down), outline=colour, width=line)
     return np.asarray(image)

@@ -63,7 +63,10 @@ def load_canary(evidence: Evidence) -> list[CanaryRecord]:
         raise EvidenceError(f"{path}: expected the canary as it was written, found another; run `dvc repro`")
     records = read_canary(path)
     if (len(records), digest_behaviour(records), count_unstable(records)) != (
-            file.num_prompts, file.behaviour, file.num_unstable):
+        file.num_prompts,
+        file.behaviour,
+        file.num_unstable,
+    ):
         raise EvidenceError(f"{path}: the behavioural fingerprint is not that of its answers; run `dvc repro`")
     return records
 
@@ -88,8 +91,10 @@ def compare_canary(
     for name, evidence in (("reference", reference), ("candidate", candidate)):
         file = evidence.evaluation.canary
         if file and file.num_asked != settings.num_prompts:
-            raise EvidenceError(f"canary of the {name}: expected {settings.num_prompts} prompts, as params.yaml asks, "
-                                f"got {file.num_asked}; run `dvc repro`")
+            raise EvidenceError(
+                f"canary of the {name}: expected {settings.num_prompts} prompts, as params.yaml asks, "
+                f"got {file.num_asked}; run `dvc repro`"
+            )
     if [r.input_digest for r in ours] != [r.input_digest for r in theirs]:
         raise EvidenceError("canary: reference and candidate were asked different prompts; run `dvc repro`")
     own = theirs if all("plain loaded" in record.answers for record in theirs) else []
@@ -126,8 +131,7 @@ def _compare(
         session_rate_high=1 - (1 - rate_upper_bound(len(different), n, alpha=alpha)) ** settings.session_calls,
         num_tokens=len(margins),
         num_tokens_at_risk=sum(gap < risk for gap in margins),
-        num_prompts_at_risk=sum(any(gap < risk for gap in r.margins.get(baseline.run, ()))
-                                for r in baseline.records),
+        num_prompts_at_risk=sum(any(gap < risk for gap in r.margins.get(baseline.run, ())) for r in baseline.records),
         risk_nats=risk,
     )
 
@@ -141,16 +145,20 @@ def find_path_failure(compared: CanaryComparison, *, exact: bool, num_changed_ou
         num_changed_outputs: of the evals, where the reference has the same weights.
     """
     if exact and (compared.is_changed or num_changed_outputs):
-        return (f"exact is asked for, and answers changed: {compared.num_diverged} of the canary against "
-                f"{compared.baseline}, {compared.num_unstable} between its own runs, {num_changed_outputs} outputs of "
-                "the evals against the reference; serve it without drafts, in float32, or without `exact`")
+        return (
+            f"exact is asked for, and answers changed: {compared.num_diverged} of the canary against "
+            f"{compared.baseline}, {compared.num_unstable} between its own runs, {num_changed_outputs} outputs of "
+            "the evals against the reference; serve it without drafts, in float32, or without `exact`"
+        )
     if not compared.is_beyond_floor:
         return None
     found, where = compared.num_unstable, "between its own runs alone and under load"
     if compared.is_same_weights and compared.num_diverged > compared.allowed:
         found, where = compared.num_diverged, f"from {compared.baseline}"
-    return (f"{found} of {compared.num_prompts} canary answers differ {where}, {compared.floor} do from run to run of "
-            f"{compared.baseline}: more than {compared.allowed} are not explained by that")
+    return (
+        f"{found} of {compared.num_prompts} canary answers differ {where}, {compared.floor} do from run to run of "
+        f"{compared.baseline}: more than {compared.allowed} are not explained by that"
+    )
 
 
 def describe_canary(compared: CanaryComparison) -> str:
@@ -161,13 +169,17 @@ def describe_canary(compared: CanaryComparison) -> str:
     said += f" ({kinds})" if kinds else ""
     if gaps := [flip.margin for flip in c.flips if flip.margin is not None]:
         said += f", where the first other token was ahead by {min(gaps):.2g} to {max(gaps):.2g} nat"
-    said += (f"; {c.num_unstable} between its own runs alone and loaded. Over a session of {c.session_calls} calls "
-             f"{c.session_rate:.1%} see another answer, at most {c.session_rate_high:.1%}.")
+    said += (
+        f"; {c.num_unstable} between its own runs alone and loaded. Over a session of {c.session_calls} calls "
+        f"{c.session_rate:.1%} see another answer, at most {c.session_rate_high:.1%}."
+    )
     if c.is_same_weights:
         said += _describe_threshold(c)
     if c.num_tokens:
-        said += (f" At risk: {c.num_tokens_at_risk:,} of {c.num_tokens:,} tokens there are ahead by less than "
-                 f"{c.risk_nats:g} nat, in {c.num_prompts_at_risk} prompts.")
+        said += (
+            f" At risk: {c.num_tokens_at_risk:,} of {c.num_tokens:,} tokens there are ahead by less than "
+            f"{c.risk_nats:g} nat, in {c.num_prompts_at_risk} prompts."
+        )
     return said
 
 
@@ -181,17 +193,23 @@ def describe_blind(compared: CanaryComparison, *, num_asked: int) -> str:
     enough = f"({compared.num_planned:,} do when the floor is none)"
     remedy = f"raise canary.num_prompts {enough} or canary.target_rate"
     if compared.num_prompts < num_asked:
-        remedy = (f"the evals that chat have only {compared.num_prompts} cases: add cases {enough}, or raise "
-                  "canary.target_rate")
-    return (f"{compared.num_prompts} prompts with a floor of {compared.floor} notice a path that changes "
-            f"{compared.target_rate:.1%} of answers with probability {compared.power:.0%} only, expected "
-            f"{MIN_POWER:.0%}; {remedy}")
+        remedy = (
+            f"the evals that chat have only {compared.num_prompts} cases: add cases {enough}, or raise "
+            "canary.target_rate"
+        )
+    return (
+        f"{compared.num_prompts} prompts with a floor of {compared.floor} notice a path that changes "
+        f"{compared.target_rate:.1%} of answers with probability {compared.power:.0%} only, expected "
+        f"{MIN_POWER:.0%}; {remedy}"
+    )
 
 
 def _describe_threshold(c: CanaryComparison) -> str:
     more = f" ({c.num_planned:,} prompts would for {MIN_POWER:.0%})" if c.is_blind else ""
-    return (f" Floor: {c.floor} differ there from run to run, so up to {c.allowed} may be chance; a path that changes "
-            f"{c.target_rate:.1%} of answers is noticed with probability {c.power:.0%}{more}.")
+    return (
+        f" Floor: {c.floor} differ there from run to run, so up to {c.allowed} may be chance; a path that changes "
+        f"{c.target_rate:.1%} of answers is noticed with probability {c.power:.0%}{more}."
+    )
 
 
 def _list_baselines(
@@ -209,10 +227,16 @@ def _list_baselines(
 def _describe_flip(reference: CanaryAnswer, candidate: CanaryAnswer, record: CanaryRecord, run: str) -> CanaryFlip:
     ours, theirs = reference.token_ids, candidate.token_ids
     if ours is None or theirs is None:
-        return CanaryFlip(case_id=record.case_id, token=None, margin=None, reference=reference.text,
-                          candidate=candidate.text)
+        return CanaryFlip(
+            case_id=record.case_id, token=None, margin=None, reference=reference.text, candidate=candidate.text
+        )
     shorter = min(len(ours), len(theirs))
     token = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
     gaps = record.margins.get(run, ())
-    return CanaryFlip(case_id=record.case_id, token=token, margin=gaps[token] if token < len(gaps) else None,
-                      reference=reference.text, candidate=candidate.text)
+    return CanaryFlip(
+        case_id=record.case_id,
+        token=token,
+        margin=gaps[token] if token < len(gaps) else None,
+        reference=reference.text,
+        candidate=candidate.text,
+    )

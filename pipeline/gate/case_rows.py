@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     CaseRow = CaseRecord  # to a checker of types, which can't see the fields of what is defined below
 else:
     CaseRow = msgspec.defstruct(
-        "CaseRow", [(name, field.annotation) if field.is_required() else (name, field.annotation, field.default)
-                    for name, field in CaseRecord.model_fields.items()],
-        frozen=True, forbid_unknown_fields=True, kw_only=True)  # fmt: skip
+        "CaseRow",
+        [
+            (name, field.annotation) if field.is_required() else (name, field.annotation, field.default)
+            for name, field in CaseRecord.model_fields.items()
+        ],
+        frozen=True,
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
 
 
 def _read_inner(kind: Any, value: Any) -> Any:

@@ -59,8 +59,13 @@ class CaseTable(Sequence[CaseRecord]):
 
     _loaded: ClassVar[OrderedDict[int, tuple[CaseTable, _Content]]] = OrderedDict()  # the latest last
 
-    def __init__(self, load: Callable[[], list[CaseRecord]], *, pick: Callable[[int], CaseRecord] | None = None,
-                 is_pinned: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        load: Callable[[], list[CaseRecord]],
+        *,
+        pick: Callable[[int], CaseRecord] | None = None,
+        is_pinned: bool = False,
+    ) -> None:
         """Load the records.
 
         Args:
@@ -122,8 +127,11 @@ class CaseTable(Sequence[CaseRecord]):
         """Return the table with its records in another order."""
         if np.array_equal(order, np.arange(len(self))):
             return self
-        return CaseTable(lambda: [self._content.records[i] for i in order.tolist()],
-                         pick=lambda i: self[int(order[i])], is_pinned=self._pinned is not None)  # fmt: skip
+        return CaseTable(
+            lambda: [self._content.records[i] for i in order.tolist()],
+            pick=lambda i: self[int(order[i])],
+            is_pinned=self._pinned is not None,
+        )
 
     @property
     def digests(self) -> list[str]:
@@ -161,8 +169,9 @@ class CaseTable(Sequence[CaseRecord]):
             records = self._content.records
             for record in records:
                 if key not in record.scores:
-                    raise EvidenceError(f"{where}: case {record.case_id!r} has no score {key!r}, "
-                                        f"it has {sorted(record.scores)}")
+                    raise EvidenceError(
+                        f"{where}: case {record.case_id!r} has no score {key!r}, it has {sorted(record.scores)}"
+                    )
             self._scores[key] = np.array([record.scores[key] for record in records], dtype=np.float64)
         return self._scores[key]
 

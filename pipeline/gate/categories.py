@@ -31,31 +31,42 @@ def list_watched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, To
     whole = tolerances.get(f"{eval_name}/{WATCHED_METRIC}")
     if whole is None or whole.overall is None:
         return []
-    return [name for name, count in _count_clusters(pairs, eval_name, tolerances).items()
-            if count >= MIN_CATEGORY_CLUSTERS]  # fmt: skip
+    return [
+        name for name, count in _count_clusters(pairs, eval_name, tolerances).items() if count >= MIN_CATEGORY_CLUSTERS
+    ]
 
 
 def tell_unwatched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, Tolerance]) -> str | None:
     """Name the categories without a tolerance that too few clusters hold; None where there are none."""
-    few = [name for name, count in _count_clusters(pairs, eval_name, tolerances).items()
-           if count < MIN_CATEGORY_CLUSTERS]  # fmt: skip
+    few = [
+        name for name, count in _count_clusters(pairs, eval_name, tolerances).items() if count < MIN_CATEGORY_CLUSTERS
+    ]
     if not few:
         return None
     listed = ", ".join(few[:_MAX_NAMED]) + (" ..." if len(few) > _MAX_NAMED else "")
-    return (f"{eval_name}: {len(few)} categories are not judged, as fewer than {MIN_CATEGORY_CLUSTERS} clusters hold "
-            f"them: {listed}")
+    return (
+        f"{eval_name}: {len(few)} categories are not judged, as fewer than {MIN_CATEGORY_CLUSTERS} clusters hold "
+        f"them: {listed}"
+    )
 
 
 def _count_clusters(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, Tolerance]) -> dict[str, int]:
     """Return how many clusters hold each category that has no tolerance of its own."""
     if pairs.tables is None:
         return {}
-    own = {bucket for metric in METRICS_BY_EVAL_KIND["detection"]
-           if (t := tolerances.get(f"{eval_name}/{metric.name}")) and t.tier != "advisory" for bucket in t.buckets}
+    own = {
+        bucket
+        for metric in METRICS_BY_EVAL_KIND["detection"]
+        if (t := tolerances.get(f"{eval_name}/{metric.name}")) and t.tier != "advisory"
+        for bucket in t.buckets
+    }
     table = pairs.tables[0]
     area = list(table.areas).index("all")
-    return {name: len(np.unique(pairs.clusters[table.num_objects[:, number, area] > 0]))
-            for name, number in table.categories.items() if name not in own}  # fmt: skip
+    return {
+        name: len(np.unique(pairs.clusters[table.num_objects[:, number, area] > 0]))
+        for name, number in table.categories.items()
+        if name not in own
+    }
 
 
 def check_categories(evidence: Evidence) -> list[str]:
@@ -68,5 +79,5 @@ def check_categories(evidence: Evidence) -> list[str]:
                 f"{eval_name}: {sum(count for count, _ in found):,} detections of {evidence.candidate.name} on "
                 f"{len(found)} of {len(counts)} pictures, first {found[0][1]!r}, have a category_id that the evalset "
                 "does not have; look for ids that are shifted (COCO's own have holes), or name the category in its card"
-            )  # fmt: skip
+            )
     return problems

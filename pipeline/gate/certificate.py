@@ -36,9 +36,12 @@ _MAX_SIGNS = 1_000_000  # in memory at once
 
 
 def certify(
-    measured: Mapping[str, Sequence[Measurement]], families: Sequence[Sequence[str]], *, alpha: float,
+    measured: Mapping[str, Sequence[Measurement]],
+    families: Sequence[Sequence[str]],
+    *,
+    alpha: float,
     blocks_inconclusive: bool,
-) -> dict[str, Certificate]:  # fmt: skip
+) -> dict[str, Certificate]:
     """Certify the rule for every candidate.
 
     Args:
@@ -56,12 +59,16 @@ def certify(
         passed_alone = {name_of: int(passed.sum()) for name_of, passed in passes.items()}
         for name in family:
             certificates[name] = Certificate(
-                num_swaps=NUM_SWAPS, num_false_fails=fails, block=BLOCK, num_block_fails=block_fails,
+                num_swaps=NUM_SWAPS,
+                num_false_fails=fails,
+                block=BLOCK,
+                num_block_fails=block_fails,
                 dependent=tuple(name_metric(m.metric, m.bucket) for m in gated[name] if _moves_in_blocks(m)),
                 losses=tuple(find_losses(m, alpha, blocks_inconclusive) for m in gated[name] if m.tier != "watched"),
                 num_passes=int(np.logical_and.reduce(list(passes.values())).sum()) if passes else None,
                 weakest=min(passed_alone, key=lambda key: passed_alone[key], default=""),
-                num_weakest_passes=min(passed_alone.values(), default=None))
+                num_weakest_passes=min(passed_alone.values(), default=None),
+            )
     return {name: certificates[name] for name in gated}
 
 
@@ -71,9 +78,11 @@ def is_above(count: int, alpha: float) -> bool:
 
 
 def _count_fails(
-    gated: Mapping[str, Sequence[Measurement]], family: Sequence[str], swapped: Mapping[str, Sequence[Floats]],
+    gated: Mapping[str, Sequence[Measurement]],
+    family: Sequence[str],
+    swapped: Mapping[str, Sequence[Floats]],
     alpha: float,
-) -> int:  # fmt: skip
+) -> int:
     """Count the swaps in which any comparison of a family fails.
 
     Evals are swapped independently of each other, and so are the candidates of a family; the metrics of an eval
@@ -91,14 +100,20 @@ def _list_members(
     gated: Mapping[str, Sequence[Measurement]], family: Sequence[str], swapped: Mapping[str, Sequence[Floats]]
 ) -> list[tuple[str, Measurement, Floats]]:
     """Return a family's measurements with their totals, a draw of one candidate beside another draw of the next."""
-    return [(name, m, np.roll(total, i * (NUM_SWAPS // 7))) for i, name in enumerate(family)
-            for m, total in zip(gated[name], swapped[name], strict=True)]
+    return [
+        (name, m, np.roll(total, i * (NUM_SWAPS // 7)))
+        for i, name in enumerate(family)
+        for m, total in zip(gated[name], swapped[name], strict=True)
+    ]
 
 
 def _find_passes(
-    gated: Mapping[str, Sequence[Measurement]], family: Sequence[str], swapped: Mapping[str, Sequence[Floats]],
-    alpha: float, blocks_inconclusive: bool,
-) -> dict[str, NDArray[np.bool_]]:  # fmt: skip
+    gated: Mapping[str, Sequence[Measurement]],
+    family: Sequence[str],
+    swapped: Mapping[str, Sequence[Floats]],
+    alpha: float,
+    blocks_inconclusive: bool,
+) -> dict[str, NDArray[np.bool_]]:
     """Return, of each of a family's comparisons, the swaps in which it lets the release through."""
     found = {}
     for name, m, total in _list_members(gated, family, swapped):

@@ -20,8 +20,10 @@ from pipeline.records.verdicts import Certificate, Comparison, DetectableLoss, V
 def describe_level(certificate: Certificate, alpha: float) -> str:
     """Say that the rule fails what is equal more often than it may."""
     c = certificate
-    return (f"certificate: the rule fails {c.num_false_fails} of {c.num_swaps:,} swaps of equal labels, more than "
-            f"gate.alpha ({alpha:g}) explains; a fail can't be told from chance on these records: look at the clusters")
+    return (
+        f"certificate: the rule fails {c.num_false_fails} of {c.num_swaps:,} swaps of equal labels, more than "
+        f"gate.alpha ({alpha:g}) explains; a fail can't be told from chance on these records: look at the clusters"
+    )
 
 
 def describe_certificate(verdict: Verdict, policy: Policy) -> str:
@@ -60,69 +62,99 @@ def _tell_passes(c: Certificate) -> str:
     said += f"; {c.weakest}, which stops it most often, passes {alone} by itself"
     if c.num_passes >= 0.8 * c.num_swaps:
         return f"{said}."
-    return (f"{said}: more cases there, a wider tolerance, or `tier: supporting` for what need not be proven let more "
-            "of them pass.")
+    return (
+        f"{said}: more cases there, a wider tolerance, or `tier: supporting` for what need not be proven let more "
+        "of them pass."
+    )
 
 
 def _tell_unseen(verdict: Verdict, alpha: float) -> str:
     """Say which bounds have no room for what no case showed, and how rare a loss may hide so."""
-    open_ended = [c for c in verdict.comparisons if c.tolerance is not None and c.bucket is None
-                  and definition_of(c.metric).estimator == "mean"
-                  and not isinstance(definition_of(c.metric), GradedScore)]  # fmt: skip
+    open_ended = [
+        c
+        for c in verdict.comparisons
+        if c.tolerance is not None
+        and c.bucket is None
+        and definition_of(c.metric).estimator == "mean"
+        and not isinstance(definition_of(c.metric), GradedScore)
+    ]
     if not open_ended:
         return ""
     share = 1 - alpha ** (1 / min(c.effective_clusters for c in open_ended))
     names = ", ".join(c.metric for c in open_ended)
-    return (f"The bounds of {names} rest on what was seen: a loss that hits one case in {1 / share:.0f} is in none of "
-            f"these {100 * alpha:g} % of the time, and goes unseen.")
+    return (
+        f"The bounds of {names} rest on what was seen: a loss that hits one case in {1 / share:.0f} is in none of "
+        f"these {100 * alpha:g} % of the time, and goes unseen."
+    )
 
 
 def _tell_false_fails(c: Certificate, alpha: float) -> str:
     within, blocks = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_false_fails, c.num_block_fails))
-    return (f"Of {c.num_swaps:,} swaps of the labels within clusters, which make both sides equal, it fails {within} "
-            f"(alpha {100 * alpha:g} %), of swaps in blocks of {c.block} neighbouring clusters {blocks}.")
+    return (
+        f"Of {c.num_swaps:,} swaps of the labels within clusters, which make both sides equal, it fails {within} "
+        f"(alpha {100 * alpha:g} %), of swaps in blocks of {c.block} neighbouring clusters {blocks}."
+    )
 
 
 def describe_dependence(certificate: Certificate) -> str:
     """Name the metrics whose clusters are less independent than they are taken for; empty where there are none."""
     if not certificate.dependent:
         return ""
-    return (f"Neighbouring clusters move together in {', '.join(certificate.dependent)}: they are less independent "
-            "than the bounds take them for; put what belongs together into one cluster.")
+    return (
+        f"Neighbouring clusters move together in {', '.join(certificate.dependent)}: they are less independent "
+        "than the bounds take them for; put what belongs together into one cluster."
+    )
 
 
 def describe_floor(judgement: Judgement) -> str:
     """Say how far the reference is from itself, where a candidate is the same thing evaluated once more."""
     again = next((v for v in judgement.verdicts if v.fingerprint == judgement.reference_fingerprint), None)
     if again is None:
-        return ("How far the reference is from itself was not measured: a candidate with its checkpoint and no steps "
-                "would show it.")
+        return (
+            "How far the reference is from itself was not measured: a candidate with its checkpoint and no steps "
+            "would show it."
+        )
     gated = [c for c in again.comparisons if c.tolerance is not None and c.bucket is None]
     moved = [c for c in gated if c.harm != 0 or c.b or c.c]
     if not moved:
-        return (f"The reference against itself (`{again.candidate}`): nothing moved in one repeat, in any of "
-                f"{len(gated)} gated metrics.")
-    return (f"The reference against itself (`{again.candidate}`), which is the floor: "
-            + "; ".join(f"{name_comparison(c)} {_tell_moved(c)}" for c in moved) + ".")
+        return (
+            f"The reference against itself (`{again.candidate}`): nothing moved in one repeat, in any of "
+            f"{len(gated)} gated metrics."
+        )
+    return (
+        f"The reference against itself (`{again.candidate}`), which is the floor: "
+        + "; ".join(f"{name_comparison(c)} {_tell_moved(c)}" for c in moved)
+        + "."
+    )
 
 
 def tabulate_losses(verdict: Verdict) -> str:
     """Return the table of the losses that stop the release, of each gated comparison."""
     found = {(c.metric, c.bucket): c for c in verdict.comparisons}
-    rows = [["metric", "n", "tolerance", "stopped one time in two", "stopped four times in five"],
-            ["---", "---:", "---:", "---:", "---:"]]
+    rows = [
+        ["metric", "n", "tolerance", "stopped one time in two", "stopped four times in five"],
+        ["---", "---:", "---:", "---:", "---:"],
+    ]
     for loss in verdict.certificate.losses if verdict.certificate else ():
         c = found[loss.metric, loss.bucket]
-        rows.append([escape_markdown(_name(loss)), f"{c.n:,}", format_tolerance(c.metric, c.tolerance or 0.0),
-                     *(format_harm(loss.metric, k) for k in (loss.k50, loss.k80))])
+        rows.append(
+            [
+                escape_markdown(_name(loss)),
+                f"{c.n:,}",
+                format_tolerance(c.metric, c.tolerance or 0.0),
+                *(format_harm(loss.metric, k) for k in (loss.k50, loss.k80)),
+            ]
+        )
     return render_table(rows)
 
 
 def _tell_loss(loss: DetectableLoss) -> str:
     if loss.k80 == 0:
         return f"stops every candidate, one without a loss too: the cases of {_name(loss)} prove too little"
-    return (f"misses a true loss of {format_harm(loss.metric, loss.k50)} in {_name(loss)} one time in two at most, "
-            f"and one of {format_harm(loss.metric, loss.k80)} one time in five")
+    return (
+        f"misses a true loss of {format_harm(loss.metric, loss.k50)} in {_name(loss)} one time in two at most, "
+        f"and one of {format_harm(loss.metric, loss.k80)} one time in five"
+    )
 
 
 def _tell_sizes(loss: DetectableLoss) -> str:

@@ -80,8 +80,10 @@ def check_outcomes(judgement: Judgement) -> None:
         if verdict.outcome != _expect_outcome(verdict, policy):
             wrong.append("the verdict")
         if wrong:
-            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
-                                f"policy beside it; {_tell_edited(judgement)}")
+            raise EvidenceError(
+                f"{judgement.path}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
+                f"policy beside it; {_tell_edited(judgement)}"
+            )
 
 
 def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
@@ -174,25 +176,35 @@ def check_candidates(judgement: Judgement, product: Product, root: Path) -> bool
         if verdict.outcome == "refused":
             continue
         if not path.is_file():
-            raise EvidenceError(f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
-                                "none: making it again has failed; run `dvc repro`")
+            raise EvidenceError(
+                f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
+                "none: making it again has failed; run `dvc repro`"
+            )
         candidate = read_product_candidate(build, verdict.candidate, product)
         if fingerprint(verdict.facts) != verdict.fingerprint:
-            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
-                                f"it, found another; {_tell_edited(judgement)}")
+            raise EvidenceError(
+                f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
+                f"it, found another; {_tell_edited(judgement)}"
+            )
         if missing := candidate.facts.keys() - verdict.facts.keys():
-            raise EvidenceError(f"{judgement.path}: {verdict.candidate}: expected facts about {min(missing)}, found "
-                                f"none; {_tell_edited(judgement)}")
+            raise EvidenceError(
+                f"{judgement.path}: {verdict.candidate}: expected facts about {min(missing)}, found "
+                f"none; {_tell_edited(judgement)}"
+            )
         if difference := find_difference(verdict.facts, candidate.facts):
-            raise EvidenceError(f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
-                                f"{difference.found!r}; run `dvc repro` so that it is evaluated again")
+            raise EvidenceError(
+                f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
+                f"{difference.found!r}; run `dvc repro` so that it is evaluated again"
+            )
         if candidate.serving.engine == "openai":
             continue
         own = path.with_name("checkpoint").relative_to(root).as_posix()
         expected = own if (root / own).is_dir() else product.candidates[candidate.name].checkpoint
         if Path(candidate.checkpoint.path) != Path(expected):
-            raise EvidenceError(f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
-                                "`dvc repro` so that it is built again")
+            raise EvidenceError(
+                f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
+                "`dvc repro` so that it is built again"
+            )
         _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
         if isinstance(product, VisionProduct):
             _check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
@@ -205,16 +217,20 @@ def check_candidates(judgement: Judgement, product: Product, root: Path) -> bool
 def _check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
     found = digest_files(folder)
     if digest_json(found) != digest:
-        raise EvidenceError(f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
-                            f"({digest_json(found)[:12]}: {name_changed_file(files, found)}); run `dvc repro` so that "
-                            "it is built and evaluated again")
+        raise EvidenceError(
+            f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
+            f"({digest_json(found)[:12]}: {name_changed_file(files, found)}); run `dvc repro` so that "
+            "it is built and evaluated again"
+        )
 
 
 def _check_adapter(path: Path, digest: str) -> None:
     found = digest_file(path) if path.is_file() else "no file"
     if found != digest:
-        raise EvidenceError(f"{path}: expected the adapter that was judged ({digest[:12]}), found another "
-                            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again")
+        raise EvidenceError(
+            f"{path}: expected the adapter that was judged ({digest[:12]}), found another "
+            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again"
+        )
 
 
 def _tell_edited(judgement: Judgement) -> str:

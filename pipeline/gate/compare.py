@@ -120,20 +120,28 @@ def compare_release(product: Product, build: Path) -> ReleaseComparison:
     _describe(reference, kinds)
     _check_room(reference, is_reference=True)
     _check_drawn(reference)
-    measured = {name: _measure_candidate(_load(build, name, product, policy), reference, product, kinds)
-                for name in product.candidates if name != product.reference}
+    measured = {
+        name: _measure_candidate(_load(build, name, product, policy), reference, product, kinds)
+        for name in product.candidates
+        if name != product.reference
+    }
     if isinstance(product, TextProduct):
         for name in product.benchmark.candidates:
             _measure_speed(measured[name], reference, name, product, build)
-    comparisons = judge_all({name: m.measurements for name, m in measured.items()}, product.release,
-                            alpha=product.gate.alpha)
+    comparisons = judge_all(
+        {name: m.measurements for name, m in measured.items()}, product.release, alpha=product.gate.alpha
+    )
     certificates = _certify(measured, product)
-    verdicts = [_conclude(name, measured[name], comparisons[name], certificates.get(name), product)
-                for name in measured]
+    verdicts = [
+        _conclude(name, measured[name], comparisons[name], certificates.get(name), product) for name in measured
+    ]
     blocking = [v for v in verdicts if v.is_release and is_blocking(v, policy)]
     judgement = Judgement(
-        outcome="blocked" if blocking else "pass", blocked_by=tuple(v.candidate for v in blocking), policy=policy,
-        reference_fingerprint=_fingerprint(reference), reference_metrics=tuple(reference.metrics),
+        outcome="blocked" if blocking else "pass",
+        blocked_by=tuple(v.candidate for v in blocking),
+        policy=policy,
+        reference_fingerprint=_fingerprint(reference),
+        reference_metrics=tuple(reference.metrics),
         verdicts=tuple(verdicts),
     )
     return ReleaseComparison(judgement, {product.reference: reference, **measured})
@@ -165,8 +173,13 @@ def _describe(measured: Measured, kinds: dict[str, str]) -> None:
         for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
             if definition.is_gated:
                 try:
-                    measured.metrics += describe_metrics(records, definition, clusters, eval_name=eval_name,
-                                                         table=measured.evidence.tables.get(eval_name))
+                    measured.metrics += describe_metrics(
+                        records,
+                        definition,
+                        clusters,
+                        eval_name=eval_name,
+                        table=measured.evidence.tables.get(eval_name),
+                    )
                 except EvidenceError as error:
                     measured.refusals.append(str(error))
 
@@ -185,10 +198,12 @@ def _check_room(measured: Measured, *, is_reference: bool) -> None:
 def _check_drawn(reference: Measured) -> None:
     """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
     if reference.evidence is not None:
-        reference.refusals += [f"{eval_name}: {said}; repair it, or leave these prompts out"
-                               for eval_name, records in reference.evidence.records.items()
-                               if any(record.scores.get("sound") == 0 for record in records)
-                               and (said := explain_unsound(reference.evidence, eval_name))]  # fmt: skip
+        reference.refusals += [
+            f"{eval_name}: {said}; repair it, or leave these prompts out"
+            for eval_name, records in reference.evidence.records.items()
+            if any(record.scores.get("sound") == 0 for record in records)
+            and (said := explain_unsound(reference.evidence, eval_name))
+        ]
 
 
 def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
@@ -282,8 +297,15 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, produ
         for bucket, allowed in asked.items():
             limit, tier = (tolerance.overall, "watched") if bucket in watched else (allowed, tolerance.tier)
             try:
-                measurement = measure_metric(pairs, definition, bucket, eval_name=eval_name, tolerance=limit,
-                                             alpha=alpha, tier=cast(JudgedTier, tier))
+                measurement = measure_metric(
+                    pairs,
+                    definition,
+                    bucket,
+                    eval_name=eval_name,
+                    tolerance=limit,
+                    alpha=alpha,
+                    tier=cast(JudgedTier, tier),
+                )
                 check_loss_can_show(measurement, definition)
                 measured.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
             except EvidenceError as error:
@@ -299,14 +321,24 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, produ
 def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, product: Product) -> None:
     assert measured.evidence is not None
     try:
-        tripwires = measure_tripwires(reference, measured.evidence, measured.pairs[eval_name], eval_name,
-                                      thresholds=product.gate.tripwires, alpha=product.gate.alpha)
+        tripwires = measure_tripwires(
+            reference,
+            measured.evidence,
+            measured.pairs[eval_name],
+            eval_name,
+            thresholds=product.gate.tripwires,
+            alpha=product.gate.alpha,
+        )
     except (EvidenceError, ValueError) as error:
         measured.notes.append(f"divergence of {eval_name} was not measured: {error}")
         return
     measured.tripwires += tripwires
-    measured.metrics += [Metric(name=t.metric, bucket=None, value=t.candidate, unit=t.unit, better="lower", n=t.n,
-                                low=t.low, high=t.high) for t in tripwires]
+    measured.metrics += [
+        Metric(
+            name=t.metric, bucket=None, value=t.candidate, unit=t.unit, better="lower", n=t.n, low=t.low, high=t.high
+        )
+        for t in tripwires
+    ]
 
 
 def _measure_speed(measured: Measured, reference: Measured, name: str, product: TextProduct, build: Path) -> None:
@@ -321,8 +353,9 @@ def _measure_speed(measured: Measured, reference: Measured, name: str, product: 
         measured.refusals.append(str(error))
         return
     limit = product.benchmark.max_slowdown
-    measured.failures += [f"{SPEED_FAILED}{describe_slow_cell(cell, speed, limit or 0.0)}"
-                          for cell in list_slow_cells(speed, limit)]
+    measured.failures += [
+        f"{SPEED_FAILED}{describe_slow_cell(cell, speed, limit or 0.0)}" for cell in list_slow_cells(speed, limit)
+    ]
     measured.notes.append(f"speed: {describe_speed(speed)}")
 
 
@@ -330,8 +363,12 @@ def _certify(measured: dict[str, Measured], product: Product) -> dict[str, Certi
     """Certify the rule for the release, and for each other candidate alone; refuse one that does not keep alpha."""
     families = [[name for name in measured if name in product.release]]
     families += [[name] for name in measured if name not in product.release]
-    certificates = certify({name: m.measurements for name, m in measured.items()}, families, alpha=product.gate.alpha,
-                           blocks_inconclusive=product.gate.on_inconclusive == "block")
+    certificates = certify(
+        {name: m.measurements for name, m in measured.items()},
+        families,
+        alpha=product.gate.alpha,
+        blocks_inconclusive=product.gate.on_inconclusive == "block",
+    )
     for name, certificate in certificates.items():
         if is_above(certificate.num_false_fails, product.gate.alpha):
             measured[name].refusals.append(describe_level(certificate, product.gate.alpha))
@@ -354,35 +391,51 @@ def _conclude(
     reasons += measured.unproven
     reasons += [f"{NO_GAIN}{measured.gain.why}"] if measured.gain and idle else []
     shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
-    reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons
-                if c.outcome in shown and not is_open_watched(c)]
+    reasons += [
+        f"{c.outcome}: {name_comparison(c)}: {c.sentence}"
+        for c in comparisons
+        if c.outcome in shown and not is_open_watched(c)
+    ]
     reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
     reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
     reasons += list_accepted_gains(comparisons, product.gate.tolerances)
     reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, product.gate.alpha), *measured.notes]]
     if measured.evidence and measured.evidence.evaluation.is_declared:
-        reasons.append(f"{DECLARED} by params.yaml, not proved: what runs behind "
-                       f"{measured.evidence.candidate.serving.base_url} is its operator's word")
+        reasons.append(
+            f"{DECLARED} by params.yaml, not proved: what runs behind "
+            f"{measured.evidence.candidate.serving.base_url} is its operator's word"
+        )
     if outcome == "refused" and not measured.refusals:
         reasons.append(f"{REFUSED}nothing is gated, and no evidence is not a pass")
     evaluation = measured.evidence.evaluation if measured.evidence else None
-    return Verdict(candidate=name, fingerprint=_fingerprint(measured), outcome=outcome,
-                   facts=evaluation.served_by if evaluation else {},
-                   behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
-                   canary=measured.canary, speculation=evaluation.speculation if evaluation else None,
-                   seconds=measured.seconds,
-                   speed=measured.speed, gain=measured.gain, total=measured.total, certificate=certificate,
-                   is_release=name in product.release,
-                   reasons=tuple(reasons),
-                   comparisons=(*comparisons, *measured.tripwires), metrics=tuple(measured.metrics))
+    return Verdict(
+        candidate=name,
+        fingerprint=_fingerprint(measured),
+        outcome=outcome,
+        facts=evaluation.served_by if evaluation else {},
+        behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
+        canary=measured.canary,
+        speculation=evaluation.speculation if evaluation else None,
+        seconds=measured.seconds,
+        speed=measured.speed,
+        gain=measured.gain,
+        total=measured.total,
+        certificate=certificate,
+        is_release=name in product.release,
+        reasons=tuple(reasons),
+        comparisons=(*comparisons, *measured.tripwires),
+        metrics=tuple(measured.metrics),
+    )
 
 
 def _share_seconds(evidence: Evidence) -> dict[str, float]:
     """Return about how long each eval took: shares of the whole by what its cases waited, equal ones if none tells."""
     waited = {name: sum(record.latency_s for record in records) for name, records in evidence.records.items()}
     total = sum(waited.values())
-    return {name: round(evidence.evaluation.seconds * (part / total if total else 1 / len(waited)), 1)
-            for name, part in waited.items()}
+    return {
+        name: round(evidence.evaluation.seconds * (part / total if total else 1 / len(waited)), 1)
+        for name, part in waited.items()
+    }
 
 
 def _fingerprint(measured: Measured) -> str:

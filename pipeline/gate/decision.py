@@ -96,15 +96,20 @@ def judge_all(
     """Judge every candidate's measurements, with Holm over the family each belongs to."""
     released = [name for name in measured if name in release]
     families = [released] + [[name] for name in measured if name not in release]
-    return {name: comparisons for family in families
-            for name, comparisons in _judge_family({n: measured[n] for n in family}, alpha).items()}
+    return {
+        name: comparisons
+        for family in families
+        for name, comparisons in _judge_family({n: measured[n] for n in family}, alpha).items()
+    }
 
 
 def _judge_family(measured: dict[str, list[Measurement]], alpha: float) -> dict[str, list[Comparison]]:
     gated = [m for measurements in measured.values() for m in measurements if m.is_decisive]
     adjusted = iter(holm([m.p for m in gated]))
-    return {name: [judge(m, next(adjusted) if m.is_decisive else m.p, alpha=alpha) for m in measurements]
-            for name, measurements in measured.items()}
+    return {
+        name: [judge(m, next(adjusted) if m.is_decisive else m.p, alpha=alpha) for m in measurements]
+        for name, measurements in measured.items()
+    }
 
 
 def judge(measurement: Measurement, p_holm: float, *, alpha: float) -> Comparison:
@@ -112,10 +117,26 @@ def judge(measurement: Measurement, p_holm: float, *, alpha: float) -> Compariso
     outcome, sentence = _decide(measurement, p_holm, alpha)
     m = measurement
     return Comparison(
-        metric=m.metric, bucket=m.bucket, reference=m.reference, candidate=m.candidate, unit=m.unit, n=m.n,
-        num_clusters=m.num_clusters, effective_clusters=m.effective_clusters, design_effect=m.deff, b=m.b, c=m.c,
-        harm=m.harm, low=m.low, high=m.high, p=m.p, p_holm=None if m.tolerance is None else p_holm,
-        tolerance=m.tolerance, tier=m.tier, outcome=outcome, sentence=sentence,
+        metric=m.metric,
+        bucket=m.bucket,
+        reference=m.reference,
+        candidate=m.candidate,
+        unit=m.unit,
+        n=m.n,
+        num_clusters=m.num_clusters,
+        effective_clusters=m.effective_clusters,
+        design_effect=m.deff,
+        b=m.b,
+        c=m.c,
+        harm=m.harm,
+        low=m.low,
+        high=m.high,
+        p=m.p,
+        p_holm=None if m.tolerance is None else p_holm,
+        tolerance=m.tolerance,
+        tier=m.tier,
+        outcome=outcome,
+        sentence=sentence,
     )
 
 
@@ -126,32 +147,42 @@ def _decide(
         return "reported", "not gated: no tolerance is set"
     allowed = format_tolerance(m.metric, m.tolerance)
     if m.harm < -m.tolerance and m.p_gain <= alpha and not m.accepts_gain:
-        return "inconclusive", (f"suspicious gain: better by {format_harm(m.metric, -m.harm)}, more than the "
-                                f"tolerance of {allowed}; check that both sides did the same work, then accept it by "
-                                "`accept_gain` with a reason, or pin the better one as the reference")
+        return "inconclusive", (
+            f"suspicious gain: better by {format_harm(m.metric, -m.harm)}, more than the "
+            f"tolerance of {allowed}; check that both sides did the same work, then accept it by "
+            "`accept_gain` with a reason, or pin the better one as the reference"
+        )
     if is_proven(m.high, m.tolerance, m.effective_clusters):
         if m.high < 0:
             return "pass", f"proven: a gain of at least {format_harm(m.metric, -m.high)}, and no loss"
         return "pass", f"proven: the loss is at most {format_harm(m.metric, m.high)}, tolerated {allowed}"
     if m.harm > m.tolerance and p_holm <= alpha:
         flips = f" (b {m.b} against c {m.c})" if m.b is not None else ""
-        return "fail", (f"beyond tolerance: lost {format_harm(m.metric, m.harm)}{flips}, tolerated {allowed}, "
-                        f"and that there is a loss at all is not chance (p {format_p(p_holm)} after Holm)")
+        return "fail", (
+            f"beyond tolerance: lost {format_harm(m.metric, m.harm)}{flips}, tolerated {allowed}, "
+            f"and that there is a loss at all is not chance (p {format_p(p_holm)} after Holm)"
+        )
     if m.harm > m.tolerance and is_without_output(m.metric, m.bucket, m.reference, m.candidate):
         values = " became ".join(format_value(m.metric, x) for x in (m.reference, m.candidate))
         return "fail", f"no valid output: {values} in {m.n} cases, which is a fact and no chance, however few there are"
     if m.harm > m.tolerance:
-        return "inconclusive", (f"beyond tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
-                                f"could be noise (p {format_p(p_holm)} after Holm)")
+        return "inconclusive", (
+            f"beyond tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), "
+            f"could be noise (p {format_p(p_holm)} after Holm)"
+        )
     seen = f"within tolerance as seen ({format_harm(m.metric, m.harm)}, tolerated {allowed}), not proven"
     if m.effective_clusters < MIN_CLUSTERS:
-        return "inconclusive", (f"{seen}: its {m.num_clusters} clusters weigh as much as {m.effective_clusters:.0f} of "
-                                f"equal size, too few to bound a loss; at least {MIN_CLUSTERS} are needed")
+        return "inconclusive", (
+            f"{seen}: its {m.num_clusters} clusters weigh as much as {m.effective_clusters:.0f} of "
+            f"equal size, too few to bound a loss; at least {MIN_CLUSTERS} are needed"
+        )
     if m.more_cases is None:
         outlook = "no affordable number of cases would prove it at this rate of flips"
     else:
-        outlook = (f"{format_count(m.more_cases)} more cases, in clusters of their own, would give an even "
-                   "chance to prove it at this rate of flips")
+        outlook = (
+            f"{format_count(m.more_cases)} more cases, in clusters of their own, would give an even "
+            "chance to prove it at this rate of flips"
+        )
     return "inconclusive", f"{seen} (the loss may be {format_harm(m.metric, m.high)}): {outlook}"
 
 

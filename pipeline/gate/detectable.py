@@ -43,8 +43,10 @@ def _find_lost_cases(m: Measurement, probability: float, alpha: float, must_prov
 
     def is_stopped(lost: int) -> bool:
         kept = max(flips - lost, 0)
-        return all(_is_stopped(m, lost, other, swapped * other / max(flips, 1), probability, alpha, must_prove)
-                   for other in (flips, kept))
+        return all(
+            _is_stopped(m, lost, other, swapped * other / max(flips, 1), probability, alpha, must_prove)
+            for other in (flips, kept)
+        )
 
     low, high = -1, m.n
     while high - low > 1:
@@ -70,8 +72,14 @@ def _is_total_proven(m: Measurement, difference: float, flips: float, spread: Sp
     gains = max((flips - difference) / 2, 0.0)
     is_clustered = m.effective_clusters < m.n
     return m.effective_clusters >= MIN_CLUSTERS and is_bounded(
-        m.tolerance or 0.0, max(gains + difference, 0.0), gains, m.n, m.effective_clusters,
-        spread if is_clustered else None, confidence=1 - alpha)  # fmt: skip
+        m.tolerance or 0.0,
+        max(gains + difference, 0.0),
+        gains,
+        m.n,
+        m.effective_clusters,
+        spread if is_clustered else None,
+        confidence=1 - alpha,
+    )
 
 
 def _find_shift(m: Measurement, probability: float, alpha: float, must_prove: bool) -> float:

@@ -45,7 +45,12 @@ def list_object_buckets(table: MatchTable, definition: MetricDefinition) -> list
 
 
 def describe_precision(
-    records: Sequence[CaseRecord], table: MatchTable, definition: MetricDefinition, clusters: Ints, *, eval_name: str,
+    records: Sequence[CaseRecord],
+    table: MatchTable,
+    definition: MetricDefinition,
+    clusters: Ints,
+    *,
+    eval_name: str,
     buckets: Sequence[str],
 ) -> list[Metric]:
     """Return one detector's AP, overall and per bucket, each with its 95 % interval; an empty bucket has none.
@@ -59,8 +64,18 @@ def describe_precision(
         part = _select(table, tuple(positions), bucket)
         if part.num_objects[:, :, area].any():
             value, low, high = _interval(part, definition, area, number_by_first(clusters[positions]))
-            metrics.append(Metric(name=name, bucket=bucket, value=value, unit=definition.unit,
-                                  better=definition.better, n=len(positions), low=low, high=high))
+            metrics.append(
+                Metric(
+                    name=name,
+                    bucket=bucket,
+                    value=value,
+                    unit=definition.unit,
+                    better=definition.better,
+                    n=len(positions),
+                    low=low,
+                    high=high,
+                )
+            )
     return metrics
 
 
@@ -76,8 +91,14 @@ def _interval(
 
 
 def measure_precision(
-    pairs: PairedCases, definition: MetricDefinition, bucket: str | None, *, eval_name: str, tolerance: float | None,
-    alpha: float, tier: JudgedTier = "critical",
+    pairs: PairedCases,
+    definition: MetricDefinition,
+    bucket: str | None,
+    *,
+    eval_name: str,
+    tolerance: float | None,
+    alpha: float,
+    tier: JudgedTier = "critical",
 ) -> Measurement:
     """Measure one AP of a candidate against the reference in one bucket.
 
@@ -101,23 +122,41 @@ def measure_precision(
     except ValueError as error:
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
     parts = _pick(_influence(reference, candidate), definition, area)
-    sums, weights = (sum_by_cluster(values, pairs.clusters[positions], int(pairs.clusters.max()) + 1)
-                     for values in (parts, shares))
+    sums, weights = (
+        sum_by_cluster(values, pairs.clusters[positions], int(pairs.clusters.max()) + 1) for values in (parts, shares)
+    )
     tail = sign_flip_tail(sums)
     return Measurement(
-        metric=metric, bucket=bucket, reference=value, candidate=other, unit=definition.unit, n=len(positions),
-        num_clusters=len(np.unique(clusters[shares > 0])), effective_clusters=count, b=None, c=None,
-        harm=bounds.harm, low=bounds.low, high=bounds.high, p=tail_at(tail, sums.sum()),
-        p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, tier=tier,
+        metric=metric,
+        bucket=bucket,
+        reference=value,
+        candidate=other,
+        unit=definition.unit,
+        n=len(positions),
+        num_clusters=len(np.unique(clusters[shares > 0])),
+        effective_clusters=count,
+        b=None,
+        c=None,
+        harm=bounds.harm,
+        low=bounds.low,
+        high=bounds.high,
+        p=tail_at(tail, sums.sum()),
+        p_gain=tail_at(tail, -sums.sum()),
+        tolerance=tolerance,
+        tier=tier,
         more_cases=None if tolerance is None else cases_for_spread(bounds, tolerance, len(positions)),
-        sums=sums, weights=weights, tail=tail,
+        sums=sums,
+        weights=weights,
+        tail=tail,
     )
 
 
 def _check_loss_can_show(name: str, metric: str, reference: float, tolerance: float | None) -> None:
     if tolerance is not None and reference <= tolerance:
-        raise EvidenceError(f"{name}: the reference has {format_value(metric, reference)}, so a loss above the "
-                            f"tolerance of {tolerance:g} can't show; look at the evalset")
+        raise EvidenceError(
+            f"{name}: the reference has {format_value(metric, reference)}, so a loss above the "
+            f"tolerance of {tolerance:g} can't show; look at the evalset"
+        )
 
 
 def _locate(
@@ -136,12 +175,16 @@ def _check_sides(pairs: PairedCases, name: str) -> tuple[MatchTable, MatchTable]
     ours, theirs = pairs.tables
     sides = [(table.areas, table.categories, table.num_objects.shape) for table in (ours, theirs)]
     if sides[0] != sides[1]:
-        raise EvidenceError(f"{name}: reference and candidate were matched in other areas or categories "
-                            f"({sides[0]!r} and {sides[1]!r}); run `dvc repro`")
+        raise EvidenceError(
+            f"{name}: reference and candidate were matched in other areas or categories "
+            f"({sides[0]!r} and {sides[1]!r}); run `dvc repro`"
+        )
     differs = (ours.num_objects != theirs.num_objects).any(axis=(1, 2))
     for i in np.flatnonzero(differs)[:1].tolist():
-        raise EvidenceError(f"{name}: unequal work: the objects of case {pairs.reference[i].case_id!r} differ between "
-                            "reference and candidate")
+        raise EvidenceError(
+            f"{name}: unequal work: the objects of case {pairs.reference[i].case_id!r} differ between "
+            "reference and candidate"
+        )
     return ours, theirs
 
 
@@ -150,8 +193,10 @@ def _check_filled(table: MatchTable, area: int, name: str) -> None:
         raise EvidenceError(f"{name}: the bucket is empty; no case carries it")
     if not table.num_objects[:, :, area].any():
         low, high = list(table.areas.values())[area]
-        raise EvidenceError(f"{name}: the bucket is empty; no such object on {table.num_images} images has an area of "
-                            f"{low:g} to {high:g} square pixels")
+        raise EvidenceError(
+            f"{name}: the bucket is empty; no such object on {table.num_images} images has an area of "
+            f"{low:g} to {high:g} square pixels"
+        )
 
 
 def _pick(values: Floats, definition: MetricDefinition, area: int) -> Floats:

@@ -59,8 +59,10 @@ def load_top_tokens(path: Path, *, num_docs: int) -> TopTokens:
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise EvidenceError(f"{path}: not a file of top-token arrays: {error}") from None
     if len(tokens.offsets) != num_docs + 1 or tokens.offsets[-1] != len(tokens.ids) or tokens.ids.ndim != 2:
-        raise EvidenceError(f"{path}: expected arrays of {num_docs} documents, got {len(tokens.offsets) - 1} "
-                            f"with {len(tokens.ids)} tokens")
+        raise EvidenceError(
+            f"{path}: expected arrays of {num_docs} documents, got {len(tokens.offsets) - 1} "
+            f"with {len(tokens.ids)} tokens"
+        )
     return tokens
 
 
@@ -102,8 +104,10 @@ def _divergence_by_token(
 
 
 def top_k_kl(
-    ids_p: NDArray[np.int32], logprobs_p: NDArray[np.float32],
-    ids_q: NDArray[np.int32], logprobs_q: NDArray[np.float32],
+    ids_p: NDArray[np.int32],
+    logprobs_p: NDArray[np.float32],
+    ids_q: NDArray[np.int32],
+    logprobs_q: NDArray[np.float32],
 ) -> NDArray[np.float64]:
     """Return KL(p || q) per row on the partition {tokens in both lists} + {all others}, in nats.
 
@@ -132,16 +136,23 @@ def describe_differences(pairs: PairedCases) -> str:
         return "no output differs"
     turns = Counter(turn for turn, _ in places)
     kinds = Counter(classify_difference(a, b) for a, b in outputs if a != b)
-    sentence = (f"first difference at character {int(np.median([at for _, at in places]))} (median), by kind: "
-                + ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind]))
+    sentence = (
+        f"first difference at character {int(np.median([at for _, at in places]))} (median), by kind: "
+        + ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind])
+    )
     if len(turns) == 1:
         return sentence
     return sentence + ", by turn: " + ", ".join(f"{turn + 1}: {turns[turn]}" for turn in sorted(turns))
 
 
 def measure_tripwires(
-    reference: Evidence, candidate: Evidence, pairs: PairedCases, eval_name: str, *,
-    thresholds: dict[str, float], alpha: float,
+    reference: Evidence,
+    candidate: Evidence,
+    pairs: PairedCases,
+    eval_name: str,
+    *,
+    thresholds: dict[str, float],
+    alpha: float,
 ) -> list[Comparison]:
     """Measure the tripwires of one eval; their outcome is always "reported".
 
@@ -156,22 +167,27 @@ def measure_tripwires(
     note = ""
     if kind == "perplexity":
         values = _token_divergence(reference, candidate, pairs, eval_name)
-        bounds = {name: ratio_bounds(values[name], values["num_tokens"], pairs.clusters, confidence=1 - alpha)
-                  for name in names}
+        bounds = {
+            name: ratio_bounds(values[name], values["num_tokens"], pairs.clusters, confidence=1 - alpha)
+            for name in names
+        }
     else:
         diverged = np.array([a.output != b.output for a, b in zip(pairs.reference, pairs.candidate, strict=True)])
         interval = proportion_interval(diverged.astype(np.float64), pairs.clusters, confidence=1 - 2 * alpha)
         bounds = {name: Bounds(float(diverged.mean()), *interval) for name in names}
         counts, note = {name: int(diverged.sum()) for name in names}, describe_differences(pairs)
-    return [_report_tripwire(f"{eval_name}/{name}", bounds[name], counts.get(name), pairs, thresholds, note)
-            for name in names]
+    return [
+        _report_tripwire(f"{eval_name}/{name}", bounds[name], counts.get(name), pairs, thresholds, note)
+        for name in names
+    ]
 
 
 def _token_divergence(
     reference: Evidence, candidate: Evidence, pairs: PairedCases, eval_name: str
 ) -> dict[str, NDArray[np.float64]]:
-    ours, theirs = (load_top_tokens(e.folder / f"{eval_name}.npz", num_docs=len(pairs.reference))
-                    for e in (reference, candidate))
+    ours, theirs = (
+        load_top_tokens(e.folder / f"{eval_name}.npz", num_docs=len(pairs.reference)) for e in (reference, candidate)
+    )
     kl, changed, tokens = divergence_by_document(ours, theirs, pairs.candidate_order)
     return {"kl_nats_per_token": kl, "top1_change_rate": changed, "num_tokens": tokens}
 
@@ -187,10 +203,20 @@ def _report_tripwire(
     else:
         sentence = f"quiet: not above the threshold of {format_threshold(metric, threshold)}"
     return Comparison(
-        metric=metric, bucket=None, reference=0.0, candidate=bounds.harm, unit=definition_of(metric).unit,
-        n=len(pairs.reference), num_clusters=int(pairs.clusters.max()) + 1,
+        metric=metric,
+        bucket=None,
+        reference=0.0,
+        candidate=bounds.harm,
+        unit=definition_of(metric).unit,
+        n=len(pairs.reference),
+        num_clusters=int(pairs.clusters.max()) + 1,
         effective_clusters=effective_clusters(np.ones(len(pairs.clusters)), pairs.clusters),
-        b=count, c=None if count is None else 0, harm=bounds.harm, low=bounds.low, high=bounds.high, tolerance=None,
+        b=count,
+        c=None if count is None else 0,
+        harm=bounds.harm,
+        low=bounds.low,
+        high=bounds.high,
+        tolerance=None,
         outcome="reported",
         sentence="; ".join(filter(None, [sentence, note])),
     )

@@ -27,10 +27,16 @@ ROUNDING_NATS = 1e-5
 
 def check_silence(evidence: Evidence) -> list[str]:
     """Return the evals that generate text and in which no reply had any, one sentence each."""
-    silent = {name: len(records) for name, records in evidence.records.items()
-              if evidence.evaluation.evals[name].kind != "perplexity" and not any(r.output.strip() for r in records)}
-    return [f"{name}: all {count} replies of {evidence.candidate.name} are empty, and silence is no evidence; look at "
-            "what its endpoint answers, and run `dvc repro`" for name, count in silent.items()]
+    silent = {
+        name: len(records)
+        for name, records in evidence.records.items()
+        if evidence.evaluation.evals[name].kind != "perplexity" and not any(r.output.strip() for r in records)
+    }
+    return [
+        f"{name}: all {count} replies of {evidence.candidate.name} are empty, and silence is no evidence; look at "
+        "what its endpoint answers, and run `dvc repro`"
+        for name, count in silent.items()
+    ]
 
 
 def check_weights(reference: Evidence, candidate: Evidence, pairs: PairedCases, eval_name: str) -> str | None:
@@ -51,11 +57,13 @@ def check_weights(reference: Evidence, candidate: Evidence, pairs: PairedCases, 
     gap = _measure_gap(reference, candidate, pairs, eval_name)
     if gap >= ROUNDING_NATS:
         return None
-    return (f"{eval_name}: the endpoint answers with the reference's weights: over {len(pairs.reference)} documents "
-            f"the log-probabilities differ by {gap:.2g} nat a token, which is rounding, although the checkpoints "
-            f"differ ({ours.digest[:NUM_DIGEST_CHARS]} and {theirs.digest[:NUM_DIGEST_CHARS]}); have it serve "
-            f"{theirs.path!r} and run `dvc repro -f -s evaluate@{candidate.candidate.name}`, or give both candidates "
-            "one checkpoint if theirs hold the same numbers")
+    return (
+        f"{eval_name}: the endpoint answers with the reference's weights: over {len(pairs.reference)} documents "
+        f"the log-probabilities differ by {gap:.2g} nat a token, which is rounding, although the checkpoints "
+        f"differ ({ours.digest[:NUM_DIGEST_CHARS]} and {theirs.digest[:NUM_DIGEST_CHARS]}); have it serve "
+        f"{theirs.path!r} and run `dvc repro -f -s evaluate@{candidate.candidate.name}`, or give both candidates "
+        "one checkpoint if theirs hold the same numbers"
+    )
 
 
 def describe_blindness(reference: Evidence, candidate: Evidence) -> str | None:
@@ -64,8 +72,9 @@ def describe_blindness(reference: Evidence, candidate: Evidence) -> str | None:
     ours, theirs = (side.candidate.checkpoint for side in (reference, candidate))
     if candidate.candidate.serving.engine != "openai" or "perplexity" in kinds or _hold_same_weights(ours, theirs):
         return None
-    return ("no eval of kind perplexity: whether its endpoint answers with the reference's weights could not be told "
-            "apart")
+    return (
+        "no eval of kind perplexity: whether its endpoint answers with the reference's weights could not be told apart"
+    )
 
 
 def holds_same_model(first: Checkpoint, second: Checkpoint) -> bool:
@@ -79,8 +88,10 @@ def holds_same_model(first: Checkpoint, second: Checkpoint) -> bool:
 
 
 def _hold_same_weights(first: Checkpoint, second: Checkpoint) -> bool:
-    files = [{name: digest for name, digest in side.files.items() if name.endswith(".safetensors")}
-             for side in (first, second)]
+    files = [
+        {name: digest for name, digest in side.files.items() if name.endswith(".safetensors")}
+        for side in (first, second)
+    ]
     return first.digest == second.digest or (bool(files[0]) and files[0] == files[1])
 
 
@@ -90,11 +101,15 @@ def _measure_gap(reference: Evidence, candidate: Evidence, pairs: PairedCases, e
     Infinite where the arrays beside the records are of other tokens; without arrays the documents' sums have to do.
     """
     try:
-        ours, theirs = (load_top_tokens(side.folder / f"{eval_name}.npz", num_docs=len(pairs.reference))
-                        for side in (reference, candidate))
+        ours, theirs = (
+            load_top_tokens(side.folder / f"{eval_name}.npz", num_docs=len(pairs.reference))
+            for side in (reference, candidate)
+        )
     except EvidenceError:
-        gaps = [(abs(a.scores["nll_nats"] - b.scores["nll_nats"]), a.scores["num_tokens"])
-                for a, b in zip(pairs.reference, pairs.candidate, strict=True)]
+        gaps = [
+            (abs(a.scores["nll_nats"] - b.scores["nll_nats"]), a.scores["num_tokens"])
+            for a, b in zip(pairs.reference, pairs.candidate, strict=True)
+        ]
         return sum(gap for gap, _ in gaps) / sum(tokens for _, tokens in gaps)
     if ours.logprobs.shape != theirs.logprobs.shape:
         return math.inf

@@ -37,8 +37,9 @@ def plot_guidance(compared: ReleaseComparison, path: Path) -> None:
     guided = list_guided({name: m.evidence for name, m in compared.measured.items()}, policy.reference)
     ratios = {eval_name: _read_ratios(guided, eval_name) for eval_name in policy.evals}
     num_columns = 2 if any(ratios.values()) else 1
-    figure = Figure(figsize=(1.6 + 4.2 * num_columns, 3.4 * len(ratios) + 0.25 * len(guided) + 0.5), dpi=_DPI,
-                    layout="constrained")  # fmt: skip
+    figure = Figure(
+        figsize=(1.6 + 4.2 * num_columns, 3.4 * len(ratios) + 0.25 * len(guided) + 0.5), dpi=_DPI, layout="constrained"
+    )
     axes = figure.subplots(len(ratios), num_columns, squeeze=False)
     for line, (eval_name, found) in zip(axes, ratios.items(), strict=True):
         _draw_trade(line[0], {name: compared.measured[name] for name in guided}, eval_name, policy)
@@ -52,25 +53,43 @@ def plot_guidance(compared: ReleaseComparison, path: Path) -> None:
 
 
 def _read_ratios(guided: Mapping[str, Evidence], eval_name: str) -> dict[str, list[float]]:
-    return {name: found for name, evidence in guided.items() if eval_name in evidence.records
-            and (found := read_std_ratios(evidence, eval_name))}  # fmt: skip
+    return {
+        name: found
+        for name, evidence in guided.items()
+        if eval_name in evidence.records and (found := read_std_ratios(evidence, eval_name))
+    }
 
 
 def _draw_trade(axis: Axes, guided: Mapping[str, Measured], eval_name: str, policy: Policy) -> None:
     """Draw saturated pixels against CLIP similarity with 95 % intervals, and what is tolerated of the reference."""
     for number, (name, measured) in enumerate(guided.items()):
-        found = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None
-                 and m.name.startswith(f"{eval_name}/")}  # fmt: skip
+        found = {
+            m.name.rpartition("/")[2]: m
+            for m in measured.metrics
+            if m.bucket is None and m.name.startswith(f"{eval_name}/")
+        }
         if _SATURATION in found and _SIMILARITY in found:
             similar, saturated = found[_SIMILARITY], found[_SATURATION]
-            axis.errorbar(similar.value, 100 * saturated.value, xerr=_reach(similar, 1), yerr=_reach(saturated, 100),
-                          label=_label(name, measured, policy), capsize=3, markersize=7, **_style(number))  # fmt: skip
+            axis.errorbar(
+                similar.value,
+                100 * saturated.value,
+                xerr=_reach(similar, 1),
+                yerr=_reach(saturated, 100),
+                label=_label(name, measured, policy),
+                capsize=3,
+                markersize=7,
+                **_style(number),
+            )
             if name == policy.reference:
                 _draw_tolerated(axis, similar, saturated, policy)
     axis.set_xlabel("CLIP similarity, right is better", fontsize=9)
     axis.set_ylabel("saturated pixels, %, down is better", fontsize=9)
-    _finish(axis, f"{eval_name}, with 95 % intervals; dotted: what is tolerated" if guided
-            else "No candidate guides otherwise than the reference")  # fmt: skip
+    _finish(
+        axis,
+        f"{eval_name}, with 95 % intervals; dotted: what is tolerated"
+        if guided
+        else "No candidate guides otherwise than the reference",
+    )
 
 
 def _draw_steps(axis: Axes, ratios: Mapping[str, list[float]], names: list[str]) -> None:

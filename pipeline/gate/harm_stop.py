@@ -64,9 +64,14 @@ class HarmWatch:
     """
 
     def __init__(
-        self, reference: Sequence[CaseRecord], metrics: Iterable[tuple[str, MetricDefinition, float]], *,
-        alpha: float, num_metrics: int, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        reference: Sequence[CaseRecord],
+        metrics: Iterable[tuple[str, MetricDefinition, float]],
+        *,
+        alpha: float,
+        num_metrics: int,
+        seed: int = 0,
+    ) -> None:
         """Begin with nothing seen.
 
         Args:
@@ -108,8 +113,10 @@ class HarmWatch:
 
     def _play(self, records: Sequence[CaseRecord]) -> None:
         if edited := [r.case_id for r in records if r.input_digest not in self._reference]:
-            raise EvidenceError(f"case {edited[0]!r} asks something else than when the reference was evaluated; "
-                                "evaluate the reference anew")
+            raise EvidenceError(
+                f"case {edited[0]!r} asks something else than when the reference was evaluated; "
+                "evaluate the reference anew"
+            )
         pairs = [(self._reference[r.input_digest], r) for r in records if r.failure is None]
         self.num_seen += len(pairs)
         for bet in self._bets:
@@ -121,4 +128,5 @@ class HarmWatch:
                     f"{bet.metric}: a loss of more than {100 * bet.tolerance:g} points is proven after "
                     f"{self.num_seen:,} of {total:,} cases (e-value {np.exp(log_capital):.0f}, "
                     f"{np.exp(self._level):.0f} is enough); {total - self.num_seen:,} cases, "
-                    f"{100 * (total - self.num_seen) / total:.0f} %, need not be asked")
+                    f"{100 * (total - self.num_seen) / total:.0f} %, need not be asked"
+                )

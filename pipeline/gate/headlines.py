@@ -23,8 +23,9 @@ def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params
 
 def explain_flat_average(name: str, comparisons: Sequence[Comparison], params: Product) -> str | None:
     """Say it in words when AP over all objects stays within its tolerance and AP of some size fails, else None."""
-    found = [c for c in _select(comparisons, params, "detection")
-             if definition_of(c.metric).estimator == "average_precision"]  # fmt: skip
+    found = [
+        c for c in _select(comparisons, params, "detection") if definition_of(c.metric).estimator == "average_precision"
+    ]
     whole = [c for c in found if c.bucket is None and definition_of(c.metric).area == "all"]
     parts = [c for c in found if c not in whole and c.outcome == "fail"]
     pairs = [(flat, part) for flat in whole for part in parts if _is_flat(flat) and _is_part(part, flat)]
@@ -50,10 +51,12 @@ def explain_ungated(comparisons: Sequence[Comparison], alpha: float) -> list[str
         if lost:
             worst = max(lost, key=lambda c: c.harm)
             others = f"; {len(lost) - 1} more like it" if len(lost) > 1 else ""
-            notes.append(f"{UNGATED.removeprefix('note: ')}{name_comparison(worst)}: lost "
-                         f"{format_harm(worst.metric, worst.harm)}, and {whole.metric} may lose "
-                         f"{format_tolerance(whole.metric, whole.tolerance)} overall{others}: a bucket that matters "
-                         "needs a tolerance of its own")
+            notes.append(
+                f"{UNGATED.removeprefix('note: ')}{name_comparison(worst)}: lost "
+                f"{format_harm(worst.metric, worst.harm)}, and {whole.metric} may lose "
+                f"{format_tolerance(whole.metric, whole.tolerance)} overall{others}: a bucket that matters "
+                "needs a tolerance of its own"
+            )
     return notes
 
 
@@ -61,10 +64,17 @@ def list_accepted_gains(
     comparisons: Sequence[Comparison], tolerances: Mapping[str, GatedTolerance | Tolerance]
 ) -> list[str]:
     """Return a reason for each gain beyond its tolerance that is accepted, with why it is."""
-    gains = [(c, c.tolerance, tolerances[c.metric].accept_gain) for c in comparisons
-             if c.tolerance is not None and c.harm < -c.tolerance]  # fmt: skip
-    return [f"{GAIN_ACCEPTED}{name_comparison(c)}: better by {format_harm(c.metric, -c.harm)}, more than the tolerance "
-            f"of {format_tolerance(c.metric, limit)}: {why}" for c, limit, why in gains if why is not None]
+    gains = [
+        (c, c.tolerance, tolerances[c.metric].accept_gain)
+        for c in comparisons
+        if c.tolerance is not None and c.harm < -c.tolerance
+    ]
+    return [
+        f"{GAIN_ACCEPTED}{name_comparison(c)}: better by {format_harm(c.metric, -c.harm)}, more than the tolerance "
+        f"of {format_tolerance(c.metric, limit)}: {why}"
+        for c, limit, why in gains
+        if why is not None
+    ]
 
 
 def _is_part(part: Comparison, whole: Comparison) -> bool:
@@ -84,6 +94,8 @@ def _is_flat(c: Comparison) -> bool:
 def _contrast(start: str, name: str, flat: Comparison, down: Comparison) -> str:
     moved = format_harm(flat.metric, -definition_of(flat.metric).sign * flat.harm, signed=True)  # as its value does
     allowed = format_tolerance(flat.metric, flat.tolerance or 0.0)
-    return (f"{start}: {name} moves {flat.metric} by {moved} (tolerated {allowed}), "
-            f"but {name_comparison(down)} falls from {format_value(down.metric, down.reference)} "
-            f"to {format_value(down.metric, down.candidate)}")
+    return (
+        f"{start}: {name} moves {flat.metric} by {moved} (tolerated {allowed}), "
+        f"but {name_comparison(down)} falls from {format_value(down.metric, down.reference)} "
+        f"to {format_value(down.metric, down.candidate)}"
+    )

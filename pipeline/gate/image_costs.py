@@ -9,8 +9,16 @@ from __future__ import annotations
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.images import headroom, read_notes
 
-_HEAD = ("candidate", "step, ms an image", "decode, ms an image", "decode to float32", "decode, MiB a batch",
-         "to the reference", "PSNR to float32", "least headroom, doublings")  # fmt: skip
+_HEAD = (
+    "candidate",
+    "step, ms an image",
+    "decode, ms an image",
+    "decode to float32",
+    "decode, MiB a batch",
+    "to the reference",
+    "PSNR to float32",
+    "least headroom, doublings",
+)
 
 COSTS_LEGEND = """
 Time is CPU time on a CPU; the decode is timed in turn with the reference's float32 decode of the same latents, and its
@@ -31,10 +39,16 @@ def tabulate_costs(compared: ReleaseComparison) -> list[list[str]]:
         notes, base = read_notes(measured.evidence, eval_name), read_notes(own, eval_name)
         ratio, least = notes["decode_to_float32"], min(map(headroom, notes["decoder"].values()), default=0.0)
         psnr = next((m.value for m in measured.metrics if m.name == f"{eval_name}/decode_psnr_db" and not m.bucket), 0)
-        rows.append([
-            f"`{name}`", f"{notes['step_ms_per_image']:.2f}", f"{notes['decode_ms_per_image']:.2f}",
-            f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "–",
-            f"{notes['decode_peak_mib']:.1f}", f"{notes['decode_peak_mib'] / base['decode_peak_mib']:.2f}",
-            f"{psnr:.1f} dB", "overflow" if least == float("-inf") else f"{least:.1f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"`{name}`",
+                f"{notes['step_ms_per_image']:.2f}",
+                f"{notes['decode_ms_per_image']:.2f}",
+                f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "–",
+                f"{notes['decode_peak_mib']:.1f}",
+                f"{notes['decode_peak_mib'] / base['decode_peak_mib']:.2f}",
+                f"{psnr:.1f} dB",
+                "overflow" if least == float("-inf") else f"{least:.1f}",
+            ]
+        )
     return rows

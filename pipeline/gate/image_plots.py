@@ -43,8 +43,9 @@ def plot_worst_images(compared: ReleaseComparison, path: Path) -> None:
     """Draw reference, candidate and difference of the worst images: a row a candidate."""
     reference = compared.measured[compared.judgement.policy.reference].evidence
     rows = {name: m for name, m in compared.measured.items() if reference and m.evidence and m.pairs}
-    figure = Figure(figsize=(1.15 * 3 * _NUM_WORST + 1.4, 1.35 * max(len(rows), 1) + 0.6), dpi=_DPI,
-                    layout="constrained")  # fmt: skip
+    figure = Figure(
+        figsize=(1.15 * 3 * _NUM_WORST + 1.4, 1.35 * max(len(rows), 1) + 0.6), dpi=_DPI, layout="constrained"
+    )
     axes = figure.subplots(max(len(rows), 1), 3 * _NUM_WORST, squeeze=False)
     for axis in axes.ravel():
         axis.set_axis_off()
@@ -81,19 +82,27 @@ def _draw_worst(line: Sequence[Axes], reference: Evidence, measured: Measured, p
 
 def plot_headroom(compared: ReleaseComparison, path: Path) -> None:
     """Draw how many times the largest activation of each decoder module can double before float16 overflows."""
-    found = {name: read_decoder(m.evidence, eval_name) for name, m in compared.measured.items() if m.evidence
-             for eval_name in list(m.evidence.records)[:1]}  # fmt: skip
+    found = {
+        name: read_decoder(m.evidence, eval_name)
+        for name, m in compared.measured.items()
+        if m.evidence
+        for eval_name in list(m.evidence.records)[:1]
+    }
     figure = Figure(figsize=(8.5, 1.0 + 1.5 * max(len(found), 1)), dpi=_DPI, layout="constrained")
     axes = figure.subplots(max(len(found), 1), 1, squeeze=False, sharex=True).ravel()
     for axis, (name, modules) in zip(axes, found.items(), strict=False):
         scarcest = list_scarcest(modules, limit=_MODULES_SHOWN)[::-1]
-        axis.barh(range(len(scarcest)), [bits for _, bits in scarcest],
-                  color=[SCARCE if bits < SCARCE_BITS else AMPLE for _, bits in scarcest])  # fmt: skip
+        axis.barh(
+            range(len(scarcest)),
+            [bits for _, bits in scarcest],
+            color=[SCARCE if bits < SCARCE_BITS else AMPLE for _, bits in scarcest],
+        )
         axis.set_yticks(range(len(scarcest)), [module for module, _ in scarcest], fontsize=4)
         axis.axvline(0, color="#000000", linewidth=1)
         axis.set_title(name, fontsize=7, loc="left")
         axis.tick_params(axis="x", labelsize=6, labelbottom=True)
         axis.set_xlim(LEAST_BITS, MOST_BITS)
-    figure.supxlabel("doublings left under float16's largest number, worst modules (orange: under 1, or it overflowed)",
-                     fontsize=7)  # fmt: skip
+    figure.supxlabel(
+        "doublings left under float16's largest number, worst modules (orange: under 1, or it overflowed)", fontsize=7
+    )
     save_figure(figure, path)

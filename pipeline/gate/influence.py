@@ -35,10 +35,13 @@ def harm_by_image(reference: MatchTable, candidate: MatchTable) -> Floats:
         candidate: table of the candidate, of the same images in the same order.
     """
     sides = (reference, candidate)
-    images, classes, scores = (np.concatenate([getattr(side, name) for side in sides])
-                               for name in ("images", "classes", "scores"))  # fmt: skip
-    hits, ignored = (np.concatenate([unpack(bits) for bits in pair]) for pair in (
-        [side.matched for side in sides], [side.ignored for side in sides]))  # fmt: skip
+    images, classes, scores = (
+        np.concatenate([getattr(side, name) for side in sides]) for name in ("images", "classes", "scores")
+    )
+    hits, ignored = (
+        np.concatenate([unpack(bits) for bits in pair])
+        for pair in ([side.matched for side in sides], [side.ignored for side in sides])
+    )
     signs = np.repeat([1.0, -1.0], [len(side.scores) for side in sides])
     num_objects = reference.num_objects.sum(axis=0)  # [classes, areas]
     harm = np.zeros((reference.num_images, len(reference.areas), len(IOU_THRESHOLDS)))

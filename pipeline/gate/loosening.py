@@ -47,7 +47,8 @@ def name_material(
     """
     known = {"reference.weights": weights, "reference.serving": serving, "reference.adapter": adapter}
     return {key: digest for key, digest in known.items() if digest is not None} | {
-        f"evals.{name}.cases": digest for name, digest in cases.items()}  # fmt: skip
+        f"evals.{name}.cases": digest for name, digest in cases.items()
+    }
 
 
 def digest_serving(serving: BaseModel) -> str:
@@ -71,8 +72,10 @@ def check_loosening(policy: Policy, root: Path, *, material: Mapping[str, str]) 
     if path.is_file():
         compare_with_release(policy, path.read_bytes(), path, material=material)
     elif policy.loosened:
-        raise SettingsError(f"{_name(policy)}gate.loosened: expected none before a first release, as nothing can be "
-                            f"looser, got {next(iter(policy.loosened))!r}; remove it")
+        raise SettingsError(
+            f"{_name(policy)}gate.loosened: expected none before a first release, as nothing can be "
+            f"looser, got {next(iter(policy.loosened))!r}; remove it"
+        )
 
 
 def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *, material: Mapping[str, str]) -> None:
@@ -93,25 +96,37 @@ def compare_with_release(policy: Policy, manifest: bytes, source: Path | str, *,
         last = Policy.model_validate(content["policy"])
         cases = {name: kept["digest"] for name, kept in content["evalsets"].items()}
         side = content["reference"]
-        pinned = name_material(weights=side["weights_digest"], cases=cases, serving=side.get("serving_digest"),
-                               adapter=side.get("adapter_digest"))  # fmt: skip
+        pinned = name_material(
+            weights=side["weights_digest"],
+            cases=cases,
+            serving=side.get("serving_digest"),
+            adapter=side.get("adapter_digest"),
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise EvidenceError(f"{source}: expected the manifest of a release, with its policy, found none "
-                            f"({type(error).__name__}); take the file from git again") from None
+        raise EvidenceError(
+            f"{source}: expected the manifest of a release, with its policy, found none "
+            f"({type(error).__name__}); take the file from git again"
+        ) from None
     loosened = list(list_loosened(last, policy))
     loosened += _compare_material(pinned, material, last, {key for key, _, _ in loosened})
     _check_reasons(policy, last, {key for key, _, _ in loosened}, knows_material=bool(material))
     for key, was, now in loosened:
         reason = policy.loosened.get(key)
         if reason is None:
-            raise SettingsError(f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
-                                f"at the last release ({source}) and is {_tell(now)}; add "
-                                f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}, or set it back")
-        for part, said, found, whence in (("was", reason.was, was, f"{source} says"),
-                                          ("now", reason.now, now, "is asked now")):  # fmt: skip
+            raise SettingsError(
+                f"{_name(policy)}gate.loosened: expected {key!r} with a reason, as it was {_tell(was)} "
+                f"at the last release ({source}) and is {_tell(now)}; add "
+                f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}, or set it back"
+            )
+        for part, said, found, whence in (
+            ("was", reason.was, was, f"{source} says"),
+            ("now", reason.now, now, "is asked now"),
+        ):
             if said != found:
-                raise SettingsError(f"{_name(policy)}gate.loosened.{key}.{part}: expected {_tell(found)}, as {whence}, "
-                                    f"got {_tell(said)}; correct it, with its reason")
+                raise SettingsError(
+                    f"{_name(policy)}gate.loosened.{key}.{part}: expected {_tell(found)}, as {whence}, "
+                    f"got {_tell(said)}; correct it, with its reason"
+                )
 
 
 def _check_reasons(policy: Policy, last: Policy, named: set[str], *, knows_material: bool) -> None:
@@ -121,8 +136,10 @@ def _check_reasons(policy: Policy, last: Policy, named: set[str], *, knows_mater
         went_out = last.loosened.get(key) == reason and key not in undone
         is_unknown = not knows_material and (key.startswith("reference.") or key.endswith(".cases"))
         if key not in named and not went_out and not is_unknown:
-            raise SettingsError(f"{_name(policy)}gate.loosened.{key}: expected a setting that is looser than at the "
-                                "last release, found none of that name that is; remove it")
+            raise SettingsError(
+                f"{_name(policy)}gate.loosened.{key}: expected a setting that is looser than at the "
+                "last release, found none of that name that is; remove it"
+            )
 
 
 def _compare_material(

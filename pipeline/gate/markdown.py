@@ -33,8 +33,14 @@ def show_flip(flip: ExplainedFlip) -> list[str]:
     """Return the lines of a case that can be unfolded: what was asked, and what both sides answered."""
     buckets = f" [{', '.join(flip.buckets)}]" if flip.buckets else ""
     case = escape_markdown(f"{flip.eval_name} / {flip.case_id}{buckets}: {describe_place(flip)}")
-    lines = [f"<details><summary><b>{flip.kind}</b> {case}</summary>", "", "Prompt:", "",
-             *render_block(flip.prompt.text), ""]  # fmt: skip
+    lines = [
+        f"<details><summary><b>{flip.kind}</b> {case}</summary>",
+        "",
+        "Prompt:",
+        "",
+        *render_block(flip.prompt.text),
+        "",
+    ]
     for side, passage in ((flip.against, flip.reference), ("candidate", flip.candidate)):
         if passage is not None:
             lines += [f"{side[0].upper()}{side[1:]}:", "", *render_block(passage.text), ""]

@@ -110,7 +110,11 @@ def list_pair_buckets(pairs: PairedCases, definition: MetricDefinition) -> list[
 
 
 def describe_metrics(
-    records: Sequence[CaseRecord], definition: MetricDefinition, clusters: Ints, *, eval_name: str,
+    records: Sequence[CaseRecord],
+    definition: MetricDefinition,
+    clusters: Ints,
+    *,
+    eval_name: str,
     table: MatchTable | None = None,
 ) -> list[Metric]:
     """Return one candidate's metric, overall and per bucket, each with its interval.
@@ -123,18 +127,31 @@ def describe_metrics(
     """
     if definition.estimator == "average_precision":
         if table is None:
-            raise EvidenceError(f"{eval_name}/{definition.name}: expected matched detections beside the records, "
-                                "found none; run `dvc repro`")
-        return describe_precision(records, table, definition, clusters, eval_name=eval_name,
-                                  buckets=list_buckets(records))
+            raise EvidenceError(
+                f"{eval_name}/{definition.name}: expected matched detections beside the records, "
+                "found none; run `dvc repro`"
+            )
+        return describe_precision(
+            records, table, definition, clusters, eval_name=eval_name, buckets=list_buckets(records)
+        )
     name = f"{eval_name}/{definition.name}"
     scores = collect_scores(records, definition, clusters, where=name)
     metrics = []
     for bucket in [None, *list_buckets(records)]:
         positions = select_bucket(records, bucket)
         value, (low, high) = _checked(name, scores.at(positions))
-        metrics.append(Metric(name=name, bucket=bucket, value=value, unit=definition.unit, better=definition.better,
-                              n=len(positions), low=low, high=high))
+        metrics.append(
+            Metric(
+                name=name,
+                bucket=bucket,
+                value=value,
+                unit=definition.unit,
+                better=definition.better,
+                n=len(positions),
+                low=low,
+                high=high,
+            )
+        )
     return metrics
 
 
@@ -158,8 +175,14 @@ def _check_finite(name: str, *numbers: float) -> None:
 
 
 def measure_metric(
-    pairs: PairedCases, definition: MetricDefinition, bucket: str | None, *, eval_name: str,
-    tolerance: float | None, alpha: float, tier: JudgedTier = "critical",
+    pairs: PairedCases,
+    definition: MetricDefinition,
+    bucket: str | None,
+    *,
+    eval_name: str,
+    tolerance: float | None,
+    alpha: float,
+    tier: JudgedTier = "critical",
 ) -> Measurement:
     """Measure one metric of a candidate against the reference in one bucket.
 
@@ -168,24 +191,38 @@ def measure_metric(
             clusters for an interval, or a graded score can't lose as much as is tolerated.
     """
     if definition.estimator == "average_precision":
-        return measure_precision(pairs, definition, bucket, eval_name=eval_name, tolerance=tolerance, alpha=alpha,
-                                 tier=tier)
+        return measure_precision(
+            pairs, definition, bucket, eval_name=eval_name, tolerance=tolerance, alpha=alpha, tier=tier
+        )
     name = name_metric(f"{eval_name}/{definition.name}", bucket)
     positions = select_bucket(pairs.reference, bucket)
     if len(positions) == 0:
         raise EvidenceError(f"{name}: the bucket is empty; no case carries it")
-    reference, candidate = (collect_scores(side, definition, pairs.clusters, where=name).at(positions)
-                            for side in (pairs.reference, pairs.candidate))
+    reference, candidate = (
+        collect_scores(side, definition, pairs.clusters, where=name).at(positions)
+        for side in (pairs.reference, pairs.candidate)
+    )
     if not np.array_equal(reference.weights, candidate.weights):
         unequal = pairs.reference[int(positions[np.flatnonzero(reference.weights != candidate.weights)[0]])]
-        raise EvidenceError(f"{name}: unequal work: {definition.weight!r} of case {unequal.case_id!r} differs between "
-                            "reference and candidate")
+        raise EvidenceError(
+            f"{name}: unequal work: {definition.weight!r} of case {unequal.case_id!r} differs between "
+            "reference and candidate"
+        )
     if isinstance(definition, GradedScore) and tolerance is not None:
         _check_room(reference, candidate, tolerance, where=name)
     try:
         with np.errstate(over="ignore", invalid="ignore"):
-            m = _compare_scores(reference, candidate, bucket, f"{eval_name}/{definition.name}", tolerance, alpha, tier,
-                                pairs.clusters[positions], int(pairs.clusters.max()) + 1)
+            m = _compare_scores(
+                reference,
+                candidate,
+                bucket,
+                f"{eval_name}/{definition.name}",
+                tolerance,
+                alpha,
+                tier,
+                pairs.clusters[positions],
+                int(pairs.clusters.max()) + 1,
+            )
     except (ValueError, ArithmeticError) as error:
         raise EvidenceError(f"{name}: can't be compared: {error}") from None
     _check_finite(name, m.reference, m.candidate, m.harm, m.low, m.high, m.p)
@@ -197,10 +234,12 @@ def _check_room(reference: Scores, candidate: Scores, tolerance: float, *, where
         scores = np.concatenate([side.values / side.weights for side in (reference, candidate)])
     room = find_room(scores, reference.value(), reference.definition.better)
     if room <= tolerance:
-        raise EvidenceError(f"{where}: the reference has {reference.value():.4g} and both sides' scores lie between "
-                            f"{scores.min():.4g} and {scores.max():.4g}, so a loss above the tolerance of "
-                            f"{tolerance:g} can't show; it is in the unit of the scores: lower it, or look at the "
-                            "evalset")
+        raise EvidenceError(
+            f"{where}: the reference has {reference.value():.4g} and both sides' scores lie between "
+            f"{scores.min():.4g} and {scores.max():.4g}, so a loss above the tolerance of "
+            f"{tolerance:g} can't show; it is in the unit of the scores: lower it, or look at the "
+            "evalset"
+        )
 
 
 def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) -> None:
@@ -216,19 +255,30 @@ def check_loss_can_show(measurement: Measurement, definition: MetricDefinition) 
     m = measurement
     is_mean = definition.estimator in ("mean", "ratio") and definition.harm == "absolute"
     if is_mean and definition.better == "higher" and m.tolerance is not None and 0 <= m.reference <= m.tolerance:
-        raise EvidenceError(f"{name_metric(m.metric, m.bucket)}: the reference has {m.reference:.4g}, "
-                            f"so a loss above the tolerance of {m.tolerance:g} can't show; it is in the unit of the "
-                            "scores: lower it, or look at the evalset")
+        raise EvidenceError(
+            f"{name_metric(m.metric, m.bucket)}: the reference has {m.reference:.4g}, "
+            f"so a loss above the tolerance of {m.tolerance:g} can't show; it is in the unit of the "
+            "scores: lower it, or look at the evalset"
+        )
     right = m.reference if definition.better == "higher" else 1 - m.reference
     if m.tolerance is not None and definition.estimator == "proportion" and right <= m.tolerance:
-        raise EvidenceError(f"{name_metric(m.metric, m.bucket)}: the reference is right in "
-                            f"{round(right * m.n)} of {m.n} cases, so a loss above the tolerance of "
-                            f"{m.tolerance:g} can't show; look at the evalset")
+        raise EvidenceError(
+            f"{name_metric(m.metric, m.bucket)}: the reference is right in "
+            f"{round(right * m.n)} of {m.n} cases, so a loss above the tolerance of "
+            f"{m.tolerance:g} can't show; look at the evalset"
+        )
 
 
 def _compare_scores(
-    reference: Scores, candidate: Scores, bucket: str | None, name: str, tolerance: float | None, alpha: float,
-    tier: JudgedTier, places: Ints, num_places: int,
+    reference: Scores,
+    candidate: Scores,
+    bucket: str | None,
+    name: str,
+    tolerance: float | None,
+    alpha: float,
+    tier: JudgedTier,
+    places: Ints,
+    num_places: int,
 ) -> Measurement:
     """Measure two sides; `places` are their clusters as numbered among the `num_places` of the whole eval."""
     definition, clusters, n = reference.definition, reference.clusters, len(reference.values)
@@ -247,13 +297,30 @@ def _compare_scores(
     sums, weights = (sum_by_cluster(values, places, num_places) for values in (d, reference.weights))
     tail = sign_flip_tail(sums)
     return Measurement(
-        metric=name, bucket=bucket, reference=reference.value(), candidate=candidate.value(), unit=definition.unit, n=n,
-        num_clusters=int(clusters.max()) + 1, effective_clusters=count,
-        b=b, c=c, harm=harm, low=low, high=high,
-        p=tail_at(tail, sums.sum()), p_gain=tail_at(tail, -sums.sum()), tolerance=tolerance, tier=tier,
-        more_cases=(None if tolerance is None else
-                    _more_cases(definition, bounds, b, c, d, clusters, count, tolerance, alpha)),
-        sums=sums, weights=weights, tail=tail, deff=bounds.design_effect,
+        metric=name,
+        bucket=bucket,
+        reference=reference.value(),
+        candidate=candidate.value(),
+        unit=definition.unit,
+        n=n,
+        num_clusters=int(clusters.max()) + 1,
+        effective_clusters=count,
+        b=b,
+        c=c,
+        harm=harm,
+        low=low,
+        high=high,
+        p=tail_at(tail, sums.sum()),
+        p_gain=tail_at(tail, -sums.sum()),
+        tolerance=tolerance,
+        tier=tier,
+        more_cases=(
+            None if tolerance is None else _more_cases(definition, bounds, b, c, d, clusters, count, tolerance, alpha)
+        ),
+        sums=sums,
+        weights=weights,
+        tail=tail,
+        deff=bounds.design_effect,
     )
 
 
@@ -280,8 +347,15 @@ def _harm_scale(definition: MetricDefinition, difference: float) -> float:
 
 
 def _more_cases(
-    definition: MetricDefinition, bounds: Bounds, b: int | None, c: int | None, d: Floats, clusters: Ints,
-    count: float, tolerance: float, alpha: float,
+    definition: MetricDefinition,
+    bounds: Bounds,
+    b: int | None,
+    c: int | None,
+    d: Floats,
+    clusters: Ints,
+    count: float,
+    tolerance: float,
+    alpha: float,
 ) -> int | None:
     """Return how many more cases would prove the tolerance if flips, spread and clusters stay as seen."""
     n, limit = len(clusters), math.log1p(tolerance) if definition.harm == "relative" else tolerance

@@ -53,12 +53,11 @@ class MetricDefinition:
 
 _DIVERGENCE = (
     MetricDefinition(
-        "kl_nats_per_token", "ratio", "kl_nats", "lower", "nat/token", weight="num_tokens", is_gated=False),
+        "kl_nats_per_token", "ratio", "kl_nats", "lower", "nat/token", weight="num_tokens", is_gated=False
+    ),
     MetricDefinition("top1_change_rate", "ratio", "num_top1_changes", "lower", "", weight="num_tokens", is_gated=False),
 )
-_FIRST_DIVERGENCE = (
-    MetricDefinition("output_divergence_rate", "proportion", "diverged", "lower", "", is_gated=False),
-)
+_FIRST_DIVERGENCE = (MetricDefinition("output_divergence_rate", "proportion", "diverged", "lower", "", is_gated=False),)
 
 _FINITE = MetricDefinition("finite_output_rate", "proportion", "finite", "higher", "")
 _SEAMS = MetricDefinition("seam_step_levels", "mean", "seam_levels", "lower", "levels")
@@ -69,12 +68,14 @@ _PRECISION = tuple(
         ("ap_50", "found_50", "objects", "all", 0.5),
         ("ap_75", "found_75", "objects", "all", 0.75),
         *((f"ap_{area}", f"found_{area}", f"objects_{area}", area, None) for area in ("small", "medium", "large")),
-    ))  # fmt: skip
+    )
+)
 
 METRICS_BY_EVAL_KIND: dict[str, tuple[MetricDefinition, ...]] = {
     "perplexity": (
         MetricDefinition(
-            "perplexity_per_token", "ratio", "nll_nats", "lower", "", harm="relative", weight="num_tokens"),
+            "perplexity_per_token", "ratio", "nll_nats", "lower", "", harm="relative", weight="num_tokens"
+        ),
         MetricDefinition("bits_per_byte", "ratio", "nll_bits", "lower", "bit/byte", weight="num_bytes"),
         *_DIVERGENCE,
     ),

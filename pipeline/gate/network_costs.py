@@ -21,8 +21,23 @@ _PEAK, _SHARE, _WORK = "peak, MiB", "to the reference's", "work"
 _COMPILED = "graphs / graph breaks / recompilations / first call"
 _FORMATS, _REORDERS = "modules in another format", "reorders"
 _ERROR, _HEADROOM, _FINITE = "largest relative error", "least headroom, doublings", "finite outputs"
-_COLUMNS = (_CANDIDATE, _TIME, _WALL, _BASELINE, _GAIN, _TOTAL, _PEAK, _SHARE, _WORK, _COMPILED, _FORMATS, _REORDERS,
-            _ERROR, _HEADROOM, _FINITE)  # fmt: skip
+_COLUMNS = (
+    _CANDIDATE,
+    _TIME,
+    _WALL,
+    _BASELINE,
+    _GAIN,
+    _TOTAL,
+    _PEAK,
+    _SHARE,
+    _WORK,
+    _COMPILED,
+    _FORMATS,
+    _REORDERS,
+    _ERROR,
+    _HEADROOM,
+    _FINITE,
+)
 
 _EMULATED = """- **a convolution policy is emulated**: what comes out, and so every accuracy here, is that of Lavin
   and Gray's transforms (points 0, ±1, ±2) in the arithmetic it names; a kernel with other points loses otherwise. Its
@@ -107,8 +122,11 @@ def _describe_engine(notes: NetworkNotes) -> dict[str, str]:
     row = {}
     if (met := notes.compile) is not None:
         counts = (met.num_graphs + met.num_recompilations, met.num_graph_breaks, met.num_recompilations)
-        row[_COMPILED] = (" / ".join(map(str, counts)) + f" / {met.first_call_s:.1f} s"
-                          + (", limit reached" if met.num_over_limit else ""))  # fmt: skip
+        row[_COMPILED] = (
+            " / ".join(map(str, counts))
+            + f" / {met.first_call_s:.1f} s"
+            + (", limit reached" if met.num_over_limit else "")
+        )
     if notes.layout is not None:
         row[_FORMATS] = str(len(notes.layout.other_formats))
         row[_REORDERS] = " → ".join(str(notes.layout.num_reorders.get(key, _NOTHING)) for key in ("first", "last"))
@@ -119,8 +137,10 @@ def _describe_numbers(notes: NetworkNotes) -> dict[str, str]:
     if not notes.layers:
         return {}
     worst, least = find_worst_layer(notes.layers), find_scarcest_layer(notes.layers)
-    return {_ERROR: f"{format_error(notes.layers[worst])}{_name_layer(worst, notes.layers[worst].error != 0)}",
-            _HEADROOM: f"{format_headroom(notes.layers[least])}{_name_layer(least, True)}"}  # fmt: skip
+    return {
+        _ERROR: f"{format_error(notes.layers[worst])}{_name_layer(worst, notes.layers[worst].error != 0)}",
+        _HEADROOM: f"{format_headroom(notes.layers[least])}{_name_layer(least, True)}",
+    }
 
 
 def _name_layer(name: str, is_named: bool) -> str:

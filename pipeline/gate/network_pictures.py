@@ -40,8 +40,11 @@ def plot_found(compared: ReleaseComparison, path: Path) -> None:
         for k, (eval_name, i) in enumerate(worst):
             _draw_found(line[2 * k : 2 * k + 2], compared.measured[name].pairs[eval_name], i)
     unharmed = ", ".join(name for name, worst in lost.items() if not worst)
-    figure.suptitle(f"worst pictures, cut to what is lost: reference left, candidate right ({BOXES_LEGEND})"
-                    + (f"\nno such object is lost by: {unharmed}" if unharmed else ""), fontsize=8)  # fmt: skip
+    figure.suptitle(
+        f"worst pictures, cut to what is lost: reference left, candidate right ({BOXES_LEGEND})"
+        + (f"\nno such object is lost by: {unharmed}" if unharmed else ""),
+        fontsize=8,
+    )
     save_figure(figure, path)
 
 
@@ -68,8 +71,11 @@ def _draw_found(axes: Sequence[Axes], pairs: PairedCases, i: int) -> None:
         axes[0].text(0.5, 0.5, "can't be shown", ha="center", va="center", fontsize=7)
         return
     for axis, side in zip(axes, found, strict=True):
-        axis.imshow(draw_boxes(picture, side, lost), interpolation="antialiased",
-                    extent=(0, picture.shape[1], picture.shape[0], 0))  # fmt: skip
+        axis.imshow(
+            draw_boxes(picture, side, lost),
+            interpolation="antialiased",
+            extent=(0, picture.shape[1], picture.shape[0], 0),
+        )
         _cut_to(axis, lost, picture.shape[1], picture.shape[0])
 
 
@@ -77,8 +83,10 @@ def _cut_to(axis: Axes, lost: Found, width: int, height: int) -> None:
     """Show a square round some boxes, of half the picture or as large as it takes."""
     ends = np.stack([lost.boxes[:, :2].min(axis=0), (lost.boxes[:, :2] + lost.boxes[:, 2:]).max(axis=0)])
     side = min(max(_SHOWN_PART * max(width, height), 1.1 * (ends[1] - ends[0]).max()), width, height)
-    left, top = (float(np.clip(middle - side / 2, 0, most - side))
-                 for middle, most in zip(ends.mean(axis=0), (width, height), strict=True))  # fmt: skip
+    left, top = (
+        float(np.clip(middle - side / 2, 0, most - side))
+        for middle, most in zip(ends.mean(axis=0), (width, height), strict=True)
+    )
     axis.set_xlim(left, left + side)
     axis.set_ylim(top + side, top)
 
@@ -86,8 +94,11 @@ def _cut_to(axis: Axes, lost: Found, width: int, height: int) -> None:
 def plot_seams(compared: ReleaseComparison, path: Path) -> None:
     """Draw a stitch of the worst picture of each tiled candidate beside the reference, and the step across it."""
     reference = compared.measured[compared.judgement.policy.reference].evidence
-    tiled = {name: m for name, m in compared.measured.items()
-             if m.pairs and m.evidence and m.evidence.candidate.serving.tiling}  # fmt: skip
+    tiled = {
+        name: m
+        for name, m in compared.measured.items()
+        if m.pairs and m.evidence and m.evidence.candidate.serving.tiling
+    }
     figure = Figure(figsize=(9.5, 2.2 * max(len(tiled), 1) + 0.5), dpi=_DPI, layout="constrained")
     axes = figure.subplots(max(len(tiled), 1), 4, squeeze=False, width_ratios=(1, 1, 1, 1.7))
     for axis in axes.ravel():
@@ -101,9 +112,13 @@ def plot_seams(compared: ReleaseComparison, path: Path) -> None:
             continue
         line[1].set_title(case_id, fontsize=7, parse_math=False)
         _draw_strip(line, strip)
-    figure.suptitle("a stitch of the worst picture: reference, candidate, difference × "
-                    f"{SEAM_GAIN}, and the mean signed step along it" if tiled else "no candidate runs in tiles",
-                    fontsize=8)  # fmt: skip
+    figure.suptitle(
+        "a stitch of the worst picture: reference, candidate, difference × "
+        f"{SEAM_GAIN}, and the mean signed step along it"
+        if tiled
+        else "no candidate runs in tiles",
+        fontsize=8,
+    )
     save_figure(figure, path)
 
 
@@ -114,8 +129,10 @@ def _find_strip(measured: Measured, reference: Evidence | None) -> tuple[str, St
         if reference is None or measured.evidence is None:
             break
         given = measure_given(pairs.candidate[i])
-        ours, theirs = (read_image(locate_image(side.folder, eval_name, records[i]))
-                        for side, records in ((reference, pairs.reference), (measured.evidence, pairs.candidate)))
+        ours, theirs = (
+            read_image(locate_image(side.folder, eval_name, records[i]))
+            for side, records in ((reference, pairs.reference), (measured.evidence, pairs.candidate))
+        )
         strip = cut_strip(ours, theirs, given, measured.evidence.candidate.serving.tiling)
         if strip is not None:
             return pairs.reference[i].case_id, strip
@@ -123,8 +140,11 @@ def _find_strip(measured: Measured, reference: Evidence | None) -> tuple[str, St
 
 
 def _order_by_seam(measured: Measured) -> Iterator[tuple[str, int]]:
-    places = [(-record.scores.get("worst_seam_levels", 0.0), eval_name, i)
-              for eval_name, pairs in measured.pairs.items() for i, record in enumerate(pairs.candidate)]
+    places = [
+        (-record.scores.get("worst_seam_levels", 0.0), eval_name, i)
+        for eval_name, pairs in measured.pairs.items()
+        for i, record in enumerate(pairs.candidate)
+    ]
     yield from ((eval_name, i) for _, eval_name, i in sorted(places))
 
 
@@ -133,8 +153,14 @@ def _draw_strip(line: Sequence[Axes], strip: Strip) -> None:
     for axis, picture in zip(line[:3], (strip.reference, strip.candidate, difference), strict=True):
         axis.imshow(picture, interpolation="nearest")
         for end in (0, 1):  # marks of the stitch, outside of the pixels
-            axis.plot([strip.stitch - 0.5] * 2, [-0.04 if end else 1.0, 0.0 if end else 1.04], color="#000000",
-                      linewidth=1.2, transform=axis.get_xaxis_transform(), clip_on=False)  # fmt: skip
+            axis.plot(
+                [strip.stitch - 0.5] * 2,
+                [-0.04 if end else 1.0, 0.0 if end else 1.04],
+                color="#000000",
+                linewidth=1.2,
+                transform=axis.get_xaxis_transform(),
+                clip_on=False,
+            )
     places = np.arange(strip.steps.shape[1]) + 1 - strip.stitch
     for steps, (label, colour, style) in zip(strip.steps, _SIDES, strict=True):
         line[3].plot(places, steps, style, color=colour, linewidth=1.2, label=label)

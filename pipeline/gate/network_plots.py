@@ -24,8 +24,13 @@ from pipeline.report.plots import draw_bars, save_figure, style_bars
 
 _DPI = 110
 _PLAIN, _OVERFLOWED = "torch's own", "NaN or infinity"
-_MARKS = {"winograd_f43": ("#D55E00", "^"), "winograd_f23": ("#E69F00", "s"), "direct": ("#0072B2", "o"),
-          _PLAIN: ("#4D4D4D", "o"), _OVERFLOWED: ("#000000", "X")}  # fmt: skip
+_MARKS = {
+    "winograd_f43": ("#D55E00", "^"),
+    "winograd_f23": ("#E69F00", "s"),
+    "direct": ("#0072B2", "o"),
+    _PLAIN: ("#4D4D4D", "o"),
+    _OVERFLOWED: ("#000000", "X"),
+}
 _LEAST = 1e-7  # drawn of a relative error: about that of float32's rounding
 _MAX_NAMES = 60  # of layers below the panels
 _LETTERS = 40  # of a layer's name
@@ -38,8 +43,11 @@ def plot_buckets(judgement: Judgement, path: Path) -> None:
     found = {side: _select_areas(metrics, judgement) for side, metrics in sides.items()}
     series = {side: areas for side, areas in found.items() if areas}  # a refused one has no bar to explain
     areas = list(dict.fromkeys(area for found in series.values() for area in found))
-    figure = Figure(figsize=(min(60.0, max(7.0, 1.2 + len(areas) * (0.4 + 0.15 * len(series)))), 4.2), dpi=_DPI,
-                    layout="constrained")  # fmt: skip
+    figure = Figure(
+        figsize=(min(60.0, max(7.0, 1.2 + len(areas) * (0.4 + 0.15 * len(series)))), 4.2),
+        dpi=_DPI,
+        layout="constrained",
+    )
     axis = figure.subplots()
     width = 0.85 / max(len(series), 1)
     for number, (side, own) in enumerate(series.items()):
@@ -50,16 +58,18 @@ def plot_buckets(judgement: Judgement, path: Path) -> None:
 
 
 def _select_areas(metrics: Sequence[Metric], judgement: Judgement) -> dict[str, Metric]:
-    """Return AP over COCO's thresholds by bucket: all, small, medium, large, then areas and categories that are named.
-    """
+    """Return AP over COCO's thresholds by bucket: all, small, medium, large, then named areas and categories."""
     kinds = judgement.policy.eval_kinds
     evals = [name for name, kind in kinds.items() if kind == "detection"]
     found = {(m.name, m.bucket): m for m in metrics}
     chosen: dict[str, Metric] = {}
     for name in evals:
         start = f"{name}\n" if len(evals) > 1 else ""
-        wanted = {d.area: (f"{name}/{d.name}", None) for d in METRICS_BY_EVAL_KIND["detection"]
-                  if d.estimator == "average_precision" and d.iou is None}  # fmt: skip
+        wanted = {
+            d.area: (f"{name}/{d.name}", None)
+            for d in METRICS_BY_EVAL_KIND["detection"]
+            if d.estimator == "average_precision" and d.iou is None
+        }
         settings = judgement.policy.evals[name]
         own = settings.get("areas", {}) | settings.get("categories", {})
         wanted |= {bucket: (f"{name}/ap", bucket) for bucket in own}
@@ -75,8 +85,11 @@ def plot_layers(compared: ReleaseComparison, path: Path) -> None:
     found = {name: list_inexact_layers(measured.evidence) for name, measured in compared.measured.items()}
     panels = {name: layers for name, layers in found.items() if layers}
     num_layers = max((len(layers) for layers in panels.values()), default=0)
-    figure = Figure(figsize=(min(16.0, max(7.0, 1.5 + 0.2 * num_layers)), 1.6 + 1.3 * max(len(panels), 2)), dpi=_DPI,
-                    layout="constrained")  # fmt: skip
+    figure = Figure(
+        figsize=(min(16.0, max(7.0, 1.5 + 0.2 * num_layers)), 1.6 + 1.3 * max(len(panels), 2)),
+        dpi=_DPI,
+        layout="constrained",
+    )
     axes = figure.subplots(max(len(panels), 1), 1, squeeze=False, sharex=True, sharey=True).ravel()
     if not panels:
         axes[0].set_axis_off()
@@ -128,11 +141,19 @@ def _draw_layers(axis: Axes, layers: Mapping[str, LayerNotes], formats: Mapping[
 def _name_layers(axis: Axes, names: Sequence[str]) -> None:
     every = -(-len(names) // _MAX_NAMES)
     axis.set_xlim(-0.7, len(names) - 0.3)
-    axis.set_xticks(range(0, len(names), every), [name[-_LETTERS:] for name in names[::every]], rotation=90, fontsize=6,
-                    parse_math=False)  # fmt: skip
+    axis.set_xticks(
+        range(0, len(names), every),
+        [name[-_LETTERS:] for name in names[::every]],
+        rotation=90,
+        fontsize=6,
+        parse_math=False,
+    )
 
 
 def _add_legend(figure: Figure, drawn: Collection[str]) -> None:
-    handles = [Line2D([], [], color=colour, marker=marker, linestyle="", markersize=6, label=label)
-               for label, (colour, marker) in _MARKS.items() if label in drawn]  # fmt: skip
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="", markersize=6, label=label)
+        for label, (colour, marker) in _MARKS.items()
+        if label in drawn
+    ]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=7, frameon=False)

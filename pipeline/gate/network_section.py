@@ -28,8 +28,11 @@ def describe_network(evidence: Evidence) -> list[str]:
     said = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
     if candidate.coverage:
         counts = Counter(layer.format for layer in candidate.coverage)
-        said.append("Policy, emulated: " + ", ".join(f"{num} layers {escape_markdown(name)}"
-                                                     for name, num in counts.most_common()) + ".")  # fmt: skip
+        said.append(
+            "Policy, emulated: "
+            + ", ".join(f"{num} layers {escape_markdown(name)}" for name, num in counts.most_common())
+            + "."
+        )
     said += describe_fallbacks([*candidate.fallbacks, *_list_missed(evidence)])
     if num := count_overflows(layers.values()):
         first = next(name for name, layer in layers.items() if layer.nonfinite_count)
@@ -76,8 +79,11 @@ def describe_fallbacks(fallbacks: Sequence[Fallback]) -> list[str]:
         else:
             why = Counter(fallback.reason.rpartition(": ")[0] for fallback in group)
             counts = ", ".join(f"{num} {reason}" for reason, num in why.most_common() if reason)
-            said.append(f"Fallbacks: {len(group)} layers: {escape_markdown(what)}"
-                        + (f" ({escape_markdown(counts)})" if counts else "") + ".")
+            said.append(
+                f"Fallbacks: {len(group)} layers: {escape_markdown(what)}"
+                + (f" ({escape_markdown(counts)})" if counts else "")
+                + "."
+            )
     return said
 
 
@@ -88,8 +94,10 @@ def _list_names(names: Sequence[str], *, limit: int = 8) -> str:
 
 def tabulate_policy(candidate: BuiltCandidate, layers: dict[str, LayerNotes]) -> list[list[str]]:
     """Return the rows of a table of the convolutions that a policy covers, in the network's order."""
-    rows = [["layer", "algorithm", "dtype", "relative error", "headroom, doublings", "reason"],
-            ["---", "---", "---", "---:", "---:", "---"]]  # fmt: skip
+    rows = [
+        ["layer", "algorithm", "dtype", "relative error", "headroom, doublings", "reason"],
+        ["---", "---", "---", "---:", "---:", "---"],
+    ]
     rules = [rule for step in candidate.steps for rule in step.get("rules", [])]
     fallbacks = {fallback.layer: fallback.reason for fallback in candidate.fallbacks}
     return rows + [_describe_layer(layer, layers.get(layer.layer), rules, fallbacks) for layer in candidate.coverage]
@@ -102,8 +110,12 @@ def _describe_layer(
     named = next((str(rule.get("reason") or "a rule names it") for rule in rules if _names(rule, layer.layer)), "")
     reason = "; ".join(filter(None, [named, fallbacks.get(layer.layer, "")]))
     numbers = [format_error(found), format_headroom(found)] if found else ["–", "–"]
-    return [f"`{escape_markdown(layer.layer)}`", *map(escape_markdown, (algorithm, dtype)), *numbers,
-            escape_markdown(reason)]  # fmt: skip
+    return [
+        f"`{escape_markdown(layer.layer)}`",
+        *map(escape_markdown, (algorithm, dtype)),
+        *numbers,
+        escape_markdown(reason),
+    ]
 
 
 def _names(rule: dict[str, Any], layer: str) -> bool:
@@ -118,20 +130,26 @@ def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tilin
     """Say how many pictures are larger than a tile, and into how many tiles the largest is cut."""
     counts = list(_count_tiles(records, tiling))
     unknown = len(records) - len(counts)
-    said = (f"{eval_name}: {sum(count > 1 for count in counts)} of {len(records)} pictures are larger than a tile and "
-            f"are cut, into up to {max(counts, default=1)} tiles")  # fmt: skip
+    said = (
+        f"{eval_name}: {sum(count > 1 for count in counts)} of {len(records)} pictures are larger than a tile and "
+        f"are cut, into up to {max(counts, default=1)} tiles"
+    )
     return said + (f"; {unknown} can't be read" if unknown else "") + "."
 
 
 def _tell_worst_stitch(eval_name: str, records: Sequence[CaseRecord]) -> list[str]:
     """Say how large the largest step at a single stitch is, which the mean over all of them hides."""
-    levels = [(record.scores["worst_seam_levels"], record.case_id) for record in records
-              if "worst_seam_levels" in record.scores]  # fmt: skip
+    levels = [
+        (record.scores["worst_seam_levels"], record.case_id)
+        for record in records
+        if "worst_seam_levels" in record.scores
+    ]
     if not levels:
         return []
     worst, case_id = max(levels, key=lambda pair: pair[0])
-    return [f"{eval_name}: the worst single stitch of all steps by {worst:.1f} levels, of "
-            f"`{escape_markdown(case_id)}`."]  # fmt: skip
+    return [
+        f"{eval_name}: the worst single stitch of all steps by {worst:.1f} levels, of `{escape_markdown(case_id)}`."
+    ]
 
 
 def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]:
@@ -148,8 +166,11 @@ def embed_network_pictures(evidence: Sequence[Evidence | None], *, finds_boxes: 
     layers = ["![Relative error of each layer against float32](layers.png)\n"]
     layers = layers if any(map(list_inexact_layers, evidence)) else []
     if finds_boxes:
-        return ["![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
-                "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n", *layers]
+        return [
+            "![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
+            "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n",
+            *layers,
+        ]
     parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]
     if any(e is not None and e.candidate.serving.tiling for e in evidence):
         parts.append("![A stitch of the worst picture of each tiled candidate, and the step across it](seams.png)\n")

@@ -36,17 +36,27 @@ def measure_gain(evidence: Evidence, notes: NetworkNotes) -> Gain | None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
     for met in list_limits(evidence):
-        return Gain(steps=steps, baseline=found.baseline,
-                    why=f"{what}: {tell_limit(met)}; give it fewer shapes, or dynamic: true")
+        return Gain(
+            steps=steps,
+            baseline=found.baseline,
+            why=f"{what}: {tell_limit(met)}; give it fewer shapes, or dynamic: true",
+        )
     if found.worse is None:
-        return Gain(steps=steps, baseline=found.baseline,
-                    why=f"{what}: not timed, as its outputs {tell_difference(found)} those of {found.baseline}")
+        return Gain(
+            steps=steps,
+            baseline=found.baseline,
+            why=f"{what}: not timed, as its outputs {tell_difference(found)} those of {found.baseline}",
+        )
     clock, ratio = found.worse
     where = f", on {tell_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
     end = ": it is slower than without any step" if is_slower else f"; a gain is surely below {GAIN_BELOW:g}"
-    return Gain(steps=steps, baseline=found.baseline, ratio=ratio, clock=clock,
-                why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(clock)} time of {found.baseline}{where}"
-                    f"{end}")  # fmt: skip
+    return Gain(
+        steps=steps,
+        baseline=found.baseline,
+        ratio=ratio,
+        clock=clock,
+        why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(clock)} time of {found.baseline}{where}{end}",
+    )
 
 
 def measure_total(
@@ -67,15 +77,18 @@ def measure_total(
     if total is not None and total.worse is not None:
         return total.worse[1]
     if limit is not None and total is not None:
-        raise EvidenceError(f"gate.max_slowdown: not timed, as its outputs {tell_difference(total)} those of "
-                            f"{total.baseline}")
+        raise EvidenceError(
+            f"gate.max_slowdown: not timed, as its outputs {tell_difference(total)} those of {total.baseline}"
+        )
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
     is_other = Path(evidence.candidate.checkpoint.path) != Path(reference.candidate.checkpoint.path)
     if limit is not None and serving.choose_total(is_other=is_other) is not None:
         what = "is another checkpoint" if is_other else "is run in another way than in float32 without a step"
-        raise EvidenceError(f"gate.max_slowdown: expected the time in total, as it {what}, found none in "
-                            f"{evidence.folder}; run `dvc repro`")
+        raise EvidenceError(
+            f"gate.max_slowdown: expected the time in total, as it {what}, found none in "
+            f"{evidence.folder}; run `dvc repro`"
+        )
     return None
 
 
@@ -119,8 +132,10 @@ def list_limits(evidence: Evidence) -> list[CompileNotes]:
 def tell_limit(met: CompileNotes) -> str:
     """Say that some shapes ran without compilation."""
     frames = "1 frame" if met.num_over_limit == 1 else f"{met.num_over_limit} frames"
-    return (f"torch.compile reached its limit of {met.limit} graphs of one function at shape {met.shape_over_limit} of "
-            f"{met.num_shapes} ({frames}): it and new shapes after it run without compilation")
+    return (
+        f"torch.compile reached its limit of {met.limit} graphs of one function at shape {met.shape_over_limit} of "
+        f"{met.num_shapes} ({frames}): it and new shapes after it run without compilation"
+    )
 
 
 def tell_shape(shapes: ShapeNotes) -> str:
@@ -129,8 +144,9 @@ def tell_shape(shapes: ShapeNotes) -> str:
     said = f"{num} picture{'' if num == 1 else 's'} of {rows} x {columns}"
     if shapes.num_shapes == 1:
         return said
-    return (f"{said}, the most common of {shapes.num_shapes} shapes ({shapes.num_timed} of {shapes.num_pictures} "
-            "pictures)")  # fmt: skip
+    return (
+        f"{said}, the most common of {shapes.num_shapes} shapes ({shapes.num_timed} of {shapes.num_pictures} pictures)"
+    )
 
 
 def tell_ratio(ratio: MedianInterval) -> str:
@@ -147,5 +163,7 @@ def tell_difference(speed: SpeedNotes) -> str:
     """Say why two outputs were not timed side by side."""
     if speed.difference is None or speed.tolerance is None:
         return "are not finite, or of other shapes than"
-    return (f"differ by {speed.difference:.2g} of their standard deviation, more than the {speed.tolerance:g} that "
-            "rounding explains, from")
+    return (
+        f"differ by {speed.difference:.2g} of their standard deviation, more than the {speed.tolerance:g} that "
+        "rounding explains, from"
+    )

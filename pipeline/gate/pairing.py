@@ -112,14 +112,17 @@ def load_evidence(
 
 def _check_identity(candidate: AnyCandidate, evaluation: Evaluation, path: Path) -> None:
     if evaluation.candidate != candidate.name:
-        raise EvidenceError(f"{path}: expected the evaluation of {candidate.name!r}, found that of "
-                            f"{evaluation.candidate!r}")
+        raise EvidenceError(
+            f"{path}: expected the evaluation of {candidate.name!r}, found that of {evaluation.candidate!r}"
+        )
     difference = find_difference(candidate.facts, evaluation.served_by)
     if difference is None and fingerprint(evaluation.served_by) != evaluation.fingerprint:
         difference = Difference("fingerprint", fingerprint(evaluation.served_by)[:12], evaluation.fingerprint[:12])
     if difference is not None:
-        raise EvidenceError(f"{path}: what was evaluated is not what would ship: {difference.field}: expected "
-                            f"{difference.expected!r}, got {difference.found!r}; run `dvc repro` to evaluate it again")
+        raise EvidenceError(
+            f"{path}: what was evaluated is not what would ship: {difference.field}: expected "
+            f"{difference.expected!r}, got {difference.found!r}; run `dvc repro` to evaluate it again"
+        )
 
 
 def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
@@ -128,12 +131,15 @@ def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
     Raises:
         EvidenceError: names what differs.
     """
-    ours, theirs = ({"hardware": e.served_by["hardware"]} if "hardware" in e.served_by else {}
-                    for e in (reference, candidate))
+    ours, theirs = (
+        {"hardware": e.served_by["hardware"]} if "hardware" in e.served_by else {} for e in (reference, candidate)
+    )
     if difference := find_difference(ours, theirs):
-        raise EvidenceError(f"{difference.field}: {reference.candidate} was evaluated on {difference.expected!r}, "
-                            f"{candidate.candidate} on {difference.found!r}; sums round otherwise there: run "
-                            f"`dvc repro -f -s evaluate@{reference.candidate}` to evaluate both on one machine")
+        raise EvidenceError(
+            f"{difference.field}: {reference.candidate} was evaluated on {difference.expected!r}, "
+            f"{candidate.candidate} on {difference.found!r}; sums round otherwise there: run "
+            f"`dvc repro -f -s evaluate@{reference.candidate}` to evaluate both on one machine"
+        )
 
 
 def _load_eval(
@@ -146,10 +152,13 @@ def _load_eval(
     for key in settings | file.settings:
         asked, found = (side.get(key, "nothing") for side in (settings, file.settings))
         if asked != found and (key in file.settings or asked):  # a setting newer than the records is off in them
-            raise EvidenceError(f"{path}: evals.{eval_name}.{key}: expected {asked!r}, as params.yaml asks, evaluated "
-                                f"with {found!r}; run `dvc repro`")
-    records = CaseTable(lambda: _read_rows(path, file.sha256), pick=lambda i: _read_row(path, file.sha256, i),
-                        is_pinned=is_pinned)  # fmt: skip
+            raise EvidenceError(
+                f"{path}: evals.{eval_name}.{key}: expected {asked!r}, as params.yaml asks, evaluated "
+                f"with {found!r}; run `dvc repro`"
+            )
+    records = CaseTable(
+        lambda: _read_rows(path, file.sha256), pick=lambda i: _read_row(path, file.sha256, i), is_pinned=is_pinned
+    )
     arrays = path.with_suffix(".npz")
     if file.arrays_sha256 is not None:
         _read_sealed(arrays, file.arrays_sha256, "arrays")
@@ -163,14 +172,17 @@ def _load_table(folder: Path, file: EvalFile, records: CaseTable) -> MatchTable:
     """Load the matched detections beside records, and check that they are of these records in this order."""
     path = (folder / file.records).with_suffix(".npz")
     if file.arrays_sha256 is None:
-        raise EvidenceError(f"{path}: expected matched detections and their sha256 in the index, found none; "
-                            "run `dvc repro`")
+        raise EvidenceError(
+            f"{path}: expected matched detections and their sha256 in the index, found none; run `dvc repro`"
+        )
     table = load_matches(path, num_images=len(records))
     counts = records.scores("objects", where=str(path))
     totals = table.num_objects[:, :, list(table.areas).index("all")].sum(axis=1)
     for i in np.flatnonzero(counts != totals)[:1].tolist():
-        raise EvidenceError(f"{path}: expected {counts[i]:g} objects of case {records[i].case_id!r}, as its record "
-                            f"says, got {totals[i]}; run `dvc repro`")
+        raise EvidenceError(
+            f"{path}: expected {counts[i]:g} objects of case {records[i].case_id!r}, as its record "
+            f"says, got {totals[i]}; run `dvc repro`"
+        )
     carried = {bucket for record in records for bucket in record.buckets}
     if shared := sorted(carried & (table.areas.keys() | table.categories.keys())):
         raise EvidenceError(f"{path}: {shared[0]!r} is a bucket of images and one of objects; rename one")
@@ -194,8 +206,10 @@ def _read_sealed(path: Path, sha256: str, what: str) -> bytes:
         raise EvidenceError(f"{path}: expected {what}, found no file; run `dvc repro`")
     data = path.read_bytes()
     if (found := hashlib.sha256(data).hexdigest()) != sha256:
-        raise EvidenceError(f"{path}: expected sha256 {sha256[:12]}, got {found[:12]}; "
-                            f"the {what} were edited or cut after they were written")
+        raise EvidenceError(
+            f"{path}: expected sha256 {sha256[:12]}, got {found[:12]}; "
+            f"the {what} were edited or cut after they were written"
+        )
     return data
 
 
@@ -208,9 +222,11 @@ def _check_records(path: Path, records: CaseTable, file: EvalFile, fingerprint: 
         _name_duplicate(path, records)
     strangers = [r for r in records if r.fingerprint != fingerprint]
     if strangers:
-        raise EvidenceError(f"{path}: {len(strangers)} of {len(records)} cases were answered by another endpoint, "
-                            f"first {strangers[0].case_id!r}: expected fingerprint {fingerprint[:12]!r}, "
-                            f"got {strangers[0].fingerprint[:12]!r}")
+        raise EvidenceError(
+            f"{path}: {len(strangers)} of {len(records)} cases were answered by another endpoint, "
+            f"first {strangers[0].case_id!r}: expected fingerprint {fingerprint[:12]!r}, "
+            f"got {strangers[0].fingerprint[:12]!r}"
+        )
     if problem := describe_failures(records):
         raise EvidenceError(f"{path}: {problem}")
 
@@ -219,8 +235,10 @@ def _name_duplicate(path: Path, records: Iterable[CaseRecord]) -> None:
     first_with: dict[str, str] = {}
     for record in records:
         if record.input_digest in first_with:
-            raise EvidenceError(f"{path}: case {record.case_id!r} asks the same as case "
-                                f"{first_with[record.input_digest]!r}; every case may count once")
+            raise EvidenceError(
+                f"{path}: case {record.case_id!r} asks the same as case "
+                f"{first_with[record.input_digest]!r}; every case may count once"
+            )
         first_with[record.input_digest] = record.case_id
 
 
@@ -232,12 +250,16 @@ def pair_cases(reference: Evidence, candidate: Evidence, eval_name: str) -> Pair
     """
     ours, theirs = (e.evaluation.evals[eval_name] for e in (reference, candidate))
     if ours.evalset_digest != theirs.evalset_digest:
-        raise EvidenceError(f"{eval_name}: reference and candidate answered different evalsets "
-                            f"({ours.evalset_digest[:12]} and {theirs.evalset_digest[:12]}); run `dvc repro` to "
-                            "evaluate both on one")
+        raise EvidenceError(
+            f"{eval_name}: reference and candidate answered different evalsets "
+            f"({ours.evalset_digest[:12]} and {theirs.evalset_digest[:12]}); run `dvc repro` to "
+            "evaluate both on one"
+        )
     if ours.key != theirs.key:
-        raise EvidenceError(f"{eval_name}: reference and candidate were asked or scored by different settings or code "
-                            f"({ours.key[:12]} and {theirs.key[:12]}); run `dvc repro` to evaluate both alike")
+        raise EvidenceError(
+            f"{eval_name}: reference and candidate were asked or scored by different settings or code "
+            f"({ours.key[:12]} and {theirs.key[:12]}); run `dvc repro` to evaluate both alike"
+        )
     pairs = align(reference.records[eval_name], candidate.records[eval_name], where=eval_name)
     if eval_name not in reference.tables:
         return pairs
@@ -263,10 +285,13 @@ def align(reference: Sequence[CaseRecord], candidate: Sequence[CaseRecord], *, w
         order = np.array([position[digest] for digest in ours.digests], dtype=np.int64)
     partners = theirs.at(order)
     if ours.groups != partners.groups:
-        a, b = next((a, b) for a, b in zip(ours, partners, strict=True)
-                    if (a.cluster, a.buckets) != (b.cluster, b.buckets))
-        raise EvidenceError(f"{where}: case {a.case_id!r} is in cluster {a.cluster!r} and buckets {a.buckets!r} on "
-                            f"the reference's side, in {b.cluster!r} and {b.buckets!r} on the candidate's")
+        a, b = next(
+            (a, b) for a, b in zip(ours, partners, strict=True) if (a.cluster, a.buckets) != (b.cluster, b.buckets)
+        )
+        raise EvidenceError(
+            f"{where}: case {a.case_id!r} is in cluster {a.cluster!r} and buckets {a.buckets!r} on "
+            f"the reference's side, in {b.cluster!r} and {b.buckets!r} on the candidate's"
+        )
     return PairedCases(ours, partners, order, ours.clusters)
 
 

@@ -92,8 +92,9 @@ def _open(path: Path) -> Iterator[Image]:
     except FileNotFoundError:
         raise EvidenceError(f"{path}: expected an image, found no file; run `dvc repro`") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # how Pillow says "broken"
-        raise EvidenceError(f"{path}: expected an image, got {type(error).__name__} while reading it; run "
-                            "`dvc repro`") from None  # fmt: skip
+        raise EvidenceError(
+            f"{path}: expected an image, got {type(error).__name__} while reading it; run `dvc repro`"
+        ) from None
 
 
 def amplify_difference(ours: Picture, theirs: Picture, gain: int = DIFFERENCE_GAIN) -> Picture:
@@ -103,8 +104,10 @@ def amplify_difference(ours: Picture, theirs: Picture, gain: int = DIFFERENCE_GA
         EvidenceError: the images differ in size.
     """
     if ours.shape != theirs.shape:
-        raise EvidenceError(f"difference: expected images of one size, got {ours.shape[1]} x {ours.shape[0]} and "
-                            f"{theirs.shape[1]} x {theirs.shape[0]} pixels")  # fmt: skip
+        raise EvidenceError(
+            f"difference: expected images of one size, got {ours.shape[1]} x {ours.shape[0]} and "
+            f"{theirs.shape[1]} x {theirs.shape[0]} pixels"
+        )
     gap = np.abs(ours.astype(int) - theirs.astype(int)) * gain
     return np.clip(gap, 0, 255).astype(np.uint8)
 

@@ -85,9 +85,7 @@ def read_last(product: str, root: Path) -> Judgement | None:
         return None
 
 
-def plan_gate(
-    product: Product, suites: Mapping[str, Sizes], last: Judgement | None
-) -> list[PlanRow]:
+def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | None) -> list[PlanRow]:
     """Return what each gated metric's cases can prove.
 
     Args:
@@ -113,23 +111,35 @@ def plan_gate(
 
 def _find_last(last: Judgement | None, metric: str, bucket: str | None) -> tuple[Comparison | None, Verdict | None]:
     """Return the comparison of the released candidate that moved most in the last judgement, and its verdict."""
-    found = [(c, v) for v in (last.verdicts if last else ()) for c in v.comparisons
-             if v.is_release and (c.metric, c.bucket) == (metric, bucket)]
+    found = [
+        (c, v)
+        for v in (last.verdicts if last else ())
+        for c in v.comparisons
+        if v.is_release and (c.metric, c.bucket) == (metric, bucket)
+    ]
     return max(found, key=lambda pair: pair[0].high - pair[0].harm, default=(None, None))
 
 
 def _plan_row(
-    metric: str, bucket: str | None, tolerance: float, definition: MetricDefinition, size: SuiteSize | None,
-    seen: Comparison | None, verdict: Verdict | None, alpha: float,
-) -> PlanRow:  # fmt: skip
+    metric: str,
+    bucket: str | None,
+    tolerance: float,
+    definition: MetricDefinition,
+    size: SuiteSize | None,
+    seen: Comparison | None,
+    verdict: Verdict | None,
+    alpha: float,
+) -> PlanRow:
     source = f"last run of {verdict.candidate}" if verdict else "assumed"
     seconds = verdict.seconds.get(metric.partition("/")[0]) if verdict else None
     minutes = None if seconds is None else seconds / 60
     if size is None:
         return PlanRow(metric, bucket, tolerance, None, None, "needs a run", None, None, None, minutes, "")
     if size.effective_clusters < MIN_CLUSTERS:
-        problem = (f"its {size.n:,} cases weigh as much as {size.effective_clusters:.0f} clusters of equal size, and a "
-                   f"loss is bounded from {MIN_CLUSTERS} on; add cases in clusters of their own")
+        problem = (
+            f"its {size.n:,} cases weigh as much as {size.effective_clusters:.0f} clusters of equal size, and a "
+            f"loss is bounded from {MIN_CLUSTERS} on; add cases in clusters of their own"
+        )
         return PlanRow(metric, bucket, tolerance, size.n, None, source, None, None, None, minutes, problem)
     if definition.estimator != "proportion":
         return _plan_spread(metric, bucket, tolerance, definition, size, seen, minutes, source, alpha)
@@ -139,24 +149,50 @@ def _plan_row(
     deff = seen.design_effect if seen else size.n / size.effective_clusters
     least = _bound(0.0, deff, size, 1.0, alpha)
     needed = _count_needed(flips, deff, size, tolerance, alpha)
-    problem = "" if least <= tolerance else (
-        f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it whatever the candidate: "
-        f"without a single flip the loss may be {format_harm(metric, least)}"
-        + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips, or" if needed else ";") + " widen the tolerance")
-    return PlanRow(metric, bucket, tolerance, size.n, flips, source, least, _bound(flips, deff, size, 1.0, alpha),
-                   needed, minutes, problem, power=_find_power(flips, deff, size, tolerance, alpha))  # fmt: skip
+    problem = (
+        ""
+        if least <= tolerance
+        else (
+            f"{size.n:,} cases in {size.effective_clusters:,.0f} effective clusters can't prove it whatever the "
+            f"candidate: without a single flip the loss may be {format_harm(metric, least)}"
+            + (f"; {needed:,} cases would at {100 * flips:.1f} % of flips, or" if needed else ";")
+            + " widen the tolerance"
+        )
+    )
+    return PlanRow(
+        metric,
+        bucket,
+        tolerance,
+        size.n,
+        flips,
+        source,
+        least,
+        _bound(flips, deff, size, 1.0, alpha),
+        needed,
+        minutes,
+        problem,
+        power=_find_power(flips, deff, size, tolerance, alpha),
+    )
 
 
 def _plan_spread(
-    metric: str, bucket: str | None, tolerance: float, definition: MetricDefinition, size: SuiteSize,
-    seen: Comparison | None, minutes: float | None, source: str, alpha: float,
-) -> PlanRow:  # fmt: skip
+    metric: str,
+    bucket: str | None,
+    tolerance: float,
+    definition: MetricDefinition,
+    size: SuiteSize,
+    seen: Comparison | None,
+    minutes: float | None,
+    source: str,
+    alpha: float,
+) -> PlanRow:
     """Plan a metric that is no rate: its bound is as far from what is seen as in the last run."""
     if seen is None:
         return PlanRow(metric, bucket, tolerance, size.n, None, "needs a run", None, None, None, minutes, "")
     least = _bound_unchanged(definition, size, seen, alpha)
     high, harm, limit, room = (
-        math.log1p(x) if definition.harm == "relative" else x for x in (seen.high, seen.harm, tolerance, least or 0.0))
+        math.log1p(x) if definition.harm == "relative" else x for x in (seen.high, seen.harm, tolerance, least or 0.0)
+    )
     reach = high - harm
     if least is not None and reach <= room * _ALIKE:  # it is all room for what no case showed
         provable, power, growth = least, float(least <= tolerance), least / tolerance
@@ -167,16 +203,20 @@ def _plan_spread(
         power, growth = float(ndtr((limit - reach) / error)) if error else 1.0, (proven / limit) ** 2
     needed = math.ceil(size.n * max(MIN_CLUSTERS / size.effective_clusters, growth, (least or 0.0) / tolerance))
     of = "images" if definition.estimator == "average_precision" else "documents"
-    problem = "" if least is None or least <= tolerance else (
-        f"{size.n:,} {of} can't prove it whatever the candidate: without any change the loss may be "
-        f"{format_harm(metric, least)}; {needed:,} {of} like these would, or widen the tolerance")
-    return PlanRow(metric, bucket, tolerance, size.n, None, source, least, provable, needed, minutes, problem,
-                   power=power)  # fmt: skip
+    problem = (
+        ""
+        if least is None or least <= tolerance
+        else (
+            f"{size.n:,} {of} can't prove it whatever the candidate: without any change the loss may be "
+            f"{format_harm(metric, least)}; {needed:,} {of} like these would, or widen the tolerance"
+        )
+    )
+    return PlanRow(
+        metric, bucket, tolerance, size.n, None, source, least, provable, needed, minutes, problem, power=power
+    )
 
 
-def _bound_unchanged(
-    definition: MetricDefinition, size: SuiteSize, seen: Comparison, alpha: float
-) -> float | None:
+def _bound_unchanged(definition: MetricDefinition, size: SuiteSize, seen: Comparison, alpha: float) -> float | None:
     """Return the upper bound of the loss where nothing changes; None for means, which leave no room for the unseen.
 
     Images count by their objects, as they did in the last run. Of a perplexity any document might lose its whole loss
@@ -253,8 +293,11 @@ def check_plan(product: Product, rows: Sequence[PlanRow]) -> list[str]:
         SettingsError: one must be proven, so that no candidate could ever pass.
     """
     impossible = list_impossible(rows)
-    is_needed = [product.gate.on_inconclusive == "block" and product.gate.tolerances[row.metric].tier == "critical"
-                 for row in rows if row.problem]
+    is_needed = [
+        product.gate.on_inconclusive == "block" and product.gate.tolerances[row.metric].tier == "critical"
+        for row in rows
+        if row.problem
+    ]
     for problem, must in zip(impossible, is_needed, strict=True):
         if must:
             raise SettingsError(product.locate(problem))
@@ -263,8 +306,12 @@ def check_plan(product: Product, rows: Sequence[PlanRow]) -> list[str]:
 
 def list_impossible(rows: Sequence[PlanRow]) -> list[str]:
     """Return a line for each tolerance that can't be proven whatever the candidate."""
-    return [f"gate.tolerances.{row.metric}{'.overall' if row.bucket is None else f'.buckets.{row.bucket}'}: "
-            f"{format_tolerance(row.metric, row.tolerance)}: {row.problem}" for row in rows if row.problem]
+    return [
+        f"gate.tolerances.{row.metric}{'.overall' if row.bucket is None else f'.buckets.{row.bucket}'}: "
+        f"{format_tolerance(row.metric, row.tolerance)}: {row.problem}"
+        for row in rows
+        if row.problem
+    ]
 
 
 def render_plan(rows: Sequence[PlanRow]) -> str:
@@ -272,8 +319,13 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
     head = ["metric", "n", "flips expected", "can prove", "tolerance", "cases for it", "min a candidate", "from"]
     table = [head] + [_render_row(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(f"{cell:<{w}}" if i in (0, len(head) - 1) else f"{cell:>{w}}"
-                       for i, (cell, w) in enumerate(zip(cells, widths, strict=True))).rstrip() for cells in table]
+    lines = [
+        "  ".join(
+            f"{cell:<{w}}" if i in (0, len(head) - 1) else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in table
+    ]
     return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)] + _tell_release(rows))
 
 
@@ -284,21 +336,27 @@ def _tell_release(rows: Sequence[PlanRow]) -> list[str]:
         return []
     weakest = min(needed, key=lambda row: row.power or 0.0)
     chance = math.prod(row.power or 0.0 for row in needed)
-    said = (f"release: a candidate without a loss passes all {len(needed)} that must be proven {100 * chance:.0f} % of "
-            f"the time, if they were independent; alone the weakest, {name_metric(weakest.metric, weakest.bucket)}, "
-            f"passes {100 * (weakest.power or 0.0):.0f} %")
+    said = (
+        f"release: a candidate without a loss passes all {len(needed)} that must be proven {100 * chance:.0f} % of "
+        f"the time, if they were independent; alone the weakest, {name_metric(weakest.metric, weakest.bucket)}, "
+        f"passes {100 * (weakest.power or 0.0):.0f} %"
+    )
     if chance >= POWER:
         return [said]
-    return [f"{said}. What helps: more cases, a wider tolerance, evals that ask one thing as one pool, or tier: "
-            "supporting for what need not be proven"]
+    return [
+        f"{said}. What helps: more cases, a wider tolerance, evals that ask one thing as one pool, or tier: "
+        "supporting for what need not be proven"
+    ]
 
 
 def _render_row(row: PlanRow) -> list[str]:
     return [
-        name_metric(row.metric, row.bucket), "?" if row.n is None else f"{row.n:,}",
+        name_metric(row.metric, row.bucket),
+        "?" if row.n is None else f"{row.n:,}",
         "–" if row.flips is None else f"{100 * row.flips:.1f} %",
         "?" if row.provable is None else format_harm(row.metric, row.provable),
         format_tolerance(row.metric, row.tolerance),
         "?" if row.needed is None and row.flips is None else "never" if row.needed is None else f"{row.needed:,}",
-        "?" if row.minutes is None else f"{row.minutes:.1f}", row.source,
+        "?" if row.minutes is None else f"{row.minutes:.1f}",
+        row.source,
     ]

@@ -37,5 +37,7 @@ def _check_frozen(path: Path) -> None:
     stages = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else {}
     frozen = [name for name, stage in stages.items() if stage.get("do", stage).get("frozen")]
     if frozen:
-        raise SettingsError(f"{path}: stages.{frozen[0]}.frozen: expected a stage that runs when it is out of date, "
-                            "got true; remove the line")
+        raise SettingsError(
+            f"{path}: stages.{frozen[0]}.frozen: expected a stage that runs when it is out of date, "
+            "got true; remove the line"
+        )

@@ -76,5 +76,6 @@ def bootstrap_bounds(draws: Floats, count: float, *, lost: float, gained: float,
     error = math.sqrt(float(deviations @ deviations) / (len(deviations) - 1))
     tail = float((deviations**3).mean()) / error**3 if error else 0.0
     t = float(stdtrit(count - 1, confidence))
-    return Bounds(value, value - reach(error, -tail, t, step=gained / count),
-                  value + reach(error, tail, t, step=lost / count))  # fmt: skip
+    return Bounds(
+        value, value - reach(error, -tail, t, step=gained / count), value + reach(error, tail, t, step=lost / count)
+    )

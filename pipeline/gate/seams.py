@@ -55,8 +55,10 @@ def cut_strip(ours: Picture, theirs: Picture, given: tuple[int, int], tiling: Ti
     """
     factor = ours.shape[0] // given[0]
     if ours.shape != theirs.shape or factor < 1 or ours.shape[:2] != (given[0] * factor, given[1] * factor):
-        raise EvidenceError(f"seams: expected two pictures of a whole multiple of {given} pixels, got shapes "
-                            f"{ours.shape} and {theirs.shape}")  # fmt: skip
+        raise EvidenceError(
+            f"seams: expected two pictures of a whole multiple of {given} pixels, got shapes "
+            f"{ours.shape} and {theirs.shape}"
+        )
     rows, columns = list_stitches(given, tiling, factor)
     best: tuple[float, Strip] | None = None
     turned = ours.transpose(1, 0, 2), theirs.transpose(1, 0, 2)

@@ -19,9 +19,11 @@ def check_acceptance(evidence: Evidence, min_acceptance: float | None) -> str | 
     counts = evidence.evaluation.speculation
     if counts is None or not counts.num_drafted or min_acceptance is None or counts.acceptance_rate >= min_acceptance:
         return None
-    return (f"{counts.num_accepted:,} of {counts.num_drafted:,} drafted tokens were accepted "
-            f"({counts.acceptance_rate:.2%}), expected at least {min_acceptance:.2%} (min_acceptance); use a "
-            "better draft or fewer tokens")
+    return (
+        f"{counts.num_accepted:,} of {counts.num_drafted:,} drafted tokens were accepted "
+        f"({counts.acceptance_rate:.2%}), expected at least {min_acceptance:.2%} (min_acceptance); use a "
+        "better draft or fewer tokens"
+    )
 
 
 def check_speculation(evidence: Evidence) -> list[str]:
@@ -33,18 +35,26 @@ def check_speculation(evidence: Evidence) -> list[str]:
     if not evidence.problems:
         recorded = sum_speculation(r.speculation for records in evidence.records.values() for r in records)
         if recorded != counts:
-            return [f"{where}: the evaluation's sum differs from what its records counted; run `dvc repro` to evaluate "
-                    "it again"]
+            return [
+                f"{where}: the evaluation's sum differs from what its records counted; run `dvc repro` to evaluate "
+                "it again"
+            ]
     if counts is None or not counts.num_drafted:
-        return [f"{where}: {asked.method} was asked for, and the evaluation shows no drafted token; gate an eval that "
-                "generates text, or remove the speculative step"]
+        return [
+            f"{where}: {asked.method} was asked for, and the evaluation shows no drafted token; gate an eval that "
+            "generates text, or remove the speculative step"
+        ]
     if uncounted := _count_uncounted(evidence):
-        return [f"{where}: {uncounted[0]} of {uncounted[1]} answers of several tokens carry no count of their drafts; "
-                "whether drafts ran there is not known: have the server count every request, and run `dvc repro`"]
+        return [
+            f"{where}: {uncounted[0]} of {uncounted[1]} answers of several tokens carry no count of their drafts; "
+            "whether drafts ran there is not known: have the server count every request, and run `dvc repro`"
+        ]
     # vLLM counts without saying by which method
     if (counts.method or asked.method, counts.num_tokens) != (asked.method, asked.num_tokens):
-        return [f"{where}: expected {asked.method} with {asked.num_tokens} tokens, the evaluation counted "
-                f"{counts.method} with {counts.num_tokens}; run `dvc repro` to evaluate it again"]
+        return [
+            f"{where}: expected {asked.method} with {asked.num_tokens} tokens, the evaluation counted "
+            f"{counts.method} with {counts.num_tokens}; run `dvc repro` to evaluate it again"
+        ]
     return []
 
 
@@ -54,10 +64,14 @@ def _count_uncounted(evidence: Evidence) -> tuple[int, int] | None:
     The one token of an answer that ends at once comes from the prompt's own pass, before any draft.
     """
     chats = [name for name, file in evidence.evaluation.evals.items() if file.kind in ("tool_calls", "trajectories")]
-    answered = [r for name in chats for r in evidence.records.get(name, ())
-                if r.num_completion_tokens > _count_turns(r)]
-    lacking = [r for r in answered if r.speculation is None
-               or r.num_completion_tokens - r.speculation.num_completion_tokens > _count_turns(r)]
+    answered = [
+        r for name in chats for r in evidence.records.get(name, ()) if r.num_completion_tokens > _count_turns(r)
+    ]
+    lacking = [
+        r
+        for r in answered
+        if r.speculation is None or r.num_completion_tokens - r.speculation.num_completion_tokens > _count_turns(r)
+    ]
     return (len(lacking), len(answered)) if lacking else None
 
 
@@ -68,7 +82,9 @@ def _count_turns(record: CaseRecord) -> int:
 def describe_speculation(counts: SpeculationCounts, method: str) -> str:
     """Say in a sentence or two what speculation by a method did."""
     positions = ", ".join(f"{kept / counts.num_target_forwards:.1%}" for kept in counts.accepted_by_position)
-    return (f"Speculation ({method}, {counts.num_tokens} tokens): {counts.acceptance_rate:.1%} of "
-            f"{counts.num_drafted:,} drafted tokens accepted, {counts.acceptance_length:.2f} per target forward pass; "
-            f"passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): {positions}. "
-            f"{counts.forwards_per_token:.3f} target forward passes per token.")
+    return (
+        f"Speculation ({method}, {counts.num_tokens} tokens): {counts.acceptance_rate:.1%} of "
+        f"{counts.num_drafted:,} drafted tokens accepted, {counts.acceptance_length:.2f} per target forward pass; "
+        f"passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): {positions}. "
+        f"{counts.forwards_per_token:.3f} target forward passes per token."
+    )

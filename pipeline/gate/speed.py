@@ -38,16 +38,19 @@ def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, 
     if benchmark.refusal is not None:
         raise EvidenceError(f"benchmark of {name}: {benchmark.refusal}")
     if benchmark.name != name or benchmark.work != work:
-        raise EvidenceError(f"{path}: expected {name!r} timed on the work that params.yaml asks for, got "
-                            f"{benchmark.name!r} on {benchmark.work.model_dump(mode='json')}; run `dvc repro`")
+        raise EvidenceError(
+            f"{path}: expected {name!r} timed on the work that params.yaml asks for, got "
+            f"{benchmark.name!r} on {benchmark.work.model_dump(mode='json')}; run `dvc repro`"
+        )
     if problem := _find_gap(benchmark):
         raise EvidenceError(f"{path}: {problem}; run `dvc repro`")
     for role, expected in zip(("reference", "candidate"), fingerprints, strict=True):
         side = getattr(benchmark, role)
         if side is None or side.fingerprint != expected:
             found = side.fingerprint[:12] if side else "none"
-            raise EvidenceError(f"{path}: expected the {role} that was evaluated ({expected[:12]}), found {found}; "
-                                "run `dvc repro`")
+            raise EvidenceError(
+                f"{path}: expected the {role} that was evaluated ({expected[:12]}), found {found}; run `dvc repro`"
+            )
         if recalled := find_recall(side.probes, work.prompt_tokens, role=role, name=name):
             raise EvidenceError(f"benchmark of {name}: {recalled}")
     return benchmark
@@ -69,20 +72,24 @@ def judge_speed(benchmark: Benchmark) -> Speed:
     """Turn the rounds of a benchmark that was not refused into medians, intervals and outcomes."""
     assert benchmark.reference is not None and benchmark.candidate is not None
     return Speed(
-        cells=tuple(map(_judge_cell, benchmark.cells)), confidence=cover_median(benchmark.work.rounds)[1],
+        cells=tuple(map(_judge_cell, benchmark.cells)),
+        confidence=cover_median(benchmark.work.rounds)[1],
         reference_peak_memory_mib=benchmark.reference.peak_memory_mib,
         candidate_peak_memory_mib=benchmark.candidate.peak_memory_mib,
-    )  # fmt: skip
+    )
 
 
 def _judge_cell(cell: Cell) -> SpeedCell:
     throughput = _pair(cell, "throughput_tokens_per_s")
     ratio = throughput.ratio
     return SpeedCell(
-        concurrency=cell.concurrency, prompt_tokens=cell.prompt_tokens, throughput_tokens_per_s=throughput,
-        ttft_ms=_pair(cell, "ttft_ms"), inter_token_latency_ms=_pair(cell, "inter_token_latency_ms"),
+        concurrency=cell.concurrency,
+        prompt_tokens=cell.prompt_tokens,
+        throughput_tokens_per_s=throughput,
+        ttft_ms=_pair(cell, "ttft_ms"),
+        inter_token_latency_ms=_pair(cell, "inter_token_latency_ms"),
         outcome="faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "no difference shown",
-    )  # fmt: skip
+    )
 
 
 def _pair(cell: Cell, name: str) -> PairedMedians:
@@ -100,8 +107,10 @@ def list_slow_cells(speed: Speed, max_slowdown: float | None) -> list[SpeedCell]
 
 def describe_slow_cell(cell: SpeedCell, speed: Speed, max_slowdown: float) -> str:
     """Say by how much a cell is too slow."""
-    return (f"{name_cell(cell)}: throughput is {format_ratio(cell.throughput_tokens_per_s.ratio)} of the reference's "
-            f"({speed.confidence:.1%} interval), expected {1 - max_slowdown:g} or more (benchmark.max_slowdown)")
+    return (
+        f"{name_cell(cell)}: throughput is {format_ratio(cell.throughput_tokens_per_s.ratio)} of the reference's "
+        f"({speed.confidence:.1%} interval), expected {1 - max_slowdown:g} or more (benchmark.max_slowdown)"
+    )
 
 
 def describe_speed(speed: Speed) -> str:
@@ -109,8 +118,9 @@ def describe_speed(speed: Speed) -> str:
     parts = []
     for outcome in ("faster", "slower"):
         cells = [name_cell(cell) for cell in speed.cells if cell.outcome == outcome]
-        parts.append(f"{outcome} in {len(cells)} of {len(speed.cells)} cells"
-                     + (f" ({'; '.join(cells)})" if cells else ""))  # fmt: skip
+        parts.append(
+            f"{outcome} in {len(cells)} of {len(speed.cells)} cells" + (f" ({'; '.join(cells)})" if cells else "")
+        )
     return ", ".join(parts)
 
 

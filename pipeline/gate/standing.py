@@ -39,6 +39,9 @@ def _read_material(product: Product, root: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     found = read_record(path, Evaluation)
-    return name_material(weights=found.checkpoint_digest, serving=digest_serving(found.serving),
-                         cases={name: file.evalset_digest for name, file in found.evals.items()},
-                         adapter=found.served_by.get("libraries", {}).get("adapter"))  # fmt: skip
+    return name_material(
+        weights=found.checkpoint_digest,
+        serving=digest_serving(found.serving),
+        cases={name: file.evalset_digest for name, file in found.evals.items()},
+        adapter=found.served_by.get("libraries", {}).get("adapter"),
+    )

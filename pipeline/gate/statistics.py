@@ -296,7 +296,8 @@ def _lattice_tail(sizes: Ints) -> Tail:
     if len(distinct) == 1:
         size, count = int(distinct[0]), int(counts[0])
         return lambda observed: np.where(
-            (needed := (np.rint(observed) + total) // (2 * size)) > 0, bdtrc(needed - 1, count, 0.5), 1.0)
+            (needed := (np.rint(observed) + total) // (2 * size)) > 0, bdtrc(needed - 1, count, 0.5), 1.0
+        )
     distribution = np.ones(1)
     for size, count in zip(distinct.tolist(), counts.tolist(), strict=True):
         positives = np.arange(count + 1)
@@ -361,9 +362,7 @@ def proportion_interval(scores: Floats, clusters: Ints, *, confidence: float = 0
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def ratio_interval(
-    scores: Floats, weights: Floats, clusters: Ints, *, confidence: float = 0.95
-) -> tuple[float, float]:
+def ratio_interval(scores: Floats, weights: Floats, clusters: Ints, *, confidence: float = 0.95) -> tuple[float, float]:
     """Return the two-sided interval of sum(scores) / sum(weights), clustered."""
     bounds = ratio_bounds(scores, weights, clusters, confidence=0.5 + confidence / 2)
     return bounds.low, bounds.high

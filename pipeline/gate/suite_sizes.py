@@ -19,8 +19,9 @@ def read_sizes(product: Product, root: Path) -> dict[str, Sizes]:
     for name, settings in product.evals.items():
         if hasattr(settings, "evalset"):
             cases = load_evalset(root / settings.evalset).cases
-            sizes[name] = count_sizes([case.cluster for case in cases], [case.buckets for case in cases],
-                                      confidence=1 - product.gate.alpha)
+            sizes[name] = count_sizes(
+                [case.cluster for case in cases], [case.buckets for case in cases], confidence=1 - product.gate.alpha
+            )
     return sizes
 
 

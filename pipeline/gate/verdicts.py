@@ -1,8 +1,8 @@
 """The judgement on a release, what it rests on, and which of its verdicts keep the release from going out.
 
-`compare` writes a Judgement to reports/<product>/verdict.json whatever it says; `checks.py` asks whether it still holds, and
-`terminal.py` prints it. Nothing is computed here and numpy is never imported, so the gate answers at once and on a
-machine without any weights.
+`compare` writes a Judgement to reports/<product>/verdict.json whatever it says; `checks.py` asks whether it still
+holds, and `terminal.py` prints it. Nothing is computed here and numpy is never imported, so the gate answers at once
+and on a machine without any weights.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Policy(Record):
             return data
         name = data["track"]
         return {key: value for key, value in data.items() if key != "track"} | {
-            "product": name, "kind": "vision" if name in ("detector", "upscaler") else name}
+            "product": name,
+            "kind": "vision" if name in ("detector", "upscaler") else name,
+        }
 
     @property
     def eval_kinds(self) -> dict[str, str]:
@@ -120,8 +122,13 @@ def describe_policy(product: Product) -> Policy:
     """Return what params.yaml asks of a product's gate."""
     gate = product.gate
     shared = Policy(
-        product=product.name, kind=product.kind, reference=product.reference, release=tuple(product.release), alpha=gate.alpha,
-        on_inconclusive=gate.on_inconclusive, tripwires=gate.tripwires,
+        product=product.name,
+        kind=product.kind,
+        reference=product.reference,
+        release=tuple(product.release),
+        alpha=gate.alpha,
+        on_inconclusive=gate.on_inconclusive,
+        tripwires=gate.tripwires,
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
         evals={name: settings.model_dump(mode="json") for name, settings in product.evals.items()},
         loosened={key: LoosenedSetting(**reason.model_dump()) for key, reason in gate.loosened.items()},
@@ -144,8 +151,11 @@ def _must_be_timed(product: VisionProduct, name: str) -> bool:
 
 def _describe_text(product: TextProduct) -> dict[str, Any]:
     return {
-        "min_acceptance": {name: c.speculative.min_acceptance for name, c in product.candidates.items()
-                           if c.speculative and c.speculative.min_acceptance is not None},
+        "min_acceptance": {
+            name: c.speculative.min_acceptance
+            for name, c in product.candidates.items()
+            if c.speculative and c.speculative.min_acceptance is not None
+        },
         "canary": product.canary.model_dump(),
         "exact": tuple(name for name, c in product.candidates.items() if c.exact),
         "benchmarked": tuple(product.benchmark.candidates),
@@ -163,8 +173,10 @@ def released_verdicts(judgement: Judgement) -> list[Verdict]:
     by_name = {verdict.candidate: verdict for verdict in judgement.verdicts}
     for name in judgement.policy.release:
         if name not in by_name:
-            raise EvidenceError(f"{judgement.path}: release names {name!r}, but there is no verdict on it; "
-                                f"run `dvc repro compare@{judgement.policy.product}`")
+            raise EvidenceError(
+                f"{judgement.path}: release names {name!r}, but there is no verdict on it; "
+                f"run `dvc repro compare@{judgement.policy.product}`"
+            )
     return [by_name[name] for name in judgement.policy.release]
 
 
@@ -189,9 +201,11 @@ def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     if verdict.outcome != "inconclusive" or is_unfit:
         return verdict.outcome != "pass"
     is_strict = policy.on_inconclusive == "block"
-    return (gains_nothing(verdict, policy)
-            or (is_strict and any(reason.startswith(UNPROVEN) for reason in verdict.reasons))
-            or any(is_stopping(c, policy) for c in verdict.comparisons))
+    return (
+        gains_nothing(verdict, policy)
+        or (is_strict and any(reason.startswith(UNPROVEN) for reason in verdict.reasons))
+        or any(is_stopping(c, policy) for c in verdict.comparisons)
+    )
 
 
 def is_decisive(c: Comparison) -> bool:
@@ -231,13 +245,21 @@ def takes_too_long(total: MedianInterval | None, max_slowdown: float | None) -> 
 
 def list_gated(policy: Policy) -> list[tuple[str, str | None]]:
     """Return metric and bucket of every comparison that has a tolerance."""
-    return [(metric, bucket) for metric, tolerance in policy.tolerances.items()
-            for bucket in ([None] if tolerance.overall is not None else []) + list(tolerance.buckets)]
+    return [
+        (metric, bucket)
+        for metric, tolerance in policy.tolerances.items()
+        for bucket in ([None] if tolerance.overall is not None else []) + list(tolerance.buckets)
+    ]
 
 
 def write_marker(path: Path, judgement: Judgement, *, verdict_path: Path) -> None:
     """Write the proof of a pass: the digest of the judgement, and of each candidate its outcome and fingerprint."""
-    release = {verdict.candidate: {"outcome": verdict.outcome, "fingerprint": verdict.fingerprint,
-                                   "behaviour": verdict.behaviour}
-               for verdict in released_verdicts(judgement)}
+    release = {
+        verdict.candidate: {
+            "outcome": verdict.outcome,
+            "fingerprint": verdict.fingerprint,
+            "behaviour": verdict.behaviour,
+        }
+        for verdict in released_verdicts(judgement)
+    }
     write_text(path, canonical_json({"verdict_sha256": digest_file(verdict_path), "release": release}) + "\n")

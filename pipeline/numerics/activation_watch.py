@@ -97,8 +97,9 @@ class ActivationWatch:
             raise NumericsError(f"activation watch: expected to read every run or every n-th, got every={every!r}")
         self._root, self._every, self._num_runs, self._is_reading = module, every, 0, True
         found = module.named_modules(remove_duplicate=False)  # a module with two names is reported under both
-        self._modules = {".".join(filter(None, (prefix, name))): child for name, child in found
-                         if not isinstance(child, _BOUNDED)}  # fmt: skip
+        self._modules = {
+            ".".join(filter(None, (prefix, name))): child for name, child in found if not isinstance(child, _BOUNDED)
+        }
         self._tallies = {name: _Tally() for name in self._modules}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._last: weakref.ref[torch.Tensor] | None = None
@@ -107,8 +108,9 @@ class ActivationWatch:
     def __enter__(self) -> ActivationWatch:
         if self._handles:
             raise NumericsError("activation watch: expected one at rest, this one already runs; leave its block first")
-        self._handles = [module.register_forward_hook(self._make_hook(self._tallies[name]))
-                         for name, module in self._modules.items()]  # fmt: skip
+        self._handles = [
+            module.register_forward_hook(self._make_hook(self._tallies[name])) for name, module in self._modules.items()
+        ]
         if self._every > 1:
             self._handles.append(self._root.register_forward_pre_hook(self._begin_run))
         return self

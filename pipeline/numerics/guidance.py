@@ -74,8 +74,10 @@ def threshold_dynamically(
     Reference: Saharia et al. (Imagen), arXiv 2205.11487 (2022), section 2.3.
     """
     if not 0 < percentile <= 1 or max_value < 1:
-        raise NumericsError(f"dynamic threshold: expected a percentile in (0, 1] and a limit of 1 or more, "
-                            f"got {percentile!r} and {max_value!r}")  # fmt: skip
+        raise NumericsError(
+            f"dynamic threshold: expected a percentile in (0, 1] and a limit of 1 or more, "
+            f"got {percentile!r} and {max_value!r}"
+        )
     magnitudes = predicted.float().abs().flatten(1)
     threshold = _quantile(magnitudes, percentile).clamp(min=1.0, max=max_value)
     threshold = threshold.view(-1, *[1] * (predicted.ndim - 1))
@@ -94,5 +96,7 @@ def _quantile(rows: torch.Tensor, fraction: float) -> torch.Tensor:
 
 def _check_shapes(first: torch.Tensor, second: torch.Tensor) -> None:
     if first.shape != second.shape or first.ndim < 2:
-        raise NumericsError(f"guidance: expected two predictions of one shape (n, ...), got {tuple(first.shape)} and "
-                            f"{tuple(second.shape)}")  # fmt: skip
+        raise NumericsError(
+            f"guidance: expected two predictions of one shape (n, ...), got {tuple(first.shape)} and "
+            f"{tuple(second.shape)}"
+        )

@@ -102,9 +102,11 @@ def apply_range_fix(vae: nn.Module, plan: RangeFixPlan) -> None:
     for rescale in plan.rescales:
         found = read_weight(vae, rescale.module).abs().max().item()
         if found != rescale.weight_absmax:
-            raise NumericsError(f"range fix: expected {rescale.module!r} with a largest weight of "
-                                f"{rescale.weight_absmax!r}, found {found!r}; this plan is for another model "
-                                "or was applied already: plan again")  # fmt: skip
+            raise NumericsError(
+                f"range fix: expected {rescale.module!r} with a largest weight of "
+                f"{rescale.weight_absmax!r}, found {found!r}; this plan is for another model "
+                "or was applied already: plan again"
+            )
     for rescale in plan.rescales:
         layer: Any = vae.get_submodule(rescale.module)
         layer.weight.mul_(rescale.weight_scale)
@@ -146,8 +148,8 @@ def _read_absmax(ranges: Mapping[str, ModuleRange], name: str) -> float:
     if name not in ranges:
         raise NumericsError(f"range fix: expected a measured range of {name!r}, found none; measure this part first")
     if math.isinf(ranges[name].absmax):
-        raise NumericsError(f"range fix: expected finite activations in float32, found NaN or infinity at {name!r}; "
-                            "check the weights and the latents")  # fmt: skip
+        raise NumericsError(
+            f"range fix: expected finite activations in float32, found NaN or infinity at {name!r}; "
+            "check the weights and the latents"
+        )
     return ranges[name].absmax
-
-

@@ -73,15 +73,19 @@ def prove_range_fix(
     with ActivationWatch(original) as before, ActivationWatch(fixed) as after:
         difference = (run_half(original, samples, plan.part) - run_half(fixed, samples, plan.part)).abs().max().item()
     if not difference <= tolerance:
-        raise NumericsError(f"range fix: expected equal outputs within {tolerance:g}, got a difference of "
-                            f"{difference:.3g}, first at {_find_first_change(original, fixed, samples, plan.part)!r}; "
-                            "raise the target, since GroupNorm's epsilon is felt")  # fmt: skip
+        raise NumericsError(
+            f"range fix: expected equal outputs within {tolerance:g}, got a difference of "
+            f"{difference:.3g}, first at {_find_first_change(original, fixed, samples, plan.part)!r}; "
+            "raise the target, since GroupNorm's epsilon is felt"
+        )
     headrooms = [{name: r.headroom_bits(dtype) for name, r in watch.read().items()} for watch in (before, after)]
     for name, headroom in headrooms[1].items():
         if headroom < min_headroom_bits:
-            raise NumericsError(f"range fix: expected {min_headroom_bits:g} doublings of headroom in {dtype}, "
-                                f"got {headroom:.2f} at {name!r}, which can't be scaled or has too high a target; "
-                                "lower the target or run this VAE in bfloat16 or float32")  # fmt: skip
+            raise NumericsError(
+                f"range fix: expected {min_headroom_bits:g} doublings of headroom in {dtype}, "
+                f"got {headroom:.2f} at {name!r}, which can't be scaled or has too high a target; "
+                "lower the target or run this VAE in bfloat16 or float32"
+            )
     names = [rescale.module for rescale in plan.rescales]
     shares = [{name: _subnormal_fraction(read_weight(vae, name), dtype) for name in names} for vae in (original, fixed)]
     for name in names:
@@ -89,8 +93,14 @@ def prove_range_fix(
     return RangeFixProof(dtype, difference, headrooms[0], headrooms[1], shares[0], shares[1])
 
 
-def fix_range(vae: Vae, samples: torch.Tensor, *, part: Part = "decoder", target: float = TARGET_ABSMAX,
-              dtype: torch.dtype = torch.float16) -> tuple[Vae, RangeFixProof]:  # fmt: skip
+def fix_range(
+    vae: Vae,
+    samples: torch.Tensor,
+    *,
+    part: Part = "decoder",
+    target: float = TARGET_ABSMAX,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Vae, RangeFixProof]:
     """Plan from the samples, apply to a copy, prove on the same samples; return the copy and the proof.
 
     Raises:
@@ -110,11 +120,15 @@ def _subnormal_fraction(weight: torch.Tensor, dtype: torch.dtype) -> float:
 def _check_weights(name: str, weight: torch.Tensor, share: float, dtype: torch.dtype, max_share: float) -> None:
     largest = weight.abs().max().item()
     if largest > torch.finfo(dtype).max:
-        raise NumericsError(f"range fix: expected weights within {dtype}, got {largest:.3g} at {name!r}, between two "
-                            "spaces of very different scale; run this VAE in bfloat16 or float32")  # fmt: skip
+        raise NumericsError(
+            f"range fix: expected weights within {dtype}, got {largest:.3g} at {name!r}, between two "
+            "spaces of very different scale; run this VAE in bfloat16 or float32"
+        )
     if share > max_share:
-        raise NumericsError(f"range fix: expected at most {max_share:.0%} of a layer's weights to be subnormal in "
-                            f"{dtype}, got {share:.0%} at {name!r}; raise the target")  # fmt: skip
+        raise NumericsError(
+            f"range fix: expected at most {max_share:.0%} of a layer's weights to be subnormal in "
+            f"{dtype}, got {share:.0%} at {name!r}; raise the target"
+        )
 
 
 def _find_first_change(original: nn.Module, fixed: nn.Module, samples: torch.Tensor, part: Part) -> str:
@@ -123,8 +137,10 @@ def _find_first_change(original: nn.Module, fixed: nn.Module, samples: torch.Ten
     for vae in (original, fixed):
         kept: dict[str, torch.Tensor] = {}
         norms = [(name, module) for name, module in vae.named_modules() if isinstance(module, nn.GroupNorm)]
-        handles = [m.register_forward_hook(lambda _m, _i, out, name=name, kept=kept: kept.update({name: out}))
-                   for name, m in norms]  # fmt: skip
+        handles = [
+            m.register_forward_hook(lambda _m, _i, out, name=name, kept=kept: kept.update({name: out}))
+            for name, m in norms
+        ]
         run_half(vae, samples[:1], part)
         outputs.append(kept)
         for handle in handles:

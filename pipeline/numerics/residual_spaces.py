@@ -127,5 +127,7 @@ def trace_spaces(vae: nn.Module, part: Part) -> ResidualSpaces:
 
 def _require(is_met: bool, path: str, expected: str) -> None:
     if not is_met:
-        raise NumericsError(f"range fix: expected {expected} at {path!r}, found another layout; "
-                            "decode this VAE in float32 or bfloat16 instead")  # fmt: skip
+        raise NumericsError(
+            f"range fix: expected {expected} at {path!r}, found another layout; "
+            "decode this VAE in float32 or bfloat16 instead"
+        )

@@ -62,9 +62,12 @@ def signed_steps(images: torch.Tensor, *, along: Literal["columns", "rows"] = "c
 
 
 def boundary_steps(
-    images: torch.Tensor, columns: Sequence[int], rows: Sequence[int], *,
+    images: torch.Tensor,
+    columns: Sequence[int],
+    rows: Sequence[int],
+    *,
     cuts: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the absolute step between each two neighbouring tiles, in each channel.
 
     A step is averaged with its sign along the edge that two tiles share, which takes the picture's own detail out, and
@@ -95,9 +98,7 @@ def boundary_steps(
     return torch.cat(steps, dim=1)
 
 
-def measure_seams(
-    steps: torch.Tensor, boundaries: Sequence[int], *, period: int = 1, guard: int = 1
-) -> SeamStatistics:
+def measure_seams(steps: torch.Tensor, boundaries: Sequence[int], *, period: int = 1, guard: int = 1) -> SeamStatistics:
     """Compare the steps at tile boundaries with those at control positions.
 
     Each absolute step becomes a robust score within its image: less the median of the image's controls, over
@@ -119,8 +120,9 @@ def measure_seams(
     pooled = _score(scores, scores[:, controls], _POOLED_FLOOR)[0, seams]
     at_seams, at_controls = absolute[:, seams].mean().item(), absolute[:, controls].mean().item()
     ratio = at_seams / at_controls if at_controls > 0 else (1.0 if at_seams == 0 else float("inf"))
-    return SeamStatistics(ratio, pooled.mean().item(), pooled.max().item(), at_seams, len(seams), len(controls),
-                          len(steps))  # fmt: skip
+    return SeamStatistics(
+        ratio, pooled.mean().item(), pooled.max().item(), at_seams, len(seams), len(controls), len(steps)
+    )
 
 
 def _choose_positions(
@@ -129,13 +131,16 @@ def _choose_positions(
     """Return the indices of steps at seams and at controls."""
     seams = sorted({x - 1 for x in boundaries})
     if not seams or seams[0] < 0 or seams[-1] >= num_steps:
-        raise NumericsError(f"seams: expected boundaries from 1 to {num_steps}, got {list(boundaries)!r}; "
-                            "pass those of this image size")  # fmt: skip
+        raise NumericsError(
+            f"seams: expected boundaries from 1 to {num_steps}, got {list(boundaries)!r}; pass those of this image size"
+        )
     phases, near = {x % period for x in seams}, {x + i for x in seams for i in range(-guard, guard + 1)}
     controls = [x for x in range(num_steps) if x % period in phases and x not in near]
     if len(controls) < _MIN_CONTROLS:
-        raise NumericsError(f"seams: expected at least {_MIN_CONTROLS} control positions, found {len(controls)} among "
-                            f"{num_steps} steps with period {period} and guard {guard}; use larger images")  # fmt: skip
+        raise NumericsError(
+            f"seams: expected at least {_MIN_CONTROLS} control positions, found {len(controls)} among "
+            f"{num_steps} steps with period {period} and guard {guard}; use larger images"
+        )
     return seams, controls
 
 

@@ -59,8 +59,10 @@ def structural_similarity(images: torch.Tensor, reference: torch.Tensor, *, data
     """
     _check_pair(images, reference, "SSIM")
     if min(images.shape[-2:]) < _WINDOW:
-        raise NumericsError(f"SSIM: expected images of at least {_WINDOW} pixels a side, got "
-                            f"{tuple(images.shape[-2:])}; decode larger latents")  # fmt: skip
+        raise NumericsError(
+            f"SSIM: expected images of at least {_WINDOW} pixels a side, got "
+            f"{tuple(images.shape[-2:])}; decode larger latents"
+        )
     x, y = images.double(), reference.double()
     mean_x, mean_y = _blur(x), _blur(y)
     variance_x, variance_y = _blur(x * x) - mean_x**2, _blur(y * y) - mean_y**2

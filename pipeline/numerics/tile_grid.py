@@ -24,8 +24,10 @@ def place_tiles(size: int, tile: int, overlap: int) -> list[int]:
         NumericsError: a size below 1, or an overlap out of range.
     """
     if size < 1 or tile < 1 or not 0 <= overlap <= tile // 2:
-        raise NumericsError(f"tiles: expected sizes from 1 and an overlap from 0 to half a tile, got size {size}, "
-                            f"tile {tile}, tile_overlap {overlap} latent pixels")  # fmt: skip
+        raise NumericsError(
+            f"tiles: expected sizes from 1 and an overlap from 0 to half a tile, got size {size}, "
+            f"tile {tile}, tile_overlap {overlap} latent pixels"
+        )
     if tile >= size:
         return [0]
     num_gaps = math.ceil((size - tile) / (tile - overlap))

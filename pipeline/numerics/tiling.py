@@ -1,7 +1,7 @@
 """Decode large latents in tiles and blend the results: the windows, the blend.
 
-Where tiles lie is `pipeline/numerics/tile_grid.py`'s. Over an overlap one window falls while the other rises, and the two sum
-to one: `linear` along a ramp, `hann` along a raised cosine, whose slope has no kink; `none` cuts in the middle.
+Where tiles lie is `pipeline/numerics/tile_grid.py`'s. Over an overlap one window falls while the other rises, and the
+two sum to one: `linear` along a ramp, `hann` along a raised cosine, whose slope has no kink; `none` cuts in the middle.
 Everything but the cut is float32, whatever the decoder's dtype.
 
 Blending hides a step, it does not remove its cause: each tile is normalised by its own GroupNorm statistics,
@@ -45,8 +45,11 @@ def window_weights(size: int, starts: list[int], tile: int, *, window: Window) -
     rises = [torch.ones(size, dtype=torch.float64)]
     for previous, start in zip(starts, starts[1:], strict=False):
         overlap = previous + tile - start
-        fraction = (positions >= start + overlap // 2).double() if window == "none" or overlap == 0 else (
-            (positions - start) / overlap).clamp(0, 1)  # fmt: skip
+        fraction = (
+            (positions >= start + overlap // 2).double()
+            if window == "none" or overlap == 0
+            else ((positions - start) / overlap).clamp(0, 1)
+        )
         rises.append((1 - torch.cos(math.pi * fraction)) / 2 if window == "hann" else fraction)
     rises.append(torch.zeros(size, dtype=torch.float64))
     return torch.stack([rise - following for rise, following in zip(rises, rises[1:], strict=False)]).float()
@@ -86,9 +89,12 @@ def blend_tiles(
             factor = _find_factor(decoded, piece)
             if blended is None:
                 blended = decoded.new_zeros(*decoded.shape[:2], height * factor, width * factor)
-                down, across = (window_weights(size * factor, [s * factor for s in starts], min(tile, size) * factor,
-                                               window=window).to(decoded.device)
-                                for size, starts in ((height, rows), (width, columns)))  # fmt: skip
+                down, across = (
+                    window_weights(
+                        size * factor, [s * factor for s in starts], min(tile, size) * factor, window=window
+                    ).to(decoded.device)
+                    for size, starts in ((height, rows), (width, columns))
+                )
             ys = slice(top * factor, top * factor + decoded.shape[-2])
             xs = slice(left * factor, left * factor + decoded.shape[-1])
             blended[..., ys, xs] += decoded * down[i, ys, None] * across[j, xs]
@@ -99,6 +105,8 @@ def blend_tiles(
 def _find_factor(decoded: torch.Tensor, piece: torch.Tensor) -> int:
     factor = decoded.shape[-1] // piece.shape[-1] if decoded.ndim == 4 else 0
     if factor < 1 or decoded.shape[-2:] != (piece.shape[-2] * factor, piece.shape[-1] * factor):
-        raise NumericsError(f"tiles: expected a decoded tile of a whole multiple of {tuple(piece.shape[-2:])} pixels, "
-                            f"got shape {tuple(decoded.shape)}; check the decode function")  # fmt: skip
+        raise NumericsError(
+            f"tiles: expected a decoded tile of a whole multiple of {tuple(piece.shape[-2:])} pixels, "
+            f"got shape {tuple(decoded.shape)}; check the decode function"
+        )
     return factor

@@ -32,14 +32,26 @@ Matrix = tuple[tuple[float, ...], ...]
 
 INPUT_TRANSFORMS: dict[int, Matrix] = {  # B^T, (m + 2, m + 2)
     2: ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1)),
-    4: ((4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0),
-        (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0), (0, 4, 0, -5, 0, 1)),
-}  # fmt: skip
+    4: (
+        (4, 0, -5, 0, 1, 0),
+        (0, -4, -4, 1, 1, 0),
+        (0, 4, -4, -1, 1, 0),
+        (0, -2, -1, 2, 1, 0),
+        (0, 2, -1, -2, 1, 0),
+        (0, 4, 0, -5, 0, 1),
+    ),
+}
 WEIGHT_TRANSFORMS: dict[int, Matrix] = {  # G, (m + 2, 3)
     2: ((1, 0, 0), (1 / 2, 1 / 2, 1 / 2), (1 / 2, -1 / 2, 1 / 2), (0, 0, 1)),
-    4: ((1 / 4, 0, 0), (-1 / 6, -1 / 6, -1 / 6), (-1 / 6, 1 / 6, -1 / 6),
-        (1 / 24, 1 / 12, 1 / 6), (1 / 24, -1 / 12, 1 / 6), (0, 0, 1)),
-}  # fmt: skip
+    4: (
+        (1 / 4, 0, 0),
+        (-1 / 6, -1 / 6, -1 / 6),
+        (-1 / 6, 1 / 6, -1 / 6),
+        (1 / 24, 1 / 12, 1 / 6),
+        (1 / 24, -1 / 12, 1 / 6),
+        (0, 0, 1),
+    ),
+}
 OUTPUT_TRANSFORMS: dict[int, Matrix] = {  # A^T, (m, m + 2)
     2: ((1, 1, 1, 0), (0, 1, -1, -1)),
     4: ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
@@ -49,9 +61,15 @@ _NAMES = "float32, float16 or bfloat16"
 
 
 def winograd_conv2d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: int, dtype: torch.dtype,
-    accumulate: torch.dtype = torch.float32, padding: int = 1,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tile: int,
+    dtype: torch.dtype,
+    accumulate: torch.dtype = torch.float32,
+    padding: int = 1,
+) -> torch.Tensor:
     """Convolve with F(tile x tile, 3 x 3) in the arithmetic of a dtype.
 
     Args:
@@ -77,9 +95,15 @@ def winograd_conv2d(
 
 
 def store_winograd(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: int, dtype: torch.dtype,
-    accumulate: torch.dtype = torch.float32, padding: int = 1,
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tile: int,
+    dtype: torch.dtype,
+    accumulate: torch.dtype = torch.float32,
+    padding: int = 1,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield everything that `winograd_conv2d` stores on its way, in order, with the name of the step that stored it.
 
     With float32 it says how large the numbers are that a narrower dtype would have to hold.
@@ -110,10 +134,16 @@ def store_winograd(
 
 
 def direct_conv2d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype,
-    padding: int | tuple[int, int] | str = 1, stride: int | tuple[int, int] = 1, dilation: int | tuple[int, int] = 1,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    padding: int | tuple[int, int] | str = 1,
+    stride: int | tuple[int, int] = 1,
+    dilation: int | tuple[int, int] = 1,
     groups: int = 1,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Convolve by the direct sum in the arithmetic of a dtype: operands and result rounded, float32 between them.
 
     Args:
@@ -159,8 +189,9 @@ def _join_tiles(tiles: torch.Tensor) -> torch.Tensor:
     return tiles.permute(2, 5, 3, 0, 4, 1).reshape(images, channels, rows * side, columns * side)
 
 
-def _apply(values: torch.Tensor, matrix: Matrix, *, axis: int, dtype: torch.dtype, bias: torch.Tensor | None = None
-           ) -> torch.Tensor:  # fmt: skip
+def _apply(
+    values: torch.Tensor, matrix: Matrix, *, axis: int, dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Multiply an axis by a matrix in float32 and round; a coefficient of zero does not touch its value."""
     parts, rows = values.unbind(axis), []
     for row in matrix:
@@ -172,8 +203,9 @@ def _apply(values: torch.Tensor, matrix: Matrix, *, axis: int, dtype: torch.dtyp
     return torch.stack(rows, dim=axis)
 
 
-def _sum_channels(tiles: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, accumulate: torch.dtype
-                  ) -> torch.Tensor:  # fmt: skip
+def _sum_channels(
+    tiles: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, accumulate: torch.dtype
+) -> torch.Tensor:
     """Multiply element by element and sum over channels; only the last dimension changes, to channels out."""
     flat = tiles.flatten(2, 4)
     if accumulate == torch.float32:
@@ -195,11 +227,16 @@ def _check(x: torch.Tensor, weight: torch.Tensor, *, padding: int, dtype: torch.
     if weight.dim() != 4 or weight.shape[2:] != (3, 3):
         raise NumericsError(f"winograd: expected a weight of shape (out, in, 3, 3), got {tuple(weight.shape)}")
     if x.dim() != 4 or x.shape[1] != weight.shape[1]:
-        raise NumericsError(f"winograd: expected (images, {weight.shape[1]}, rows, columns), got {tuple(x.shape)}; "
-                            "convolutions in groups are not covered")  # fmt: skip
+        raise NumericsError(
+            f"winograd: expected (images, {weight.shape[1]}, rows, columns), got {tuple(x.shape)}; "
+            "convolutions in groups are not covered"
+        )
     if padding < 0 or min(x.shape[2:]) + 2 * padding < 3:
-        raise NumericsError(f"winograd: expected padding from 0 and at least 3 rows and columns with it, got padding "
-                            f"{padding} and {tuple(x.shape[2:])} pixels")  # fmt: skip
+        raise NumericsError(
+            f"winograd: expected padding from 0 and at least 3 rows and columns with it, got padding "
+            f"{padding} and {tuple(x.shape[2:])} pixels"
+        )
     if dtype not in _DTYPES or accumulate not in (torch.float32, dtype):
-        raise NumericsError(f"winograd: expected dtype {_NAMES} and accumulate float32 or the same dtype, got "
-                            f"{dtype} and {accumulate}")  # fmt: skip
+        raise NumericsError(
+            f"winograd: expected dtype {_NAMES} and accumulate float32 or the same dtype, got {dtype} and {accumulate}"
+        )

@@ -47,16 +47,19 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
         EvidenceError: they are malformed, were edited, or hold a case twice or without a judgement.
     """
     if grouping != Grouping():
-        raise EvidenceError(f"{path}: quantgate's own records know their clusters and buckets; they can't be grouped "
-                            "by another field")
+        raise EvidenceError(
+            f"{path}: quantgate's own records know their clusters and buckets; they can't be grouped by another field"
+        )
     records = read_cases(path)
     if problem := describe_failures(records):
         raise EvidenceError(f"{path}: {problem}")
     first: dict[str, str] = {}
     for record in records:
         if record.input_digest in first:
-            raise EvidenceError(f"{path}: case {record.case_id!r} asks the same as case "
-                                f"{first[record.input_digest]!r}; every case may count once")
+            raise EvidenceError(
+                f"{path}: case {record.case_id!r} asks the same as case "
+                f"{first[record.input_digest]!r}; every case may count once"
+            )
         first[record.input_digest] = record.case_id
     asked = {record.case_id: {"question": record.input_digest} for record in records}
     questions = [tell_prompt(record.prompt) for record in records]
@@ -70,6 +73,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if (file := evals.get(path.stem)) is None or file.records != path.name:
         return {}
     if digest_file(path) != file.sha256:
-        raise EvidenceError(f"{path}: expected sha256 {file.sha256[:12]}, as {index} says; the records were edited or "
-                            "cut after they were written")
+        raise EvidenceError(
+            f"{path}: expected sha256 {file.sha256[:12]}, as {index} says; the records were edited or "
+            "cut after they were written"
+        )
     return {"evalset": file.evalset_digest, "settings and code": file.key}

@@ -126,8 +126,15 @@ def condense_case(case: Case, grouping: Grouping) -> Case:
     cluster, buckets = _group(case, grouping)
     digests = digest_asked(case.asked)
     question = tell_question(case.asked, case.tells, target=digests.get("target", ""))
-    return replace(case, asked=digests, cluster=cluster, buckets=buckets, fields={}, question=question,
-                   scores=condense_scores(case.scores))
+    return replace(
+        case,
+        asked=digests,
+        cluster=cluster,
+        buckets=buckets,
+        fields={},
+        question=question,
+        scores=condense_scores(case.scores),
+    )
 
 
 def condense_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,8 +158,9 @@ def _condense_value(value: Any) -> Any:
     return value if value in (None, "") else _Shown(clean(repr(value)[:_MAX_SHOWN]))
 
 
-def build_outcomes(name: str, path: Path, cases: Iterable[Case], *, format: str, task: dict[str, Any],
-                   **known: Any) -> Outcomes:
+def build_outcomes(
+    name: str, path: Path, cases: Iterable[Case], *, format: str, task: dict[str, Any], **known: Any
+) -> Outcomes:
     """Make records of cases, in their order.
 
     Args:
@@ -177,11 +185,23 @@ def build_outcomes(name: str, path: Path, cases: Iterable[Case], *, format: str,
     records, note = weigh_alike(join_clusters(_number_equal(records), questions), questions)
     note = "; ".join(filter(None, (note, tell_alike(questions)))) or None
     if (num_buckets := len({bucket for record in records for bucket in record.buckets})) > _MAX_BUCKETS:
-        raise EvidenceError(f"{path}: expected {_MAX_BUCKETS:,} buckets at most, as each is judged and shown, got "
-                            f"{num_buckets:,}; group by a field of fewer values")
+        raise EvidenceError(
+            f"{path}: expected {_MAX_BUCKETS:,} buckets at most, as each is judged and shown, got "
+            f"{num_buckets:,}; group by a field of fewer values"
+        )
     asked = {clean(case.case_id): case.asked for case in found}
-    return Outcomes(clean(name).replace("/", "."), path, format, records, task, asked,
-                    [asks[record.case_id] for record in records], problems, note=note, **known)
+    return Outcomes(
+        clean(name).replace("/", "."),
+        path,
+        format,
+        records,
+        task,
+        asked,
+        [asks[record.case_id] for record in records],
+        problems,
+        note=note,
+        **known,
+    )
 
 
 def _number_equal(records: list[CaseRecord]) -> list[CaseRecord]:
@@ -205,8 +225,9 @@ def _check_once(cases: Iterable[Case]) -> None:
     for case in cases:
         name = case.case_id.strip()  # a space more makes no other case
         if name in first:
-            raise EvidenceError(f"{case.where}: case {name!r} is there twice, first in {first[name]}; every case may "
-                                "count once")
+            raise EvidenceError(
+                f"{case.where}: case {name!r} is there twice, first in {first[name]}; every case may count once"
+            )
         first[name] = case.where
 
 
@@ -233,18 +254,29 @@ def _make_record(case: Case, digest: str, numeric: set[str], problems: dict[str,
             scores[name] = number
         elif case.failure is None:
             came = repr(case.scores[name])[:_MAX_SHOWN] if case.scores.get(name) not in (None, "") else "none"
-            problems.setdefault(name, f"{case.where}: case {case.case_id!r}: expected a finite number as {name!r}, "
-                                      f"got {came}")
-    return CaseRow(case_id=clean(case.case_id), input_digest=digest, cluster=case.cluster, buckets=case.buckets,
-                   prompt=clean(case.prompt), output=clean(case.output), scores={} if case.failure else scores,
-                   failure=clean(case.failure) if case.failure else case.failure, fingerprint="")
+            problems.setdefault(
+                name, f"{case.where}: case {case.case_id!r}: expected a finite number as {name!r}, got {came}"
+            )
+    return CaseRow(
+        case_id=clean(case.case_id),
+        input_digest=digest,
+        cluster=case.cluster,
+        buckets=case.buckets,
+        prompt=clean(case.prompt),
+        output=clean(case.output),
+        scores={} if case.failure else scores,
+        failure=clean(case.failure) if case.failure else case.failure,
+        fingerprint="",
+    )
 
 
 def _group(case: Case, grouping: Grouping) -> tuple[str, tuple[str, ...]]:
     for name in (*((grouping.cluster,) if grouping.cluster else ()), *grouping.buckets):
         if case.fields.get(name) in (None, ""):
-            raise EvidenceError(f"{case.where}: case {case.case_id!r}: expected a field {name!r} to group by, found "
-                                f"none; it has {show_names(sorted(map(str, case.fields)))}")
+            raise EvidenceError(
+                f"{case.where}: case {case.case_id!r}: expected a field {name!r} to group by, found "
+                f"none; it has {show_names(sorted(map(str, case.fields)))}"
+            )
     cluster = clean(str(case.fields[grouping.cluster]) if grouping.cluster else case.cluster)
     named = (clean(f"{name}/{case.fields[name]}") for name in grouping.buckets)
     return cluster, tuple(dict.fromkeys((*map(clean, case.buckets), *named)))

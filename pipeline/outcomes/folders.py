@@ -16,8 +16,17 @@ from pipeline.outcomes import case_records
 _TEXTS = (".md", ".rst", ".txt", ".log", ".out", ".err", ".html", ".htm", ".css", ".js", ".xml", ".pdf")
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 _SETTINGS = (".yaml", ".yml", ".toml", ".ini", ".cfg", ".lock", ".py", ".sh", ".ipynb")
-_NAMES = {"license", "readme", "makefile", "sha256sums", ".ds_store", "thumbs.db", ".gitignore", ".gitattributes",
-          ".gitkeep"}  # fmt: skip
+_NAMES = {
+    "license",
+    "readme",
+    "makefile",
+    "sha256sums",
+    ".ds_store",
+    "thumbs.db",
+    ".gitignore",
+    ".gitattributes",
+    ".gitkeep",
+}
 _RESULTS = re.compile(r"results_\d{4}-\d\d-\d\dT[\d.:-]+\.json")  # lm-eval's, computed from the samples of that date
 _DATA = (".csv", ".tsv", ".jsonl", ".json", ".eval")
 # a tool's own files there are none of these

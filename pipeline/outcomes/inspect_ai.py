@@ -57,10 +57,12 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
     log, num_samples, samples = _read_zip(path) if path.suffix.lower() == ".eval" else _read_json(path)
     _check_complete(log, num_samples, path)
     about = log["eval"]
-    cases = [condense_case(_read_case(sample, f"{path}: sample {i}"), grouping)
-             for i, sample in enumerate(samples, start=1)]  # fmt: skip
-    return build_outcomes(str(about.get("task", path.stem)).rpartition("/")[2], path, cases, format=FORMAT,
-                          task=_describe_task(log))
+    cases = [
+        condense_case(_read_case(sample, f"{path}: sample {i}"), grouping) for i, sample in enumerate(samples, start=1)
+    ]
+    return build_outcomes(
+        str(about.get("task", path.stem)).rpartition("/")[2], path, cases, format=FORMAT, task=_describe_task(log)
+    )
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int, Iterable[Any]]:
@@ -77,8 +79,9 @@ def _read_zip(path: Path) -> tuple[dict[str, Any], int, Iterable[Any]]:
     with _open_archive(path) as archive:
         names = [name for name in archive.namelist() if name.startswith("samples/") and name.endswith(".json")]
         if "header.json" not in archive.namelist():
-            raise EvidenceError(f"{path}: expected a log that has ended, found no header.json in it: the run is "
-                                "under way or was killed")
+            raise EvidenceError(
+                f"{path}: expected a log that has ended, found no header.json in it: the run is under way or was killed"
+            )
         log = parse_json(_extract(archive, "header.json", path), f"{path}: header.json")
     _check_shape(log, path)
     return log, len(names), _iterate_samples(path, names)
@@ -107,8 +110,10 @@ def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
             check_size(sum(info.file_size for info in archive.infolist()), f"{path}: unpacked")
             yield archive
     except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError, NotImplementedError) as error:
-        raise EvidenceError(f"{path}: expected a log of inspect_ai, which is a zip file, got something else: "
-                            f"{' '.join(str(error).split())}; was it cut off?") from None
+        raise EvidenceError(
+            f"{path}: expected a log of inspect_ai, which is a zip file, got something else: "
+            f"{' '.join(str(error).split())}; was it cut off?"
+        ) from None
 
 
 def _extract(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
@@ -118,13 +123,17 @@ def _extract(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
     except NotImplementedError:
         info = archive.getinfo(name)
         if info.compress_type != _ZSTANDARD:
-            raise EvidenceError(f"{path}: {name}: compressed by method {info.compress_type}, which can't be read; "
-                                "`inspect log convert --to json` makes a log that can") from None
+            raise EvidenceError(
+                f"{path}: {name}: compressed by method {info.compress_type}, which can't be read; "
+                "`inspect log convert --to json` makes a log that can"
+            ) from None
     try:
         import pyarrow
     except ImportError:
-        raise EvidenceError(f"{path}: compressed by Zstandard, which Python reads from 3.14 on: `pip install pyarrow`, "
-                            "or turn the log into JSON with `inspect log convert --to json`") from None
+        raise EvidenceError(
+            f"{path}: compressed by Zstandard, which Python reads from 3.14 on: `pip install pyarrow`, "
+            "or turn the log into JSON with `inspect log convert --to json`"
+        ) from None
     try:
         with path.open("rb") as file:
             file.seek(info.header_offset + _LOCAL_HEADER_BYTES - 4)
@@ -133,8 +142,9 @@ def _extract(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
             packed = file.read(info.compress_size)
         plain: bytes = pyarrow.decompress(packed, decompressed_size=info.file_size, codec="zstd", asbytes=True)
     except (pyarrow.ArrowException, OSError) as error:
-        raise EvidenceError(f"{path}: {name}: expected data compressed by Zstandard, got something else: "
-                            f"{' '.join(str(error).split())}") from None
+        raise EvidenceError(
+            f"{path}: {name}: expected data compressed by Zstandard, got something else: {' '.join(str(error).split())}"
+        ) from None
     if zlib.crc32(plain) != info.CRC:
         raise EvidenceError(f"{path}: {name}: its checksum is wrong; the log was damaged or edited")
     return plain
@@ -150,16 +160,19 @@ def _check_complete(log: dict[str, Any], num_samples: int, path: Path) -> None:
     if log["status"] != "success":
         error = log.get("error")
         why = error.get("message") if isinstance(error, dict) else None
-        raise EvidenceError(f"{path}: expected a run that ended in success, got status {log['status']!r}"
-                            + (f" ({' '.join(str(why).split())[:200]})" if why else "")
-                            + "; `inspect eval-retry` finishes it")
+        raise EvidenceError(
+            f"{path}: expected a run that ended in success, got status {log['status']!r}"
+            + (f" ({' '.join(str(why).split())[:200]})" if why else "")
+            + "; `inspect eval-retry` finishes it"
+        )
     if log.get("invalidated"):
         raise EvidenceError(f"{path}: the log is marked as invalid")
     results = log.get("results")
     asked = results.get("total_samples") if isinstance(results, dict) else None
     if asked is not None and asked != num_samples:
-        raise EvidenceError(f"{path}: expected {asked} samples, as the log says, got {num_samples}; run the task with "
-                            "log_samples on")
+        raise EvidenceError(
+            f"{path}: expected {asked} samples, as the log says, got {num_samples}; run the task with log_samples on"
+        )
 
 
 def _describe_task(log: dict[str, Any]) -> dict[str, Any]:
@@ -167,11 +180,14 @@ def _describe_task(log: dict[str, Any]) -> dict[str, Any]:
     about, plan = log["eval"], _take_object(log, "plan")
     settings = {**_take_object(plan, "config"), **_take_object(about, "model_generate_config")}
     return {
-        "task": about.get("task"), "version": about.get("task_version"), "arguments": about.get("task_args"),
+        "task": about.get("task"),
+        "version": about.get("task_version"),
+        "arguments": about.get("task_args"),
         "solvers": [[step.get("solver"), step.get("params")] for step in _list_objects(plan, "steps")],
         "scorers": [[scorer.get("name"), scorer.get("options")] for scorer in _list_objects(about, "scorers")],
         "limits": {key: given for key in _LIMITS if (given := _take_object(about, "config").get(key)) is not None},
-        "other models": _describe_roles(about), "sandbox": _describe_sandbox(about.get("sandbox")),
+        "other models": _describe_roles(about),
+        "sandbox": _describe_sandbox(about.get("sandbox")),
         "approval": _take_object(about, "config").get("approval"),
         "generation": {key: value for key, value in settings.items() if key not in _TRANSPORT},
     }
@@ -179,8 +195,10 @@ def _describe_task(log: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_roles(about: dict[str, Any]) -> dict[str, Any]:
     """Return which models have a part beside the one that is evaluated, such as a grader."""
-    roles = {role: found.get("model") if isinstance(found, dict) else found
-             for role, found in _take_object(about, "model_roles").items()}  # fmt: skip
+    roles = {
+        role: found.get("model") if isinstance(found, dict) else found
+        for role, found in _take_object(about, "model_roles").items()
+    }
     return {role: "itself" if model == about.get("model") else model for role, model in roles.items()}
 
 
@@ -209,24 +227,34 @@ def _read_case(sample: Any, where: str) -> Case:
     if error:
         message = error.get("message") if isinstance(error, dict) else error
         failure = f"infrastructure: {message}"
-    asked = {"id": sample["id"], "epoch": sample["epoch"], "input": _strip(sample["input"]),
-             "target": sample["target"], "choices": sample.get("choices")}
+    asked = {
+        "id": sample["id"],
+        "epoch": sample["epoch"],
+        "input": _strip(sample["input"]),
+        "target": sample["target"],
+        "choices": sample.get("choices"),
+    }
     asked |= {part: sample[part] for part in ("files", "setup") if sample.get(part)}
     asked |= {"sandbox": _describe_sandbox(sample["sandbox"])} if sample.get("sandbox") else {}
     metadata = sample.get("metadata")
     name = str(sample["id"])
     return Case(
-        name if sample["epoch"] == 1 else f"{name} (epoch {sample['epoch']})", where, asked,
-        _read_scores(sample.get("scores")), cluster=name,
+        name if sample["epoch"] == 1 else f"{name} (epoch {sample['epoch']})",
+        where,
+        asked,
+        _read_scores(sample.get("scores")),
+        cluster=name,
         tells=(("id",), tuple(part for part in ("input", "choices", "files", "setup", "sandbox") if part in asked)),
-        prompt=_show_input(sample["input"]), failure=failure,
+        prompt=_show_input(sample["input"]),
+        failure=failure,
         output=str(output.get("completion", "")) if isinstance(output, dict) else "",
-        fields=metadata if isinstance(metadata, dict) else {})
+        fields=metadata if isinstance(metadata, dict) else {},
+    )
 
 
 def _read_scores(scores: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for scorer, score in (scores.items() if isinstance(scores, dict) else ()):
+    for scorer, score in scores.items() if isinstance(scores, dict) else ():
         value = score.get("value") if isinstance(score, dict) else None
         if isinstance(value, dict):
             found |= {f"{scorer}.{key}": _read_value(part) for key, part in value.items()}

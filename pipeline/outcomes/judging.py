@@ -63,9 +63,13 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
     is_blocked = is_blocking(verdict, policy)
     unmeasured = Measured(metrics=_describe_side(reference, rules))
     judgement = Judgement(
-        outcome="blocked" if is_blocked else "pass", blocked_by=(candidate.name,) if is_blocked else (), policy=policy,
-        reference_fingerprint=fingerprint(_describe_files(reference)), reference_metrics=tuple(unmeasured.metrics),
-        verdicts=(verdict,))
+        outcome="blocked" if is_blocked else "pass",
+        blocked_by=(candidate.name,) if is_blocked else (),
+        policy=policy,
+        reference_fingerprint=fingerprint(_describe_files(reference)),
+        reference_metrics=tuple(unmeasured.metrics),
+        verdicts=(verdict,),
+    )
     return ReleaseComparison(judgement, {reference.name: unmeasured, candidate.name: measured})
 
 
@@ -77,19 +81,27 @@ def pair_outcomes(ours: Outcomes, theirs: Outcomes) -> PairedCases:
     """
     name = ours.name
     if ours.format != theirs.format:
-        raise EvidenceError(f"{name}: expected one format on both sides, got {READERS[ours.format].title} and "
-                            f"{READERS[theirs.format].title}")
+        raise EvidenceError(
+            f"{name}: expected one format on both sides, got {READERS[ours.format].title} and "
+            f"{READERS[theirs.format].title}"
+        )
     for fact in ours.task.keys() & theirs.task.keys():
         if ours.task[fact] != theirs.task[fact]:
-            raise EvidenceError(f"{name}: {fact}: the reference has {shorten(ours.task[fact], 200)}, the candidate "
-                                f"{shorten(theirs.task[fact], 200)}; run the same task on both")
+            raise EvidenceError(
+                f"{name}: {fact}: the reference has {shorten(ours.task[fact], 200)}, the candidate "
+                f"{shorten(theirs.task[fact], 200)}; run the same task on both"
+            )
     _explain_unmatched(ours, theirs)
     pairs = align(ours.records, theirs.records, where=name)
-    silent = [side for side, records in (("reference", pairs.reference), ("candidate", pairs.candidate))
-              if not any(record.output.strip() for record in records)]
+    silent = [
+        side
+        for side, records in (("reference", pairs.reference), ("candidate", pairs.candidate))
+        if not any(record.output.strip() for record in records)
+    ]
     if len(silent) == 1:
-        raise EvidenceError(f"{name}: the {silent[0]} has not a single output with text, the other side has; look at "
-                            "its server")
+        raise EvidenceError(
+            f"{name}: the {silent[0]} has not a single output with text, the other side has; look at its server"
+        )
     return pairs
 
 
@@ -100,26 +112,33 @@ def _explain_unmatched(ours: Outcomes, theirs: Outcomes) -> None:
         asked, other = ours.asked[record.case_id], theirs.asked.get(record.case_id)
         if record.input_digest not in known and other is not None:
             part = next((part for part in asked | other if asked.get(part) != other.get(part)), "question")
-            raise EvidenceError(f"{ours.name}: case {record.case_id!r}: the {part} is another one on the candidate's "
-                                "side; both sides must be asked the same in the same words (data, few-shot texts, chat "
-                                "template, stop strings and limits)")
+            raise EvidenceError(
+                f"{ours.name}: case {record.case_id!r}: the {part} is another one on the candidate's "
+                "side; both sides must be asked the same in the same words (data, few-shot texts, chat "
+                "template, stop strings and limits)"
+            )
 
 
 def _check_there(eval_name: str, reference: Side, candidate: Side) -> None:
     for which, side in (("reference", reference), ("candidate", candidate)):
         if eval_name not in side.outcomes:
-            raise EvidenceError(f"{eval_name}: a tolerance is set, and the {which} has no fit outcomes of it; it has "
-                                + (", ".join(side.outcomes) or "none")
-                                + ("; one eval has one name on both sides: rename a file" if side.outcomes else ""))
+            raise EvidenceError(
+                f"{eval_name}: a tolerance is set, and the {which} has no fit outcomes of it; it has "
+                + (", ".join(side.outcomes) or "none")
+                + ("; one eval has one name on both sides: rename a file" if side.outcomes else "")
+            )
 
 
 def _list_unpaired(reference: Side, candidate: Side, rules: Rules) -> list[str]:
     """Say which evals only one side has, whether they are gated or not; those of unfit files are refused already."""
     gated = {full.partition("/")[0] for full in rules.tolerances}
-    return [f"{name}: the {which} has no outcomes of it, the other side has ({mine.outcomes[name].path}): it was not "
-            "judged; add or remove it, or give one eval one name on both sides"
-            for which, mine, other in (("candidate", reference, candidate), ("reference", candidate, reference))
-            for name in mine.outcomes if name not in other.outcomes and name not in gated and not other.problems]
+    return [
+        f"{name}: the {which} has no outcomes of it, the other side has ({mine.outcomes[name].path}): it was not "
+        "judged; add or remove it, or give one eval one name on both sides"
+        for which, mine, other in (("candidate", reference, candidate), ("reference", candidate, reference))
+        for name in mine.outcomes
+        if name not in other.outcomes and name not in gated and not other.problems
+    ]
 
 
 def _list_left_out(ours: Outcomes, rules: Rules) -> list[str]:
@@ -134,9 +153,11 @@ def _check_other_file(ours: Outcomes, theirs: Outcomes) -> None:
     for mine, other in zip(ours.parts, theirs.parts, strict=True):
         _check_other_file(mine, other)
     if not ours.parts and digest_file(ours.path) == digest_file(theirs.path):
-        raise EvidenceError(f"{theirs.path}: holds the same bytes as the reference's {ours.path}, and a comparison "
-                            "with itself proves nothing; give the candidate's own (tables of two models that answer "
-                            "alike differ by a column that names the model)")
+        raise EvidenceError(
+            f"{theirs.path}: holds the same bytes as the reference's {ours.path}, and a comparison "
+            "with itself proves nothing; give the candidate's own (tables of two models that answer "
+            "alike differ by a column that names the model)"
+        )
 
 
 def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, rules: Rules) -> None:
@@ -145,19 +166,30 @@ def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, ru
     definition, tolerance, pairs = rules.definitions.get(full), rules.tolerances[full], measured.pairs[ours.name]
     problem = ours.problems.get(metric) or theirs.problems.get(metric)
     if definition is not None and not problem and definition.score not in theirs.scores:
-        problem = (f"expected numbers as {definition.score!r} on the candidate's side, found none in any case; it has "
-                   f"numbers as {', '.join(theirs.scores) or 'nothing'}")
+        problem = (
+            f"expected numbers as {definition.score!r} on the candidate's side, found none in any case; it has "
+            f"numbers as {', '.join(theirs.scores) or 'nothing'}"
+        )
     if definition is None or problem:
-        problem = problem or ("a tolerance is set, and the reference has no such score; it has "
-                              + (", ".join(list_metrics(ours)) or "none"))
+        problem = problem or (
+            "a tolerance is set, and the reference has no such score; it has "
+            + (", ".join(list_metrics(ours)) or "none")
+        )
         measured.refusals.append(f"{full}: {problem}")
         return
     named = dict.fromkeys([*list_buckets(pairs.reference), *tolerance.buckets])
     asked: dict[str | None, float | None] = {None: tolerance.overall, **{b: tolerance.buckets.get(b) for b in named}}
     for bucket, allowed in asked.items():
         try:
-            measurement = measure_metric(pairs, definition, bucket, eval_name=ours.name, tolerance=allowed,
-                                         alpha=rules.alpha, tier=tolerance.tier)
+            measurement = measure_metric(
+                pairs,
+                definition,
+                bucket,
+                eval_name=ours.name,
+                tolerance=allowed,
+                alpha=rules.alpha,
+                tier=tolerance.tier,
+            )
             check_loss_can_show(measurement, definition)
             measured.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
         except EvidenceError as error:
@@ -167,19 +199,22 @@ def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, ru
 
 def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
     """Note that nothing at all differs: one model asked twice looks like that."""
-    if any(a.output != b.output or a.scores != b.scores
-           for a, b in zip(pairs.reference, pairs.candidate, strict=True)):
+    if any(a.output != b.output or a.scores != b.scores for a, b in zip(pairs.reference, pairs.candidate, strict=True)):
         return []
-    what = ("every output is the reference's, character by character" if any(r.output for r in pairs.reference) else
-            "every score of every case is the reference's, and there are no outputs to tell two models apart")
+    what = (
+        "every output is the reference's, character by character"
+        if any(r.output for r in pairs.reference)
+        else "every score of every case is the reference's, and there are no outputs to tell two models apart"
+    )
     return [f"{eval_name}: {what}; was it another model that answered?"]
 
 
 def _certify(measured: Measured, name: str, rules: Rules) -> Certificate | None:
     if not measured.measurements:
         return None
-    certificate = certify({name: measured.measurements}, [[name]], alpha=rules.alpha,
-                          blocks_inconclusive=rules.on_inconclusive == "block")[name]
+    certificate = certify(
+        {name: measured.measurements}, [[name]], alpha=rules.alpha, blocks_inconclusive=rules.on_inconclusive == "block"
+    )[name]
     if is_above(certificate.num_false_fails, rules.alpha):
         measured.refusals.append(describe_level(certificate, rules.alpha))
     return certificate
@@ -198,9 +233,17 @@ def _conclude(
     reasons += list_accepted_gains(comparisons, rules.tolerances)
     reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, rules.alpha), *measured.notes]]
     facts = _describe_files(candidate)
-    return Verdict(candidate=candidate.name, fingerprint=fingerprint(facts), facts=facts, outcome=outcome,
-                   is_release=True, reasons=tuple(reasons), comparisons=tuple(comparisons), certificate=certificate,
-                   metrics=tuple(measured.metrics))
+    return Verdict(
+        candidate=candidate.name,
+        fingerprint=fingerprint(facts),
+        facts=facts,
+        outcome=outcome,
+        is_release=True,
+        reasons=tuple(reasons),
+        comparisons=tuple(comparisons),
+        certificate=certificate,
+        metrics=tuple(measured.metrics),
+    )
 
 
 def _describe_side(side: Side, rules: Rules) -> list[Metric]:
@@ -209,8 +252,9 @@ def _describe_side(side: Side, rules: Rules) -> list[Metric]:
         if (outcomes := side.outcomes.get(full.partition("/")[0])) is not None:
             # what can't be computed is refused where it is compared
             with contextlib.suppress(EvidenceError):
-                metrics += describe_metrics(outcomes.records, definition, number_clusters(outcomes.records),
-                                            eval_name=outcomes.name)
+                metrics += describe_metrics(
+                    outcomes.records, definition, number_clusters(outcomes.records), eval_name=outcomes.name
+                )
     return metrics
 
 
@@ -221,8 +265,20 @@ def _describe_files(side: Side) -> dict[str, Any]:
 
 def _describe_policy(reference: Side, candidate: Side, rules: Rules) -> Policy:
     metrics = {full: asdict(definition) for full, definition in rules.definitions.items()}
-    evals = {name: {"kind": KIND, "format": outcomes.format,
-                    "metrics": {full: m for full, m in metrics.items() if full.startswith(f"{name}/")}}
-             for name, outcomes in reference.outcomes.items()}
-    return Policy(reference=reference.name, release=(candidate.name,), alpha=rules.alpha,
-                  on_inconclusive=rules.on_inconclusive, tolerances=rules.tolerances, tripwires={}, evals=evals)
+    evals = {
+        name: {
+            "kind": KIND,
+            "format": outcomes.format,
+            "metrics": {full: m for full, m in metrics.items() if full.startswith(f"{name}/")},
+        }
+        for name, outcomes in reference.outcomes.items()
+    }
+    return Policy(
+        reference=reference.name,
+        release=(candidate.name,),
+        alpha=rules.alpha,
+        on_inconclusive=rules.on_inconclusive,
+        tolerances=rules.tolerances,
+        tripwires={},
+        evals=evals,
+    )

@@ -60,33 +60,52 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
         _check(sample, where)
         doc_id, name = sample["doc_id"], sample["filter"]
         if first := places.get((doc_id, name)):
-            raise EvidenceError(f"{where}: document {doc_id} is there twice under the filter {name!r}, first in "
-                                f"{first}; every case may count once")
+            raise EvidenceError(
+                f"{where}: document {doc_id} is there twice under the filter {name!r}, first in "
+                f"{first}; every case may count once"
+            )
         places[doc_id, name] = where
         if doc_id not in documents:
             documents[doc_id] = condense_case(_read_case(sample, where), grouping)
         elif documents[doc_id].asked != digest_asked(_list_asked(sample)):
-            raise EvidenceError(f"{where}: document {doc_id}: expected what it asks under its first filter, got "
-                                f"something else under {name!r}; are these samples of two runs? Run the task again")
+            raise EvidenceError(
+                f"{where}: document {doc_id}: expected what it asks under its first filter, got "
+                f"something else under {name!r}; are these samples of two runs? Run the task again"
+            )
         documents[doc_id].scores |= condense_scores(_read_scores(sample, definitions))
     cases = list(documents.values())
     named = _NAME.fullmatch(path.stem)
     task = named["task"] if named else path.stem
     facts, better = _read_results(path.with_name(f"results_{named['date']}.json"), task) if named else ({}, {})
     facts |= {"task": task} if named else {}
-    return build_outcomes(task, path, cases, format=FORMAT, task=facts,
-                          better={name: better[name.partition(",")[0]] for case in cases for name in case.scores
-                                  if name.partition(",")[0] in better}, definitions=definitions)
+    return build_outcomes(
+        task,
+        path,
+        cases,
+        format=FORMAT,
+        task=facts,
+        better={
+            name: better[name.partition(",")[0]]
+            for case in cases
+            for name in case.scores
+            if name.partition(",")[0] in better
+        },
+        definitions=definitions,
+    )
 
 
 def _check(sample: dict[str, Any], where: str) -> None:
     missing = [key for key in ("doc_id", "filter", *_HASHES.values()) if key not in sample]
     if missing:
-        raise EvidenceError(f"{where}: expected a sample of lm-eval 0.4.3 or newer, found none of its key "
-                            f"{missing[0]!r}; run the task again with --log_samples")
+        raise EvidenceError(
+            f"{where}: expected a sample of lm-eval 0.4.3 or newer, found none of its key "
+            f"{missing[0]!r}; run the task again with --log_samples"
+        )
     if type(sample["doc_id"]) is not int or not isinstance(sample["filter"], str):
-        raise EvidenceError(f"{where}: expected a number as doc_id and a name as filter, got {sample['doc_id']!r} and "
-                            f"{sample['filter']!r}")
+        raise EvidenceError(
+            f"{where}: expected a number as doc_id and a name as filter, got {sample['doc_id']!r} and "
+            f"{sample['filter']!r}"
+        )
 
 
 def _read_scores(sample: dict[str, Any], definitions: dict[str, MetricDefinition]) -> dict[str, Any]:
@@ -102,27 +121,38 @@ def _read_case(first: dict[str, Any], where: str) -> Case:
     document = first["doc"] if isinstance(first.get("doc"), dict) else {}
     buckets = document.get("buckets")
     return Case(
-        str(first["doc_id"]), where, _list_asked(first), {}, tells=(("document",), ("request",)),
+        str(first["doc_id"]),
+        where,
+        _list_asked(first),
+        {},
+        tells=(("document",), ("request",)),
         cluster=str(first["doc_hash"] if document.get("cluster") is None else document["cluster"]),
         buckets=tuple(map(str, buckets)) if isinstance(buckets, list) else (),
         prompt=next((str(request["arg_0"]) for request in _list_requests(first) if "arg_0" in request), ""),
-        output=_describe_answer(first), fields=document)
+        output=_describe_answer(first),
+        fields=document,
+    )
 
 
 def _list_asked(sample: dict[str, Any]) -> dict[str, Any]:
     return {part: sample[key] for part, key in _HASHES.items()} | {"request": sample.get("arguments")}
 
 
-def _read_score(
-    name: str, metric: str, value: Any, definitions: dict[str, MetricDefinition]
-) -> dict[str, Any]:
+def _read_score(name: str, metric: str, value: Any, definitions: dict[str, MetricDefinition]) -> dict[str, Any]:
     """Return the score of a case, and what it is divided by where it is a likelihood."""
     if metric not in _LIKELIHOODS:
         return {name: value}
     scale, weight = _LIKELIHOODS[metric], f"{name} units"
     is_relative = metric.endswith("perplexity")
-    definitions[name] = MetricDefinition(name, "ratio", name, "lower", "" if is_relative else "bit/byte",
-                                         harm="relative" if is_relative else "absolute", weight=weight)
+    definitions[name] = MetricDefinition(
+        name,
+        "ratio",
+        name,
+        "lower",
+        "" if is_relative else "bit/byte",
+        harm="relative" if is_relative else "absolute",
+        weight=weight,
+    )
     pair = value if isinstance(value, list) and len(value) == 2 else [None, None]
     likelihood = read_number(pair[0])
     return {name: None if likelihood is None else -likelihood * scale, weight: pair[1]}
@@ -173,11 +203,17 @@ def _read_results(path: Path, task: str) -> tuple[dict[str, Any], dict[str, Dire
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
-    facts = {"version": find("versions", task), "filters": find("configs", task, "filter_list"),
-             "repeats": find("configs", task, "repeats"), "metrics": find("configs", task, "metric_list"),
-             "judging": _describe_code(find("configs", task))}
+    facts = {
+        "version": find("versions", task),
+        "filters": find("configs", task, "filter_list"),
+        "repeats": find("configs", task, "repeats"),
+        "metrics": find("configs", task, "metric_list"),
+        "judging": _describe_code(find("configs", task)),
+    }
     directions = find("higher_is_better", task)
-    better: dict[str, Direction] = {metric: "higher" if is_higher else "lower" for metric, is_higher
-                                    in (directions.items() if isinstance(directions, dict) else ())
-                                    if isinstance(is_higher, bool)}
+    better: dict[str, Direction] = {
+        metric: "higher" if is_higher else "lower"
+        for metric, is_higher in (directions.items() if isinstance(directions, dict) else ())
+        if isinstance(is_higher, bool)
+    }
     return {key: map_texts(value, _drop_addresses) for key, value in facts.items() if value is not None}, better

@@ -25,9 +25,7 @@ from pipeline.records.evaluations import CaseRecord
 Pools = Mapping[str, Sequence[str]]  # names of evals, or shell patterns, by the name of their pool
 
 
-def pool_sides(
-    reference: Side, candidate: Side, pools: Pools, *, have_own_clusters: bool = True
-) -> tuple[Side, Side]:
+def pool_sides(reference: Side, candidate: Side, pools: Pools, *, have_own_clusters: bool = True) -> tuple[Side, Side]:
     """Put the evals of each pool into one, on both sides; they are no evals of their own any more.
 
     Args:
@@ -60,8 +58,9 @@ def _list_members(pool: str, patterns: Sequence[str], names: Sequence[str]) -> l
             raise SettingsError(f"--pool {pool}: no eval is named {pattern!r}; there are {there}")
     members = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if len(members) < 2:
-        raise SettingsError(f"--pool {pool}: expected two evals or more, got {', '.join(members) or 'none'}; there are "
-                            f"{there}")
+        raise SettingsError(
+            f"--pool {pool}: expected two evals or more, got {', '.join(members) or 'none'}; there are {there}"
+        )
     return members
 
 
@@ -71,8 +70,9 @@ def _pool_side(side: Side, members: Mapping[str, Sequence[str]], have_own_cluste
     problems = list(side.problems)
     for pool, evals in members.items():
         if absent := [name for name in evals if name not in side.outcomes]:
-            problems.append(f"{side.name}: pool {pool}: expected {', '.join(evals)}, found no fit outcomes of "
-                            f"{', '.join(absent)}")
+            problems.append(
+                f"{side.name}: pool {pool}: expected {', '.join(evals)}, found no fit outcomes of {', '.join(absent)}"
+            )
             continue
         try:
             outcomes[pool] = _pool_outcomes(pool, [side.outcomes[name] for name in evals], have_own_clusters)
@@ -87,21 +87,31 @@ def _pool_outcomes(pool: str, parts: Sequence[Outcomes], have_own_clusters: bool
         for what in ("format", "weight", "scores", "better", "definitions"):
             ours, theirs = getattr(first, what), getattr(part, what)
             if ours != theirs:
-                raise EvidenceError(f"pool {pool}: {part.path}: expected the {what} of {first.path}, "
-                                    f"{shorten(ours, 80)}, got {shorten(theirs, 80)}; only evals that are scored alike "
-                                    "are one pool")
+                raise EvidenceError(
+                    f"pool {pool}: {part.path}: expected the {what} of {first.path}, "
+                    f"{shorten(ours, 80)}, got {shorten(theirs, 80)}; only evals that are scored alike "
+                    "are one pool"
+                )
     _check_buckets(pool, parts)
     records = [_move(record, part.name, have_own_clusters) for part in parts for record in part.records]
     shared = None if have_own_clusters else _tell_shared(parts)
     vague = {prompt for part in parts for prompt in _list_vague(part.records)}
-    questions = [_make_common(question, "" if record.prompt in vague else record.prompt)
-                 for part in parts for question, record in zip(part.questions, part.records, strict=True)]
+    questions = [
+        _make_common(question, "" if record.prompt in vague else record.prompt)
+        for part in parts
+        for question, record in zip(part.questions, part.records, strict=True)
+    ]
     return replace(
-        first, name=pool, parts=tuple(parts), records=join_clusters(records, questions), questions=questions,
+        first,
+        name=pool,
+        parts=tuple(parts),
+        records=join_clusters(records, questions),
+        questions=questions,
         task={f"{part.name}: {fact}": value for part in parts for fact, value in part.task.items()},
         note="; ".join(filter(None, (shared, *(f"{part.name}: {part.note}" for part in parts if part.note)))) or None,
         asked={f"{part.name}/{case}": asked for part in parts for case, asked in part.asked.items()},
-        problems={score: said for part in reversed(parts) for score, said in part.problems.items()})
+        problems={score: said for part in reversed(parts) for score, said in part.problems.items()},
+    )
 
 
 def _tell_shared(parts: Sequence[Outcomes]) -> str | None:
@@ -134,13 +144,18 @@ def _check_buckets(pool: str, parts: Sequence[Outcomes]) -> None:
     for part in parts:
         taken = names - {part.name}
         if found := next((b for record in part.records for b in record.buckets if b in taken), None):
-            raise EvidenceError(f"pool {pool}: {part.path}: expected buckets that bear no other eval's name, got "
-                                f"{found!r}; each eval is a bucket of the pool: rename one of the two")
+            raise EvidenceError(
+                f"pool {pool}: {part.path}: expected buckets that bear no other eval's name, got "
+                f"{found!r}; each eval is a bucket of the pool: rename one of the two"
+            )
 
 
 def _move(record: CaseRecord, eval_name: str, has_own_cluster: bool) -> CaseRecord:
     """Return a record as one of a pool: what it asks and how it is called are its eval's, and its cluster may be."""
     return change_row(
-        record, case_id=f"{eval_name}/{record.case_id}", input_digest=digest_json([eval_name, record.input_digest]),
+        record,
+        case_id=f"{eval_name}/{record.case_id}",
+        input_digest=digest_json([eval_name, record.input_digest]),
         cluster=f"{eval_name}/{record.cluster}" if has_own_cluster else record.cluster,
-        buckets=tuple(dict.fromkeys((*record.buckets, eval_name))))
+        buckets=tuple(dict.fromkeys((*record.buckets, eval_name))),
+    )

@@ -62,14 +62,19 @@ def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]], *,
         target: digest of what is expected, as it stands.
     """
     parts = {name: map_texts(asked.get(name), _trim) for name in ("target", *chain.from_iterable(tells))}
-    told = {names: [*names, *(parts[name] for name in names)] for names in tells
-            if parts[names[0]] not in (None, "", [], {})}  # fmt: skip
+    told = {
+        names: [*names, *(parts[name] for name in names)]
+        for names in tells
+        if parts[names[0]] not in (None, "", [], {})
+    }
     keys = {names: _digest(value) for names, value in told.items()}
     likes = {names: _digest(map_texts(value, _fold)) for names, value in told.items()}
-    return Question(tuple(key for names, key in keys.items() if names != _NAME),
-                    target if parts["target"] == asked.get("target") else digest_part(parts["target"]),
-                    tuple(key for names, key in keys.items() if names == _NAME),
-                    tuple(like for names, like in likes.items() if names != _NAME and like != keys[names]))
+    return Question(
+        tuple(key for names, key in keys.items() if names != _NAME),
+        target if parts["target"] == asked.get("target") else digest_part(parts["target"]),
+        tuple(key for names, key in keys.items() if names == _NAME),
+        tuple(like for names, like in likes.items() if names != _NAME and like != keys[names]),
+    )
 
 
 def tell_prompt(prompt: str) -> Question:
@@ -104,13 +109,20 @@ def sort_by_id(records: Sequence[CaseRecord]) -> list[int]:
 
 def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) -> list[CaseRecord]:
     """Give records that ask the same, but for white space, or are in one cluster already, one cluster."""
-    groups = _join(len(records), ([("cluster", record.cluster), *question.own, *question.likes]
-                                  for record, question in zip(records, questions, strict=True)))  # fmt: skip
+    groups = _join(
+        len(records),
+        (
+            [("cluster", record.cluster), *question.own, *question.likes]
+            for record, question in zip(records, questions, strict=True)
+        ),
+    )
     names: dict[int, str] = {}
     for record, group in zip(records, groups, strict=True):
         names[group] = min(names.get(group, record.cluster), record.cluster)
-    return [record if record.cluster == names[group] else change_row(record, cluster=names[group])
-            for record, group in zip(records, groups, strict=True)]  # fmt: skip
+    return [
+        record if record.cluster == names[group] else change_row(record, cluster=names[group])
+        for record, group in zip(records, groups, strict=True)
+    ]
 
 
 def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) -> tuple[list[CaseRecord], str | None]:
@@ -124,12 +136,15 @@ def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) ->
     if not first:
         return list(records), None if least == 1 else (
             f"its {len(records):,} cases ask {len(repeats):,} questions, {least} times each: equal questions are one "
-            "cluster; if they are not equal, let the prompt say what tells them apart")
+            "cluster; if they are not equal, let the prompt say what tells them apart"
+        )
     left_out = min(first)
     often = "once" if least == 1 else f"{least} times"
-    note = (f"{len(first):,} of {len(records):,} cases were left out, first {records[left_out].case_id!r}, which asks "
-            f"what {records[first[left_out]].case_id!r} asks: every question counts {often}, as often as the one that "
-            "is there least often")
+    note = (
+        f"{len(first):,} of {len(records):,} cases were left out, first {records[left_out].case_id!r}, which asks "
+        f"what {records[first[left_out]].case_id!r} asks: every question counts {often}, as often as the one that "
+        "is there least often"
+    )
     return [record for i, record in enumerate(records) if i not in first], note
 
 
@@ -137,11 +152,18 @@ def tell_alike(questions: Sequence[Question]) -> str | None:
     """Say how many questions are others by white space alone."""
     if not any(question.likes for question in questions):
         return None
-    own, folded = (len(set(_join(len(questions), keys))) for keys in (
-        (q.own for q in questions), (q.own + q.likes for q in questions)))  # fmt: skip
-    return None if own == folded else (
-        f"its {own:,} questions are {folded:,} but for white space; all count, in one cluster each: if white space "
-        "changes nothing, ask each once, as copies hide the loss of others")
+    own, folded = (
+        len(set(_join(len(questions), keys)))
+        for keys in ((q.own for q in questions), (q.own + q.likes for q in questions))
+    )
+    return (
+        None
+        if own == folded
+        else (
+            f"its {own:,} questions are {folded:,} but for white space; all count, in one cluster each: if white space "
+            "changes nothing, ask each once, as copies hide the loss of others"
+        )
+    )
 
 
 def _join(num: int, keys: Iterable[Iterable[Hashable]]) -> list[int]:

@@ -55,8 +55,9 @@ def parse_json(text: str | bytes, where: str) -> Any:
         is_halved = _HALF_A_PAIR.search(text) is not None
         value = json.loads(text, object_pairs_hook=build)
     except (ValueError, RecursionError) as error:
-        raise EvidenceError(f"{where}: expected JSON, got something else: {' '.join(str(error).split())}; "
-                            "was the file cut off?") from None
+        raise EvidenceError(
+            f"{where}: expected JSON, got something else: {' '.join(str(error).split())}; was the file cut off?"
+        ) from None
     if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
         raise EvidenceError(f"{where}: expected {_MAX_DEPTH} objects and lists in one another at most, got more")
     return value
@@ -65,8 +66,12 @@ def parse_json(text: str | bytes, where: str) -> Any:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_MAX_DEPTH):
-        level = [part for one in level if isinstance(one, (dict, list))
-                 for part in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+        level = [
+            part
+            for one in level
+            if isinstance(one, (dict, list))
+            for part in (one.values() if isinstance(one, dict) else one)
+        ]
     return any(isinstance(one, (dict, list)) for one in level)
 
 

@@ -28,8 +28,10 @@ READERS: dict[str, Reader] = {
     "inspect_ai": Reader("inspect_ai log", inspect_ai.recognizes, inspect_ai.read),
     "table": Reader("table", table.recognizes, table.read),
 }
-_EXPECTED = ("lm-eval's samples_*.jsonl, an .eval or .json log of inspect_ai, or a .csv, .tsv or .jsonl table with a "
-             "column case_id")  # fmt: skip
+_EXPECTED = (
+    "lm-eval's samples_*.jsonl, an .eval or .json log of inspect_ai, or a .csv, .tsv or .jsonl table with a "
+    "column case_id"
+)
 
 
 _TABLES = "outcomes"  # the eval of two tables whose files bear different names
@@ -59,8 +61,10 @@ def read_side(path: Path, grouping: Grouping) -> Side:
                 check_link(file, path)
             found = _read(file, grouping)
             if found.name in outcomes:
-                raise EvidenceError(f"{file}: a second file of {found.name}, beside {outcomes[found.name].path}; "
-                                    "name one of them, or remove one")
+                raise EvidenceError(
+                    f"{file}: a second file of {found.name}, beside {outcomes[found.name].path}; "
+                    "name one of them, or remove one"
+                )
             outcomes[found.name] = found
         except (EvidenceError, OSError) as error:
             problems.append(clean(str(error)))
@@ -71,13 +75,16 @@ def read_paired_table(path: Path, grouping: Grouping) -> tuple[Side, Side]:
     """Read one table that holds both sides."""
     try:
         if path.is_dir():
-            raise EvidenceError(f"{path}: expected a table with the columns `reference` and `candidate`, or two "
-                                "folders, got one folder")
+            raise EvidenceError(
+                f"{path}: expected a table with the columns `reference` and `candidate`, or two folders, got one folder"
+            )
         pair = table.read_paired(path, grouping)
     except (EvidenceError, OSError) as error:
         return Side(table.SIDES[0], {}, (clean(str(error)),)), Side(table.SIDES[1], {}, ())
-    ours, theirs = (Side(side, {outcomes.name: outcomes}, (), is_half=True)
-                    for side, outcomes in zip(table.SIDES, pair, strict=True))
+    ours, theirs = (
+        Side(side, {outcomes.name: outcomes}, (), is_half=True)
+        for side, outcomes in zip(table.SIDES, pair, strict=True)
+    )
     return ours, theirs
 
 
@@ -94,8 +101,10 @@ def match_names(reference: Side, candidate: Side) -> tuple[Side, Side]:
         return sides
     if any(Path(side.name).is_dir() for side in sides):
         return sides
-    ours, theirs = (replace(side, outcomes={_TABLES: replace(outcomes, name=_TABLES)})
-                    for side, outcomes in zip(sides, found, strict=True))
+    ours, theirs = (
+        replace(side, outcomes={_TABLES: replace(outcomes, name=_TABLES)})
+        for side, outcomes in zip(sides, found, strict=True)
+    )
     return ours, theirs
 
 
@@ -119,5 +128,7 @@ def _read(path: Path, grouping: Grouping) -> Outcomes:
     for reader in READERS.values():
         if reader.recognizes(path):
             return reader.read(path, grouping)
-    raise EvidenceError(f"{path}: expected {_EXPECTED}, got something else, which was not judged; unpack it, turn it "
-                        "into one of these, or move it out of the folder")
+    raise EvidenceError(
+        f"{path}: expected {_EXPECTED}, got something else, which was not judged; unpack it, turn it "
+        "into one of these, or move it out of the folder"
+    )

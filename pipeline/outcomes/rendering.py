@@ -22,8 +22,13 @@ def render_outcomes(judgement: Judgement, reference: Side, rules: Rules) -> str:
     passed = [c for c in verdict.comparisons if c.outcome == "pass"]
     rest = ["", *(line for c in passed for line in describe(c))] if passed else []
     # what is suspicious stands beside its comparison already, what nothing gates and what is accepted under the table
-    rest += [reason for reason in verdict.reasons if reason.startswith("note: ") and ": suspicious" not in reason
-             and not reason.startswith((GAIN_ACCEPTED, UNGATED))]  # fmt: skip
+    rest += [
+        reason
+        for reason in verdict.reasons
+        if reason.startswith("note: ")
+        and ": suspicious" not in reason
+        and not reason.startswith((GAIN_ACCEPTED, UNGATED))
+    ]
     said = [describe_misses(verdict, judgement.policy)]
     said += [describe_dependence(verdict.certificate)] if verdict.certificate else []
     rest += [line for text in said if text for line in ("", text)]

@@ -88,12 +88,17 @@ def plan_rules(asked: Asked, reference: Side, candidate: Side) -> Rules:
         buckets = {name: t for name, t in asked.buckets.items() if name in _list_buckets(reference, full)}
         for name, tolerance in buckets.items():
             _check_share(f"--bucket {name}", tolerance, definitions.get(full), full)
-        tolerances[full] = GatedTolerance(overall=_find_tolerance(asked, definitions.get(full), full), buckets=buckets,
-                                          tier=asked.tier, accept_gain=_find_reason(asked, full))
+        tolerances[full] = GatedTolerance(
+            overall=_find_tolerance(asked, definitions.get(full), full),
+            buckets=buckets,
+            tier=asked.tier,
+            accept_gain=_find_reason(asked, full),
+        )
     known = {name for full in chosen for name in _list_buckets(reference, full)}
     if chosen and (unknown := sorted(asked.buckets.keys() - known)):
-        raise SettingsError(f"--bucket {unknown[0]}: no case carries it; the buckets are "
-                            + (", ".join(sorted(known)) or "none"))
+        raise SettingsError(
+            f"--bucket {unknown[0]}: no case carries it; the buckets are " + (", ".join(sorted(known)) or "none")
+        )
     return Rules(asked.alpha, asked.on_inconclusive, tolerances, definitions)
 
 
@@ -123,8 +128,9 @@ def load_rules(
     except YAMLError as error:
         raise SettingsError(f"{path}: not YAML: {describe_yaml_error(error)}") from None
     except (TypeError, KeyError):
-        raise SettingsError(f"{path}: expected the key `gate` with alpha, on_inconclusive and tolerances, as in "
-                            "params.yaml, found none") from None
+        raise SettingsError(
+            f"{path}: expected the key `gate` with alpha, on_inconclusive and tolerances, as in params.yaml, found none"
+        ) from None
     except ValidationError as error:
         raise SettingsError(f"{path}: {where}.{first_problem(error)}") from None
     _check_directions(better, reference)
@@ -181,8 +187,9 @@ def _check_reasons(reasons: Mapping[str, str], chosen: list[str]) -> None:
     """Refuse to accept a gain without a reason, or of a metric that is not gated."""
     for name, why in reasons.items():
         if len(why.strip()) < MIN_REASON:
-            raise SettingsError(f"--accept-gain {name}: expected a reason, a sentence of {MIN_REASON} characters or "
-                                f"more, got {why!r}")
+            raise SettingsError(
+                f"--accept-gain {name}: expected a reason, a sentence of {MIN_REASON} characters or more, got {why!r}"
+            )
         if chosen and not any(name in (full, full.partition("/")[2]) for full in chosen):
             raise SettingsError(f"--accept-gain {name}: no such metric is gated; those that are: {', '.join(chosen)}")
 
@@ -194,18 +201,23 @@ def _find_reason(asked: Asked, full: str) -> str | None:
 
 def _check_directions(better: Mapping[str, Direction], reference: Side) -> None:
     """Refuse a direction of a metric that is not there: misspelt, it would leave the right one as it is."""
-    names = {name: [*outcomes.scores, *(m.name for m in _list_own(outcomes))]
-             for name, outcomes in reference.outcomes.items()}  # fmt: skip
+    names = {
+        name: [*outcomes.scores, *(m.name for m in _list_own(outcomes))]
+        for name, outcomes in reference.outcomes.items()
+    }
     known = {full for name, metrics in names.items() for metric in metrics for full in (metric, f"{name}/{metric}")}
     if (reference.outcomes or not reference.problems) and (unknown := sorted(better.keys() - known)):
-        raise SettingsError(f"--better {unknown[0]}: no such metric; the reference has "
-                            + (", ".join(f"{name}/{m}" for name, found in names.items() for m in found) or "none"))
+        raise SettingsError(
+            f"--better {unknown[0]}: no such metric; the reference has "
+            + (", ".join(f"{name}/{m}" for name, found in names.items() for m in found) or "none")
+        )
 
 
 def _choose_metrics(asked: Asked, reference: Side) -> list[str]:
     """Return the metrics to gate as "<eval>/<metric>"."""
-    available = {f"{name}/{metric}": metric for name, outcomes in reference.outcomes.items()
-                 for metric in list_metrics(outcomes)}
+    available = {
+        f"{name}/{metric}": metric for name, outcomes in reference.outcomes.items() for metric in list_metrics(outcomes)
+    }
     if not available and reference.problems:
         return []  # refused for that
     names = ", ".join(available) or "none"
@@ -214,8 +226,9 @@ def _choose_metrics(asked: Asked, reference: Side) -> list[str]:
             if sum(full.startswith(f"{name}/") for full in available) != 1:
                 raise SettingsError(f"{name}: name the metrics to judge with --metric; the reference has {names}")
         return list(available)
-    nameable = available | {f"{name}/{own.name}": own.name for name, outcomes in reference.outcomes.items()
-                            for own in _list_own(outcomes)}  # fmt: skip
+    nameable = available | {
+        f"{name}/{own.name}": own.name for name, outcomes in reference.outcomes.items() for own in _list_own(outcomes)
+    }
     chosen: list[str] = []
     for metric in asked.metrics:
         found = [full for full, short in nameable.items() if metric in (full, short)]
@@ -233,15 +246,14 @@ def _define(
         eval_name, _, metric = full.partition("/")
         if eval_name in reference.outcomes:
             ours = reference.outcomes[eval_name]
-            definition = _define_metric(metric, ours, candidate.outcomes.get(eval_name, ours),
-                                        better.get(full, better.get(metric)))
+            definition = _define_metric(
+                metric, ours, candidate.outcomes.get(eval_name, ours), better.get(full, better.get(metric))
+            )
             found |= {full: definition} if definition else {}
     return found
 
 
-def _define_metric(
-    name: str, ours: Outcomes, theirs: Outcomes, better: Direction | None
-) -> MetricDefinition | None:
+def _define_metric(name: str, ours: Outcomes, theirs: Outcomes, better: Direction | None) -> MetricDefinition | None:
     scores = set(ours.scores)
     own = None if ours.format == FORMAT and name in scores else METRICS_BY_NAME.get(name)
     known = ours.definitions.get(name) or (own if own and _has_own(own, scores) else None)
@@ -258,8 +270,10 @@ def _define_metric(
     sounds_lower = looks_lower(f"{ours.name} {files}" if name in _PLAIN_NAMES else name)
     direction = told or ("higher" if is_rate and not sounds_lower else None)
     if direction is None:
-        raise SettingsError(f"--metric {name}: the records don't say which direction is better: give --better "
-                            f"{name}=higher or --better {name}=lower")
+        raise SettingsError(
+            f"--metric {name}: the records don't say which direction is better: give --better "
+            f"{name}=higher or --better {name}=lower"
+        )
     if is_rate:
         return MetricDefinition(name, "proportion", name, direction, "")
     return GradedScore(name, "ratio" if ours.weight else "mean", name, direction, "", weight=ours.weight)
@@ -270,15 +284,18 @@ def _find_tolerance(asked: Asked, definition: MetricDefinition | None, full: str
         _check_share("--tolerance", asked.tolerance, definition, full)
         return asked.tolerance
     if definition is not None and definition.estimator != "proportion":
-        raise SettingsError(f"--metric {full}: it is no rate of 0 and 1, so say with --tolerance what may be lost, in "
-                            "its own unit (of a perplexity as a share: 0.02 is 2 %)")
+        raise SettingsError(
+            f"--metric {full}: it is no rate of 0 and 1, so say with --tolerance what may be lost, in "
+            "its own unit (of a perplexity as a share: 0.02 is 2 %)"
+        )
     return DEFAULT_TOLERANCE
 
 
 def _check_share(option: str, tolerance: float, definition: MetricDefinition | None, full: str) -> None:
     if definition is not None and definition.is_share and tolerance >= 1:
-        raise SettingsError(f"{option}: expected less than 1 for {full} (0.03 is 3 points, of a perplexity 3 %), got "
-                            f"{tolerance:g}")
+        raise SettingsError(
+            f"{option}: expected less than 1 for {full} (0.03 is 3 points, of a perplexity 3 %), got {tolerance:g}"
+        )
 
 
 def _list_buckets(side: Side, full: str) -> set[str]:

@@ -65,10 +65,14 @@ def read_paired(path: Path, grouping: Grouping) -> tuple[Outcomes, Outcomes]:
     """
     first = next(_iterate_rows(path), None)
     if missing := [side for side in SIDES if first and side not in first[1]]:
-        raise EvidenceError(f"{path}: expected the columns `reference` and `candidate`, found no {missing[0]!r} among "
-                            f"{show_names(first[1] if first else ())}; or give a second file")
-    ours, theirs = (_build(path, ((where, _take_side(row, side, grouping)) for where, row in _iterate_rows(path)),
-                           grouping) for side in SIDES)  # fmt: skip
+        raise EvidenceError(
+            f"{path}: expected the columns `reference` and `candidate`, found no {missing[0]!r} among "
+            f"{show_names(first[1] if first else ())}; or give a second file"
+        )
+    ours, theirs = (
+        _build(path, ((where, _take_side(row, side, grouping)) for where, row in _iterate_rows(path)), grouping)
+        for side in SIDES
+    )
     return ours, theirs
 
 
@@ -94,21 +98,40 @@ def _read_case(row: dict[str, Any], where: str, grouping: Grouping) -> Case:
         buckets = [name.strip() for name in buckets.split(";") if name.strip()]
     if not isinstance(buckets, (list, tuple)):
         raise EvidenceError(f"{where}: case {case_id!r}: expected buckets as a list, got {str(buckets)[:120]!r}")
-    no_scores = {*_RESERVED, "scores", "",  # without a name, as the index that pandas writes
-                  grouping.cluster, *grouping.buckets}
-    scores = {key: _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
-              for key, value in row.items() if key not in no_scores}  # fmt: skip
+    no_scores = {
+        *_RESERVED,
+        "scores",
+        "",  # without a name, as the index that pandas writes
+        grouping.cluster,
+        *grouping.buckets,
+    }
+    scores = {
+        key: _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
+        for key, value in row.items()
+        if key not in no_scores
+    }
     nested = row.get("scores") or {}
     if not isinstance(nested, dict) or nested.keys() & scores.keys():
-        raise EvidenceError(f"{where}: case {case_id!r}: expected `scores` as an object of scores that are no column "
-                            f"of their own, got {str(nested)[:120]!r}; name each score once")
+        raise EvidenceError(
+            f"{where}: case {case_id!r}: expected `scores` as an object of scores that are no column "
+            f"of their own, got {str(nested)[:120]!r}; name each score once"
+        )
     told = {key: value for key, value in row.items() if value not in (None, "", [], {})}  # 0 is a cluster, and a target
     cluster = case_id if told.get("cluster") is None or told["cluster"] is False else told["cluster"]
     asked = {"case_id": str(case_id)} | {key: _as_text(told[key]) for key in ("prompt", "target") if key in told}
     scores |= {name: value for name, value in nested.items() if name}
-    return Case(str(case_id), where, asked, scores, tells=(("prompt",),),
-                cluster=str(cluster), buckets=tuple(map(str, buckets)), prompt=str(told.get("prompt", "")),
-                output=str(told.get("output", "")), fields=row)
+    return Case(
+        str(case_id),
+        where,
+        asked,
+        scores,
+        tells=(("prompt",),),
+        cluster=str(cluster),
+        buckets=tuple(map(str, buckets)),
+        prompt=str(told.get("prompt", "")),
+        output=str(told.get("output", "")),
+        fields=row,
+    )
 
 
 def _as_text(value: Any) -> Any:
@@ -135,13 +158,16 @@ def _iterate_cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict
     if "case_id" not in header or len(set(header)) != len(header):
         # what a link leads to may be nobody's to read here
         came = "others in what it links to" if path.is_symlink() else show_names(header)
-        raise EvidenceError(f"{path}:1: expected column names, each once and separated by "
-                            f"{'tabs' if separator != ',' else 'commas'}, `case_id` among them, got {came}")
+        raise EvidenceError(
+            f"{path}:1: expected column names, each once and separated by "
+            f"{'tabs' if separator != ',' else 'commas'}, `case_id` among them, got {came}"
+        )
     for cells in reader:
         if not cells:
             continue
         where = f"{path}:{reader.line_num}"
         if len(cells) != len(header):
-            raise EvidenceError(f"{where}: expected {len(header)} cells, as the header has, got {len(cells)}; was the "
-                                "file cut off?")
+            raise EvidenceError(
+                f"{where}: expected {len(header)} cells, as the header has, got {len(cells)}; was the file cut off?"
+            )
         yield where, dict(zip(header, cells, strict=True))

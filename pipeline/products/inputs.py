@@ -33,7 +33,8 @@ def digest_inputs(params: Params, root: Path) -> Digests:
             code = digest_code(stage, product.kind)
             for key, watched in keyed.items():
                 digests.setdefault(stage, {})[key] = {"code": code} | {
-                    what: digest_json(value) for what, value in watched.items()}  # fmt: skip
+                    what: digest_json(value) for what, value in watched.items()
+                }
     return digests
 
 
@@ -42,10 +43,14 @@ def _list_inputs(product: Product, root: Path) -> dict[str, dict[str, Watched]]:
     inputs = KINDS[product.kind].list_inputs(product, root)
     judged = {"settings": _list_judged(product)}
     return {
-        "optimize": dict(inputs.optimize), "evaluate": dict(inputs.evaluate),
-        "benchmark": {product.name: inputs.benchmark}, "compare": {product.name: judged},
-        "track": {product.name: {}}, "gate": {product.name: judged}, "release": {product.name: judged},
-    }  # fmt: skip
+        "optimize": dict(inputs.optimize),
+        "evaluate": dict(inputs.evaluate),
+        "benchmark": {product.name: inputs.benchmark},
+        "compare": {product.name: judged},
+        "track": {product.name: {}},
+        "gate": {product.name: judged},
+        "release": {product.name: judged},
+    }
 
 
 def _list_judged(product: Product) -> dict[str, Any]:

@@ -146,16 +146,19 @@ def _parse(data: Any) -> Params:
 
 def _read_sections(data: Any) -> dict[str, dict[str, Any]]:
     sections = {}
-    for key, what in (("products", "a mapping from each product's name to its settings"),
-                      ("candidates", "a mapping from each candidate's name to its settings")):  # fmt: skip
+    for key, what in (
+        ("products", "a mapping from each product's name to its settings"),
+        ("candidates", "a mapping from each candidate's name to its settings"),
+    ):
         section = data.get(key) if isinstance(data, Mapping) else None
         if not isinstance(section, Mapping) or not section:
             raise SettingsError(f"{key}: expected {what}, {_describe(section)}")
         sections[key] = dict(section)
     for key in data:
         if key not in sections:
-            raise SettingsError(f"{key}: expected products and candidates, got another key; remove it, or move it "
-                                "into a product")
+            raise SettingsError(
+                f"{key}: expected products and candidates, got another key; remove it, or move it into a product"
+            )
     return sections
 
 

@@ -43,6 +43,8 @@ def read_built(build: Path, name: str, asked: Sequence[dict[str, Any]]) -> Built
     for i, (step, record) in enumerate(zip(asked, built.steps, strict=True)):
         for key, value in step.items():
             if record.get(key) != value:
-                raise EvidenceError(f"{path}: steps.{i}.{key}: expected {value!r}, as params.yaml asks, got "
-                                    f"{record.get(key)!r}; run `dvc repro`")
+                raise EvidenceError(
+                    f"{path}: steps.{i}.{key}: expected {value!r}, as params.yaml asks, got "
+                    f"{record.get(key)!r}; run `dvc repro`"
+                )
     return built

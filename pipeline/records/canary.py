@@ -56,15 +56,18 @@ class CanaryFile(Record):
 def digest_behaviour(records: Sequence[CanaryRecord]) -> dict[str, str]:
     """Return the digest of each run's answers: the behavioural fingerprint."""
     runs = dict.fromkeys(run for record in records for run in record.answers)
-    return {run: digest_json([[r.input_digest, r.answers[run].content] for r in records if run in r.answers])
-            for run in runs}
+    return {
+        run: digest_json([[r.input_digest, r.answers[run].content] for r in records if run in r.answers])
+        for run in runs
+    }
 
 
 def count_unstable(records: Sequence[CanaryRecord], prefix: str = "") -> int:
     """Count the prompts on which a path differs from itself: alone or again from loaded, whichever differs more."""
     pairs = [(prefix + "loaded", prefix + other) for other in ("alone", "again")]
-    return max(sum(not r.answers[a].is_same(r.answers[b]) for r in records if {a, b} <= r.answers.keys())
-               for a, b in pairs)
+    return max(
+        sum(not r.answers[a].is_same(r.answers[b]) for r in records if {a, b} <= r.answers.keys()) for a, b in pairs
+    )
 
 
 def read_canary(path: Path) -> list[CanaryRecord]:

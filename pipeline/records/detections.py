@@ -101,14 +101,29 @@ class MatchTable:
         sizes = np.diff(self.offsets)[positions]
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         rows = np.arange(offsets[-1]) + np.repeat(self.offsets[positions] - offsets[:-1], sizes)
-        return MatchTable(self.areas, offsets, self.classes[rows], self.scores[rows], self.matched[rows],
-                          self.ignored[rows], self.num_objects[positions], self.categories)
+        return MatchTable(
+            self.areas,
+            offsets,
+            self.classes[rows],
+            self.scores[rows],
+            self.matched[rows],
+            self.ignored[rows],
+            self.num_objects[positions],
+            self.categories,
+        )
 
     def of_class(self, number: int) -> MatchTable:
         """Return the table of one class, as the only one."""
         rows = np.flatnonzero(self.classes == number)
-        return MatchTable(self.areas, np.searchsorted(rows, self.offsets), np.zeros(len(rows), dtype=np.int64),
-                          self.scores[rows], self.matched[rows], self.ignored[rows], self.num_objects[:, [number]])
+        return MatchTable(
+            self.areas,
+            np.searchsorted(rows, self.offsets),
+            np.zeros(len(rows), dtype=np.int64),
+            self.scores[rows],
+            self.matched[rows],
+            self.ignored[rows],
+            self.num_objects[:, [number]],
+        )
 
 
 def join_tables(tables: Sequence[MatchTable]) -> MatchTable:
@@ -116,15 +131,20 @@ def join_tables(tables: Sequence[MatchTable]) -> MatchTable:
     sizes = np.concatenate([np.diff(table.offsets) for table in tables])
     classes, scores, matched, ignored, num_objects = (
         np.concatenate([getattr(table, name) for table in tables])
-        for name in ("classes", "scores", "matched", "ignored", "num_objects"))  # fmt: skip
+        for name in ("classes", "scores", "matched", "ignored", "num_objects")
+    )
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     return MatchTable(tables[0].areas, offsets, classes, scores, matched, ignored, num_objects, tables[0].categories)
 
 
 def match_image(
-    objects: Objects, detections: Detections, *, num_classes: int, areas: Mapping[str, tuple[float, float]] = AREAS,
+    objects: Objects,
+    detections: Detections,
+    *,
+    num_classes: int,
+    areas: Mapping[str, tuple[float, float]] = AREAS,
     categories: Mapping[str, int] | None = None,
-) -> MatchTable:  # fmt: skip
+) -> MatchTable:
     """Match the detections of one image with its objects as COCO does, in every bucket and at every threshold.
 
     Within a class, detections take objects by falling score, each the one with the largest IoU that is free, of equals
@@ -149,9 +169,12 @@ def match_image(
 
 
 def _match(
-    objects: Objects, detections: Detections, num_classes: int, areas: Mapping[str, tuple[float, float]],
+    objects: Objects,
+    detections: Detections,
+    num_classes: int,
+    areas: Mapping[str, tuple[float, float]],
     categories: Mapping[str, int],
-) -> MatchTable:  # fmt: skip
+) -> MatchTable:
     bounds = np.array(list(areas.values()))
     is_outside = (objects.areas < bounds[:, :1]) | (objects.areas > bounds[:, 1:])  # [areas, objects]
     is_hidden = is_outside | objects.is_crowd
@@ -167,9 +190,15 @@ def _match(
     ignored |= ~matched & is_elsewhere.T[:, :, None]
     num_objects = np.stack([np.bincount(objects.classes[~hidden], minlength=num_classes) for hidden in is_hidden], 1)
     return MatchTable(
-        areas=dict(areas), offsets=np.array([0, len(order)]), classes=classes, scores=detections.scores[order],
-        matched=_pack(matched & ~ignored), ignored=_pack(ignored), num_objects=num_objects[None],
-        categories=dict(categories))  # fmt: skip
+        areas=dict(areas),
+        offsets=np.array([0, len(order)]),
+        classes=classes,
+        scores=detections.scores[order],
+        matched=_pack(matched & ~ignored),
+        ignored=_pack(ignored),
+        num_objects=num_objects[None],
+        categories=dict(categories),
+    )
 
 
 def score_image(table: MatchTable) -> dict[str, float]:
@@ -184,13 +213,17 @@ def score_image(table: MatchTable) -> dict[str, float]:
     scores |= {"found_50": float(flags[:, 0, 0].sum()), "found_75": float(flags[:, 0, 5].sum())}
     for number, name in enumerate(table.areas):
         suffix = "" if name == "all" else f"_{name}"
-        scores |= {f"objects{suffix}": float(table.num_objects[:, :, number].sum()),
-                   f"found{suffix}": float(flags[:, number].sum(axis=0).mean())}
+        scores |= {
+            f"objects{suffix}": float(table.num_objects[:, :, number].sum()),
+            f"found{suffix}": float(flags[:, number].sum(axis=0).mean()),
+        }
     for name, number in table.categories.items():
         if not table.num_objects[:, number, 0].any():
             continue
-        scores |= {f"objects_{name}": float(table.num_objects[:, number, 0].sum()),
-                   f"found_{name}": float(flags[table.classes == number, 0].sum(axis=0).mean())}
+        scores |= {
+            f"objects_{name}": float(table.num_objects[:, number, 0].sum()),
+            f"found_{name}": float(flags[table.classes == number, 0].sum(axis=0).mean()),
+        }
     return scores
 
 
@@ -243,8 +276,10 @@ def rank_within(groups: Ints) -> Ints:
 def _check_boxes(what: str, boxes: Floats, numbers: Floats, classes: Ints, num_classes: int) -> None:
     is_bad = ~np.isfinite(boxes).all(axis=1) | ~np.isfinite(numbers) | (boxes[:, 2:] < 0).any(axis=1)
     for i in np.flatnonzero(is_bad | (classes < 0) | (classes >= num_classes))[:1].tolist():
-        raise NumericsError(f"{what} {i}: expected finite numbers, sides of 0 or more and a class below {num_classes}, "
-                            f"got box {boxes[i].tolist()!r}, class {int(classes[i])!r}, score or area {numbers[i]!r}")
+        raise NumericsError(
+            f"{what} {i}: expected finite numbers, sides of 0 or more and a class below {num_classes}, "
+            f"got box {boxes[i].tolist()!r}, class {int(classes[i])!r}, score or area {numbers[i]!r}"
+        )
 
 
 def _pack(flags: Bools) -> Bits:
@@ -259,9 +294,12 @@ def unpack(bits: Bits) -> Bools:
 def save_matches(path: Path, table: MatchTable) -> None:
     """Write a table as .npz whose bytes follow from it alone; np.savez would write the time of day into the file."""
     arrays = {name: getattr(table, name) for name in _ARRAYS}
-    arrays |= {"area_bounds": np.array(list(table.areas.values())), "area_names": np.array(list(table.areas)),
-               "category_names": np.array(list(table.categories), dtype=np.str_),
-               "category_classes": np.array(list(table.categories.values()), dtype=np.int64)}
+    arrays |= {
+        "area_bounds": np.array(list(table.areas.values())),
+        "area_names": np.array(list(table.areas)),
+        "category_names": np.array(list(table.categories), dtype=np.str_),
+        "category_classes": np.array(list(table.categories.values()), dtype=np.int64),
+    }
     with replace_whole(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         for name, array in arrays.items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
@@ -290,12 +328,21 @@ def load_matches(path: Path, *, num_images: int) -> MatchTable:
 
 def _check_table(path: Path, table: MatchTable, num_images: int) -> None:
     num, width = len(table.scores), len(table.areas)
-    fits = (len(table.offsets) == num_images + 1 and table.offsets[0] == 0 and table.offsets[-1] == num
-            and (np.diff(table.offsets) >= 0).all() and table.classes.shape == (num,)
-            and table.matched.shape == table.ignored.shape == (num, width)
-            and table.num_objects.ndim == 3 and table.num_objects.shape[::2] == (num_images, width)
-            and np.isfinite(table.scores).all() and np.isin(table.classes, range(table.num_objects.shape[1])).all()
-            and all(number in range(table.num_objects.shape[1]) for number in table.categories.values()))
+    fits = (
+        len(table.offsets) == num_images + 1
+        and table.offsets[0] == 0
+        and table.offsets[-1] == num
+        and (np.diff(table.offsets) >= 0).all()
+        and table.classes.shape == (num,)
+        and table.matched.shape == table.ignored.shape == (num, width)
+        and table.num_objects.ndim == 3
+        and table.num_objects.shape[::2] == (num_images, width)
+        and np.isfinite(table.scores).all()
+        and np.isin(table.classes, range(table.num_objects.shape[1])).all()
+        and all(number in range(table.num_objects.shape[1]) for number in table.categories.values())
+    )
     if not fits:
-        raise EvidenceError(f"{path}: expected finite detections of {num_images} images in {width} buckets, got "
-                            f"arrays that don't fit together; run `dvc repro`")  # fmt: skip
+        raise EvidenceError(
+            f"{path}: expected finite detections of {num_images} images in {width} buckets, got "
+            f"arrays that don't fit together; run `dvc repro`"
+        )

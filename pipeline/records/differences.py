@@ -10,8 +10,16 @@ import json
 from typing import Any
 
 # from harmless to harmful
-KINDS = ("whitespace", "spelling of the same call", "prose", "argument value", "argument name", "tool name",
-         "JSON shape", "number of turns")  # fmt: skip
+KINDS = (
+    "whitespace",
+    "spelling of the same call",
+    "prose",
+    "argument value",
+    "argument name",
+    "tool name",
+    "JSON shape",
+    "number of turns",
+)
 
 
 def first_difference(reference: str, candidate: str) -> tuple[int, int] | None:

@@ -44,9 +44,18 @@ NOT_CONTENT = frozenset({"README", "README.md", "card.yaml", "card.md", "card.js
 
 # what turns text into token ids and sets sampling defaults: copied byte by byte, never re-saved
 TEXT_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 def digest_checkpoint(folder: Path) -> str:
@@ -66,8 +75,9 @@ def digest_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[
         folder: the folder to read, recursively; symbolic links are followed.
         ignore: file names (not paths) that do not count, for example a README.
     """
-    files = sorted(p for p in folder.rglob("*")
-                   if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts)  # fmt: skip
+    files = sorted(
+        p for p in folder.rglob("*") if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts
+    )
     return {p.relative_to(folder).as_posix(): digest_file(p) for p in files}
 
 

@@ -75,8 +75,10 @@ def check_size(num_bytes: int, where: str) -> None:
     if not (said.isascii() and said.isdigit() and 0 < len(said) < 10 and int(said)):
         raise SettingsError(f"{LIMIT}: expected a whole number of MiB above 0, got {said[:40]!r}")
     if num_bytes > int(said) * _MIB:
-        raise EvidenceError(f"{where}: expected {said} MiB at most, got {-(-num_bytes // _MIB):,} MiB; if it is what "
-                            f"you mean and memory allows, raise {LIMIT}")
+        raise EvidenceError(
+            f"{where}: expected {said} MiB at most, got {-(-num_bytes // _MIB):,} MiB; if it is what "
+            f"you mean and memory allows, raise {LIMIT}"
+        )
 
 
 @contextlib.contextmanager
@@ -108,8 +110,9 @@ def check_link(path: Path, folder: Path) -> None:
         EvidenceError: a link leads out of the folder.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise EvidenceError(f"{path}: expected a file of this folder, got a link that leads out of it; copy the file "
-                            "to its place")
+        raise EvidenceError(
+            f"{path}: expected a file of this folder, got a link that leads out of it; copy the file to its place"
+        )
 
 
 def read_lines(path: Path) -> list[str]:

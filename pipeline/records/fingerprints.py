@@ -79,8 +79,11 @@ def _find_differences(expected: Facts, found: Facts) -> Iterator[Difference]:
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables that can change an answer."""
-    return {name: value for name, value in sorted(environment.items())
-            if _WATCHED.fullmatch(name) and not _UNWATCHED.fullmatch(name)}
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if _WATCHED.fullmatch(name) and not _UNWATCHED.fullmatch(name)
+    }
 
 
 def name_command(command: Sequence[str]) -> list[str]:

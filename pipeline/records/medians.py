@@ -64,6 +64,7 @@ def cover_median(num_values: int) -> tuple[int, float]:
             break
         best = rank, 1 - 2 * missed
     if best is None:
-        raise EvidenceError(f"benchmark: expected six rounds or more, which an interval of a median needs, got "
-                            f"{num_values}")
+        raise EvidenceError(
+            f"benchmark: expected six rounds or more, which an interval of a median needs, got {num_values}"
+        )
     return best

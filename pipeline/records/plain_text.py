@@ -18,8 +18,12 @@ _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#[\w.]*(?: [^\[\]\n]*)?\[)", re.MULTILI
 def show_unprintable(text: str, *, keep: str = "") -> str:
     r"""Write characters that do not print (control, bidi, line ends) and commands as their escape, ESC as "\x1b"."""
     if not text.isprintable():
-        text = "".join(ch if ch.isprintable() or ch in keep or unicodedata.category(ch) == "Zs"
-                       else ch.encode("unicode_escape").decode() for ch in text)  # fmt: skip
+        text = "".join(
+            ch
+            if ch.isprintable() or ch in keep or unicodedata.category(ch) == "Zs"
+            else ch.encode("unicode_escape").decode()
+            for ch in text
+        )
     return _COMMAND.sub(_write_out, text) if "::" in text or "##" in text else text
 
 

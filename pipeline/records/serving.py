@@ -50,9 +50,11 @@ class ServingConfig(Record):
         """Return every setting that makes one way of serving another, by name: no address, no path."""
         plain = self.model_dump(exclude={"base_url", "api_key_env", "command", "version", "environment", "speculative"})
         parts = ("method", "num_tokens", "draft_digest", "options")
-        return plain | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts} | {
-            "command": name_command(self.command), "environment": read_environment(self.environment)
-        }
+        return (
+            plain
+            | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts}
+            | {"command": name_command(self.command), "environment": read_environment(self.environment)}
+        )
 
 
 class Tiling(Record):

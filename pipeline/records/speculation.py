@@ -41,8 +41,10 @@ class SpeculationCounts(Record):
         if len(self.accepted_by_position) != self.num_tokens:
             raise ValueError(f"expected {self.num_tokens} positions, got {len(self.accepted_by_position)}")
         if not self.num_accepted <= self.num_drafted <= self.num_tokens * self.num_target_forwards:
-            raise ValueError(f"{self.num_accepted} accepted of {self.num_drafted} drafted tokens in "
-                             f"{self.num_target_forwards} target forwards don't add up")
+            raise ValueError(
+                f"{self.num_accepted} accepted of {self.num_drafted} drafted tokens in "
+                f"{self.num_target_forwards} target forwards don't add up"
+            )
         return self
 
     @property
@@ -67,12 +69,14 @@ class SpeculationCounts(Record):
 
     def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
         positions = zip(self.accepted_by_position, other.accepted_by_position, strict=True)
-        return self.model_copy(update={
-            "num_target_forwards": self.num_target_forwards + other.num_target_forwards,
-            "num_completion_tokens": self.num_completion_tokens + other.num_completion_tokens,
-            "num_drafted": self.num_drafted + other.num_drafted,
-            "accepted_by_position": tuple(a + b for a, b in positions),
-        })
+        return self.model_copy(
+            update={
+                "num_target_forwards": self.num_target_forwards + other.num_target_forwards,
+                "num_completion_tokens": self.num_completion_tokens + other.num_completion_tokens,
+                "num_drafted": self.num_drafted + other.num_drafted,
+                "accepted_by_position": tuple(a + b for a, b in positions),
+            }
+        )
 
 
 def sum_speculation(counts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:

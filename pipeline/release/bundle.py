@@ -53,16 +53,24 @@ def check_marker(marker: Path, judgement: Judgement, verdict_path: Path) -> None
     except (ValueError, KeyError, TypeError):
         raise EvidenceError(f"{marker}: expected the gate's marker of a pass, found other content; {remedy}") from None
     if seen != (found := digest_file(verdict_path)):
-        raise EvidenceError(f"{verdict_path}: the gate passed another verdict ({str(seen)[:12]}) than this one "
-                            f"({found[:12]}); {remedy}")
+        raise EvidenceError(
+            f"{verdict_path}: the gate passed another verdict ({str(seen)[:12]}) than this one ({found[:12]}); {remedy}"
+        )
     check_outcomes(judgement)
     if blocking := blocking_verdicts(judgement):
         raise EvidenceError(f"{verdict_path}: {blocking[0].candidate} is {blocking[0].outcome}, which blocks; {remedy}")
 
 
 def write_bundle(
-    product: Product, judgement: Judgement, *, build: Path, params: Path, verdict: Path, bundle: Path,
-    libraries: Path, private_key: Path | None,
+    product: Product,
+    judgement: Judgement,
+    *,
+    build: Path,
+    params: Path,
+    verdict: Path,
+    bundle: Path,
+    libraries: Path,
+    private_key: Path | None,
 ) -> Manifest:
     """Write a release's bundle in place of an earlier one, which stays where the new one does not verify.
 
@@ -87,8 +95,9 @@ def write_bundle(
         keep_records(build, [product.reference, *product.release], new)
         shutil.copyfile(params, new / PARAMS)
         shutil.copyfile(verdict, new / VERDICT)
-        manifest = Manifest(**describe_content(new, judgement, product), libraries=read_versions(libraries),
-                            git=read_git(params.parent))
+        manifest = Manifest(
+            **describe_content(new, judgement, product), libraries=read_versions(libraries), git=read_git(params.parent)
+        )
         write_record(new / MANIFEST, manifest)
         for name, card in render_cards(judgement).items():
             write_text(new / CARDS / name, card)

@@ -27,15 +27,21 @@ def find_changes(folder: Path) -> list[str]:
         text = read_bounded(folder / SUMS).decode()
     except (OSError, UnicodeDecodeError, EvidenceError):
         return [f"{folder / SUMS}: expected the digests of all files, found no text file of that name"]
-    if links := [f"{show_unprintable(str(path))}: a link; a bundle holds its files itself"
-                 for path in sorted(folder.rglob("*")) if path.is_symlink()]:  # fmt: skip
+    if links := [
+        f"{show_unprintable(str(path))}: a link; a bundle holds its files itself"
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink()
+    ]:
         return links
     found = _digest(folder)
     if text == _render(found):
         return []
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in text.split("\n"))}
-    problems = [_describe(folder / name, listed.get(name), found.get(name)) for name in sorted(listed | found)
-                if name and listed.get(name) != found.get(name)]  # fmt: skip
+    problems = [
+        _describe(folder / name, listed.get(name), found.get(name))
+        for name in sorted(listed | found)
+        if name and listed.get(name) != found.get(name)
+    ]
     return problems or [f"{folder / SUMS}: expected a line `DIGEST  NAME` for each file, sorted, found other text"]
 
 

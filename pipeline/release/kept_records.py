@@ -74,8 +74,10 @@ def restore_records(folder: Path, build: Path) -> None:
         try:
             write_text(path.with_suffix(""), _unpack(path).decode("utf-8"))
         except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise EvidenceError(f"{folder / path.relative_to(build)}: expected packed records, got "
-                                f"{type(error).__name__} while unpacking them") from None
+            raise EvidenceError(
+                f"{folder / path.relative_to(build)}: expected packed records, got "
+                f"{type(error).__name__} while unpacking them"
+            ) from None
     for path in sorted(build.glob("evaluations/*/evaluation.json")):
         _seal(path)
 
@@ -105,11 +107,17 @@ def _seal(index: Path) -> None:
 
 def _check_inside(index: Path, evaluation: Evaluation) -> None:
     """Refuse an index that names files elsewhere: what is wrong with them would be told with their words."""
-    names = [*evaluation.evals, *evaluation.config, *(file.records for file in evaluation.evals.values()),
-             *([evaluation.canary.records] if evaluation.canary else [])]  # fmt: skip
+    names = [
+        *evaluation.evals,
+        *evaluation.config,
+        *(file.records for file in evaluation.evals.values()),
+        *([evaluation.canary.records] if evaluation.canary else []),
+    ]
     if outside := next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None):
-        raise EvidenceError(f"{Path(*index.parts[-3:])}: expected names of files beside it, got {outside!r}; take the "
-                            "bundle from git again")
+        raise EvidenceError(
+            f"{Path(*index.parts[-3:])}: expected names of files beside it, got {outside!r}; take the "
+            "bundle from git again"
+        )
 
 
 def _strip(record: CaseRecord) -> CaseRecord:

@@ -100,8 +100,10 @@ def describe_content(bundle: Path, judgement: Judgement, product: Product) -> di
         "policy": judgement.policy,
         "reference": _describe_side(bundle, product.reference, "reference", product),
         "release": tuple(_describe_side(bundle, name, outcome, product) for name, outcome in outcomes.items()),
-        "evalsets": {name: KeptEvalset(digest=file.evalset_digest, num_cases=file.num_cases)
-                     for name, file in reference.evals.items()},
+        "evalsets": {
+            name: KeptEvalset(digest=file.evalset_digest, num_cases=file.num_cases)
+            for name, file in reference.evals.items()
+        },
     }
 
 
@@ -117,12 +119,18 @@ def _describe_side(bundle: Path, name: str, outcome: str, product: Product) -> S
     if evaluation.canary is not None:
         records[evaluation.canary.records] = evaluation.canary.sha256
     drafts = candidate.serving.speculative
-    return Side(candidate=name, outcome=outcome, fingerprint=evaluation.fingerprint,
-                weights_path=candidate.checkpoint.path, weights_digest=candidate.checkpoint.digest,
-                weights=candidate.checkpoint.files,
-                draft_digest=drafts.draft_digest if drafts else None,
-                adapter_digest=candidate.libraries.get("adapter"),
-                serving_digest=digest_serving(evaluation.serving), records=records)
+    return Side(
+        candidate=name,
+        outcome=outcome,
+        fingerprint=evaluation.fingerprint,
+        weights_path=candidate.checkpoint.path,
+        weights_digest=candidate.checkpoint.digest,
+        weights=candidate.checkpoint.files,
+        draft_digest=drafts.draft_digest if drafts else None,
+        adapter_digest=candidate.libraries.get("adapter"),
+        serving_digest=digest_serving(evaluation.serving),
+        records=records,
+    )
 
 
 def read_versions(path: Path) -> dict[str, str]:

@@ -36,8 +36,10 @@ def find_other_recipe(bundle: Path, product: Product) -> list[str]:
     """
     named = read_record(bundle / MANIFEST, Manifest).product  # that release may be of another name
     released = load_released(bundle / PARAMS, named)
-    return [f"params.yaml: {product.locate(key)}: {bundle / PARAMS} has {_show(was)}, got {_show(now)}; {_REMEDY}"
-            for key, was, now in find_differences(_describe(released), _describe(product))]
+    return [
+        f"params.yaml: {product.locate(key)}: {bundle / PARAMS} has {_show(was)}, got {_show(now)}; {_REMEDY}"
+        for key, was, now in find_differences(_describe(released), _describe(product))
+    ]
 
 
 def _describe(product: Product) -> dict[str, Any]:
@@ -56,13 +58,18 @@ def find_other_material(manifest: Manifest, root: Path, *, cases: Mapping[str, s
         cases: digest of each evalset that is here, by eval.
         adapter: the file that a network is run with; None: there is none.
     """
-    problems = [f"evals.{name}: its cases are not those of the release ({kept.digest[:12]}, got {cases[name][:12]})"
-                for name, kept in manifest.evalsets.items() if cases.get(name, kept.digest) != kept.digest]
+    problems = [
+        f"evals.{name}: its cases are not those of the release ({kept.digest[:12]}, got {cases[name][:12]})"
+        for name, kept in manifest.evalsets.items()
+        if cases.get(name, kept.digest) != kept.digest
+    ]
     sides = {side.weights_path: side for side in (manifest.reference, *manifest.release)}
     for path, side in sides.items():
         if (root / path).is_dir() and digest_json(found := digest_files(root / path)) != side.weights_digest:
-            problems.append(f"{path}: not the weights of {side.candidate} that the release is about "
-                            f"({name_changed_file(side.weights, found)})")
+            problems.append(
+                f"{path}: not the weights of {side.candidate} that the release is about "
+                f"({name_changed_file(side.weights, found)})"
+            )
     pinned = manifest.reference.adapter_digest
     if adapter is not None and pinned is not None and digest_file(root / adapter) != pinned:
         problems.append(f"{adapter}: not the adapter of the release ({pinned[:12]})")

@@ -26,8 +26,10 @@ def sign(bundle: Path, private_key: Path) -> None:
     try:
         config = signing.Config().use_elliptic_key_signer(private_key=private_key)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise SettingsError(f"{private_key}: expected an unencrypted PEM private key on P-256, P-384 or P-521, got "
-                            f"{type(error).__name__}: {_one_line(error)}") from None
+        raise SettingsError(
+            f"{private_key}: expected an unencrypted PEM private key on P-256, P-384 or P-521, got "
+            f"{type(error).__name__}: {_one_line(error)}"
+        ) from None
     config.set_hashing_config(_ignore(hashing)).sign(bundle, bundle / SIGNATURE)
 
 
@@ -42,8 +44,10 @@ def find_forgery(bundle: Path, public_key: Path) -> str | None:
     try:
         config = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise SettingsError(f"{public_key}: expected a PEM public key on P-256, P-384 or P-521, got "
-                            f"{type(error).__name__}: {_one_line(error)}") from None
+        raise SettingsError(
+            f"{public_key}: expected a PEM public key on P-256, P-384 or P-521, got "
+            f"{type(error).__name__}: {_one_line(error)}"
+        ) from None
     if not path.is_file():
         return f"{path}: expected a signature, as a public key is given, found none"
     try:
@@ -61,8 +65,9 @@ def _import(name: str) -> Any:
     try:
         from model_signing import hashing, signing, verifying
     except ImportError as error:
-        raise EvidenceError(f"signatures need the package model-signing, and it can't be imported ({error}); run "
-                            "`make setup`") from None
+        raise EvidenceError(
+            f"signatures need the package model-signing, and it can't be imported ({error}); run `make setup`"
+        ) from None
     return {"hashing": hashing, "signing": signing, "verifying": verifying}[name]
 
 

@@ -74,7 +74,9 @@ def verify_bundle(
         done.problems += _check_cards(bundle, judgement)
         done.problems += _judge_again(bundle, judgement, product)
         names = ", ".join(f"{side.candidate} {side.outcome}" for side in manifest.release)
-        done.notes.append(f"{manifest.product}: {names}; judged again from the scores of {len(manifest.evalsets)} evals")
+        done.notes.append(
+            f"{manifest.product}: {names}; judged again from the scores of {len(manifest.evalsets)} evals"
+        )
         for name, folder in (weights or {}).items():
             _check_weights(manifest, name, folder, done)
         if not weights:
@@ -99,17 +101,22 @@ def _check_signature(bundle: Path, public_key: Path | None, done: Verification) 
 def _check_manifest(bundle: Path, manifest: Manifest, content: dict[str, Any]) -> list[str]:
     said = manifest.model_dump(mode="json", exclude={"libraries", "git", "schema_version"})
     found = Manifest(**content, libraries={}, git=None).model_dump(mode="json", include=set(said))
-    return [f"{bundle / MANIFEST}: {where}: says {_show(was)}, the bundle has {_show(now)}"
-            for where, was, now in find_differences(said, found)]  # fmt: skip
+    return [
+        f"{bundle / MANIFEST}: {where}: says {_show(was)}, the bundle has {_show(now)}"
+        for where, was, now in find_differences(said, found)
+    ]
 
 
 def _check_cards(bundle: Path, judgement: Judgement) -> list[str]:
     """Return each card that is not what the verdict gives; line ends and bytes that are no text count."""
     folder, said = bundle / CARDS, {name: card.encode() for name, card in render_cards(judgement).items()}
     found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return [f"{folder / name}: expected the card that {VERDICT} gives, found "
-            + ("none" if name not in found else "another" if name in said else "one of what was not released")
-            for name in sorted(said | found) if said.get(name) != found.get(name)]
+    return [
+        f"{folder / name}: expected the card that {VERDICT} gives, found "
+        + ("none" if name not in found else "another" if name in said else "one of what was not released")
+        for name in sorted(said | found)
+        if said.get(name) != found.get(name)
+    ]
 
 
 def _judge_again(bundle: Path, judgement: Judgement, product: Product) -> list[str]:
@@ -119,8 +126,10 @@ def _judge_again(bundle: Path, judgement: Judgement, product: Product) -> list[s
         restore_records(bundle, build)
         again = compare_release(_restrict(product), build).judgement
     differences = find_differences(_decisive(judgement), _decisive(again))
-    return [f"{bundle / VERDICT}: {where}: says {_show(was)}, the scores give {_show(now)}"
-            for where, was, now in differences]  # fmt: skip
+    return [
+        f"{bundle / VERDICT}: {where}: says {_show(was)}, the scores give {_show(now)}"
+        for where, was, now in differences
+    ]
 
 
 def _show(value: Any) -> str:
@@ -151,15 +160,19 @@ def _decisive_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
     parts = {
         "outcome": verdict["outcome"],  # what matters most comes first
         "reasons": {reason: "given" for reason in verdict["reasons"] if not reason.startswith("note: ")},
-        "comparisons": _by_name(verdict["comparisons"], "metric"), "metrics": _by_name(verdict["metrics"], "name"),
-    }  # fmt: skip
+        "comparisons": _by_name(verdict["comparisons"], "metric"),
+        "metrics": _by_name(verdict["metrics"], "name"),
+    }
     ignored = {*parts, "seconds"}  # how the time was shared follows from latencies, which are not kept
     return parts | {key: value for key, value in verdict.items() if key not in ignored}
 
 
 def _by_name(rows: list[dict[str, Any]], key: str) -> dict[str, dict[str, Any]]:
-    return {row[key] + (f" [{row['bucket']}]" if row["bucket"] else ""): row for row in rows
-            if definition_of(row[key]).is_gated}  # fmt: skip
+    return {
+        row[key] + (f" [{row['bucket']}]" if row["bucket"] else ""): row
+        for row in rows
+        if definition_of(row[key]).is_gated
+    }
 
 
 def find_differences(was: Any, now: Any, where: str = "") -> list[tuple[str, Any, Any]]:
@@ -181,10 +194,13 @@ def _check_weights(manifest: Manifest, name: str, folder: Path, done: Verificati
         names = ", ".join(s.candidate for s in manifest.release)
         done.problems.append(f"{folder}: expected weights of a released candidate ({names}), got {name!r}")
     elif not folder.is_dir():
-        done.problems.append(f"{folder}: expected the folder with the weights of {name}, found none; they were in "
-                             f"{side.weights_path}")
+        done.problems.append(
+            f"{folder}: expected the folder with the weights of {name}, found none; they were in {side.weights_path}"
+        )
     elif digest_json(found := digest_files(folder)) == side.weights_digest:
         done.notes.append(f"{folder}: the weights of {name}, as released")
     else:
-        done.problems.append(f"{folder}: expected the weights of {name} ({side.weights_digest[:12]}), found others "
-                             f"({digest_json(found)[:12]}: {name_changed_file(side.weights, found)})")
+        done.problems.append(
+            f"{folder}: expected the weights of {name} ({side.weights_digest[:12]}), found others "
+            f"({digest_json(found)[:12]}: {name_changed_file(side.weights, found)})"
+        )

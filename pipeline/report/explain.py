@@ -29,9 +29,13 @@ _LATER_TURN = "the canary asks first turns only"
 def explain_release(compared: ReleaseComparison) -> Explanation:
     """Return what is shown of each candidate that failed or was left open."""
     judgement = compared.judgement
-    return Explanation(candidates=tuple(
-        explain_verdict(verdict, compared.measured[verdict.candidate], judgement.policy.kind)
-        for verdict in judgement.verdicts if verdict.outcome in EXPLAINED))  # fmt: skip
+    return Explanation(
+        candidates=tuple(
+            explain_verdict(verdict, compared.measured[verdict.candidate], judgement.policy.kind)
+            for verdict in judgement.verdicts
+            if verdict.outcome in EXPLAINED
+        )
+    )
 
 
 def explain_verdict(verdict: Verdict, measured: Measured, kind: str) -> CandidateExplanation:
@@ -50,12 +54,15 @@ def explain_verdict(verdict: Verdict, measured: Measured, kind: str) -> Candidat
 def _find_cases(verdict: Verdict, measured: Measured, kind: str) -> CandidateExplanation:
     deciding = list_deciding(verdict.comparisons)
     parted = _list_parted(verdict)
-    flips = [_explain_flip(flip, kind, parted)
-             for flip in worst_flips(deciding, measured.pairs, limit=_MAX_FLIPS, preferred=parted)]  # fmt: skip
+    flips = [
+        _explain_flip(flip, kind, parted)
+        for flip in worst_flips(deciding, measured.pairs, limit=_MAX_FLIPS, preferred=parted)
+    ]
     lost = [_tabulate(c, measured) for c in deciding if c.b is None]
     folder = measured.evidence.folder.as_posix() if measured.evidence else f"evaluations/{verdict.candidate}"
-    return CandidateExplanation(candidate=verdict.candidate, folder=folder,
-                                flips=(*flips, *_explain_path(verdict, measured)), lost=tuple(lost))
+    return CandidateExplanation(
+        candidate=verdict.candidate, folder=folder, flips=(*flips, *_explain_path(verdict, measured)), lost=tuple(lost)
+    )
 
 
 def cut_passages(reference: str, candidate: str) -> tuple[Passage, Passage]:
@@ -80,8 +87,13 @@ def _cut(text: str, at: int, marked_end: int) -> Passage:
     start = max(0, at - _BEFORE)
     end = min(len(text), start + _BEFORE + _AFTER)
     marked_end = min(marked_end, end)
-    return Passage(before=text[start:at], marked=text[at:marked_end], after=text[marked_end:end], num_before=start,
-                   num_after=len(text) - end)
+    return Passage(
+        before=text[start:at],
+        marked=text[at:marked_end],
+        after=text[marked_end:end],
+        num_before=start,
+        num_after=len(text) - end,
+    )
 
 
 def _count_same_end(ours: str, theirs: str) -> int:
@@ -97,18 +109,31 @@ def _list_parted(verdict: Verdict) -> dict[str, CanaryFlip]:
 
 
 def _explain_flip(flip: Flip, kind: str, parted: Mapping[str, CanaryFlip]) -> ExplainedFlip:
-    common = {"kind": flip.kind, "eval_name": flip.eval_name, "case_id": flip.case_id, "buckets": flip.buckets,
-              "prompt": cut_start(flip.prompt)}  # fmt: skip
+    common = {
+        "kind": flip.kind,
+        "eval_name": flip.eval_name,
+        "case_id": flip.case_id,
+        "buckets": flip.buckets,
+        "prompt": cut_start(flip.prompt),
+    }
     if kind != "text":
         return ExplainedFlip.model_validate(common | {"reference": None, "candidate": None})
     ours, theirs = cut_passages(flip.reference, flip.candidate)
     asked = parted.get(f"{flip.eval_name}/{flip.case_id}")
     answers = flip.reference.split("\n", 1)[0], flip.candidate.split("\n", 1)[0]
     is_known = asked is not None and (asked.reference, asked.candidate) == answers
-    return ExplainedFlip.model_validate(common | {
-        "reference": ours, "candidate": theirs, "line": flip.line, "character": flip.character,
-        "token": asked.token if asked and is_known else None, "margin": asked.margin if asked and is_known else None,
-        "why_no_margin": "" if is_known else _LATER_TURN if flip.line else _NOT_ASKED})  # fmt: skip
+    return ExplainedFlip.model_validate(
+        common
+        | {
+            "reference": ours,
+            "candidate": theirs,
+            "line": flip.line,
+            "character": flip.character,
+            "token": asked.token if asked and is_known else None,
+            "margin": asked.margin if asked and is_known else None,
+            "why_no_margin": "" if is_known else _LATER_TURN if flip.line else _NOT_ASKED,
+        }
+    )
 
 
 def _explain_path(verdict: Verdict, measured: Measured) -> list[ExplainedFlip]:
@@ -116,20 +141,36 @@ def _explain_path(verdict: Verdict, measured: Measured) -> list[ExplainedFlip]:
     canary = verdict.canary
     if canary is None or not canary.is_same_weights:
         return []
-    prompts = {f"{eval_name}/{record.case_id}": record for eval_name, pairs in measured.pairs.items()
-               for record in pairs.reference}  # fmt: skip
+    prompts = {
+        f"{eval_name}/{record.case_id}": record
+        for eval_name, pairs in measured.pairs.items()
+        for record in pairs.reference
+    }
     found = []
     for flip in canary.flips[:_MAX_FLIPS]:
-        (ours, theirs), place = cut_passages(flip.reference, flip.candidate), first_difference(
-            flip.reference, flip.candidate)  # fmt: skip
+        (ours, theirs), place = (
+            cut_passages(flip.reference, flip.candidate),
+            first_difference(flip.reference, flip.candidate),
+        )
         eval_name, _, case_id = flip.case_id.partition("/")
         record = prompts.get(flip.case_id)
-        found.append(ExplainedFlip(
-            kind="path", eval_name=eval_name, case_id=case_id, buckets=record.buckets if record else (),
-            prompt=cut_start(record.prompt if record else ""), against=canary.baseline, reference=ours,
-            candidate=theirs, line=place[0] if place else None, character=place[1] if place else None,
-            token=flip.token, margin=flip.margin,
-            why_no_margin="" if flip.margin is not None else "the endpoint does not tell it"))  # fmt: skip
+        found.append(
+            ExplainedFlip(
+                kind="path",
+                eval_name=eval_name,
+                case_id=case_id,
+                buckets=record.buckets if record else (),
+                prompt=cut_start(record.prompt if record else ""),
+                against=canary.baseline,
+                reference=ours,
+                candidate=theirs,
+                line=place[0] if place else None,
+                character=place[1] if place else None,
+                token=flip.token,
+                margin=flip.margin,
+                why_no_margin="" if flip.margin is not None else "the endpoint does not tell it",
+            )
+        )
     return found
 
 
@@ -140,14 +181,19 @@ def _tabulate(c: Comparison, measured: Measured) -> LostCases:
         return LostCases(
             title=f"Images that lost most of {name_metric(c.metric, c.bucket)}, objects found{_tell_iou(definition)}",
             columns=("image", "objects", "the reference finds", "the candidate finds"),
-            rows=tuple((case.case_id, f"{case.weight:g}", f"{case.reference:.1f}", f"{case.candidate:.1f}")
-                       for case in cases))  # fmt: skip
+            rows=tuple(
+                (case.case_id, f"{case.weight:g}", f"{case.reference:.1f}", f"{case.candidate:.1f}") for case in cases
+            ),
+        )
     per = f" per {definition.weight}" if definition.weight else ""
     return LostCases(
         title=f"Cases that lost most, {name_metric(f'{definition.score}{per}', c.bucket)}",
         columns=("case", "reference", "candidate"),
-        rows=tuple((case.case_id, f"{case.reference / case.weight:.4f}", f"{case.candidate / case.weight:.4f}")
-                   for case in cases))  # fmt: skip
+        rows=tuple(
+            (case.case_id, f"{case.reference / case.weight:.4f}", f"{case.candidate / case.weight:.4f}")
+            for case in cases
+        ),
+    )
 
 
 def _tell_iou(definition: MetricDefinition) -> str:

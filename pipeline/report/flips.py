@@ -62,7 +62,10 @@ def list_deciding(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def worst_flips(
-    comparisons: Sequence[Comparison], pairs: Mapping[str, PairedCases], *, limit: int,
+    comparisons: Sequence[Comparison],
+    pairs: Mapping[str, PairedCases],
+    *,
+    limit: int,
     preferred: Collection[str] = (),
 ) -> list[Flip]:
     """Return up to `limit` flips behind some comparisons, losses first.
@@ -79,8 +82,9 @@ def worst_flips(
     for comparison in comparisons:
         if comparison.b is not None:
             asked.setdefault(comparison.metric, []).extend([comparison.bucket] if comparison.bucket else [])
-    queues = [_flips_of(metric, buckets, pairs[metric.partition("/")[0]], preferred)
-              for metric, buckets in asked.items()]  # fmt: skip
+    queues = [
+        _flips_of(metric, buckets, pairs[metric.partition("/")[0]], preferred) for metric, buckets in asked.items()
+    ]
     picked: dict[tuple[str, str], Flip] = {}
     for round_number in range(max(map(len, queues), default=0)):
         for queue in queues:
@@ -112,8 +116,17 @@ def _show(eval_name: str, is_loss: bool, pairs: PairedCases, i: int) -> Flip:
     ours, theirs = pairs.reference[i], pairs.candidate[i]
     place = first_difference(ours.output, theirs.output)
     line, character = place if place is not None else (None, None)
-    return Flip(eval_name, ours.case_id, "loss" if is_loss else "gain", ours.buckets, ours.prompt, ours.output,
-                theirs.output, line, character)
+    return Flip(
+        eval_name,
+        ours.case_id,
+        "loss" if is_loss else "gain",
+        ours.buckets,
+        ours.prompt,
+        ours.output,
+        theirs.output,
+        line,
+        character,
+    )
 
 
 def worst_cases(comparison: Comparison, pairs: PairedCases, *, limit: int) -> list[WorstCase]:
@@ -150,8 +163,10 @@ def list_worst_images(pairs: Mapping[str, PairedCases], kinds: Mapping[str, str]
     for eval_name, paired in pairs.items():
         unsound = losses = np.zeros(len(paired.reference))
         for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
-            ours, theirs = (np.array([r.scores.get(definition.score, 0.0) for r in side])
-                            for side in (paired.reference, paired.candidate))  # fmt: skip
+            ours, theirs = (
+                np.array([r.scores.get(definition.score, 0.0) for r in side])
+                for side in (paired.reference, paired.candidate)
+            )
             harm = definition.sign * (ours - theirs)
             if definition.score in _SOUND:
                 unsound = harm

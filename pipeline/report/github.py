@@ -94,8 +94,11 @@ def render_annotations(judgement: Judgement, settings: str, *, file: str = "para
     for level in ("error", "warning"):
         own = [a for a in found if a.level == level]
         shown += own[: _MAX_SHOWN - 1] + _fold(own[_MAX_SHOWN - 1 :])
-    return [f"::{a.level} file={escape_property(file)},line={find_line(a.key)},title={escape_property(a.title)}::"
-            f"{escape_message(cut_text(a.message, _MAX_MESSAGE))}" for a in shown]  # fmt: skip
+    return [
+        f"::{a.level} file={escape_property(file)},line={find_line(a.key)},title={escape_property(a.title)}::"
+        f"{escape_message(cut_text(a.message, _MAX_MESSAGE))}"
+        for a in shown
+    ]
 
 
 def escape_message(text: str) -> str:
@@ -112,14 +115,24 @@ def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
     section = ("products", judgement.policy.product)
     level: Literal["error", "warning"] = "error" if is_blocking(verdict, judgement.policy) else "warning"
     candidate = ("candidates", verdict.candidate)
-    found = [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", reason)
-             for reason in verdict.reasons if reason.startswith((REFUSED, *FAILED, UNPROVEN, NO_GAIN))]  # fmt: skip
+    found = [
+        Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", reason)
+        for reason in verdict.reasons
+        if reason.startswith((REFUSED, *FAILED, UNPROVEN, NO_GAIN))
+    ]
     if level == "warning" and (unproven := describe_unproven(verdict)):
         found.append(Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", unproven))
     for outcome in ("fail", "inconclusive"):
-        found += [Annotation("error" if is_stopping(c, judgement.policy) else "warning", (*section, *_locate(c)),
-                             f"{verdict.candidate}: {c.outcome}", f"{name_comparison(c)}: {c.sentence}")
-                  for c in verdict.comparisons if c.outcome == outcome and not is_open_watched(c)]  # fmt: skip
+        found += [
+            Annotation(
+                "error" if is_stopping(c, judgement.policy) else "warning",
+                (*section, *_locate(c)),
+                f"{verdict.candidate}: {c.outcome}",
+                f"{name_comparison(c)}: {c.sentence}",
+            )
+            for c in verdict.comparisons
+            if c.outcome == outcome and not is_open_watched(c)
+        ]
     said = "; ".join(verdict.reasons) or "the verdict gives no reason"
     if found or verdict.outcome == "pass":
         return found
@@ -160,12 +173,17 @@ def render_summary(judgement: Judgement, explanation: Explanation) -> str:
     policy = judgement.policy
     blocking = ", ".join(f"{render_name(v.candidate)} ({v.outcome})" for v in blocking_verdicts(judgement))
     title = f"Gate: {policy.product}" if policy.product else "Gate"
-    parts = [f"## {title}\n\n" + (f"**Blocked** by {blocking}.\n" if blocking else "**Nothing blocks the release.**\n"),
-             *(f"**{escape_markdown(said[0].upper() + said[1:])}.**\n" for said in list_unproven(judgement)),
-             _tabulate(judgement)]  # fmt: skip
-    parts += [f"{render_name(v.candidate)}: {escape_markdown(cut_text(reason.removeprefix('note: '), _MAX_MESSAGE))}\n"
-              for v in released_verdicts(judgement) for reason in v.reasons
-              if v.outcome == "pass" and reason.startswith((GAIN_ACCEPTED, UNGATED, UNTIMED))]  # fmt: skip
+    parts = [
+        f"## {title}\n\n" + (f"**Blocked** by {blocking}.\n" if blocking else "**Nothing blocks the release.**\n"),
+        *(f"**{escape_markdown(said[0].upper() + said[1:])}.**\n" for said in list_unproven(judgement)),
+        _tabulate(judgement),
+    ]
+    parts += [
+        f"{render_name(v.candidate)}: {escape_markdown(cut_text(reason.removeprefix('note: '), _MAX_MESSAGE))}\n"
+        for v in released_verdicts(judgement)
+        for reason in v.reasons
+        if v.outcome == "pass" and reason.startswith((GAIN_ACCEPTED, UNGATED, UNTIMED))
+    ]
     parts += [_explain(v, explanation) for v in released_verdicts(judgement) if v.outcome != "pass"]
     return _fit(parts, report=judgement.path.with_name("report.md").as_posix())
 
@@ -174,8 +192,16 @@ def _tabulate(judgement: Judgement) -> str:
     rows = [["candidate", "release", "verdict", "gated", "fail", "inconclusive"], ["---"] * 3 + ["---:"] * 3]
     for verdict in judgement.verdicts:
         outcomes = [c.outcome for c in verdict.comparisons if c.tolerance is not None]
-        rows.append([render_name(verdict.candidate), "yes" if verdict.is_release else "", verdict.outcome,
-                     str(len(outcomes)), str(outcomes.count("fail")), str(outcomes.count("inconclusive"))])  # fmt: skip
+        rows.append(
+            [
+                render_name(verdict.candidate),
+                "yes" if verdict.is_release else "",
+                verdict.outcome,
+                str(len(outcomes)),
+                str(outcomes.count("fail")),
+                str(outcomes.count("inconclusive")),
+            ]
+        )
     return render_table(rows)
 
 

@@ -43,11 +43,15 @@ _JPEG_QUALITY = 85
 _MAX_REASON = 2_000  # characters
 _ORDER = ("fail", "refused", "inconclusive", "pass", "reported")
 _CAPTIONS = {
-    "worst.png": "The worst pictures beside the reference", "completion.png": "Task completion",
-    "buckets.png": "Average precision by size", "seams.png": "Stitches between tiles",
-    "guidance.png": "What guidance does: saturation against similarity", "headroom.png": "Room left in the decoder",
-    "layers.png": "How far layers are from float32, and the room they have left", "speed.png": "Speed",
-}  # fmt: skip
+    "worst.png": "The worst pictures beside the reference",
+    "completion.png": "Task completion",
+    "buckets.png": "Average precision by size",
+    "seams.png": "Stitches between tiles",
+    "guidance.png": "What guidance does: saturation against similarity",
+    "headroom.png": "Room left in the decoder",
+    "layers.png": "How far layers are from float32, and the room they have left",
+    "speed.png": "Speed",
+}
 _MARKS = {"pass": "✓", "fail": "✗", "inconclusive": "?", "refused": "⊘", "no gain": "–", "reported": "·"}
 
 
@@ -80,17 +84,28 @@ def render_html(judgement: Judgement, explanation: Explanation, pictures: Mappin
         explanation: the cases behind it.
         pictures: PNG files by name.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_show, trim_blocks=True,
-                              lstrip_blocks=True)  # fmt: skip
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, finalize=_show, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"place": describe_place, "bar": draw_bar, "name": name_comparison, "p": format_p}
-    environment.globals |= {"zero": _place(0.0), "one": _place(1.0), "right": _WIDTH - _MARGIN, "width": _WIDTH,
-                            "marks": _MARKS, "confidence": f"{1 - judgement.policy.alpha:.0%}"}  # fmt: skip
+    environment.globals |= {
+        "zero": _place(0.0),
+        "one": _place(1.0),
+        "right": _WIDTH - _MARGIN,
+        "width": _WIDTH,
+        "marks": _MARKS,
+        "confidence": f"{1 - judgement.policy.alpha:.0%}",
+    }
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     blocking = [verdict.candidate for verdict in blocking_verdicts(judgement)]
     return template.render(
-        judgement=judgement, policy=judgement.policy, blocking=blocking, unproven=list_unproven(judgement),
+        judgement=judgement,
+        policy=judgement.policy,
+        blocking=blocking,
+        unproven=list_unproven(judgement),
         candidates=[_describe(judgement, verdict.candidate, explanation) for verdict in judgement.verdicts],
-        pictures=embed_pictures(pictures))  # fmt: skip
+        pictures=embed_pictures(pictures),
+    )
 
 
 def _show(value: Any) -> Any:
@@ -131,9 +146,15 @@ def draw_bar(c: Comparison) -> Bar:
     """Return the picture of a gated comparison, in units of its tolerance."""
     scale = c.tolerance or 1.0
     low, harm, high = c.low / scale, c.harm / scale, c.high / scale
-    return Bar(_place(low), _place(high), _place(harm), is_cut_left=harm < _LEFT, is_cut_right=harm > _RIGHT,
-               words=f"lost {format_harm(c.metric, c.harm)}, bounds {format_range(c.metric, c.low, c.high)}, tolerated "
-                     f"{format_tolerance(c.metric, scale)}")  # fmt: skip
+    return Bar(
+        _place(low),
+        _place(high),
+        _place(harm),
+        is_cut_left=harm < _LEFT,
+        is_cut_right=harm > _RIGHT,
+        words=f"lost {format_harm(c.metric, c.harm)}, bounds {format_range(c.metric, c.low, c.high)}, tolerated "
+        f"{format_tolerance(c.metric, scale)}",
+    )
 
 
 def _place(harm: float) -> float:

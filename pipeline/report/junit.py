@@ -44,9 +44,12 @@ def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) ->
     classname = show_unprintable(f"quantgate.{_name_source(policy)}.{verdict.candidate}")
     found = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
     tests: list[tuple[str, str, tuple[str, ...], bool]] = [
-        ("verdict", verdict.outcome, _tell(verdict, policy), is_blocking(verdict, policy))]
-    tests += [(name_metric(*key), c.outcome, (c.sentence, describe(c)[1].strip()), is_stopping(c, policy))
-              for key, c in found.items()]  # fmt: skip
+        ("verdict", verdict.outcome, _tell(verdict, policy), is_blocking(verdict, policy))
+    ]
+    tests += [
+        (name_metric(*key), c.outcome, (c.sentence, describe(c)[1].strip()), is_stopping(c, policy))
+        for key, c in found.items()
+    ]
     tests += [(name_metric(*key), "refused", (_REFUSED,), True) for key in list_gated(policy) if key not in found]
     for name, outcome, lines, stops in tests:
         test = ElementTree.SubElement(suite, "testcase", classname=classname, name=show_unprintable(name))

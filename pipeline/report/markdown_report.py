@@ -41,8 +41,7 @@ from pipeline.report.failure_section import explain_failure
 from pipeline.report.speed_section import describe_measurement, tabulate_speed
 from pipeline.report.unproven import list_unproven
 
-_MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖",
-          "reported": "·"}
+_MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖", "reported": "·"}
 _KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity", "images", "detection", "upscaling")
 _MAX_COLUMNS = 12  # of numbers in the table of candidates, before it is turned on its side
 
@@ -88,8 +87,10 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
     if any(verdict.speed for verdict in judgement.verdicts):
         parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
     reference = compared.measured[judgement.policy.reference].evidence
-    parts += [_candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy)
-              for v in judgement.verdicts]
+    parts += [
+        _candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy)
+        for v in judgement.verdicts
+    ]
     parts.append(_explain(judgement.policy))
     return "\n".join(parts)
 
@@ -97,12 +98,14 @@ def render_report(compared: ReleaseComparison, here: Machine | None = None) -> s
 def _explain(policy: Policy) -> str:
     is_text = policy.kind == "text"
     return _LEGEND.format(
-        confidence=1 - policy.alpha, alpha=policy.alpha,
+        confidence=1 - policy.alpha,
+        alpha=policy.alpha,
         units="percent for\nperplexity" if is_text else "others\nin their own unit",
         clusters="a template or a document" if is_text else "as the evalset says",
         marks=_MARKS_OF_NETWORKS if policy.kind == "vision" else _MARKS_OF_TEXT,
         family="all gated comparisons of the release (of the candidate alone where it is not released)",
-        inconclusive="blocks" if policy.on_inconclusive == "block" else "is a warning and does not block")
+        inconclusive="blocks" if policy.on_inconclusive == "block" else "is a warning and does not block",
+    )
 
 
 def _describe_costs(compared: ReleaseComparison) -> list[str]:
@@ -110,13 +113,16 @@ def _describe_costs(compared: ReleaseComparison) -> list[str]:
     policy = compared.judgement.policy
     evidence = {name: measured.evidence for name, measured in compared.measured.items()}
     if policy.kind == "images":
-        return [render_table(tabulate_costs(compared)) + COSTS_LEGEND,
-                *embed_pictures(evidence, compared.judgement.policy.reference)]
+        return [
+            render_table(tabulate_costs(compared)) + COSTS_LEGEND,
+            *embed_pictures(evidence, compared.judgement.policy.reference),
+        ]
     if policy.kind == "text":
         return []
-    return [render_table(tabulate_network_costs(compared)) + explain_network_costs(compared),
-            *embed_network_pictures(list(evidence.values()),
-                                    finds_boxes="detection" in policy.eval_kinds.values())]
+    return [
+        render_table(tabulate_network_costs(compared)) + explain_network_costs(compared),
+        *embed_network_pictures(list(evidence.values()), finds_boxes="detection" in policy.eval_kinds.values()),
+    ]
 
 
 def metrics_tree(metrics: Sequence[Metric], policy: Policy) -> dict[str, Any]:
@@ -141,15 +147,32 @@ def _headline(judgement: Judgement) -> str:
     released = released_verdicts(judgement)
     blocking = blocking_verdicts(judgement)
     names = ", ".join(f"`{v.candidate}`" for v in released)
-    lines = ["# Gate report", "", f"Release: {names}. Reference: `{judgement.policy.reference}`. "
-             + (f"**Blocked** by {', '.join(f'`{v.candidate}` ({v.outcome})' for v in blocking)}." if blocking
-                else "**Nothing blocks it.**"), ""]
-    lines += [line for said in list_unproven(judgement)
-              for line in (f"**{escape_markdown(said[0].upper() + said[1:])}.**", "")]
-    notable = [f"- {escape_markdown(reason[0].upper() + reason[1:])}." for verdict in judgement.verdicts
-               for reason in verdict.reasons if reason.startswith(HEADLINES)]
-    notable += [f"- Loosened: {escape_markdown(f'{key}, from {reason.was} to {reason.now}: {reason.why}')}"
-                for key, reason in judgement.policy.loosened.items()]
+    lines = [
+        "# Gate report",
+        "",
+        f"Release: {names}. Reference: `{judgement.policy.reference}`. "
+        + (
+            f"**Blocked** by {', '.join(f'`{v.candidate}` ({v.outcome})' for v in blocking)}."
+            if blocking
+            else "**Nothing blocks it.**"
+        ),
+        "",
+    ]
+    lines += [
+        line
+        for said in list_unproven(judgement)
+        for line in (f"**{escape_markdown(said[0].upper() + said[1:])}.**", "")
+    ]
+    notable = [
+        f"- {escape_markdown(reason[0].upper() + reason[1:])}."
+        for verdict in judgement.verdicts
+        for reason in verdict.reasons
+        if reason.startswith(HEADLINES)
+    ]
+    notable += [
+        f"- Loosened: {escape_markdown(f'{key}, from {reason.was} to {reason.now}: {reason.why}')}"
+        for key, reason in judgement.policy.loosened.items()
+    ]
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 
@@ -163,9 +186,14 @@ def _candidate_table(judgement: Judgement) -> str:
     for verdict in judgement.verdicts:
         if verdict.candidate != judgement.policy.reference:
             found = {(c.metric, c.bucket): c for c in verdict.comparisons}
-            rows.append([f"`{verdict.candidate}`", "yes" if verdict.is_release else "",
-                         f"{_MARKS[verdict.outcome]} {verdict.outcome}"]
-                        + [_compared_cell(found.get(column)) for column in columns])
+            rows.append(
+                [
+                    f"`{verdict.candidate}`",
+                    "yes" if verdict.is_release else "",
+                    f"{_MARKS[verdict.outcome]} {verdict.outcome}",
+                ]
+                + [_compared_cell(found.get(column)) for column in columns]
+            )
     if len(columns) > _MAX_COLUMNS:
         header, *rows = map(list, zip(*rows, strict=True))
         return render_table([header, ["---"] + ["---:"] * (len(header) - 1), *rows])
@@ -183,8 +211,12 @@ def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
     gated = sorted(tolerances, key=lambda m: (m != headline, _KIND_ORDER.index(kinds[m.partition("/")[0]])))
     for metric in gated:
         columns += [(metric, None), *((metric, b) for b in sorted(tolerances[metric].buckets, key=natural_key))]
-    columns += dict.fromkeys((c.metric, c.bucket) for verdict in judgement.verdicts for c in verdict.comparisons
-                             if c.tier == "watched" and c.outcome == "fail")
+    columns += dict.fromkeys(
+        (c.metric, c.bucket)
+        for verdict in judgement.verdicts
+        for c in verdict.comparisons
+        if c.tier == "watched" and c.outcome == "fail"
+    )
     columns += [(f"{name}/kl_nats_per_token", None) for name, kind in kinds.items() if kind == "perplexity"]
     return columns
 
@@ -237,12 +269,22 @@ def _candidate_section(
         lines += ["", _comparison_table(gated)]
     lines += _describe_speed(measured, here)
     if verdict.certificate is not None:
-        lines += [describe_certificate(verdict, policy), "",
-                  "<details><summary>Losses that stop the release, planted into these records</summary>", "",
-                  tabulate_losses(verdict), "</details>", ""]
+        lines += [
+            describe_certificate(verdict, policy),
+            "",
+            "<details><summary>Losses that stop the release, planted into these records</summary>",
+            "",
+            tabulate_losses(verdict),
+            "</details>",
+            "",
+        ]
     if reported:
-        lines += ["<details><summary>Reported only: other buckets, metrics and tripwires</summary>", "",
-                  _comparison_table(reported), "</details>"]
+        lines += [
+            "<details><summary>Reported only: other buckets, metrics and tripwires</summary>",
+            "",
+            _comparison_table(reported),
+            "</details>",
+        ]
     if verdict.outcome in EXPLAINED:
         lines += explain_failure(verdict, measured, policy.kind)
     return "\n".join(lines) + "\n"
@@ -253,8 +295,12 @@ def _describe_speed(measured: Measured, here: Machine | None) -> list[str]:
         return []
     records = [r for found in (measured.evidence.records.values() if measured.evidence else ()) for r in found]
     paragraphs = describe_measurement(measured.benchmark, measured.speed, here, records)
-    return ["### Speed, beside the reference", "", render_table(tabulate_speed(measured.speed)),
-            *(line for paragraph in paragraphs for line in (paragraph, ""))]
+    return [
+        "### Speed, beside the reference",
+        "",
+        render_table(tabulate_speed(measured.speed)),
+        *(line for paragraph in paragraphs for line in (paragraph, "")),
+    ]
 
 
 def _describe_candidate(candidate: BuiltCandidate) -> str:
@@ -267,8 +313,10 @@ def _describe_candidate(candidate: BuiltCandidate) -> str:
         formats = sorted({layer.format for layer in asked})
         counts = [f"{sum(layer.format == f for layer in asked)} layers {escape_markdown(f)}" for f in formats]
         counts.append(f"{len(candidate.coverage) - len(asked)} excluded")
-        sentences.append(f"Coverage: {', '.join(counts)}; the former hold "
-                         f"{_mib(sum(layer.num_bytes for layer in asked))} MiB of {_mib(total)} MiB.")
+        sentences.append(
+            f"Coverage: {', '.join(counts)}; the former hold "
+            f"{_mib(sum(layer.num_bytes for layer in asked))} MiB of {_mib(total)} MiB."
+        )
     sentences += [f"Fallback: `{escape_markdown(f.layer)}`: {escape_markdown(f.reason)}." for f in candidate.fallbacks]
     return " ".join(sentences)
 
@@ -276,8 +324,14 @@ def _describe_candidate(candidate: BuiltCandidate) -> str:
 def _describe_step(step: dict[str, Any]) -> str:
     plain = [f"{key} {value}" for key, value in step.items() if key != "kind" and isinstance(value, (int, float, str))]
     calibration = step.get("calibration", {})
-    plain += [f"calibration {calibration['num_samples']} samples of {', '.join(calibration['sources'])}"
-              f" weighted by length^{calibration['length_exponent']:g}"] if calibration else []
+    plain += (
+        [
+            f"calibration {calibration['num_samples']} samples of {', '.join(calibration['sources'])}"
+            f" weighted by length^{calibration['length_exponent']:g}"
+        ]
+        if calibration
+        else []
+    )
     return f"{step['kind']} ({', '.join(plain)})"
 
 
@@ -286,9 +340,23 @@ def _mib(num_bytes: int) -> str:
 
 
 def _comparison_table(comparisons: Sequence[Comparison]) -> str:
-    rows = [["metric", "reference", "candidate", "n (clusters)", "b", "c", "harm", "at least to at most", "tolerance",
-             "p", "", "why"],
-            ["---"] + ["---:"] * 9 + ["---", "---"]]
+    rows = [
+        [
+            "metric",
+            "reference",
+            "candidate",
+            "n (clusters)",
+            "b",
+            "c",
+            "harm",
+            "at least to at most",
+            "tolerance",
+            "p",
+            "",
+            "why",
+        ],
+        ["---"] + ["---:"] * 9 + ["---", "---"],
+    ]
     return render_table(rows + [_comparison_row(comparison) for comparison in comparisons])
 
 
@@ -300,10 +368,16 @@ def _tell_tolerance(c: Comparison, tolerance: float) -> str:
 
 def _comparison_row(c: Comparison) -> list[str]:
     return [
-        escape_markdown(name_comparison(c)), format_value(c.metric, c.reference), format_value(c.metric, c.candidate),
+        escape_markdown(name_comparison(c)),
+        format_value(c.metric, c.reference),
+        format_value(c.metric, c.candidate),
         f"{c.n:,} ({c.num_clusters:,})" if c.num_clusters != c.n else f"{c.n:,}",
-        "–" if c.b is None else str(c.b), "–" if c.c is None else str(c.c),
-        format_harm(c.metric, c.harm, signed=True), format_range(c.metric, c.low, c.high),
-        "–" if c.tolerance is None else _tell_tolerance(c, c.tolerance), format_p(c.p_holm),
-        _MARKS[c.outcome], c.sentence,
+        "–" if c.b is None else str(c.b),
+        "–" if c.c is None else str(c.c),
+        format_harm(c.metric, c.harm, signed=True),
+        format_range(c.metric, c.low, c.high),
+        "–" if c.tolerance is None else _tell_tolerance(c, c.tolerance),
+        format_p(c.p_holm),
+        _MARKS[c.outcome],
+        c.sentence,
     ]

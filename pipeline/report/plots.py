@@ -32,15 +32,17 @@ Row = tuple[str, str | None, float | None]  # metric, bucket, tolerance
 
 def plot_harm(judgement: Judgement, path: Path) -> None:
     """Draw each gated comparison's harm and bounds in units of its tolerance, one panel a candidate."""
-    panels = [(v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES})
-              for v in choose_shown(judgement)]
+    panels = [
+        (v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES})
+        for v in choose_shown(judgement)
+    ]
     rows = list(dict.fromkeys(row for _, found in panels for row in found))
     num_columns = min(max(len(panels), 1), _PANELS_A_ROW)
     num_lines = max(1, -(-len(panels) // num_columns))
     size = (3.2 + 2.7 * num_columns, 0.9 + num_lines * (0.8 + 0.3 * max(len(rows), 2)))
     figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
     axes = figure.subplots(num_lines, num_columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for axis in axes[len(panels):]:
+    for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for axis, (verdict, found) in zip(axes, panels, strict=False):
         _draw_panel(axis, found, rows)
@@ -48,8 +50,11 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     axes[0].set_yticks(range(len(rows)), [_row_label(*row) for row in rows], parse_math=False)  # "$" is no formula
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
     axes[0].set_xlim(*_reach([c for _, found in panels for c in found.values()]))
-    figure.supxlabel("harm in units of the tolerance, right is worse (dashed line: the tolerance; "
-                     f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds){_tell_shown(judgement)}", fontsize=9)
+    figure.supxlabel(
+        "harm in units of the tolerance, right is worse (dashed line: the tolerance; "
+        f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds){_tell_shown(judgement)}",
+        fontsize=9,
+    )
     _add_outcome_legend(figure)
     save_figure(figure, path)
 
@@ -91,8 +96,9 @@ def _draw_panel(axis: Axes, found: dict[Row, Comparison], rows: Sequence[Row]) -
 def _draw_comparison(axis: Axes, comparison: Comparison, height: int) -> None:
     scale = comparison.tolerance or 1.0
     colour, marker, size = _OUTCOMES[comparison.outcome]
-    low, harm, high = (max(-_MAX_SHOWN, min(_MAX_SHOWN, x / scale))
-                       for x in (comparison.low, comparison.harm, comparison.high))
+    low, harm, high = (
+        max(-_MAX_SHOWN, min(_MAX_SHOWN, x / scale)) for x in (comparison.low, comparison.harm, comparison.high)
+    )
     axis.plot([low, high], [height, height], color=colour, linewidth=2.2, solid_capstyle="butt")
     if comparison.harm / scale > _MAX_SHOWN:
         axis.plot([_MAX_SHOWN], [height], color=colour, marker=">", markersize=9)
@@ -107,8 +113,10 @@ def _row_label(metric: str, bucket: str | None, tolerance: float | None) -> str:
 
 
 def _add_outcome_legend(figure: Figure) -> None:
-    handles = [Line2D([], [], color=colour, marker=marker, markersize=size, markeredgecolor="white", label=outcome)
-               for outcome, (colour, marker, size) in _OUTCOMES.items()]
+    handles = [
+        Line2D([], [], color=colour, marker=marker, markersize=size, markeredgecolor="white", label=outcome)
+        for outcome, (colour, marker, size) in _OUTCOMES.items()
+    ]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=8, frameon=False)
 
 
@@ -118,19 +126,28 @@ def plot_completion(judgement: Judgement, path: Path) -> None:
     names = {f"{name}/task_completion_rate": f"{name}\n" if len(evals) > 1 else "" for name in evals}
     sides = {judgement.policy.reference: judgement.reference_metrics}
     sides |= {v.candidate: v.metrics for v in choose_shown(judgement)}
-    series = {side: {names[m.name] + (m.bucket or "all"): m for m in metrics if m.name in names}
-              for side, metrics in sides.items()}
-    buckets = sorted({bucket for found in series.values() for bucket in found},
-                     key=lambda bucket: (not bucket.endswith("all"), natural_key(bucket)))
-    figure = Figure(figsize=(max(7.0, 1.2 + len(buckets) * (0.35 + 0.17 * len(series))), 4.2), dpi=_DPI,
-                    layout="constrained")
+    series = {
+        side: {names[m.name] + (m.bucket or "all"): m for m in metrics if m.name in names}
+        for side, metrics in sides.items()
+    }
+    buckets = sorted(
+        {bucket for found in series.values() for bucket in found},
+        key=lambda bucket: (not bucket.endswith("all"), natural_key(bucket)),
+    )
+    figure = Figure(
+        figsize=(max(7.0, 1.2 + len(buckets) * (0.35 + 0.17 * len(series))), 4.2), dpi=_DPI, layout="constrained"
+    )
     axis = figure.subplots()
     width = 0.8 / max(len(series), 1)
     for number, (side, found) in enumerate(series.items()):
         draw_bars(axis, [found.get(bucket) for bucket in buckets], number, width, side)
     counts = [next((f[b].n for f in series.values() if b in f), 0) for b in buckets]
-    axis.set_xticks([i + 0.4 - width / 2 for i in range(len(buckets))],
-                    [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)], fontsize=8, parse_math=False)
+    axis.set_xticks(
+        [i + 0.4 - width / 2 for i in range(len(buckets))],
+        [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)],
+        fontsize=8,
+        parse_math=False,
+    )
     title = f"Task completion by bucket, with 95 % intervals{_tell_shown(judgement)}"
     style_bars(axis, len(series), "task completion, %", title)
     save_figure(figure, path)
@@ -149,8 +166,14 @@ def draw_bars(axis: Axes, metrics: Sequence[Metric | None], number: int, width: 
     known = [(i, m) for i, m in enumerate(metrics) if m is not None]
     places = [i + number * width for i, _ in known]
     values = [100 * m.value for _, m in known]
-    axis.bar(places, values, width=0.92 * width, color=_SIDES[number % len(_SIDES)], label=label,
-             hatch="////" if number >= len(_SIDES) else None)  # colours are used up
+    axis.bar(
+        places,
+        values,
+        width=0.92 * width,
+        color=_SIDES[number % len(_SIDES)],
+        label=label,
+        hatch="////" if number >= len(_SIDES) else None,
+    )  # colours are used up
     for place, (_, metric) in zip(places, known, strict=True):
         if metric.low is not None and metric.high is not None:
             axis.plot([place, place], [100 * metric.low, 100 * metric.high], color="#000000", linewidth=1)
@@ -181,13 +204,26 @@ def plot_speed(judgement: Judgement, path: Path) -> None:
         shift = 0.15 * (number - (len(found) - 1) / 2)
         ratios = [cell.throughput_tokens_per_s.ratio for cell in speed.cells]
         errors = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
-        axis.errorbar([i + shift for i in range(len(ratios))], [r.median for r in ratios], yerr=errors, fmt="o",
-                      capsize=4, color=_SIDES[(number + 1) % len(_SIDES)], label=name)
-    axis.set_xticks(range(len(cells)), [f"{c.concurrency} in flight\n{c.prompt_tokens[0]} to {c.prompt_tokens[1]} "
-                                        "prompt tokens" for c in cells], fontsize=8)
+        axis.errorbar(
+            [i + shift for i in range(len(ratios))],
+            [r.median for r in ratios],
+            yerr=errors,
+            fmt="o",
+            capsize=4,
+            color=_SIDES[(number + 1) % len(_SIDES)],
+            label=name,
+        )
+    axis.set_xticks(
+        range(len(cells)),
+        [f"{c.concurrency} in flight\n{c.prompt_tokens[0]} to {c.prompt_tokens[1]} prompt tokens" for c in cells],
+        fontsize=8,
+    )
     axis.set_ylabel("throughput, candidate / reference", fontsize=9)
-    axis.set_title("Throughput on matched work, above 1 is faster" if found else "No candidate was benchmarked",
-                   fontsize=10, loc="left")
+    axis.set_title(
+        "Throughput on matched work, above 1 is faster" if found else "No candidate was benchmarked",
+        fontsize=10,
+        loc="left",
+    )
     if found:
         axis.legend(fontsize=8, frameon=False)
     save_figure(figure, path)

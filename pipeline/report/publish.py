@@ -35,8 +35,11 @@ def write_outputs(compared: ReleaseComparison, reports: Path, build: Path) -> No
 def _read_pictures(reports: Path) -> dict[str, bytes]:
     """Read what the report shows; intervals of harm the page draws itself."""
     report = (reports / "report.md").read_text(encoding="utf-8")
-    return {path.name: path.read_bytes() for path in sorted(reports.glob("*.png"))
-            if f"]({path.name})" in report and path.name != "harm.png"}  # fmt: skip
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(reports.glob("*.png"))
+        if f"]({path.name})" in report and path.name != "harm.png"
+    }
 
 
 def write_metrics(compared: ReleaseComparison, folder: Path) -> None:

@@ -13,8 +13,17 @@ from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.records.speculation import sum_speculation
 from pipeline.records.verdicts import PairedMedians, Speed
 
-_HEADER = ["in flight", "prompt tokens", "throughput, tokens/s", "candidate / reference", "TTFT, ms",
-           "candidate / reference", "inter-token latency, ms", "candidate / reference", "outcome"]
+_HEADER = [
+    "in flight",
+    "prompt tokens",
+    "throughput, tokens/s",
+    "candidate / reference",
+    "TTFT, ms",
+    "candidate / reference",
+    "inter-token latency, ms",
+    "candidate / reference",
+    "outcome",
+]
 _MOST_APART = 0.1  # acceptance in the timed work and in the evals, before they are called different work
 
 
@@ -22,8 +31,11 @@ def tabulate_speed(speed: Speed) -> list[list[str]]:
     """Return the rows of the grid's table: of each number the reference's median, the candidate's and the ratio."""
     rows = [_HEADER, ["---:"] * (len(_HEADER) - 1) + ["---"]]
     for cell in speed.cells:
-        numbers = [*_show(cell.throughput_tokens_per_s, 0), *_show(cell.ttft_ms, 1),
-                   *_show(cell.inter_token_latency_ms, 2)]
+        numbers = [
+            *_show(cell.throughput_tokens_per_s, 0),
+            *_show(cell.ttft_ms, 1),
+            *_show(cell.inter_token_latency_ms, 2),
+        ]
         low, high = cell.prompt_tokens
         rows.append([str(cell.concurrency), f"{low} to {high}", *numbers, cell.outcome])
     return rows
@@ -60,9 +72,13 @@ def describe_measurement(
 
 def _describe_machine(machine: Machine, here: Machine | None) -> str:
     gpus = f", {', '.join(machine.gpus)}" if machine.gpus else ""
-    where = ("the machine that wrote this report" if machine == here else
-             "**another machine** than the one that wrote this report" if here else
-             "which may not be the machine that wrote this report")
+    where = (
+        "the machine that wrote this report"
+        if machine == here
+        else "**another machine** than the one that wrote this report"
+        if here
+        else "which may not be the machine that wrote this report"
+    )
     return f"Measured on {escape_markdown(machine.cpu)}, {machine.num_cores} cores{escape_markdown(gpus)}: {where}."
 
 
@@ -76,22 +92,27 @@ def _describe_memory(machine: Machine, sides: Sequence[Side]) -> str:
 def _describe_audits(benchmark: Benchmark, sides: Sequence[Side]) -> str:
     total, changed = sum(s.num_requests for s in sides), sum(s.num_changed for s in sides)
     ours, theirs = (f"{side.repeat_ttft_ratio:.2f}" for side in sides)
-    return (f"Audits: {total:,} timed requests with {benchmark.work.num_tokens} completion tokens and a prompt within "
-            f"its band each; {changed:,} answers differ from the evaluated ones. The evals have asked these prompts: "
-            f"against prompts that nobody had asked their TTFT is {_describe_recall(benchmark)}, where surely less "
-            f"than {LEAST_RATIO:g} would be answers from memory. No prompt is repeated in the rounds: sent once more, "
-            f"prompts have {ours} (reference) and {theirs} (candidate) of their first TTFT; that a cache gains where "
-            "prompts repeat, and it is in no number above.")
+    return (
+        f"Audits: {total:,} timed requests with {benchmark.work.num_tokens} completion tokens and a prompt within "
+        f"its band each; {changed:,} answers differ from the evaluated ones. The evals have asked these prompts: "
+        f"against prompts that nobody had asked their TTFT is {_describe_recall(benchmark)}, where surely less "
+        f"than {LEAST_RATIO:g} would be answers from memory. No prompt is repeated in the rounds: sent once more, "
+        f"prompts have {ours} (reference) and {theirs} (candidate) of their first TTFT; that a cache gains where "
+        "prompts repeat, and it is in no number above."
+    )
 
 
 def _describe_recall(benchmark: Benchmark) -> str:
     """Show what `recall` judges, of both sides in each band."""
     assert benchmark.reference is not None and benchmark.candidate is not None
-    ratios = [(band, [format_ratio(bound_recall(side.probes, band))
-                      for side in (benchmark.reference, benchmark.candidate)])
-              for band in benchmark.work.prompt_tokens]  # fmt: skip
-    return "; ".join(f"{ours} (reference) and {theirs} (candidate) at {low} to {high} prompt tokens"
-                     for (low, high), (ours, theirs) in ratios)
+    ratios = [
+        (band, [format_ratio(bound_recall(side.probes, band)) for side in (benchmark.reference, benchmark.candidate)])
+        for band in benchmark.work.prompt_tokens
+    ]
+    return "; ".join(
+        f"{ours} (reference) and {theirs} (candidate) at {low} to {high} prompt tokens"
+        for (low, high), (ours, theirs) in ratios
+    )
 
 
 def _describe_drafts(benchmark: Benchmark, evaluated: Sequence[CaseRecord]) -> list[str]:
@@ -101,14 +122,18 @@ def _describe_drafts(benchmark: Benchmark, evaluated: Sequence[CaseRecord]) -> l
     served = sum_speculation(r.speculation for r in answers)
     if timed is None or served is None:
         return []
-    said = (f"Drafted tokens accepted: {timed.acceptance_rate:.1%} in the timed work, {served.acceptance_rate:.1%} in "
-            "the evals.")
+    said = (
+        f"Drafted tokens accepted: {timed.acceptance_rate:.1%} in the timed work, {served.acceptance_rate:.1%} in "
+        "the evals."
+    )
     if abs(timed.acceptance_rate - served.acceptance_rate) <= _MOST_APART:
         return [said]
     length = statistics.median(r.num_completion_tokens / count_answers(r) for r in answers)
-    return [f"{said} **The timed work is not the served one**: it decodes {benchmark.work.num_tokens} tokens a "
-            f"request, the evaluated answers have {length:.0f} (median), and drafts save another share of the time "
-            f"there; set benchmark.num_tokens nearer to {length:.0f}."]
+    return [
+        f"{said} **The timed work is not the served one**: it decodes {benchmark.work.num_tokens} tokens a "
+        f"request, the evaluated answers have {length:.0f} (median), and drafts save another share of the time "
+        f"there; set benchmark.num_tokens nearer to {length:.0f}."
+    ]
 
 
 def count_answers(record: CaseRecord) -> int:

@@ -44,9 +44,11 @@ def render_gate(judgement: Judgement, *, are_here: bool = True) -> str:
     lines = [render_verdicts(judgement)]
     if blocking_verdicts(judgement):
         report = judgement.path.with_name("report.md")
-        rows = {str(report): "every comparison, the plots and the worst flips",
-                "dvc metrics diff": "numbers against the last commit",
-                "make ui": "MLflow: predictions side by side"}  # fmt: skip
+        rows = {
+            str(report): "every comparison, the plots and the worst flips",
+            "dvc metrics diff": "numbers against the last commit",
+            "make ui": "MLflow: predictions side by side",
+        }
         width = max(map(len, rows))
         lines += ["", "look closer:", *(f"  {place:<{width}}  {what}" for place, what in rows.items())]
     if not are_here:
@@ -77,16 +79,22 @@ def _describe_limits(judgement: Judgement, verdicts: list[Verdict]) -> list[str]
     gated = {metric.partition("/")[0] for metric in judgement.policy.tolerances}
     ungated = [name for name in judgement.policy.eval_kinds if name not in gated]
     lines = [f"not gated, as no tolerance is set: {', '.join(ungated)}"] if ungated else []
-    lines += [f"{verdict.candidate}: {note}" for verdict in verdicts for note in verdict.reasons
-              if note.startswith((DECLARED, GAIN_ACCEPTED, UNGATED, UNTIMED))]
+    lines += [
+        f"{verdict.candidate}: {note}"
+        for verdict in verdicts
+        for note in verdict.reasons
+        if note.startswith((DECLARED, GAIN_ACCEPTED, UNGATED, UNTIMED))
+    ]
     return ["", *lines] if lines else []
 
 
 def _row(verdict: Verdict, width: int) -> str:
     outcomes = [c.outcome for c in verdict.comparisons if c.outcome != "reported"]
     num_refused = len(list_refusals(verdict))
-    return (f"{verdict.candidate:<{width}}  {verdict.outcome.upper():<12}  {len(outcomes):>5}  "
-            f"{outcomes.count('fail'):>4}  {outcomes.count('inconclusive'):>12}  {num_refused:>7}")
+    return (
+        f"{verdict.candidate:<{width}}  {verdict.outcome.upper():<12}  {len(outcomes):>5}  "
+        f"{outcomes.count('fail'):>4}  {outcomes.count('inconclusive'):>12}  {num_refused:>7}"
+    )
 
 
 def _why(verdict: Verdict, policy: Policy) -> list[str]:
@@ -94,12 +102,24 @@ def _why(verdict: Verdict, policy: Policy) -> list[str]:
     effect = "blocks the release" if is_blocking(verdict, policy) else f"does not block: {reason}"
     lines = ["", f"{verdict.candidate}: {verdict.outcome}, {effect}"]
     lines += [f"  {reason}" for reason in verdict.reasons if reason.startswith(HEADLINES)]
-    for label, starts in (("refused", REFUSED), ("fail", FAILED), ("inconclusive", UNPROVEN), ("no gain", NO_GAIN),
-                          ("images", UNSOUND)):
-        lines += [f"  {label:<12} {reason.removeprefix('note: ').removeprefix(f'{label}: ')}"
-                  for reason in verdict.reasons if reason.startswith(starts)]
-    shown = [c for outcome in ("fail", "inconclusive") for c in verdict.comparisons
-             if c.outcome == outcome and not is_open_watched(c)]
+    for label, starts in (
+        ("refused", REFUSED),
+        ("fail", FAILED),
+        ("inconclusive", UNPROVEN),
+        ("no gain", NO_GAIN),
+        ("images", UNSOUND),
+    ):
+        lines += [
+            f"  {label:<12} {reason.removeprefix('note: ').removeprefix(f'{label}: ')}"
+            for reason in verdict.reasons
+            if reason.startswith(starts)
+        ]
+    shown = [
+        c
+        for outcome in ("fail", "inconclusive")
+        for c in verdict.comparisons
+        if c.outcome == outcome and not is_open_watched(c)
+    ]
     for comparison in shown:
         lines += describe(comparison)
     return lines

@@ -26,11 +26,36 @@ from pipeline.records.fingerprints import read_environment
 from pipeline.records.record_files import Record
 
 # Every package whose version can change an answer; mlflow, dvc and the gate's own are not among them.
-LIBRARIES = ("accelerate", "compressed-tensors", "datasets", "llmcompressor", "lm-eval", "numpy", "safetensors",
-             "tokenizers", "torch", "transformers")  # fmt: skip
+LIBRARIES = (
+    "accelerate",
+    "compressed-tensors",
+    "datasets",
+    "llmcompressor",
+    "lm-eval",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+)
 # The instruction sets that choose another CPU kernel, hence other rounding and another speed.
-INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni",
-                    "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")  # fmt: skip
+INSTRUCTION_SETS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "i8mm",
+    "sve",
+)
 PROOF_TIMEOUT_S = 120
 
 # Runs in a child: importing torch takes seconds, and a broken driver can take the process with it.
@@ -125,23 +150,29 @@ def describe_problems(machine: Machine) -> list[str]:
         return []
     names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
     if machine.torch_build == "cpu":
-        return [f"this machine has a GPU ({names}) but torch is a CPU-only build, so everything runs on the CPU; "
-                "for the GPU: QUANTGATE_TORCH_INDEX=https://download.pytorch.org/whl/cu130 make setup"]  # fmt: skip
+        return [
+            f"this machine has a GPU ({names}) but torch is a CPU-only build, so everything runs on the CPU; "
+            "for the GPU: QUANTGATE_TORCH_INDEX=https://download.pytorch.org/whl/cu130 make setup"
+        ]
     proof = machine.gpu_proof
     if proof is None or proof.error:
         reason = proof.error if proof else "it was not tried"
         return [f"torch ({machine.torch_build}) can't use the GPU ({names}): {reason}; see nvidia-smi"]
     if not proof.devices:
         driver = machine.gpus[0].driver
-        return [f"torch ({machine.torch_build}) sees no GPU, though the machine has {names} with driver {driver}; "
-                "the driver may be older than this build of torch needs"]  # fmt: skip
+        return [
+            f"torch ({machine.torch_build}) sees no GPU, though the machine has {names} with driver {driver}; "
+            "the driver may be older than this build of torch needs"
+        ]
     return [_describe_device(index, device, proof) for index, device in enumerate(proof.devices) if device.error]
 
 
 def _describe_device(index: int, device: ProvedDevice, proof: GpuProof) -> str:
     if not is_architecture_covered(device.capability, proof.architectures):
-        return (f"cuda:{index} is {device.capability}, and this build of torch has kernels for "
-                f"{', '.join(proof.architectures)} only; install a build that lists it")  # fmt: skip
+        return (
+            f"cuda:{index} is {device.capability}, and this build of torch has kernels for "
+            f"{', '.join(proof.architectures)} only; install a build that lists it"
+        )
     return f"allocating on cuda:{index} failed: {device.error}"
 
 
@@ -184,8 +215,10 @@ def read_hardware(device: str) -> dict[str, str]:
     if device != "cpu":
         return {"device": device}
     _, flags = parse_cpuinfo(_read_text(Path("/proc/cpuinfo")))
-    return {"device": f"cpu {platform.machine()}",
-            "instruction_sets": " ".join(name for name in INSTRUCTION_SETS if name in flags)}  # fmt: skip
+    return {
+        "device": f"cpu {platform.machine()}",
+        "instruction_sets": " ".join(name for name in INSTRUCTION_SETS if name in flags),
+    }
 
 
 def read_machine_facts() -> dict[str, Any]:
@@ -204,19 +237,29 @@ def find_gpus() -> tuple[Gpu, ...]:
         if child.returncode == 0:
             return parse_nvidia_smi(child.stdout)
     driver = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", _read_text(Path("/proc/driver/nvidia/version")))
-    names = [re.search(r"Model:\s*(.+)", _read_text(path)) for path in
-             sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]  # fmt: skip
+    names = [
+        re.search(r"Model:\s*(.+)", _read_text(path))
+        for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    ]
     if not names and Path("/dev/nvidia0").exists():
         names = [None]
-    return tuple(Gpu(name=name.group(1).strip() if name else "NVIDIA GPU", memory_mib=0,
-                     driver=driver.group() if driver else "unknown") for name in names)  # fmt: skip
+    return tuple(
+        Gpu(
+            name=name.group(1).strip() if name else "NVIDIA GPU",
+            memory_mib=0,
+            driver=driver.group() if driver else "unknown",
+        )
+        for name in names
+    )
 
 
 def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
     """Read `name, driver, MiB` lines; unified-memory GPUs answer "[N/A]" for the size."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") >= 2]
-    return tuple(Gpu(name=", ".join(row[:-2]), driver=row[-2], memory_mib=int(row[-1]) if row[-1].isdigit() else 0)
-                 for row in rows)  # fmt: skip
+    return tuple(
+        Gpu(name=", ".join(row[:-2]), driver=row[-2], memory_mib=int(row[-1]) if row[-1].isdigit() else 0)
+        for row in rows
+    )
 
 
 def read_torch_build() -> str:

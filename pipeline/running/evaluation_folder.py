@@ -1,8 +1,8 @@
 """The evaluation folder of a candidate that runs in the stage's own processes: made aside, and put in place whole.
 
 Journals beside it keep what is finished of a run that was killed. One process at a time makes it: two would write into
-one folder and one journal. The text product has its own (`pipeline/products/text/evals/evaluate.py`), which asks a server and takes
-over evals of the last run.
+one folder and one journal. The text product has its own (`pipeline/products/text/evals/evaluate.py`), which asks a
+server and takes over evals of the last run.
 """
 
 from __future__ import annotations
@@ -55,19 +55,29 @@ class WorkingFolder:
         records = self.path / f"{name}.jsonl"
         arrays = records.with_suffix(".npz")
         return EvalFile(
-            kind=settings.kind, settings=settings.model_dump(mode="json"), key=key, evalset_digest=evalset.digest,
-            num_cases=len(evalset.cases), records=records.name, sha256=digest_file(records),
+            kind=settings.kind,
+            settings=settings.model_dump(mode="json"),
+            key=key,
+            evalset_digest=evalset.digest,
+            num_cases=len(evalset.cases),
+            records=records.name,
+            sha256=digest_file(records),
             arrays_sha256=digest_file(arrays) if arrays.is_file() else None,
             notes_sha256=digest_file(records.with_suffix(".json")),
-        )  # fmt: skip
+        )
 
     def finish(self, files: dict[str, EvalFile], facts: Facts, *, proof: str) -> Evaluation:
         """Write the index, put the folder in its place, and drop the journals."""
         evaluation = Evaluation(
-            candidate=self._candidate.name, fingerprint=fingerprint(facts),
-            checkpoint_digest=self._candidate.checkpoint.digest, serving=self._candidate.serving, evals=files,
-            served_by=dict(facts), proof=proof, seconds=round(time.monotonic() - self._start, 3),
-        )  # fmt: skip
+            candidate=self._candidate.name,
+            fingerprint=fingerprint(facts),
+            checkpoint_digest=self._candidate.checkpoint.digest,
+            serving=self._candidate.serving,
+            evals=files,
+            served_by=dict(facts),
+            proof=proof,
+            seconds=round(time.monotonic() - self._start, 3),
+        )
         write_record(self.path / "evaluation.json", evaluation)
         replace_folder(self.path, self._target)
         shutil.rmtree(self._journals, ignore_errors=True)

@@ -43,8 +43,9 @@ def lock_journals(build: Path, candidate: str) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise JournalError(f"{path}: expected one evaluation of {candidate!r} at a time, another one runs; wait for it "
-                           "or end it") from None
+        raise JournalError(
+            f"{path}: expected one evaluation of {candidate!r} at a time, another one runs; wait for it or end it"
+        ) from None
     try:
         yield
     finally:

@@ -58,14 +58,21 @@ def list_other_formats(network: nn.Module, call: Callable[[], Any]) -> list[str]
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if (isinstance(output, torch.Tensor) and output.ndim == 4 and name not in found
-                    and not output.is_contiguous(memory_format=torch.channels_last)):  # fmt: skip
+            if (
+                isinstance(output, torch.Tensor)
+                and output.ndim == 4
+                and name not in found
+                and not output.is_contiguous(memory_format=torch.channels_last)
+            ):
                 found.append(name)
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in network.named_modules()
-               if not list(module.children())]  # fmt: skip
+    handles = [
+        module.register_forward_hook(watch(name))
+        for name, module in network.named_modules()
+        if not list(module.children())
+    ]
     try:
         call()
     finally:

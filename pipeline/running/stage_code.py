@@ -74,8 +74,11 @@ def _list_calls(path: Path) -> frozenset[str]:
     """List the names that a file calls as methods."""
     if path.suffix != ".py":
         return frozenset()
-    return frozenset(node.func.attr for node in ast.walk(_parse(path))
-                     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))  # fmt: skip
+    return frozenset(
+        node.func.attr
+        for node in ast.walk(_parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    )
 
 
 def _list_led_to(entry: Path, called: Collection[str], root: Path) -> frozenset[Path]:
@@ -109,9 +112,13 @@ def _find_files(tree: ast.Module, path: Path, root: Path) -> frozenset[Path]:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isprintable():
             names.add(node.value)
-    with_parents = {".".join(parts[:i]) for name in names if (parts := name.split("."))
-                    for i in range(1, len(parts) + 1) if find_module(name, root)
-                    or find_module(name.rpartition(".")[0], root)}  # fmt: skip
+    with_parents = {
+        ".".join(parts[:i])
+        for name in names
+        if (parts := name.split("."))
+        for i in range(1, len(parts) + 1)
+        if find_module(name, root) or find_module(name.rpartition(".")[0], root)
+    }
     found = {find_module(name, root) for name in with_parents}
     found.update(file for name in names if "/" not in name for file in _list_data(path.parent, name))
     return frozenset(file for file in found if file is not None and file != path)

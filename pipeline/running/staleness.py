@@ -52,8 +52,12 @@ def read_commands(root: Path) -> dict[str, list[str]]:
     Raises:
         EvidenceError: DVC can't say.
     """
-    return _ask(root, lambda repo: {_name(stage): stage.cmd if isinstance(stage.cmd, list) else [str(stage.cmd)]
-                                    for stage in repo.index.stages})
+    return _ask(
+        root,
+        lambda repo: {
+            _name(stage): stage.cmd if isinstance(stage.cmd, list) else [str(stage.cmd)] for stage in repo.index.stages
+        },
+    )
 
 
 def _ask(root: Path, question: Callable[[Repo], T]) -> T:
@@ -62,8 +66,10 @@ def _ask(root: Path, question: Callable[[Repo], T]) -> T:
             return question(repo)
     except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
         said = " ".join(str(error).split())
-        raise EvidenceError(f"{root / _STAGES}: expected stages that DVC can compare with {_LOCK}, got "
-                            f"{type(error).__name__}: {said}; run `dvc status`") from error
+        raise EvidenceError(
+            f"{root / _STAGES}: expected stages that DVC can compare with {_LOCK}, got "
+            f"{type(error).__name__}: {said}; run `dvc status`"
+        ) from error
 
 
 def _find_stale(repo: Repo, runs_here: Collection[str]) -> dict[str, list[str]]:
@@ -122,8 +128,11 @@ def _find_redefined(stage: PipelineStage, entry: Entry) -> Iterator[str]:
     if stage.cmd != entry.get("cmd"):
         yield f"cmd is {stage.cmd!r}, {_LOCK} has {entry.get('cmd')!r}"
     watched = [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
-    lists = {"deps": [dep.def_path for dep in stage.deps if dep not in watched],
-             "outs": [out.def_path for out in stage.outs], "params": [dep.def_path for dep in watched]}  # fmt: skip
+    lists = {
+        "deps": [dep.def_path for dep in stage.deps if dep not in watched],
+        "outs": [out.def_path for out in stage.outs],
+        "params": [dep.def_path for dep in watched],
+    }
     recorded = {part: [item["path"] for item in entry.get(part, [])] for part in ("deps", "outs")}
     recorded["params"] = list(entry.get("params", {}))
     for part, names in lists.items():

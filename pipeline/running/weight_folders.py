@@ -42,7 +42,7 @@ def read_config_file(path: Path, what: str, *, if_missing: str) -> dict[str, Any
 
 def describe_weights(
     folder: Path, tensors: Iterable[TensorInfo], *, root: Path, kind: str, format: str, parent_digest: str | None = None
-) -> Checkpoint:  # fmt: skip
+) -> Checkpoint:
     """Describe a folder of unpacked weights as a record.
 
     Args:
@@ -61,7 +61,12 @@ def describe_weights(
     absolute, base = folder.resolve(), root.resolve()
     return Checkpoint(
         path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
-        kind=kind, format=format, dtype=_DTYPES.get(main, main),
-        num_parameters=sum(info.num_elements for info in stored), num_bytes=sum(info.num_bytes for info in stored),
-        digest=digest_json(files := digest_files(folder)), files=files, parent_digest=parent_digest,
-    )  # fmt: skip
+        kind=kind,
+        format=format,
+        dtype=_DTYPES.get(main, main),
+        num_parameters=sum(info.num_elements for info in stored),
+        num_bytes=sum(info.num_bytes for info in stored),
+        digest=digest_json(files := digest_files(folder)),
+        files=files,
+        parent_digest=parent_digest,
+    )

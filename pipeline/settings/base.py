@@ -1,7 +1,7 @@
 """What the settings of every product share: strictness, the gate's section, and how a product is put together.
 
-A product is what a team ships and gates on its own, with a reference, candidates, evals and a gate. Each kind of product
-has its own file of settings; `params.py` reads params.yaml and holds them together.
+A product is what a team ships and gates on its own, with a reference, candidates, evals and a gate. Each kind of
+product has its own file of settings; `params.py` reads params.yaml and holds them together.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class Tolerance(Settings):
     def find_too_high(self) -> list[str]:
         """Return what is wrong for a metric of which 1 is all there is, one line each, starting with the key."""
         limits = {"overall": self.overall} | {f"buckets.{name}": limit for name, limit in self.buckets.items()}
-        return [f"{key}: expected less than 1 (0.03 is 3 points, of a perplexity 3 %), got {limit:g}"
-                for key, limit in limits.items() if limit is not None and limit >= 1]
+        return [
+            f"{key}: expected less than 1 (0.03 is 3 points, of a perplexity 3 %), got {limit:g}"
+            for key, limit in limits.items()
+            if limit is not None and limit >= 1
+        ]
 
 
 class Loosened(Settings):
@@ -108,20 +111,27 @@ class Product(Settings):
 
 def find_product_problems(product: Product) -> list[str]:
     """Return what is wrong with the names of a product, one line each, starting with the key's path."""
-    problems = [f"evals.{name}: a name is lower-case letters, digits, dashes and underscores"
-                for name in product.evals if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)]
+    problems = [
+        f"evals.{name}: a name is lower-case letters, digits, dashes and underscores"
+        for name in product.evals
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)
+    ]
     known = ", ".join(product.candidates)
     if product.reference not in product.candidates:
         problems.append(f"reference: expected one of the candidates ({known}), got {product.reference!r}")
     if product.reference in product.candidates and product.candidates[product.reference].steps:
-        problems.append(f"candidates.{product.reference}.steps: expected none, as it is the reference: what the steps "
-                        "cost would not show; name a candidate without steps as the reference")
+        problems.append(
+            f"candidates.{product.reference}.steps: expected none, as it is the reference: what the steps "
+            "cost would not show; name a candidate without steps as the reference"
+        )
     for i, name in enumerate(product.release):
         if name not in product.candidates:
             problems.append(f"release.{i}: expected one of the candidates ({known}), got {name!r}")
         if name == product.reference:
-            problems.append(f"release.{i}: {name!r} is the reference, and a comparison with itself proves nothing; "
-                            "name another candidate")
+            problems.append(
+                f"release.{i}: {name!r} is the reference, and a comparison with itself proves nothing; "
+                "name another candidate"
+            )
         if name in product.release[:i]:
             problems.append(f"release.{i}: {name!r} is listed twice; remove one")
     return problems
@@ -131,17 +141,31 @@ def find_metric_problems(product: Product) -> list[str]:
     """Return the tolerances and tripwires that no eval of the product has a metric for or can show, one line each."""
     problems = []
     for section, gating in (("tolerances", True), ("tripwires", False)):
-        metrics = {f"{name}/{m.name}" for name, e in product.evals.items()
-                   for m in METRICS_BY_EVAL_KIND[e.kind] if m.is_gated == gating}
+        metrics = {
+            f"{name}/{m.name}"
+            for name, e in product.evals.items()
+            for m in METRICS_BY_EVAL_KIND[e.kind]
+            if m.is_gated == gating
+        }
         for metric in getattr(product.gate, section):
             if metric not in metrics:
-                problems.append(f"gate.{section}.{metric}: no such metric; the evals give "
-                                + (", ".join(sorted(metrics)) or "none"))
-    problems += [f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
-                 for metric, t in product.gate.tolerances.items() if t.overall is None and not t.buckets]
-    shares = {f"{name}/{m.name}" for name, e in product.evals.items() for m in METRICS_BY_EVAL_KIND[e.kind] if not m.unit}
-    problems += [f"gate.tolerances.{metric}.{problem}" for metric, t in product.gate.tolerances.items()
-                 if metric in shares for problem in t.find_too_high()]
+                problems.append(
+                    f"gate.{section}.{metric}: no such metric; the evals give " + (", ".join(sorted(metrics)) or "none")
+                )
+    problems += [
+        f"gate.tolerances.{metric}: expected `overall`, `buckets` or both, got neither"
+        for metric, t in product.gate.tolerances.items()
+        if t.overall is None and not t.buckets
+    ]
+    shares = {
+        f"{name}/{m.name}" for name, e in product.evals.items() for m in METRICS_BY_EVAL_KIND[e.kind] if not m.unit
+    }
+    problems += [
+        f"gate.tolerances.{metric}.{problem}"
+        for metric, t in product.gate.tolerances.items()
+        if metric in shares
+        for problem in t.find_too_high()
+    ]
     return problems
 
 
@@ -154,10 +178,12 @@ def find_unwatched_evals(product: Product, metric: str, harm: str) -> list[str]:
         harm: what would pass, for the message.
     """
     tolerances = {name: product.gate.tolerances.get(f"{name}/{metric}") for name in product.evals}
-    return [f"gate.tolerances: expected {name}/{metric} with an overall tolerance that can stop a release, found "
-            f"{'an advisory one' if found and found.overall else 'none'}; {harm} must not pass for want of one"
-            for name, found in tolerances.items()
-            if found is None or found.overall is None or found.tier == "advisory"]
+    return [
+        f"gate.tolerances: expected {name}/{metric} with an overall tolerance that can stop a release, found "
+        f"{'an advisory one' if found and found.overall else 'none'}; {harm} must not pass for want of one"
+        for name, found in tolerances.items()
+        if found is None or found.overall is None or found.tier == "advisory"
+    ]
 
 
 def find_repeated_steps(steps: Sequence[Any]) -> list[str]:
@@ -168,9 +194,12 @@ def find_repeated_steps(steps: Sequence[Any]) -> list[str]:
 
 def find_window_problems(steps: Sequence[Any]) -> list[str]:
     """Return the tiling steps whose window has nothing to blend, one line each, starting with the key's path."""
-    return [f"steps.{i}.overlap: expected a pixel or more for window {step.window} to blend, got {step.overlap:g} of a "
-            f"tile of {step.tile}; raise it, or set window: none" for i, step in enumerate(steps)
-            if getattr(step, "window", "none") != "none" and step.tile * step.overlap < 1]  # fmt: skip
+    return [
+        f"steps.{i}.overlap: expected a pixel or more for window {step.window} to blend, got {step.overlap:g} of a "
+        f"tile of {step.tile}; raise it, or set window: none"
+        for i, step in enumerate(steps)
+        if getattr(step, "window", "none") != "none" and step.tile * step.overlap < 1
+    ]
 
 
 def describe_yaml_error(error: Exception) -> str:

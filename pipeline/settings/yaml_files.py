@@ -86,6 +86,7 @@ def check_extent(text: str) -> None:
                 sizes[anchor] = size
             outer, so_far = open_nodes.pop()
             if so_far + size > _MAX_ENTRIES:
-                raise YAMLError(f"line {line}: expected {_MAX_ENTRIES:,} entries at most with every alias written out, "
-                                "got more")
+                raise YAMLError(
+                    f"line {line}: expected {_MAX_ENTRIES:,} entries at most with every alias written out, got more"
+                )
             open_nodes.append((outer, so_far + size))

@@ -27,8 +27,15 @@ def render(folder: Path) -> dict[str, str]:
     """Judge a synthetic release under `folder`, with relative paths, and return the golden texts."""
     os.chdir(folder)
     write_tree(Path("build"), BEHAVIOURS, num_cases=400)
-    rewrite_records(Path("build"), "half-done", "choices", lambda records: [
-        records[0].model_copy(update={"failure": "infrastructure: connection reset", "scores": {}}), *records[1:]])
+    rewrite_records(
+        Path("build"),
+        "half-done",
+        "choices",
+        lambda records: [
+            records[0].model_copy(update={"failure": "infrastructure: connection reset", "scores": {}}),
+            *records[1:],
+        ],
+    )
     params = make_params(list(BEHAVIOURS), ["awq-long", "gptq-short"])
     compared = compare_release(params, Path("build"))
     return {"report.md": render_report(compared), "gate.txt": render_gate(compared.judgement) + "\n"}

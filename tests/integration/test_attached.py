@@ -37,8 +37,10 @@ PROSE = PerplexityEval(kind="perplexity", evalset="e")
 CHOICES = HarnessEval(kind="harness", task="t")
 CALLS = ToolCallsEval(kind="tool_calls", evalset="e")
 TOOLS = TrajectoriesEval(kind="trajectories", evalset="e", max_turns=2, send_tools=True)
-CHAT = {"choices": [{"message": {"content": "yes"}, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 1}}  # fmt: skip
+CHAT = {
+    "choices": [{"message": {"content": "yes"}, "finish_reason": "length"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+}
 
 
 class Endpoint:
@@ -95,10 +97,18 @@ def endpoint() -> Iterator[Endpoint]:
 
 def attach(url: str, evals: dict[str, EvalSettings], timeout_s: float = 5.0, api_key_env: str | None = None) -> str:
     """Attach for these evals; return what the user is told, or "" when the endpoint is ready."""
-    checkpoint = Checkpoint(path="c", kind="llama", format="dense", dtype="float32", num_parameters=1, num_bytes=1,
-                            digest="d")  # fmt: skip
-    serving = ServingConfig(engine="openai", base_url=url, model="m", context_length=CONTEXT,
-                            concurrency=4, max_tokens=8, api_key_env=api_key_env)  # fmt: skip
+    checkpoint = Checkpoint(
+        path="c", kind="llama", format="dense", dtype="float32", num_parameters=1, num_bytes=1, digest="d"
+    )
+    serving = ServingConfig(
+        engine="openai",
+        base_url=url,
+        model="m",
+        context_length=CONTEXT,
+        concurrency=4,
+        max_tokens=8,
+        api_key_env=api_key_env,
+    )
     resources = ResourceSettings(num_servers=1, request_timeout_s=timeout_s, start_timeout_s=5)
     candidate = Candidate(name="there", checkpoint=checkpoint, serving=serving)
 
@@ -140,8 +150,9 @@ def test_every_request_carries_the_key(endpoint: Endpoint, monkeypatch: pytest.M
     assert seen == {"Bearer s3cret"}
     monkeypatch.delenv("SOME_KEY")
     said = attach(url, {"calls": CALLS}, api_key_env="SOME_KEY")
-    assert said == ("candidates.there.engine.api_key_env: expected the key in the environment variable SOME_KEY, found "
-                    "none; set it")
+    assert said == (
+        "candidates.there.engine.api_key_env: expected the key in the environment variable SOME_KEY, found none; set it"
+    )
     server.shutdown()
     server.server_close()
 
@@ -154,7 +165,9 @@ def test_an_endpoint_without_scores_serves_evals_that_chat(endpoint: Endpoint) -
     assert re.fullmatch(
         r"evals\.prose: perplexity needs the log-probabilities of given tokens \(/tokenize, and /v1/completions with "
         r"echo and logprobs\), got: http://.*/v1/completions: HTTP 400: echo is not supported; if the server "
-        r"can't give that, serve candidates\.there\.engine with vLLM, or remove the eval", said)  # fmt: skip
+        r"can't give that, serve candidates\.there\.engine with vLLM, or remove the eval",
+        said,
+    )
 
 
 def test_an_endpoint_without_tokenize_is_told_before_any_case(endpoint: Endpoint) -> None:
@@ -167,8 +180,10 @@ def test_an_endpoint_that_can_not_chat_names_the_eval(endpoint: Endpoint) -> Non
     assert attach(endpoint.url, {"prose": PROSE}) == ""
     said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
     assert "evals.calls: tool_calls needs chat answers (/v1/chat/completions), got: " in said
-    assert said.endswith("HTTP 400: the model has no chat template; if the server can't give that, serve "
-                         "candidates.there.engine with a chat template, or remove the eval")  # fmt: skip
+    assert said.endswith(
+        "HTTP 400: the model has no chat template; if the server can't give that, serve "
+        "candidates.there.engine with a chat template, or remove the eval"
+    )
 
 
 def test_tools_are_asked_for_when_an_eval_sends_them(endpoint: Endpoint) -> None:
@@ -196,9 +211,7 @@ def test_a_server_that_counts_no_prompt_tokens_is_believed(endpoint: Endpoint) -
     assert attach(endpoint.url, {"flows": TOOLS}) == ""
 
 
-def test_a_server_that_samples_is_told_before_any_case(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_samples_is_told_before_any_case(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     words = itertools.count()
 
     def speak(body: dict[str, Any]) -> dict[str, Any]:
@@ -207,17 +220,28 @@ def test_a_server_that_samples_is_told_before_any_case(
 
     monkeypatch.setattr(endpoint, "chat", speak)
     said = attach(endpoint.url, {"prose": PROSE, "calls": CALLS})
-    assert said == ("evals.calls: expected one answer to one request, got 'word 1', then 'word 2'; the server samples "
-                    "as if it ignored temperature 0, or others keep it busy: have it decode greedily, and to itself")
+    assert said == (
+        "evals.calls: expected one answer to one request, got 'word 1', then 'word 2'; the server samples "
+        "as if it ignored temperature 0, or others keep it busy: have it decode greedily, and to itself"
+    )
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"usage": {"prompt_tokens": 3, "completion_tokens": 9}},
-     "expected at most 1 completion tokens, as max_tokens asks, got 9; the server ignores max_tokens: use one that "
-     "obeys it"),
-    ({"model": "other"}, "expected an answer of model 'm', got one of 'other'; the server ignores which model is asked "
-                         "for: correct its name, or serve that model alone"),
-], ids=["max_tokens", "model"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"usage": {"prompt_tokens": 3, "completion_tokens": 9}},
+            "expected at most 1 completion tokens, as max_tokens asks, got 9; the server ignores max_tokens: use one that "
+            "obeys it",
+        ),
+        (
+            {"model": "other"},
+            "expected an answer of model 'm', got one of 'other'; the server ignores which model is asked "
+            "for: correct its name, or serve that model alone",
+        ),
+    ],
+    ids=["max_tokens", "model"],
+)
 def test_a_field_that_was_ignored_is_named_with_the_request(
     endpoint: Endpoint, change: dict[str, Any], said: str
 ) -> None:
@@ -225,13 +249,17 @@ def test_a_field_that_was_ignored_is_named_with_the_request(
     assert attach(endpoint.url, {"calls": CALLS}) == f"evals.calls: {endpoint.url}/v1/chat/completions: {said}"
 
 
-@pytest.mark.parametrize(("longest", "evals", "is_ready"), [
-    (CONTEXT + 2, {"prose": PROSE}, True),
-    (CONTEXT + 1, {"prose": PROSE}, False),
-    (CONTEXT, {"calls": CALLS}, True),  # an answer fits into the context; only scores take two tokens more
-    (CONTEXT - 1, {"calls": CALLS}, False),
-    (None, {"prose": PROSE}, True),
-], ids=["just-fits", "one-short", "just-fits-chat", "one-short-chat", "not-told"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("longest", "evals", "is_ready"),
+    [
+        (CONTEXT + 2, {"prose": PROSE}, True),
+        (CONTEXT + 1, {"prose": PROSE}, False),
+        (CONTEXT, {"calls": CALLS}, True),  # an answer fits into the context; only scores take two tokens more
+        (CONTEXT - 1, {"calls": CALLS}, False),
+        (None, {"prose": PROSE}, True),
+    ],
+    ids=["just-fits", "one-short", "just-fits-chat", "one-short-chat", "not-told"],
+)
 def test_a_context_longer_than_the_servers_is_refused_before_any_case(
     endpoint: Endpoint, longest: int | None, evals: dict[str, EvalSettings], is_ready: bool
 ) -> None:
@@ -252,8 +280,11 @@ def test_nothing_at_the_port_is_told_within_seconds_with_what_to_do() -> None:
         start = time.monotonic()
         said = attach(f"http://127.0.0.1:{bound.getsockname()[1]}/v1", {"calls": CALLS})
     assert time.monotonic() - start < 2
-    assert re.search(r"/v1/models: no connection: .*Connect call failed.*tried 2 times.; expected a running server of "
-                     r"the OpenAI API: start it, or correct candidates\.there\.engine\.base_url$", said)  # fmt: skip
+    assert re.search(
+        r"/v1/models: no connection: .*Connect call failed.*tried 2 times.; expected a running server of "
+        r"the OpenAI API: start it, or correct candidates\.there\.engine\.base_url$",
+        said,
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/v1/completions", "/v1/chat/completions"])
@@ -288,27 +319,61 @@ NONSENSE = {
     "models-a-list": ("/v1/models", ["m"], """/v1/models: expected a list of models, got '["m"]'"""),
     "chat-a-page": ("/v1/chat/completions", PAGE, "/v1/chat/completions: expected JSON, got '<html> <body>not"),
     "chat-empty": ("/v1/chat/completions", b"", "/v1/chat/completions: expected JSON, got nothing"),
-    "chat-another-api": ("/v1/chat/completions", {"hello": 1},
-                         """expected a chat completion with its usage, got '{"hello":1}'"""),
-    "chat-no-usage": ("/v1/chat/completions", {"choices": CHAT["choices"]},
-                      """with its usage, got '{"choices":[{"message":"""),
-    "scores-another-api": ("/v1/completions", {"hello": 1},
-                           """/v1/completions: expected echoed logprobs, got '{"hello":1}'"""),
+    "chat-another-api": (
+        "/v1/chat/completions",
+        {"hello": 1},
+        """expected a chat completion with its usage, got '{"hello":1}'""",
+    ),
+    "chat-no-usage": (
+        "/v1/chat/completions",
+        {"choices": CHAT["choices"]},
+        """with its usage, got '{"choices":[{"message":""",
+    ),
+    "scores-another-api": (
+        "/v1/completions",
+        {"hello": 1},
+        """/v1/completions: expected echoed logprobs, got '{"hello":1}'""",
+    ),
     "scores-of-none": ("/v1/completions", {"choices": []}, "expected echoed logprobs of each sequence (1 sent), got 0"),
-    "scores-not-given": ("/v1/completions", {"choices": [{"index": 0, "text": "x", "logprobs": None}]},
-                         "expected echoed logprobs of 3 tokens, got 'null'"),
-    "scores-not-echoed": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
-                              "token_logprobs": [-1.0], "top_logprobs": [{"token_id:1": -1.0}]}}]},
-                          "expected echoed logprobs of 3 tokens, got those of 1"),
-    "scores-by-text": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
-                           "token_logprobs": [None, -1.0, -1.0], "top_logprobs": [None, {"a": 1}, {"b": 1}]}}]},
-                       """expected echoed logprobs of 3 tokens, got '{"token_logprobs":[null,-1.0,-1.0]"""),
-    "scores-of-no-token": ("/v1/completions", {"choices": [{"index": 0, "logprobs": {
-                               "token_logprobs": [None, -1.0, -1.0],
-                               "top_logprobs": [None, {"token_id:99999999999": -1.0}, {"token_id:1": -1.0}]}}]},
-                           "expected echoed logprobs of 3 tokens, got "),
+    "scores-not-given": (
+        "/v1/completions",
+        {"choices": [{"index": 0, "text": "x", "logprobs": None}]},
+        "expected echoed logprobs of 3 tokens, got 'null'",
+    ),
+    "scores-not-echoed": (
+        "/v1/completions",
+        {"choices": [{"index": 0, "logprobs": {"token_logprobs": [-1.0], "top_logprobs": [{"token_id:1": -1.0}]}}]},
+        "expected echoed logprobs of 3 tokens, got those of 1",
+    ),
+    "scores-by-text": (
+        "/v1/completions",
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "logprobs": {"token_logprobs": [None, -1.0, -1.0], "top_logprobs": [None, {"a": 1}, {"b": 1}]},
+                }
+            ]
+        },
+        """expected echoed logprobs of 3 tokens, got '{"token_logprobs":[null,-1.0,-1.0]""",
+    ),
+    "scores-of-no-token": (
+        "/v1/completions",
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "logprobs": {
+                        "token_logprobs": [None, -1.0, -1.0],
+                        "top_logprobs": [None, {"token_id:99999999999": -1.0}, {"token_id:1": -1.0}],
+                    },
+                }
+            ]
+        },
+        "expected echoed logprobs of 3 tokens, got ",
+    ),
     "tokens-another-api": ("/tokenize", [[1]], "/tokenize: expected token ids for each text (1 sent), got '[[1]]'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("path", "content", "said"), NONSENSE.values(), ids=NONSENSE.keys())

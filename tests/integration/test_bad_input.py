@@ -50,9 +50,16 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("workflows", "tool_calls", "choices", "calibration"):
         shutil.copytree(ROOT / "evalsets" / name, tmp_path / "evalsets" / name)
     # what the other products name is there too, and nothing here changes it
-    for name in ("evalsets/shots", "evalsets/scenes", "evalsets/scenes-calibration", "evalsets/panoramas",
-                 *(f"models/product-shots{part}" for part in ("", "-clip", "-hot-vae")), "models/people",
-                 "models/people-hard", "models/upscaler"):  # fmt: skip
+    for name in (
+        "evalsets/shots",
+        "evalsets/scenes",
+        "evalsets/scenes-calibration",
+        "evalsets/panoramas",
+        *(f"models/product-shots{part}" for part in ("", "-clip", "-hot-vae")),
+        "models/people",
+        "models/people-hard",
+        "models/upscaler",
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
     write_documents(tmp_path / "evalsets/prose", {"prose": [f"A text about crate {i}." for i in range(40)]})
     monkeypatch.chdir(tmp_path)
@@ -69,6 +76,7 @@ def run(stage: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         run_stage(name, stage.main)
     lines = capsys.readouterr().err.splitlines()
     return int(exited.value.code or 0), "\n".join(line for line in lines if line.startswith(f"quantgate {name}: "))
+
 
 OPENAI = "    steps: []\n    engine: {kind: openai,"
 
@@ -140,9 +148,12 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
 
 @pytest.mark.parametrize(("damage", "said"), BAD_PROJECTS.values(), ids=BAD_PROJECTS.keys())
 def test_env_refuses_in_one_line_before_any_work(
-    project: Path, damage: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch,
+    project: Path,
+    damage: Callable[[], None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     damage()
     code, line = run(stages.env, monkeypatch, capsys)
     assert (code, line.count("\n")) == (1, 0)
@@ -223,16 +234,22 @@ def attach(url: str, evals: dict[str, Any]) -> None:
     product = params["products"]["agent"]
     metric = "e/accuracy" if evals["e"]["kind"] == "harness" else "e/perplexity_per_token"
     params["products"]["agent"] = product | {
-        "reference": "agent", "release": ["there"], "evals": evals,
+        "reference": "agent",
+        "release": ["there"],
+        "evals": evals,
         "gate": product["gate"] | {"tolerances": {metric: {"overall": 0.1}}, "tripwires": {}},
-        "benchmark": product["benchmark"] | {"candidates": []}}  # fmt: skip
+        "benchmark": product["benchmark"] | {"candidates": []},
+    }
     params["candidates"]["there"] = params["candidates"]["agent"] | {
-        "engine": {"kind": "openai", "base_url": url, "model": MODEL}}
+        "engine": {"kind": "openai", "base_url": url, "model": MODEL}
+    }
     Path("params.yaml").write_text(json.dumps(params), encoding="utf-8")  # JSON is YAML
-    checkpoint = Checkpoint(path="models/agent", kind="llama", format="dense", dtype="bfloat16", num_parameters=1,
-                            num_bytes=1, digest="d")  # fmt: skip
-    write_record(Path("build/agent/candidates/there/candidate.json"),
-                 BuiltCandidate(name="there", checkpoint=checkpoint))  # fmt: skip
+    checkpoint = Checkpoint(
+        path="models/agent", kind="llama", format="dense", dtype="bfloat16", num_parameters=1, num_bytes=1, digest="d"
+    )
+    write_record(
+        Path("build/agent/candidates/there/candidate.json"), BuiltCandidate(name="there", checkpoint=checkpoint)
+    )
 
 
 PERPLEXITY = {"e": {"kind": "perplexity", "evalset": "evalsets/prose"}}
@@ -248,10 +265,10 @@ BAD_ENDPOINTS: dict[str, tuple[Answer, str]] = {
     ),
     "no-scores": (instead("/v1/completions", 200, {"hello": 1}), "expected echoed logprobs, got '{\"hello\":1}'"),
     "scores-null": (spoil(to_nulls), "expected echoed logprobs of 3 tokens, got log-probabilities that are no"),
-    "top-scores-a-list": (spoil(to_lists), "expected echoed logprobs of 3 tokens, got '{\"token_logprobs\":"),
+    "top-scores-a-list": (spoil(to_lists), 'expected echoed logprobs of 3 tokens, got \'{"token_logprobs":'),
     "no-tokens": (
         instead("/tokenize", 200, {"ids": [1]}),
-        "/tokenize: expected token ids for each text .*, got '{\"ids\":",
+        '/tokenize: expected token ids for each text .*, got \'{"ids":',
     ),
     "too-few-tokens": (instead("/tokenize", 200, {"tokens": [[1]]}), "/tokenize: expected .* for each text .40 sent."),
     "refuses-everything": (instead("/v1/models", 400, {"error": "no"}), "/v1/models: HTTP 400: no"),
@@ -261,9 +278,13 @@ BAD_ENDPOINTS: dict[str, tuple[Answer, str]] = {
 
 @pytest.mark.parametrize(("answer", "said"), BAD_ENDPOINTS.values(), ids=BAD_ENDPOINTS.keys())
 def test_an_endpoint_that_answers_nonsense_ends_the_stage_in_one_line(
-    project: Path, serve: Callable[[Answer], str], answer: Answer, said: str, monkeypatch: pytest.MonkeyPatch,
+    project: Path,
+    serve: Callable[[Answer], str],
+    answer: Answer,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     attach(serve(answer), PERPLEXITY)
     code, line = run(stages.evaluate, monkeypatch, capsys, "there")
     assert (code, line.count("\n")) == (1, 0)
@@ -291,9 +312,14 @@ BAD_TASKS: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize(("old", "new", "said"), BAD_TASKS.values(), ids=BAD_TASKS.keys())
 def test_a_task_that_lm_eval_can_not_run_is_one_line(
-    project: Path, serve: Callable[[Answer], str], old: str, new: str, said: str, monkeypatch: pytest.MonkeyPatch,
+    project: Path,
+    serve: Callable[[Answer], str],
+    old: str,
+    new: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     attach(serve(answer_well), {"e": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"}})
     edit("evalsets/choices/choices.yaml", re.escape(old), new)
     code, line = run(stages.evaluate, monkeypatch, capsys, "there")
@@ -329,11 +355,16 @@ def test_a_stage_is_given_one_name_that_is_in_the_settings(
     project: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     what = "candidate" if stage in STAGES_OF_A_CANDIDATE else "product"
-    known = "candidates: expected one of agent, agent-again, " if what == "candidate" else (
-        "products: expected agent or shots or people or upscaler, got")
-    for argv, said in (((), f"expected the name of one {what}, got ''"),
-                       (("agent", "shots"), f"expected the name of one {what}, got 'agent shots'"),
-                       (("none",), known)):  # fmt: skip
+    known = (
+        "candidates: expected one of agent, agent-again, "
+        if what == "candidate"
+        else ("products: expected agent or shots or people or upscaler, got")
+    )
+    for argv, said in (
+        ((), f"expected the name of one {what}, got ''"),
+        (("agent", "shots"), f"expected the name of one {what}, got 'agent shots'"),
+        (("none",), known),
+    ):
         code, line = run(stage, monkeypatch, capsys, *argv)
         assert (code, line.count("\n")) == (1, 0) and said in line, line
     assert not Path("build").exists()

@@ -30,7 +30,8 @@ def write_checkpoint(folder: Path) -> Path:
     write_tiny_llama(folder, initializer_range=0.2)
     tokenizer = load_tokenizer(folder)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.bos_token_id)])  # fmt: skip
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.bos_token_id)]
+    )
     tokenizer.chat_template = BOS + tokenizer.chat_template
     tokenizer.save_pretrained(folder)
     return folder
@@ -42,10 +43,18 @@ async def ask(folder: Path, root: Path) -> tuple[list[Any], list[list[int]]]:
     async with starting as (engine, client):
         settings = PerplexityEval(kind="perplexity", evalset="set")
         context = EvalContext(
-            name="e", settings=settings, evalset=load_evalset(root / "set"), client=client,
-            journal=Journal(root / "journal", fingerprint=engine.fingerprint, key="k"), checkpoint=folder, folder=root,
-            concurrency=4, max_tokens=8, context_length=32, fingerprint=engine.fingerprint,
-        )  # fmt: skip
+            name="e",
+            settings=settings,
+            evalset=load_evalset(root / "set"),
+            client=client,
+            journal=Journal(root / "journal", fingerprint=engine.fingerprint, key="k"),
+            checkpoint=folder,
+            folder=root,
+            concurrency=4,
+            max_tokens=8,
+            context_length=32,
+            fingerprint=engine.fingerprint,
+        )
         records = await perplexity.evaluate(context)
         # as another engine's client asks: without lists of texts, which vLLM does not take
         async with Client(engine.base_urls, client.model, concurrency=4, timeout_s=60) as other:

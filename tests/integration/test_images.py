@@ -40,24 +40,38 @@ CANDIDATES: dict[str, Any] = {
     "hot": ("models/product-shots-hot-vae", [HALF]),
     "fixed": ("models/product-shots-hot-vae", [{"kind": "vae_range_fix", "num_prompts": NUM_PROMPTS}, HALF]),
     "bf16": ("models/product-shots-hot-vae", [{"kind": "vae_precision", "dtype": "bfloat16"}]),
-    "guided": ("models/product-shots", [{"kind": "guidance", "scale": 12,
-                                         "by_category": {"background/white": {"scale": 5}}}]),
+    "guided": (
+        "models/product-shots",
+        [{"kind": "guidance", "scale": 12, "by_category": {"background/white": {"scale": 5}}}],
+    ),
     "half-unet": ("models/product-shots", [{"kind": "unet_precision", "dtype": "bfloat16"}]),
     "laid-out": ("models/product-shots", [{"kind": "channels_last", "parts": ["unet", "vae"]}]),
     "wild": ("models/wild", []),
-}  # fmt: skip
+}
 
 
 def make_track(names: list[str], **changes: Any) -> ImagesProduct:
-    return ImagesProduct.model_validate({
-        "reference": "shots", "release": names[-1:],
-        "candidates": {name: {"checkpoint": CANDIDATES[name][0], "steps": CANDIDATES[name][1]} for name in names},
-        "sampling": {"num_inference_steps": 6, "guidance": {"scale": 5}, "batch_size": 4, "num_workers": 1,
-                     "num_threads": 1},
-        "evals": {"shots": {"kind": "images", "evalset": "evalsets/few", "clip": "models/product-shots-clip"}},
-        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
-            "shots/sound_image_rate": {"overall": 0.02}, "shots/decode_ssim": {"overall": 0.01}}},
-    } | changes)  # fmt: skip
+    return ImagesProduct.model_validate(
+        {
+            "reference": "shots",
+            "release": names[-1:],
+            "candidates": {name: {"checkpoint": CANDIDATES[name][0], "steps": CANDIDATES[name][1]} for name in names},
+            "sampling": {
+                "num_inference_steps": 6,
+                "guidance": {"scale": 5},
+                "batch_size": 4,
+                "num_workers": 1,
+                "num_threads": 1,
+            },
+            "evals": {"shots": {"kind": "images", "evalset": "evalsets/few", "clip": "models/product-shots-clip"}},
+            "gate": {
+                "alpha": 0.05,
+                "on_inconclusive": "block",
+                "tolerances": {"shots/sound_image_rate": {"overall": 0.02}, "shots/decode_ssim": {"overall": 0.01}},
+            },
+        }
+        | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +109,11 @@ def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
     assert proof["max_difference"] < 1e-3 and min(proof["headroom_bits_after"].values()) >= 2
     compared = compare_release(product, project / "build")
     verdicts = {v.candidate: v for v in compared.judgement.verdicts}
-    assert any(f"{broken:.0f} of {NUM_PROMPTS} raw decodes hold NaN or infinity" in reason
-               and "first overflows in 'up_blocks." in reason for reason in verdicts["hot"].reasons)  # fmt: skip
+    assert any(
+        f"{broken:.0f} of {NUM_PROMPTS} raw decodes hold NaN or infinity" in reason
+        and "first overflows in 'up_blocks." in reason
+        for reason in verdicts["hot"].reasons
+    )
     assert verdicts["hot"].outcome != "pass"
     assert "first overflows in" in render_report(compared)
     released = compared.judgement.policy.model_copy(update={"release": ("hot",)})
@@ -143,7 +160,8 @@ def test_number_and_memory_formats_are_what_runs_and_their_costs_are_told(
     candidate = read_image_candidate(project / "build", "laid-out", product)
     assert candidate.serving.channels_last == ("vae",)
     assert [(f.layer, "it takes 1.000 (0.900 to 1.100) of the time" in f.reason) for f in candidate.fallbacks] == [
-        ("unet", True)]
+        ("unet", True)
+    ]
     assert max(abs(a.scores["ssim"] - 1) for a in laid_out) < 1e-6
     report = render_report(compare_release(product, project / "build"))
     assert "Channels-last is kept for the vae: it takes 0.800 (0.780 to 0.820) of the time" in report
@@ -180,10 +198,13 @@ def test_weights_that_were_changed_after_the_build_are_not_evaluated(project: Pa
         evaluate_images(read_image_candidate(build, "hot", product), product, root=project, build=build)
 
 
-@pytest.mark.parametrize(("part", "tensor"), [
-    ("text_encoder_2", "text_model.encoder.layers.0.self_attn.q_proj.weight"),
-    ("unet", "conv_out.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "tensor"),
+    [
+        ("text_encoder_2", "text_model.encoder.layers.0.self_attn.q_proj.weight"),
+        ("unet", "conv_out.weight"),
+    ],
+)
 def test_a_missing_tensor_is_not_filled_with_random_numbers(
     project: Path, tmp_path: Path, part: str, tensor: str
 ) -> None:
@@ -235,15 +256,22 @@ def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Pa
 
 
 def test_a_reference_that_draws_nothing_proves_nothing(project: Path) -> None:
-    product = make_track(["shots", "hot"], reference="wild-reference", candidates={
-        "wild-reference": {"checkpoint": "models/product-shots-hot-vae", "steps": []},
-        "hot": {"checkpoint": "models/product-shots", "steps": [HALF]}})  # fmt: skip
+    product = make_track(
+        ["shots", "hot"],
+        reference="wild-reference",
+        candidates={
+            "wild-reference": {"checkpoint": "models/product-shots-hot-vae", "steps": []},
+            "hot": {"checkpoint": "models/product-shots", "steps": [HALF]},
+        },
+    )
     for name in product.candidates:
         run(project, product, name)
     path = project / "build/evaluations/wild-reference"
     records = read_cases(path / "shots.jsonl")
-    broken = [r.model_copy(update={"scores": r.scores | {"sound": 0.0, "black": 1.0}}) if i == 0 else r
-              for i, r in enumerate(records)]  # fmt: skip
+    broken = [
+        r.model_copy(update={"scores": r.scores | {"sound": 0.0, "black": 1.0}}) if i == 0 else r
+        for i, r in enumerate(records)
+    ]
     write_cases(path / "shots.jsonl", broken)
     evaluation = json.loads((path / "evaluation.json").read_text())
     evaluation["evals"]["shots"]["sha256"] = digest_file(path / "shots.jsonl")
@@ -270,8 +298,11 @@ def test_after_sigkill_no_worker_is_left(project: Path) -> None:
     build_image_candidate("shots", product, root=project, build=project / "build")
     script = project / "stage.py"
     script.write_text(STAGE)
-    stage = subprocess.Popen([sys.executable, str(script), str(project), product.model_dump_json()], cwd=ROOT,
-                             env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    stage = subprocess.Popen(
+        [sys.executable, str(script), str(project), product.model_dump_json()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     deadline = time.monotonic() + 60
     while not (workers := list_descendants(stage.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -295,20 +326,43 @@ Damage = Callable[[Path], Any]
 SHOTS = {"checkpoint": "models/product-shots", "steps": []}
 
 
-@pytest.mark.parametrize(("steps", "said"), [
-    pytest.param([{"kind": "vae_tiling", "tile": 64, "overlap": 0, "window": "none"}],
-                 "steps.0.tile: expected less than the images' 64 pixels", id="tile-as-large-as-the-image"),
-    pytest.param([{"kind": "vae_tiling", "tile": 30, "overlap": 0, "window": "none"}],
-                 "and a multiple of 4, got 30", id="tile-between-latent-pixels"),
-    pytest.param([{"kind": "vae_tiling", "tile": 32, "overlap": 0.1, "window": "hann"}],
-                 "steps.0.overlap: expected a latent pixel (4 pixels) or more for window hann to blend, got 0.1 of a "
-                 "tile of 32; raise it, or set window: none", id="overlap-below-a-latent-pixel"),
-    pytest.param([{"kind": "guidance", "scale": 5, "by_category": {
-        "background/white": {"scale": 9}, "finish/glossy": {"scale": 2}}}],
-        "expected one guidance for a prompt, got those of", id="two-guidances"),
-    pytest.param([{"kind": "guidance", "scale": 5, "by_category": {"metal": {"scale": 9}}}],
-                 "by_category.metal: the evalsets have no such bucket", id="no-such-category"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        pytest.param(
+            [{"kind": "vae_tiling", "tile": 64, "overlap": 0, "window": "none"}],
+            "steps.0.tile: expected less than the images' 64 pixels",
+            id="tile-as-large-as-the-image",
+        ),
+        pytest.param(
+            [{"kind": "vae_tiling", "tile": 30, "overlap": 0, "window": "none"}],
+            "and a multiple of 4, got 30",
+            id="tile-between-latent-pixels",
+        ),
+        pytest.param(
+            [{"kind": "vae_tiling", "tile": 32, "overlap": 0.1, "window": "hann"}],
+            "steps.0.overlap: expected a latent pixel (4 pixels) or more for window hann to blend, got 0.1 of a "
+            "tile of 32; raise it, or set window: none",
+            id="overlap-below-a-latent-pixel",
+        ),
+        pytest.param(
+            [
+                {
+                    "kind": "guidance",
+                    "scale": 5,
+                    "by_category": {"background/white": {"scale": 9}, "finish/glossy": {"scale": 2}},
+                }
+            ],
+            "expected one guidance for a prompt, got those of",
+            id="two-guidances",
+        ),
+        pytest.param(
+            [{"kind": "guidance", "scale": 5, "by_category": {"metal": {"scale": 9}}}],
+            "by_category.metal: the evalsets have no such bucket",
+            id="no-such-category",
+        ),
+    ],
+)
 def test_a_step_that_the_files_contradict_is_told_before_any_work(project: Path, steps: Any, said: str) -> None:
     product = make_track(["shots", "hot"], candidates={"shots": SHOTS, "hot": SHOTS | {"steps": steps}})
     with pytest.raises(QuantgateError) as caught:
@@ -320,8 +374,10 @@ def test_a_candidate_of_another_size_is_told_before_any_work(project: Path, tmp_
     shutil.copytree(project / "models", tmp_path / "models")
     (tmp_path / "evalsets").symlink_to(project / "evalsets")
     rewrite("unet/config.json", sample_size=12)(tmp_path / "models/product-shots-hot-vae")
-    with pytest.raises(QuantgateError, match="expected images as the reference draws them, 64 pixels from 4 latent "
-                       "channels, got 48 from 4"):  # fmt: skip
+    with pytest.raises(
+        QuantgateError,
+        match="expected images as the reference draws them, 64 pixels from 4 latent channels, got 48 from 4",
+    ):
         check_images(make_track(["shots", "hot"]), tmp_path)
 
 
@@ -343,30 +399,59 @@ def rewrite(path: str, **changes: Any) -> Damage:
     return damage
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    pytest.param(lambda f: shutil.rmtree(f), "expected a pipeline folder, found none", id="no-folder"),
-    pytest.param(lambda f: (f / "model_index.json").unlink(),
-                 "model_index.json: expected a diffusers pipeline folder's index, found no file", id="no-index"),
-    pytest.param(lambda f: (f / "model_index.json").write_text("{"), "got no JSON", id="index-no-json"),
-    pytest.param(rewrite("model_index.json", vae=None), "expected a component 'vae', found", id="component-unnamed"),
-    pytest.param(rewrite("model_index.json", _class_name="FluxPipeline"),
-                 "_class_name: expected a pipeline from text to an image with a U-Net", id="another-kind"),
-    pytest.param(lambda f: (f / VAE_WEIGHTS).rename(f / "vae/diffusion_pytorch_model.fp16.safetensors"),
-                 "found diffusion_pytorch_model.fp16.safetensors; save the component again in one file", id="variant"),
-    pytest.param(rewrite("unet/config.json", sample_size=[16, 24]), "images that are not square", id="not-square"),
-    pytest.param(lambda f: shutil.rmtree(f / "unet"), "unet: expected the component that", id="component-missing"),
-    pytest.param(lambda f: (f / VAE_WEIGHTS).rename(f / "vae/diffusion_pytorch_model.bin"),
-                 "expected safetensors weights, found pickle weights 'diffusion_pytorch_model.bin'", id="pickle"),
-    pytest.param(lambda f: (f / VAE_WEIGHTS).write_bytes(b"x" * 99),
-                 "not a safetensors file, or cut short at 99 bytes", id="weights-cut"),
-    pytest.param(rewrite("scheduler/scheduler_config.json", guidence=3, thresholdin=True), "scheduler_config.json: "
-                 "guidence: expected an option of DPMSolverMultistepScheduler, which would ignore this one; remove it",
-                 id="scheduler-option"),
-    pytest.param(rewrite("scheduler/scheduler_config.json", thresholdin=True), "did you mean 'thresholding'?",
-                 id="scheduler-option-misspelt"),
-    pytest.param(rewrite("scheduler/scheduler_config.json", _class_name="MyScheduler"),
-                 "_class_name: expected a scheduler of diffusers, got 'MyScheduler'", id="scheduler-unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(lambda f: shutil.rmtree(f), "expected a pipeline folder, found none", id="no-folder"),
+        pytest.param(
+            lambda f: (f / "model_index.json").unlink(),
+            "model_index.json: expected a diffusers pipeline folder's index, found no file",
+            id="no-index",
+        ),
+        pytest.param(lambda f: (f / "model_index.json").write_text("{"), "got no JSON", id="index-no-json"),
+        pytest.param(
+            rewrite("model_index.json", vae=None), "expected a component 'vae', found", id="component-unnamed"
+        ),
+        pytest.param(
+            rewrite("model_index.json", _class_name="FluxPipeline"),
+            "_class_name: expected a pipeline from text to an image with a U-Net",
+            id="another-kind",
+        ),
+        pytest.param(
+            lambda f: (f / VAE_WEIGHTS).rename(f / "vae/diffusion_pytorch_model.fp16.safetensors"),
+            "found diffusion_pytorch_model.fp16.safetensors; save the component again in one file",
+            id="variant",
+        ),
+        pytest.param(rewrite("unet/config.json", sample_size=[16, 24]), "images that are not square", id="not-square"),
+        pytest.param(lambda f: shutil.rmtree(f / "unet"), "unet: expected the component that", id="component-missing"),
+        pytest.param(
+            lambda f: (f / VAE_WEIGHTS).rename(f / "vae/diffusion_pytorch_model.bin"),
+            "expected safetensors weights, found pickle weights 'diffusion_pytorch_model.bin'",
+            id="pickle",
+        ),
+        pytest.param(
+            lambda f: (f / VAE_WEIGHTS).write_bytes(b"x" * 99),
+            "not a safetensors file, or cut short at 99 bytes",
+            id="weights-cut",
+        ),
+        pytest.param(
+            rewrite("scheduler/scheduler_config.json", guidence=3, thresholdin=True),
+            "scheduler_config.json: "
+            "guidence: expected an option of DPMSolverMultistepScheduler, which would ignore this one; remove it",
+            id="scheduler-option",
+        ),
+        pytest.param(
+            rewrite("scheduler/scheduler_config.json", thresholdin=True),
+            "did you mean 'thresholding'?",
+            id="scheduler-option-misspelt",
+        ),
+        pytest.param(
+            rewrite("scheduler/scheduler_config.json", _class_name="MyScheduler"),
+            "_class_name: expected a scheduler of diffusers, got 'MyScheduler'",
+            id="scheduler-unknown",
+        ),
+    ],
+)
 def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
     project: Path, tmp_path: Path, damage: Damage, said: str
 ) -> None:
@@ -379,9 +464,14 @@ def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    pytest.param(rewrite("unet/config.json", in_channels=5), "expected a pipeline that diffusers", id="other-shape"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(
+            rewrite("unet/config.json", in_channels=5), "expected a pipeline that diffusers", id="other-shape"
+        ),
+    ],
+)
 def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: Path, damage: Damage, said: str) -> None:
     shutil.copytree(project / "models", tmp_path / "models")
     (tmp_path / "evalsets").symlink_to(project / "evalsets")
@@ -391,12 +481,15 @@ def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: P
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("line", "said"), [
-    pytest.param("", "cases.jsonl:3: expected a case, found an empty line; remove it", id="empty-line"),
-    pytest.param({"prompt": "  "}, "cases.jsonl:3: prompt: expected words", id="blank-prompt"),
-    pytest.param({"id": "../out"}, "cases.jsonl:3: id: expected letters, digits", id="id-is-a-path"),
-    pytest.param({"seed": -1}, "cases.jsonl:3: seed: ", id="seed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        pytest.param("", "cases.jsonl:3: expected a case, found an empty line; remove it", id="empty-line"),
+        pytest.param({"prompt": "  "}, "cases.jsonl:3: prompt: expected words", id="blank-prompt"),
+        pytest.param({"id": "../out"}, "cases.jsonl:3: id: expected letters, digits", id="id-is-a-path"),
+        pytest.param({"seed": -1}, "cases.jsonl:3: seed: ", id="seed"),
+    ],
+)
 def test_a_malformed_prompt_is_named_with_its_line(project: Path, tmp_path: Path, line: Any, said: str) -> None:
     (tmp_path / "models").symlink_to(project / "models")
     shutil.copytree(project / "evalsets", tmp_path / "evalsets")

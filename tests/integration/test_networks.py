@@ -95,6 +95,7 @@ class Here:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluate without other processes, which take seconds to start."""
+
     @contextmanager
     def start(load: Callable[[Any], Any], order: Any, _num: int, *, died: str) -> Iterator[Here]:
         monkeypatch.setattr(worker_pool, "_loaded", [load(order)])
@@ -130,8 +131,11 @@ def read_notes(root: Path, product: VisionProduct, name: str) -> dict[str, Any]:
 def list_results(root: Path, product: VisionProduct, name: str) -> dict[str, str]:
     """Return the digests of all that an evaluation found: not of what it cost."""
     folder = root / BUILDS[product.name] / "evaluations" / name
-    return {path.relative_to(folder).as_posix(): digest_file(path) for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.suffix != ".json"}  # fmt: skip
+    return {
+        path.relative_to(folder).as_posix(): digest_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".json"
+    }
 
 
 def edit(root: Path, file: str, old: str, new: str) -> None:
@@ -146,10 +150,13 @@ def say(error: pytest.ExceptionInfo[Exception]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("make", "name"), [
-    (make_detector, "half"),
-    (make_upscaler, "tiled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (make_detector, "half"),
+        (make_upscaler, "tiled"),
+    ],
+)
 def test_processes_find_byte_for_byte_what_one_does(
     project: Path, make: Callable[..., VisionProduct], name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -194,16 +201,18 @@ def test_a_kill_half_way_loses_no_finished_picture_and_leaves_no_worker(
 ) -> None:
     """Each batch leaves a line in a file: those that were journaled leave none after the kill."""
     calls = project / "calls.txt"
-    slow = (f"\n    import time\n    open({str(calls)!r}, 'a').write('call\\n')\n    time.sleep(0.3)"
-            "\n    cell = config")  # fmt: skip
+    slow = f"\n    import time\n    open({str(calls)!r}, 'a').write('call\\n')\n    time.sleep(0.3)\n    cell = config"
     edit(project, DETECTOR_FILE, "\n    cell = config", slow)
     product = make_detector()
     journal = project / "build/detector/journal/squares/squares.jsonl"
     build(project, product, "squares")
     script = project / "stage.py"
     script.write_text(STAGE)
-    stage = subprocess.Popen([sys.executable, str(script), str(project), product.model_dump_json()], cwd=ROOT,
-                             env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    stage = subprocess.Popen(
+        [sys.executable, str(script), str(project), product.model_dump_json()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and not (journal.is_file() and journal.read_text().count("\n") >= 8):
         time.sleep(0.02)
@@ -238,19 +247,43 @@ def change_picture(root: Path) -> None:
     Image.fromarray(np.full((32, 32, 3), 7, dtype=np.uint8)).save(root / "evalsets/squares/images/03.png")
 
 
-@pytest.mark.parametrize(("damage", "error", "said"), [
-    pytest.param(swap_weights, EngineError, "detector/squares: expected the files that candidate 'half' was built of, "
-                 "model.safetensors differs; run `dvc repro` to build it again", id="weights"),
-    pytest.param(lambda root: edit(root, DETECTOR_FILE, "bright", "very bright"), EngineError, "adapter.py: expected "
-                 "the adapter that candidate 'half' was built with, found another; run `dvc repro`", id="adapter"),
-    pytest.param(lambda root: edit(root, "detector/squares/config.json", "0.3", "0.4"), EngineError,
-                 "was built of, config.json differs", id="config"),
-    pytest.param(change_picture, EvalsetError, "images/03.png: expected sha256 ", id="picture"),
-    pytest.param(lambda root: (root / "evalsets/squares/images/03.png").unlink(), EvalsetError,
-                 "images/03.png: expected a picture", id="no-picture"),
-    pytest.param(lambda root: edit(root, "evalsets/squares/cases.jsonl", '"area": 64', '"area": 65'), EvalsetError,
-                 "cases.jsonl: the card says sha256 ", id="annotation"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "error", "said"),
+    [
+        pytest.param(
+            swap_weights,
+            EngineError,
+            "detector/squares: expected the files that candidate 'half' was built of, "
+            "model.safetensors differs; run `dvc repro` to build it again",
+            id="weights",
+        ),
+        pytest.param(
+            lambda root: edit(root, DETECTOR_FILE, "bright", "very bright"),
+            EngineError,
+            "adapter.py: expected the adapter that candidate 'half' was built with, found another; run `dvc repro`",
+            id="adapter",
+        ),
+        pytest.param(
+            lambda root: edit(root, "detector/squares/config.json", "0.3", "0.4"),
+            EngineError,
+            "was built of, config.json differs",
+            id="config",
+        ),
+        pytest.param(change_picture, EvalsetError, "images/03.png: expected sha256 ", id="picture"),
+        pytest.param(
+            lambda root: (root / "evalsets/squares/images/03.png").unlink(),
+            EvalsetError,
+            "images/03.png: expected a picture",
+            id="no-picture",
+        ),
+        pytest.param(
+            lambda root: edit(root, "evalsets/squares/cases.jsonl", '"area": 64', '"area": 65'),
+            EvalsetError,
+            "cases.jsonl: the card says sha256 ",
+            id="annotation",
+        ),
+    ],
+)
 def test_what_changed_after_the_build_is_not_evaluated(
     project: Path, here: None, damage: Damage, error: type[QuantgateError], said: str
 ) -> None:
@@ -276,18 +309,42 @@ def test_what_was_finished_before_a_picture_was_changed_is_kept(project: Path, h
     assert len(evaluate(project, product, "half")) == NUM_PICTURES
 
 
-@pytest.mark.parametrize(("old", "new", "said"), [
-    pytest.param("import torch\n", "import torch\nimport no_such_package\n", "adapter.py: the adapter can't be "
-                 "imported: ModuleNotFoundError: No module named 'no_such_package' (line 3)", id="import-error"),
-    pytest.param("def build(config):", "def build(config:", "adapter.py: the adapter can't be imported: SyntaxError: "
-                 "'(' was never closed (line 17)", id="syntax-error"),
-    pytest.param("def postprocess", "def finish", "adapter.py: expected the functions build, preprocess, postprocess, "
-                 "found no postprocess", id="missing-function"),
-    pytest.param("return Squares(config)", "return None", "adapter.py: build() returned 'NoneType', expected a "
-                 "torch.nn.Module", id="no-module"),
-    pytest.param("return Squares(config)", "return Squares(config['no'])", "adapter.py: build() failed: KeyError: 'no' "
-                 "(line 18); correct the adapter", id="build-fails"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        pytest.param(
+            "import torch\n",
+            "import torch\nimport no_such_package\n",
+            "adapter.py: the adapter can't be "
+            "imported: ModuleNotFoundError: No module named 'no_such_package' (line 3)",
+            id="import-error",
+        ),
+        pytest.param(
+            "def build(config):",
+            "def build(config:",
+            "adapter.py: the adapter can't be imported: SyntaxError: '(' was never closed (line 17)",
+            id="syntax-error",
+        ),
+        pytest.param(
+            "def postprocess",
+            "def finish",
+            "adapter.py: expected the functions build, preprocess, postprocess, found no postprocess",
+            id="missing-function",
+        ),
+        pytest.param(
+            "return Squares(config)",
+            "return None",
+            "adapter.py: build() returned 'NoneType', expected a torch.nn.Module",
+            id="no-module",
+        ),
+        pytest.param(
+            "return Squares(config)",
+            "return Squares(config['no'])",
+            "adapter.py: build() failed: KeyError: 'no' (line 18); correct the adapter",
+            id="build-fails",
+        ),
+    ],
+)
 def test_an_adapter_that_can_not_build_is_one_line(project: Path, old: str, new: str, said: str) -> None:
     """Paths are given relative to the project: lines of the file were not found under them."""
     edit(project, DETECTOR_FILE, old, new)
@@ -309,41 +366,104 @@ def test_a_line_of_the_adapter_is_named_from_the_project_root(project: Path, mon
 RESULT = '{"bbox": [0, 0, 8, 8], "score": 1, "category_id": 1}'
 
 
-@pytest.mark.parametrize(("old", "new", "said"), [
-    pytest.param("pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)", "pixels.float().mean(3)",
-                 "adapter.py: preprocess() returned (4, 32, 32), expected a tensor of shape (4, channels, rows, "
-                 "columns)", id="preprocess-shape"),
-    pytest.param("pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)", "None",
-                 "adapter.py: preprocess() returned 'NoneType', expected a tensor", id="preprocess-none"),
-    pytest.param("pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)", "pixels.permute(0, 3, 1, 2).float()",
-                 "adapter.py: the module failed on an input of shape (4, 3, 32, 32): RuntimeError: ", id="channels"),
-    pytest.param("pixels.permute", "pixels.permited", "adapter.py: preprocess() failed: AttributeError: 'Tensor' "
-                 "object has no attribute 'permited' (line 22)", id="preprocess-fails"),
-    pytest.param(FORWARD, "assert x.min() > 999, 'too dark'", "adapter.py: the module failed on an input of shape "
-                 "(4, 1, 32, 32): AssertionError: too dark (line 14)", id="forward-fails"),
-    pytest.param(FORWARD, "return {'boxes': [1.0]}", "adapter.py: the module returned 'dict' without a tensor in it",
-                 id="no-tensor"),
-    pytest.param("return [[{", "1 / 0\n    return [[{", "adapter.py: postprocess() failed: ZeroDivisionError: division "
-                 "by zero (line 27)", id="postprocess-fails"),
-    pytest.param("return [[{", "return 7\n    return [[{", "postprocess() returned 'int', expected results of each of "
-                 "4 pictures", id="no-list"),
-    pytest.param("return [[{", "return torch.tensor(7)\n    return [[{", "postprocess() returned 'Tensor', expected "
-                 "results of each of 4 pictures", id="tensor-without-length"),
-    pytest.param("return [[{", "return [[]]\n    return [[{", "postprocess() returned 'list' of 1, expected results of "
-                 "each of 4 pictures", id="too-few-lists"),
-    pytest.param("return [[{", "return [{}] * 4\n    return [[{", "case 'c00': postprocess() returned 'dict' for a "
-                 "picture, expected a list of COCO results", id="no-list-of-a-picture"),
-    pytest.param("return [[{", "return [[3]] * 4\n    return [[{", "case 'c00': postprocess() returned '3', expected a "
-                 "COCO result with bbox, score and category_id", id="no-result"),
-    pytest.param("[column * cell, row * cell, cell, cell]", "[0, 0, 8]", "a box has left, top, width and height",
-                 id="three-sides"),
-    pytest.param("[column * cell, row * cell, cell, cell]", "[9, 9, -1, 8]", "the last two 0 or more",
-                 id="negative-side"),
-    pytest.param('"category_id": 1', '"class": 1', "expected a COCO result with bbox, score and category_id "
-                 "('category_id')", id="other-key"),
-    pytest.param('"category_id": 1', '"category_id": float("inf")', "category_id is a whole number, got inf",
-                 id="infinite-category"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        pytest.param(
+            "pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)",
+            "pixels.float().mean(3)",
+            "adapter.py: preprocess() returned (4, 32, 32), expected a tensor of shape (4, channels, rows, columns)",
+            id="preprocess-shape",
+        ),
+        pytest.param(
+            "pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)",
+            "None",
+            "adapter.py: preprocess() returned 'NoneType', expected a tensor",
+            id="preprocess-none",
+        ),
+        pytest.param(
+            "pixels.permute(0, 3, 1, 2).float().mean(1, keepdim=True)",
+            "pixels.permute(0, 3, 1, 2).float()",
+            "adapter.py: the module failed on an input of shape (4, 3, 32, 32): RuntimeError: ",
+            id="channels",
+        ),
+        pytest.param(
+            "pixels.permute",
+            "pixels.permited",
+            "adapter.py: preprocess() failed: AttributeError: 'Tensor' object has no attribute 'permited' (line 22)",
+            id="preprocess-fails",
+        ),
+        pytest.param(
+            FORWARD,
+            "assert x.min() > 999, 'too dark'",
+            "adapter.py: the module failed on an input of shape (4, 1, 32, 32): AssertionError: too dark (line 14)",
+            id="forward-fails",
+        ),
+        pytest.param(
+            FORWARD,
+            "return {'boxes': [1.0]}",
+            "adapter.py: the module returned 'dict' without a tensor in it",
+            id="no-tensor",
+        ),
+        pytest.param(
+            "return [[{",
+            "1 / 0\n    return [[{",
+            "adapter.py: postprocess() failed: ZeroDivisionError: division by zero (line 27)",
+            id="postprocess-fails",
+        ),
+        pytest.param(
+            "return [[{",
+            "return 7\n    return [[{",
+            "postprocess() returned 'int', expected results of each of 4 pictures",
+            id="no-list",
+        ),
+        pytest.param(
+            "return [[{",
+            "return torch.tensor(7)\n    return [[{",
+            "postprocess() returned 'Tensor', expected results of each of 4 pictures",
+            id="tensor-without-length",
+        ),
+        pytest.param(
+            "return [[{",
+            "return [[]]\n    return [[{",
+            "postprocess() returned 'list' of 1, expected results of each of 4 pictures",
+            id="too-few-lists",
+        ),
+        pytest.param(
+            "return [[{",
+            "return [{}] * 4\n    return [[{",
+            "case 'c00': postprocess() returned 'dict' for a picture, expected a list of COCO results",
+            id="no-list-of-a-picture",
+        ),
+        pytest.param(
+            "return [[{",
+            "return [[3]] * 4\n    return [[{",
+            "case 'c00': postprocess() returned '3', expected a COCO result with bbox, score and category_id",
+            id="no-result",
+        ),
+        pytest.param(
+            "[column * cell, row * cell, cell, cell]",
+            "[0, 0, 8]",
+            "a box has left, top, width and height",
+            id="three-sides",
+        ),
+        pytest.param(
+            "[column * cell, row * cell, cell, cell]", "[9, 9, -1, 8]", "the last two 0 or more", id="negative-side"
+        ),
+        pytest.param(
+            '"category_id": 1',
+            '"class": 1',
+            "expected a COCO result with bbox, score and category_id ('category_id')",
+            id="other-key",
+        ),
+        pytest.param(
+            '"category_id": 1',
+            '"category_id": float("inf")',
+            "category_id is a whole number, got inf",
+            id="infinite-category",
+        ),
+    ],
+)
 def test_a_detector_that_breaks_its_contract_is_one_line(
     project: Path, here: None, old: str, new: str, said: str
 ) -> None:
@@ -355,14 +475,20 @@ def test_a_detector_that_breaks_its_contract_is_one_line(
     assert said in say(caught)
 
 
-@pytest.mark.parametrize(("new", "said"), [
-    ("outputs[..., 1:].to(torch.uint8).permute(0, 2, 3, 1)", "returned torch.uint8 of shape (128, 191, 3), expected a "
-     "tensor of uint8 of the target's shape (128, 192, 3)"),
-    ("outputs.permute(0, 2, 3, 1)", "returned torch.float32 of shape (128, 192, 3)"),
-    ("outputs.to(torch.uint8)", "returned torch.uint8 of shape (3, 128, 192)"),
-    ("outputs.to(torch.uint8).permute(0, 2, 3, 1).numpy()", "returned 'ndarray', expected a tensor of uint8"),
-    ("[None for _ in outputs]", "returned 'NoneType', expected a tensor of uint8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        (
+            "outputs[..., 1:].to(torch.uint8).permute(0, 2, 3, 1)",
+            "returned torch.uint8 of shape (128, 191, 3), expected a "
+            "tensor of uint8 of the target's shape (128, 192, 3)",
+        ),
+        ("outputs.permute(0, 2, 3, 1)", "returned torch.float32 of shape (128, 192, 3)"),
+        ("outputs.to(torch.uint8)", "returned torch.uint8 of shape (3, 128, 192)"),
+        ("outputs.to(torch.uint8).permute(0, 2, 3, 1).numpy()", "returned 'ndarray', expected a tensor of uint8"),
+        ("[None for _ in outputs]", "returned 'NoneType', expected a tensor of uint8"),
+    ],
+)
 def test_an_enlarged_picture_of_another_size_or_type_is_one_line(
     project: Path, here: None, new: str, said: str
 ) -> None:
@@ -387,8 +513,11 @@ def test_results_of_a_dying_process_are_asked_for_again(project: Path) -> None:
     edit(project, DETECTOR_FILE, "    cell = config", "    import os\n    os._exit(3)\n    cell = config")
     product = make_detector()
     build(project, product, "squares")
-    with pytest.raises(EngineError, match="squares: a process that ran pictures ended by itself.*lower "
-                       "detector.running.batch_size or num_workers; finished pictures are kept"):  # fmt: skip
+    with pytest.raises(
+        EngineError,
+        match="squares: a process that ran pictures ended by itself.*lower "
+        "detector.running.batch_size or num_workers; finished pictures are kept",
+    ):
         evaluate(project, product, "squares")
 
 
@@ -410,23 +539,44 @@ def save_other(folder: Path) -> None:
     save_file({"blur.weight": torch.zeros(1, 1, 5, 5)}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    pytest.param(save_nan, "detector/hot: tensor 'blur.weight' has 1 NaN or infinite values of 9", id="nan"),
-    pytest.param(save_other, "detector/hot: expected the weights of what ", id="other-weights"),
-    pytest.param(lambda f: (f / "model.safetensors").rename(f / "model.pt"), "expected safetensors weights, found "
-                 "pickle weights 'model.pt'", id="pickle"),
-    pytest.param(lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "not a safetensors file, or cut short at "
-                 "50 bytes", id="cut"),
-    pytest.param(lambda f: (f / "model.safetensors").unlink(), "expected model.safetensors or ", id="no-weights"),
-    pytest.param(lambda f: (f / "config.json").unlink(), "config.json: expected the network's config, found no file",
-                 id="no-config"),
-    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json: expected the network's config, "
-                 "got no JSON: ", id="config-no-json"),
-    pytest.param(lambda f: (f / "config.json").write_text("[]"), "config.json: expected the network's config, got list",
-                 id="config-no-object"),
-    pytest.param(lambda f: shutil.rmtree(f), "expected a folder with config.json and model.safetensors, found none",
-                 id="no-folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(save_nan, "detector/hot: tensor 'blur.weight' has 1 NaN or infinite values of 9", id="nan"),
+        pytest.param(save_other, "detector/hot: expected the weights of what ", id="other-weights"),
+        pytest.param(
+            lambda f: (f / "model.safetensors").rename(f / "model.pt"),
+            "expected safetensors weights, found pickle weights 'model.pt'",
+            id="pickle",
+        ),
+        pytest.param(
+            lambda f: (f / "model.safetensors").write_bytes(b"x" * 50),
+            "not a safetensors file, or cut short at 50 bytes",
+            id="cut",
+        ),
+        pytest.param(lambda f: (f / "model.safetensors").unlink(), "expected model.safetensors or ", id="no-weights"),
+        pytest.param(
+            lambda f: (f / "config.json").unlink(),
+            "config.json: expected the network's config, found no file",
+            id="no-config",
+        ),
+        pytest.param(
+            lambda f: (f / "config.json").write_text("{"),
+            "config.json: expected the network's config, got no JSON: ",
+            id="config-no-json",
+        ),
+        pytest.param(
+            lambda f: (f / "config.json").write_text("[]"),
+            "config.json: expected the network's config, got list",
+            id="config-no-object",
+        ),
+        pytest.param(
+            lambda f: shutil.rmtree(f),
+            "expected a folder with config.json and model.safetensors, found none",
+            id="no-folder",
+        ),
+    ],
+)
 def test_a_damaged_folder_is_one_line_and_never_built(project: Path, damage: Damage, said: str) -> None:
     product = make_detector({"hot": []})
     damage(project / "detector/hot")
@@ -454,16 +604,23 @@ def test_weights_in_several_files_are_read_as_headers_say(project: Path, here: N
     assert [record.output for record in shards] == [record.output for record in whole[0]]
 
 
-@pytest.mark.parametrize(("step", "said"), [
-    pytest.param({"rules": [{"layers": ["blurr"], "algorithm": "direct", "dtype": "float32"}]},
-                 "detector.candidates.policy.steps.0.rules.0.layers.0: 'blurr' matches no convolution; the nearest are "
-                 "blur, scale", id="no-such-layer"),
-    pytest.param({"rules": [{"layers": ["blur", "pool*"], "algorithm": "direct", "dtype": "float32"}]},
-                 "steps.0.rules.0.layers.1: 'pool*' matches no convolution", id="no-convolution"),
-])  # fmt: skip
-def test_a_pattern_that_names_no_layer_is_told_with_the_nearest(
-    project: Path, step: dict[str, Any], said: str
-) -> None:
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        pytest.param(
+            {"rules": [{"layers": ["blurr"], "algorithm": "direct", "dtype": "float32"}]},
+            "detector.candidates.policy.steps.0.rules.0.layers.0: 'blurr' matches no convolution; the nearest are "
+            "blur, scale",
+            id="no-such-layer",
+        ),
+        pytest.param(
+            {"rules": [{"layers": ["blur", "pool*"], "algorithm": "direct", "dtype": "float32"}]},
+            "steps.0.rules.0.layers.1: 'pool*' matches no convolution",
+            id="no-convolution",
+        ),
+    ],
+)
+def test_a_pattern_that_names_no_layer_is_told_with_the_nearest(project: Path, step: dict[str, Any], said: str) -> None:
     policy = {"kind": "conv_policy", "algorithm": "winograd_f43", "dtype": "float16"} | step
     with pytest.raises(SettingsError) as caught:
         build(project, make_detector({"policy": [policy]}), "policy")
@@ -526,55 +683,155 @@ def tolerate(metric: str, bucket: str) -> dict[str, Any]:
 VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
 
 
-@pytest.mark.parametrize(("make", "changes", "damage", "error", "said"), [
-    pytest.param(make_detector, {"adapter": "gone.py"}, None, SettingsError, "detector.adapter: expected a Python file "
-                 "with build, preprocess and postprocess, found none at ", id="no-adapter"),
-    pytest.param(make_detector, {"adapter": "detector"}, None, SettingsError, "detector.adapter: expected a Python "
-                 "file, got ", id="adapter-is-a-folder"),
-    pytest.param(make_detector, {}, lambda root: edit(root, DETECTOR_FILE, "def build(config):", "def build(config:"),
-                 SettingsError, "adapter.py:17: expected Python: '(' was never closed", id="adapter-syntax"),
-    pytest.param(make_detector, {"evals": VIEWS}, None, SettingsError, "detector.evals.squares.evalset: expected an "
-                 "evalset of kind 'detection', 'views' is of kind 'upscaling'", id="evalset-of-another-kind"),
-    pytest.param(make_detector, {"calibration_images": "evalsets/views"}, None, SettingsError,
-                 "detector.calibration_images: expected an evalset of kind 'detection'", id="calibration-kind"),
-    pytest.param(make_detector, {"calibration_images": "evalsets/none"}, None, SettingsError,
-                 "detector.calibration_images: expected an evalset folder", id="no-calibration"),
-    pytest.param(make_detector, {}, drop_annotations, SettingsError, "detector.evals.squares.evalset: expected an "
-                 "object on some picture, evalset 'squares' has none", id="nothing-annotated"),
-    pytest.param(make_detector, {}, repeat_case, EvalsetError, "cases.jsonl:41: case 'again' asks and expects the same "
-                 "as the case on line 1", id="case-twice"),
-    pytest.param(make_detector, {}, repeat_picture, EvalsetError, "cases.jsonl:41: case 'again' shows the same picture "
-                 "as the case on line 1; every picture may count once", id="picture-twice"),
-    pytest.param(make_detector, {}, change_picture, EvalsetError, "cases.jsonl:4: case 'c03': ", id="picture-changed"),
-    pytest.param(make_detector, tolerate("squares/ap", "night"), None, SettingsError, "detector.gate.tolerances."
-                 "squares/ap.buckets.night: evalset 'squares' has no such bucket; it has bright, dim, tiny",
-                 id="no-such-bucket"),
-    pytest.param(make_detector, tolerate("squares/finite_output_rate", "tiny"), None, SettingsError, "detector.gate."
-                 "tolerances.squares/finite_output_rate.buckets.tiny: evalset 'squares' has no such bucket; it has "
-                 "bright, dim", id="an-area-is-no-bucket-of-pictures"),
-    pytest.param(make_detector, {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares",
-                                                       "areas": {"dim": [0.0, 9.0]}}}}, None, SettingsError,
-                 "detector.evals.squares.areas: 'dim' is an area of objects, and a bucket of pictures",
-                 id="area-named-as-a-bucket"),
-    pytest.param(make_detector, {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares",
-                                                       "categories": {"round": 7}}}}, None, SettingsError,
-                 "detector.evals.squares.categories.round: expected a category that evalset 'squares' has (1), got 7",
-                 id="no-such-category"),
-    pytest.param(make_detector, {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares",
-                                                       "categories": {"dim": 1}}}}, None, SettingsError,
-                 "detector.evals.squares.categories: 'dim' is a category of objects, and a bucket of pictures",
-                 id="category-named-as-a-bucket"),
-    pytest.param(make_upscaler, {}, lambda root: write_views(shutil.rmtree(root / "evalsets/views")
-                                                             or root / "evalsets/views", size=(32, 32)), SettingsError,
-                 "upscaler.candidates.tiled.steps.0.tile: expected a picture larger than a tile in evalset 'views', "
-                 "got 32 pixels, and its largest has 32: no seam could show", id="one-tile-for-each-picture"),
-    pytest.param(make_upscaler, {}, shrink_target, EvalsetError, "cases.jsonl:2: case 'v1': expected a target of 2 "
-                 "times the image's sides, as of the cases before, got 1 times", id="target-of-another-size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "changes", "damage", "error", "said"),
+    [
+        pytest.param(
+            make_detector,
+            {"adapter": "gone.py"},
+            None,
+            SettingsError,
+            "detector.adapter: expected a Python file with build, preprocess and postprocess, found none at ",
+            id="no-adapter",
+        ),
+        pytest.param(
+            make_detector,
+            {"adapter": "detector"},
+            None,
+            SettingsError,
+            "detector.adapter: expected a Python file, got ",
+            id="adapter-is-a-folder",
+        ),
+        pytest.param(
+            make_detector,
+            {},
+            lambda root: edit(root, DETECTOR_FILE, "def build(config):", "def build(config:"),
+            SettingsError,
+            "adapter.py:17: expected Python: '(' was never closed",
+            id="adapter-syntax",
+        ),
+        pytest.param(
+            make_detector,
+            {"evals": VIEWS},
+            None,
+            SettingsError,
+            "detector.evals.squares.evalset: expected an evalset of kind 'detection', 'views' is of kind 'upscaling'",
+            id="evalset-of-another-kind",
+        ),
+        pytest.param(
+            make_detector,
+            {"calibration_images": "evalsets/views"},
+            None,
+            SettingsError,
+            "detector.calibration_images: expected an evalset of kind 'detection'",
+            id="calibration-kind",
+        ),
+        pytest.param(
+            make_detector,
+            {"calibration_images": "evalsets/none"},
+            None,
+            SettingsError,
+            "detector.calibration_images: expected an evalset folder",
+            id="no-calibration",
+        ),
+        pytest.param(
+            make_detector,
+            {},
+            drop_annotations,
+            SettingsError,
+            "detector.evals.squares.evalset: expected an object on some picture, evalset 'squares' has none",
+            id="nothing-annotated",
+        ),
+        pytest.param(
+            make_detector,
+            {},
+            repeat_case,
+            EvalsetError,
+            "cases.jsonl:41: case 'again' asks and expects the same as the case on line 1",
+            id="case-twice",
+        ),
+        pytest.param(
+            make_detector,
+            {},
+            repeat_picture,
+            EvalsetError,
+            "cases.jsonl:41: case 'again' shows the same picture as the case on line 1; every picture may count once",
+            id="picture-twice",
+        ),
+        pytest.param(
+            make_detector, {}, change_picture, EvalsetError, "cases.jsonl:4: case 'c03': ", id="picture-changed"
+        ),
+        pytest.param(
+            make_detector,
+            tolerate("squares/ap", "night"),
+            None,
+            SettingsError,
+            "detector.gate.tolerances."
+            "squares/ap.buckets.night: evalset 'squares' has no such bucket; it has bright, dim, tiny",
+            id="no-such-bucket",
+        ),
+        pytest.param(
+            make_detector,
+            tolerate("squares/finite_output_rate", "tiny"),
+            None,
+            SettingsError,
+            "detector.gate."
+            "tolerances.squares/finite_output_rate.buckets.tiny: evalset 'squares' has no such bucket; it has "
+            "bright, dim",
+            id="an-area-is-no-bucket-of-pictures",
+        ),
+        pytest.param(
+            make_detector,
+            {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "areas": {"dim": [0.0, 9.0]}}}},
+            None,
+            SettingsError,
+            "detector.evals.squares.areas: 'dim' is an area of objects, and a bucket of pictures",
+            id="area-named-as-a-bucket",
+        ),
+        pytest.param(
+            make_detector,
+            {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "categories": {"round": 7}}}},
+            None,
+            SettingsError,
+            "detector.evals.squares.categories.round: expected a category that evalset 'squares' has (1), got 7",
+            id="no-such-category",
+        ),
+        pytest.param(
+            make_detector,
+            {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "categories": {"dim": 1}}}},
+            None,
+            SettingsError,
+            "detector.evals.squares.categories: 'dim' is a category of objects, and a bucket of pictures",
+            id="category-named-as-a-bucket",
+        ),
+        pytest.param(
+            make_upscaler,
+            {},
+            lambda root: write_views(shutil.rmtree(root / "evalsets/views") or root / "evalsets/views", size=(32, 32)),
+            SettingsError,
+            "upscaler.candidates.tiled.steps.0.tile: expected a picture larger than a tile in evalset 'views', "
+            "got 32 pixels, and its largest has 32: no seam could show",
+            id="one-tile-for-each-picture",
+        ),
+        pytest.param(
+            make_upscaler,
+            {},
+            shrink_target,
+            EvalsetError,
+            "cases.jsonl:2: case 'v1': expected a target of 2 "
+            "times the image's sides, as of the cases before, got 1 times",
+            id="target-of-another-size",
+        ),
+    ],
+)
 def test_what_files_contradict_is_told_before_any_work(
-    project: Path, make: Callable[..., VisionProduct], changes: dict[str, Any], damage: Damage | None,
-    error: type[QuantgateError], said: str,
-) -> None:  # fmt: skip
+    project: Path,
+    make: Callable[..., VisionProduct],
+    changes: dict[str, Any],
+    damage: Damage | None,
+    error: type[QuantgateError],
+    said: str,
+) -> None:
     if damage is not None:
         damage(project)
     with pytest.raises(error) as caught:
@@ -592,8 +849,13 @@ def test_a_detector_whose_sizes_are_not_gated_is_refused(project: Path) -> None:
     with pytest.raises(SettingsError, match="tolerances.squares/ap_small: .* found an advisory one"):
         check_network(make_detector(gate=gate | {"tolerances": tolerances | advisory}), project)
     with pytest.raises(SettingsError, match="tolerances.squares/ap_large: .* has no object of that size"):
-        check_network(make_detector(gate=gate | {"tolerances": tolerances | {
-            f"squares/ap_{size}": {"overall": 0.1} for size in ("small", "large")}}), project)
+        check_network(
+            make_detector(
+                gate=gate
+                | {"tolerances": tolerances | {f"squares/ap_{size}": {"overall": 0.1} for size in ("small", "large")}}
+            ),
+            project,
+        )
 
 
 def test_a_sound_project_is_let_through(project: Path) -> None:
@@ -606,18 +868,23 @@ def test_several_categories_in_few_clusters_are_warned_of(project: Path) -> None
     """Nothing judges them: one of eighty could be lost within a tolerance of two points."""
     rewrite_cases(project, lambda i, case: [a.update(category_id=4) for a in case["annotations"] if i < 9])
     [warning] = check_network(make_detector(), project)
-    assert warning.startswith("detector.evals.squares.categories: AP is the mean of 2 categories, and 1 of them "
-                              "(category 4) are in fewer than 10 clusters each")  # fmt: skip
+    assert warning.startswith(
+        "detector.evals.squares.categories: AP is the mean of 2 categories, and 1 of them "
+        "(category 4) are in fewer than 10 clusters each"
+    )
     rewrite_cases(project, lambda i, case: [a.update(category_id=4) for a in case["annotations"] if i < 10])
     assert not check_network(make_detector(), project)
 
 
-@pytest.mark.parametrize(("names", "said"), [
-    ({"person": 1}, None),
-    ({"small": 1}, "categories.small: expected another name than an area's"),
-    ({"person": 1, "human": 1}, "categories.human: category 1 is 'person' already"),
-    ({"person": 2}, "annotations have a category_id that is not there, first 1 of case 'c00'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"person": 1}, None),
+        ({"small": 1}, "categories.small: expected another name than an area's"),
+        ({"person": 1, "human": 1}, "categories.human: category 1 is 'person' already"),
+        ({"person": 2}, "annotations have a category_id that is not there, first 1 of case 'c00'"),
+    ],
+)
 def test_a_card_names_the_categories_of_its_annotations(project: Path, names: dict[str, int], said: str | None) -> None:
     path = project / "evalsets/squares/card.yaml"
     card = YAML(typ="safe").load(path.read_text())
@@ -659,14 +926,17 @@ def test_a_half_overlap_of_an_odd_tile_can_be_cut(project: Path, here: None) -> 
     assert all(record.scores["finite"] for record in records)
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["nonsense", "bf16"], "product: expected detector or upscaler, got 'nonsense'"),
-    (["images", "shots"], "product: expected detector or upscaler, got 'images'"),
-    ([], "product: expected detector or upscaler, got ''"),
-    (["detector", "nobody"], "detector.candidates: expected one of people, "),
-    (["detector"], "got ''"),
-    (["detector", "people", "bf16"], "got 'people bf16'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nonsense", "bf16"], "product: expected detector or upscaler, got 'nonsense'"),
+        (["images", "shots"], "product: expected detector or upscaler, got 'images'"),
+        ([], "product: expected detector or upscaler, got ''"),
+        (["detector", "nobody"], "detector.candidates: expected one of people, "),
+        (["detector"], "got ''"),
+        (["detector", "people", "bf16"], "got 'people bf16'"),
+    ],
+)
 @pytest.mark.parametrize("stage", ["optimize_network", "evaluate_network"])
 def test_a_stage_refuses_unknown_names_on_its_command_line(stage: str, words: list[str], said: str) -> None:
     from stages import evaluate_network as evaluating
@@ -689,8 +959,12 @@ def in_folder(folder: Path) -> Iterator[None]:
 
 
 def test_a_stage_says_one_line_and_exits_1() -> None:
-    child = subprocess.run([sys.executable, "-m", "stages.evaluate_network", "detector", "nobody"], cwd=ROOT,
-                           capture_output=True, text=True)  # fmt: skip
+    child = subprocess.run(
+        [sys.executable, "-m", "stages.evaluate_network", "detector", "nobody"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert child.returncode == 1 and child.stderr.count("\n") == 1
     assert child.stderr.startswith("quantgate evaluate_network: detector.candidates: expected one of ")
 
@@ -719,8 +993,12 @@ def test_overflow_on_some_pictures_is_counted_and_fails(project: Path, here: Non
 
 def test_an_adapter_that_can_not_take_nan_costs_only_the_pictures_that_hold_it(project: Path, here: None) -> None:
     """It was run on whole batches: one overflow ended the evaluation, or took three sound pictures with it."""
-    edit(project, DETECTOR_FILE, "    return [[{", "    [int(most) for most in outputs.amax((1, 2, 3)).tolist()]\n"
-         "    return [[{")  # fmt: skip
+    edit(
+        project,
+        DETECTOR_FILE,
+        "    return [[{",
+        "    [int(most) for most in outputs.amax((1, 2, 3)).tolist()]\n    return [[{",
+    )
     _, records = run(project, make_detector({"hot": [HALF]}))
     assert [record.scores["finite"] == 0 for record in records] == ["bright" in record.buckets for record in records]
     assert all(json.loads(record.output) == [] for record in records if "bright" in record.buckets)
@@ -745,8 +1023,9 @@ def test_pictures_of_mixed_sizes_are_judged_as_if_alone(project: Path, here: Non
     seal(folder)
     ids = [f"c{i:02d}" for i in range(NUM_PICTURES)]
     running = {"num_workers": 1, "num_threads": 1}
-    (together,), (alone,) = (run(project, make_detector(running=running | {"batch_size": size}), "squares")
-                             for size in (4, 1))  # fmt: skip
+    (together,), (alone,) = (
+        run(project, make_detector(running=running | {"batch_size": size}), "squares") for size in (4, 1)
+    )
     assert [record.case_id for record in together] == [record.case_id for record in alone] == ids
     assert [record.scores for record in together] == [record.scores for record in alone]
     assert all(record.scores["found"] == record.scores["objects"] for record in together)
@@ -756,9 +1035,14 @@ def test_pictures_of_mixed_sizes_are_judged_as_if_alone(project: Path, here: Non
 
 def test_nan_scores_beside_sound_ones_are_left_out(project: Path, here: None) -> None:
     """One NaN among a picture's results: the sound ones count, and the picture is not finite."""
-    edit(project, DETECTOR_FILE, "    return [[{", '    return [[{"bbox": [1, 1, 5, float("nan")], "score": 0.5, '
-         '"category_id": 1}] + found for found in _find(outputs, config)]\n\n\ndef _find(outputs, config):\n'
-         '    cell = config["cell"]\n    return [[{')  # fmt: skip
+    edit(
+        project,
+        DETECTOR_FILE,
+        "    return [[{",
+        '    return [[{"bbox": [1, 1, 5, float("nan")], "score": 0.5, '
+        '"category_id": 1}] + found for found in _find(outputs, config)]\n\n\ndef _find(outputs, config):\n'
+        '    cell = config["cell"]\n    return [[{',
+    )
     (records,) = run(project, make_detector(), "squares")
     assert all(record.scores["finite"] == 0 for record in records)
     assert all(record.scores["found"] == record.scores["objects"] > 0 for record in records)
@@ -798,16 +1082,28 @@ def test_channels_last_finds_the_same_and_its_layout_is_noted(project: Path, her
     assert notes["speed"]["difference"] < 1e-4 and notes["speed"]["timed"]["cpu"]["ratio"]["median"] > 0
     assert notes["speed"]["baseline"] == "torch float32" and notes["compile"] is None
     assert read_notes(project, product, "doubled") | {"peak_mib": 0} == {
-        "layers": {}, "speed": None, "total": None, "compile": None, "layout": None, "peak_mib": 0,
-        "peak_pixels": [64, 96], "work": 1.0, "shapes": {"num_shapes": 1, "timed": [2, 64, 96], "num_timed": 4,
-                                "num_pictures": 4}}  # fmt: skip
+        "layers": {},
+        "speed": None,
+        "total": None,
+        "compile": None,
+        "layout": None,
+        "peak_mib": 0,
+        "peak_pixels": [64, 96],
+        "work": 1.0,
+        "shapes": {"num_shapes": 1, "timed": [2, 64, 96], "num_timed": 4, "num_pictures": 4},
+    }
 
 
 @pytest.mark.slow
 def test_graph_breaks_and_recompilations_are_counted(project: Path, here: None) -> None:
     """torch's own counter of breaks leaves out branches on data, which are the usual ones."""
-    edit(project, DETECTOR_FILE, FORWARD, "x = self.blur(x)\n        x = x if x.sum() > 0 else -x\n        "
-         "print('seen')\n        return self.pool(self.scale(x))")  # fmt: skip
+    edit(
+        project,
+        DETECTOR_FILE,
+        FORWARD,
+        "x = self.blur(x)\n        x = x if x.sum() > 0 else -x\n        "
+        "print('seen')\n        return self.pool(self.scale(x))",
+    )
     wider = project / "evalsets/squares/images/39.png"
     Image.fromarray(np.full((32, 40, 3), 9, dtype=np.uint8)).save(wider)
     seal(project / "evalsets/squares")
@@ -818,7 +1114,11 @@ def test_graph_breaks_and_recompilations_are_counted(project: Path, here: None) 
     assert found["num_shapes"] == 3, "whole batches, the one of three before the wide picture, and that"
     assert found["num_recompilations"] >= 2 and found["num_over_limit"] == 0
     assert read_notes(project, product, "compiled")["shapes"] == {
-        "num_shapes": 3, "timed": [4, 32, 32], "num_timed": 36, "num_pictures": NUM_PICTURES}  # fmt: skip
+        "num_shapes": 3,
+        "timed": [4, 32, 32],
+        "num_timed": 36,
+        "num_pictures": NUM_PICTURES,
+    }
     assert found["first_call_s"] > 0.3, "the file system's cache was not asked"
     assert all(a.scores == b.scores for a, b in zip(exact, compiled, strict=True))
 
@@ -830,8 +1130,9 @@ def test_what_is_timed_allocates_memory_as_a_server_does(
     calls: list[str] = []
     measure = workers.measure_costs
     monkeypatch.setattr(workers, "keep_freed_memory", lambda: calls.append("keep"))
-    monkeypatch.setattr(workers, "measure_costs",
-                        lambda *given, **named: calls.append("time") or measure(*given, **named))  # fmt: skip
+    monkeypatch.setattr(
+        workers, "measure_costs", lambda *given, **named: calls.append("time") or measure(*given, **named)
+    )
     run(project, make_detector({"half": [HALF]}), "half")
     assert calls[0] == "time" and calls.count("time") == 1 and "keep" in calls
 
@@ -879,14 +1180,19 @@ def test_sound_tiles_have_no_seam_wherever_they_lie(project: Path, here: None) -
 
 def test_a_candidate_of_another_architecture_is_judged_without_layers(project: Path, here: None) -> None:
     """Layers without a counterpart once ended the evaluation after its last picture."""
-    edit(project, DETECTOR_FILE, "self.scale = nn.Conv2d(1, 1, 1)",
-         "self.scale = nn.Conv2d(1, 1, 1)\n        if config.get('more'):\n            self.more = nn.Conv2d(1, 1, 1)")
+    edit(
+        project,
+        DETECTOR_FILE,
+        "self.scale = nn.Conv2d(1, 1, 1)",
+        "self.scale = nn.Conv2d(1, 1, 1)\n        if config.get('more'):\n            self.more = nn.Conv2d(1, 1, 1)",
+    )
     folder = project / "detector/hot"
     shutil.copytree(project / "detector/squares", folder, dirs_exist_ok=True)
     edit(project, "detector/hot/config.json", "{", '{"more": true, ')
     weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"more.weight": torch.ones(1, 1, 1, 1), "more.bias": torch.zeros(1)},
-              folder / "model.safetensors")  # fmt: skip
+    save_file(
+        weights | {"more.weight": torch.ones(1, 1, 1, 1), "more.bias": torch.zeros(1)}, folder / "model.safetensors"
+    )
     product = make_detector({"hot": []})
     exact, other = run(project, product)
     assert [record.output for record in exact] == [record.output for record in other]
@@ -896,8 +1202,15 @@ def test_a_candidate_of_another_architecture_is_judged_without_layers(project: P
 def speed(low: float, median: float, high: float) -> dict[str, Any]:
     ratio = {"median": median, "low": low, "high": high}
     timed = {"baseline_ms": ratio, "candidate_ms": ratio, "ratio": ratio}
-    return {"baseline": "torch float32", "difference": 1e-6, "tolerance": 1e-4, "timed": {"cpu": timed, "wall": timed},
-            "clock": "cpu", "batch": 4, "rounds": 12}  # fmt: skip
+    return {
+        "baseline": "torch float32",
+        "difference": 1e-6,
+        "tolerance": 1e-4,
+        "timed": {"cpu": timed, "wall": timed},
+        "clock": "cpu",
+        "batch": 4,
+        "rounds": 12,
+    }
 
 
 def rewrite_speed(root: Path, name: str, found: dict[str, Any] | None) -> None:
@@ -912,23 +1225,41 @@ def rewrite_speed(root: Path, name: str, found: dict[str, Any] | None) -> None:
 def make_fast(**gate: Any) -> VisionProduct:
     """Return a product whose candidate differs by its memory format alone; 40 equal pictures prove 10 points."""
     tolerances = {"squares/ap": {"overall": 0.1}, "squares/finite_output_rate": {"overall": 0.1}}
-    return make_detector({"last": [LAST]}, gate={
-        "alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances} | gate)  # fmt: skip
+    return make_detector(
+        {"last": [LAST]}, gate={"alpha": 0.05, "on_inconclusive": "block", "tolerances": tolerances} | gate
+    )
 
 
-@pytest.mark.parametrize(("found", "outcome", "said"), [
-    pytest.param(speed(0.8, 0.85, 0.94), "pass", "", id="faster"),
-    pytest.param(speed(0.8, 0.85, 0.95), "no gain", "channels_last: it takes 0.850 (0.800 to 0.950) of the CPU time of "
-                 "torch float32; a gain is surely below 0.95", id="not-surely-faster"),
-    pytest.param(speed(0.99, 1.0, 1.01), "no gain", "it takes 1.000 (0.990 to 1.010)", id="equal"),
-    pytest.param(speed(1.1, 1.2, 1.3), "no gain", "it takes 1.200 (1.100 to 1.300)", id="slower"),
-    pytest.param(speed(1, 1, 1) | {"timed": None, "difference": 0.3}, "no gain", "channels_last: not timed, as its "
-                 "outputs differ by 0.3 of their standard deviation, more than the 0.0001 that rounding explains, from "
-                 "those of torch float32", id="other-outputs"),
-    pytest.param(speed(1, 1, 1) | {"timed": None, "difference": None}, "no gain", "channels_last: not timed, as its "
-                 "outputs are not finite, or of other shapes than those of torch float32", id="not-finite"),
-    pytest.param(None, "no gain", "channels_last: not timed: it is not in force", id="not-in-force"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "outcome", "said"),
+    [
+        pytest.param(speed(0.8, 0.85, 0.94), "pass", "", id="faster"),
+        pytest.param(
+            speed(0.8, 0.85, 0.95),
+            "no gain",
+            "channels_last: it takes 0.850 (0.800 to 0.950) of the CPU time of "
+            "torch float32; a gain is surely below 0.95",
+            id="not-surely-faster",
+        ),
+        pytest.param(speed(0.99, 1.0, 1.01), "no gain", "it takes 1.000 (0.990 to 1.010)", id="equal"),
+        pytest.param(speed(1.1, 1.2, 1.3), "no gain", "it takes 1.200 (1.100 to 1.300)", id="slower"),
+        pytest.param(
+            speed(1, 1, 1) | {"timed": None, "difference": 0.3},
+            "no gain",
+            "channels_last: not timed, as its "
+            "outputs differ by 0.3 of their standard deviation, more than the 0.0001 that rounding explains, from "
+            "those of torch float32",
+            id="other-outputs",
+        ),
+        pytest.param(
+            speed(1, 1, 1) | {"timed": None, "difference": None},
+            "no gain",
+            "channels_last: not timed, as its outputs are not finite, or of other shapes than those of torch float32",
+            id="not-finite",
+        ),
+        pytest.param(None, "no gain", "channels_last: not timed: it is not in force", id="not-in-force"),
+    ],
+)
 def test_a_step_for_speed_alone_must_surely_gain(
     project: Path, here: None, found: dict[str, Any] | None, outcome: str, said: str
 ) -> None:
@@ -939,7 +1270,8 @@ def test_a_step_for_speed_alone_must_surely_gain(
     (verdict,) = compared.judgement.verdicts
     assert verdict.outcome == outcome
     assert [reason for reason in verdict.reasons if reason.startswith("no gain: ")] == (
-        [f"no gain: {verdict.gain.why}"] if verdict.gain and outcome == "no gain" else [])  # fmt: skip
+        [f"no gain: {verdict.gain.why}"] if verdict.gain and outcome == "no gain" else []
+    )
     assert verdict.gain is not None and said in verdict.gain.why
     assert compared.judgement.outcome == ("pass" if outcome == "pass" else "blocked")
     assert not said or f"  no gain      {verdict.gain.why}" in render_gate(compared.judgement)
@@ -951,11 +1283,15 @@ def test_a_gain_in_cpu_time_that_users_wait_longer_for_is_none(project: Path, he
     run(project, product)
     slow = {"median": 1.5, "low": 1.4, "high": 1.6}
     found = speed(0.5, 0.6, 0.7)
-    rewrite_speed(project, "last", found | {"timed": found["timed"] | {"wall": dict.fromkeys(
-        ("baseline_ms", "candidate_ms", "ratio"), slow)}})  # fmt: skip
+    rewrite_speed(
+        project,
+        "last",
+        found | {"timed": found["timed"] | {"wall": dict.fromkeys(("baseline_ms", "candidate_ms", "ratio"), slow)}},
+    )
     (verdict,) = compare_release(product, project / "build/detector").judgement.verdicts
     assert verdict.outcome == "no gain" and any(
-        "it takes 1.500 (1.400 to 1.600) of the wall time of" in r for r in verdict.reasons)
+        "it takes 1.500 (1.400 to 1.600) of the wall time of" in r for r in verdict.reasons
+    )
 
 
 def test_a_step_without_a_compiler_is_left_off_and_gains_nothing(
@@ -968,8 +1304,10 @@ def test_a_step_without_a_compiler_is_left_off_and_gains_nothing(
     assert built.serving.compile_mode is None and built.fallbacks[0].layer == "(all)"
     (verdict,) = compare_release(product, project / "build/detector").judgement.verdicts
     assert verdict.outcome == "no gain"
-    assert any("not timed: torch.compile needs a C++ compiler on a CPU, and there is no g++" in reason
-               for reason in verdict.reasons)  # fmt: skip
+    assert any(
+        "not timed: torch.compile needs a C++ compiler on a CPU, and there is no g++" in reason
+        for reason in verdict.reasons
+    )
 
 
 @pytest.fixture
@@ -1011,11 +1349,14 @@ def test_warn_lets_nothing_through_that_gains_nothing(judged: Callable[..., Rele
     assert stages.gate.main(["detector"]) == 0
 
 
-@pytest.mark.parametrize("edits", [
-    pytest.param({"outcome": "pass"}, id="outcome"),
-    pytest.param({"outcome": "pass", "reasons": ()}, id="reason-removed"),
-    pytest.param({"outcome": "pass", "reasons": (), "gain": None}, id="gain-removed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "edits",
+    [
+        pytest.param({"outcome": "pass"}, id="outcome"),
+        pytest.param({"outcome": "pass", "reasons": ()}, id="reason-removed"),
+        pytest.param({"outcome": "pass", "reasons": (), "gain": None}, id="gain-removed"),
+    ],
+)
 def test_a_verdict_without_a_gain_can_not_be_edited_into_a_pass(
     judged: Callable[..., ReleaseComparison], edits: dict[str, Any]
 ) -> None:
@@ -1061,9 +1402,14 @@ def take(name: str, *candidates: str) -> VisionProduct:
     """Return a shipped product with some of its candidates and without its calibration images."""
     product = get_product(load_params(ROOT / "params.yaml"), name, kind=VisionProduct)
     names = (product.reference, *candidates)
-    return product.model_copy(update={
-        "candidates": {kept: product.candidates[kept] for kept in names}, "release": list(candidates),
-        "calibration_images": None, "running": product.running.model_copy(update={"num_workers": 1})})  # fmt: skip
+    return product.model_copy(
+        update={
+            "candidates": {kept: product.candidates[kept] for kept in names},
+            "release": list(candidates),
+            "calibration_images": None,
+            "running": product.running.model_copy(update={"num_workers": 1}),
+        }
+    )
 
 
 def read_shipped(folder: Path) -> tuple[tuple[Any, ...], np.ndarray]:
@@ -1112,9 +1458,11 @@ def test_the_shipped_upscaler_writes_the_pictures_of_its_own_code(shipped: Path,
     assert cut > soft + 0.5
 
 
-SLEEPY = DETECTOR.replace("import torch\n", "import time\n\nimport torch\n").replace(
-    "        return self.pool", "        time.sleep(self.wait)\n        return self.pool").replace(
-    "        self.blur =", "        self.wait = config.get('wait', 0)\n        self.blur =")  # fmt: skip
+SLEEPY = (
+    DETECTOR.replace("import torch\n", "import time\n\nimport torch\n")
+    .replace("        return self.pool", "        time.sleep(self.wait)\n        return self.pool")
+    .replace("        self.blur =", "        self.wait = config.get('wait', 0)\n        self.blur =")
+)
 
 
 @pytest.mark.usefixtures("here")

@@ -57,8 +57,13 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(project: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "scripts/propose_conv_policy.py"), *argv], cwd=project, text=True,
-                          capture_output=True, timeout=200)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts/propose_conv_policy.py"), *argv],
+        cwd=project,
+        text=True,
+        capture_output=True,
+        timeout=200,
+    )
 
 
 def read_steps(project: Path) -> list[dict]:
@@ -77,8 +82,9 @@ def test_the_policy_is_found_and_written(project: Path) -> None:
     assert "        algorithm: winograd_f43    # of most" in after
     step = read_steps(project)[0]
     assert (step["algorithm"], step["dtype"]) == ("winograd_f43", "float16") and step["rules"]
-    assert all(rule["layers"][0].startswith(f"branches.{BRANCH}.") and "65,504" in rule["reason"]
-               for rule in step["rules"])  # fmt: skip
+    assert all(
+        rule["layers"][0].startswith(f"branches.{BRANCH}.") and "65,504" in rule["reason"] for rule in step["rules"]
+    )
 
 
 def test_a_dry_run_writes_nothing(project: Path) -> None:
@@ -88,14 +94,23 @@ def test_a_dry_run_writes_nothing(project: Path) -> None:
     assert (project / "params.yaml").read_text(encoding="utf-8") == before
 
 
-@pytest.mark.parametrize(("old", "new", "argv", "message"), [
-    ("", "", ["found", "--images", "99"], "--images: expected 1 to 16, got 99"),
-    ("", "", ["found", "--max-relative-error", "0"], "--max-relative-error: expected a share"),
-    ("", "", ["absent"], "detector.candidates: expected one of plain, found, got 'absent'"),
-    ("", "", ["plain"], "detector.candidates.plain.steps: expected a step of kind conv_policy, found none"),
-    ("evalsets/scenes-calibration", "evalsets/scenes", ["found"], "expected pictures that no eval shows, got 300"),
-    ("calibration_images: evalsets/scenes-calibration", "", ["found"], "detector.calibration_images: expected an eval"),
-], ids=["images", "error", "absent", "no step", "evaluated", "no calibration"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "argv", "message"),
+    [
+        ("", "", ["found", "--images", "99"], "--images: expected 1 to 16, got 99"),
+        ("", "", ["found", "--max-relative-error", "0"], "--max-relative-error: expected a share"),
+        ("", "", ["absent"], "detector.candidates: expected one of plain, found, got 'absent'"),
+        ("", "", ["plain"], "detector.candidates.plain.steps: expected a step of kind conv_policy, found none"),
+        ("evalsets/scenes-calibration", "evalsets/scenes", ["found"], "expected pictures that no eval shows, got 300"),
+        (
+            "calibration_images: evalsets/scenes-calibration",
+            "",
+            ["found"],
+            "detector.calibration_images: expected an eval",
+        ),
+    ],
+    ids=["images", "error", "absent", "no step", "evaluated", "no calibration"],
+)
 def test_what_it_cannot_do_is_one_line(project: Path, old: str, new: str, argv: list[str], message: str) -> None:
     """A policy fitted to the pictures that it is judged by would look better than it is."""
     path = project / "params.yaml"

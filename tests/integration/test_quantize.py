@@ -103,8 +103,14 @@ def neox(project: Path) -> Path:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     tokenizer, folder = build_tokenizer(), project / "models/neox"
-    config = GPTNeoXConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-                           num_attention_heads=4, max_position_embeddings=256)  # fmt: skip
+    config = GPTNeoXConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
     GPTNeoXForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -212,8 +218,11 @@ def test_expected_bytes_by_hand() -> None:
     step = make_step("gptq", group_size=32, symmetric=False)
     # 24 x 64 weights of 4 bits; 2 groups a row; zero points packed along 24 rows: 3 words a group
     assert expected_bytes((24, 64), step, scale_bytes=2) == {
-        "weight_packed": 24 * 64 // 2, "weight_scale": 24 * 2 * 2, "weight_shape": 16, "weight_zero_point": 3 * 4 * 2,
-    }  # fmt: skip
+        "weight_packed": 24 * 64 // 2,
+        "weight_scale": 24 * 2 * 2,
+        "weight_shape": 16,
+        "weight_zero_point": 3 * 4 * 2,
+    }
 
 
 class TestCoverage:
@@ -276,22 +285,34 @@ class TestCoverage:
 
 
 def make_params(**candidates: object) -> Params:
-    return parse_params({
-        "reference": "reference",
-        "release": ["released"],
-        "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
-        "candidates": dict.fromkeys(("reference", "released"), {"checkpoint": "models/tiny", "steps": []}) | candidates,
-        "serving": {
-            "dtype": "float32", "continuous_batching": True, "concurrency": 4, "num_servers": 1, "num_threads": 1,
-            "context_length": 256, "max_tokens": 16, "request_timeout_s": 60.0, "start_timeout_s": 60.0,
-        },
-        "canary": {"num_prompts": 8, "target_rate": 0.3},
-        "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"}},
-        "gate": {
-            "alpha": 0.05, "on_inconclusive": "block", "tolerances": {"prose/perplexity_per_token": {"overall": 0.02}},
-        },
-        "benchmark": NO_BENCHMARK,
-    })  # fmt: skip
+    return parse_params(
+        {
+            "reference": "reference",
+            "release": ["released"],
+            "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
+            "candidates": dict.fromkeys(("reference", "released"), {"checkpoint": "models/tiny", "steps": []})
+            | candidates,
+            "serving": {
+                "dtype": "float32",
+                "continuous_batching": True,
+                "concurrency": 4,
+                "num_servers": 1,
+                "num_threads": 1,
+                "context_length": 256,
+                "max_tokens": 16,
+                "request_timeout_s": 60.0,
+                "start_timeout_s": 60.0,
+            },
+            "canary": {"num_prompts": 8, "target_rate": 0.3},
+            "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"}},
+            "gate": {
+                "alpha": 0.05,
+                "on_inconclusive": "block",
+                "tolerances": {"prose/perplexity_per_token": {"overall": 0.02}},
+            },
+            "benchmark": NO_BENCHMARK,
+        }
+    )
 
 
 def int4_settings(**changes: object) -> dict[str, object]:

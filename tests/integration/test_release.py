@@ -42,11 +42,22 @@ class Project:
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command in it, with the library of this repository."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_OWN)}
-        kept |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "DVC_NO_ANALYTICS": "1",
-                 "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")])),
-                 "DVC_SITE_CACHE_DIR": str(self.site), "MLFLOW_DISABLE_TELEMETRY": "true"}  # fmt: skip
-        return subprocess.run(command, cwd=self.root, env=kept | environment, text=True, check=False,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        kept |= {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}",
+            "DVC_NO_ANALYTICS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")])),
+            "DVC_SITE_CACHE_DIR": str(self.site),
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        return subprocess.run(
+            command,
+            cwd=self.root,
+            env=kept | environment,
+            text=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def git(self, *words: str) -> None:
         done = self.run("git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words)
@@ -131,7 +142,10 @@ def test_ci_passes_a_clone_of_a_release_that_passed(clone: Project) -> None:
     assert (clone.root / "dvc.lock").read_text() == lock
     assert "quantgate: pass" in comment and "BLOCKED" not in said
     assert [line for line in said.splitlines() if line.startswith("pass")] == [
-        "pass     results belong to this code and these settings", "pass     agent: gate", "pass     agent: release"]
+        "pass     results belong to this code and these settings",
+        "pass     agent: gate",
+        "pass     agent: release",
+    ]
 
 
 def test_ci_misses_no_committed_file_that_was_deleted(clone: Project) -> None:
@@ -188,9 +202,7 @@ def test_ci_compares_the_recipe_with_the_release_where_dvc_lock_says_that_nothin
     assert code == 1 and "BLOCKED  agent: release" in said and f"candidates.{NAME}.steps.0.group_size: " in said, said
 
 
-def test_a_fail_releases_nothing_and_ci_fails_on_its_clone(
-    project: Project, released: Any, tmp_path: Path
-) -> None:
+def test_a_fail_releases_nothing_and_ci_fails_on_its_clone(project: Project, released: Any, tmp_path: Path) -> None:
     before = (project.root / "release/agent/SHA256SUMS").read_bytes()
     shutil.rmtree(project.root / BUILD / "evaluations")
     write_tree(project.root / BUILD, {NAME: Behaviour({"workflows": 0.5})}, num_cases=80)

@@ -38,16 +38,21 @@ TOLERANCES = {
     "prose/perplexity_per_token": {"overall": 0.5},
 }
 GPTQ = {
-    "kind": "gptq", "group_size": 64, "exclude": ["lm_head"],
+    "kind": "gptq",
+    "group_size": 64,
+    "exclude": ["lm_head"],
     "calibration": {"sources": ["prose", "workflows"], "num_samples": 8, "max_tokens": 128, "length_exponent": 0},
-}  # fmt: skip
+}
 # the smallest that there is: one cell, six rounds of four requests on each side
 BENCHMARK = {"candidates": ["int4"], "concurrency": [2], "prompt_tokens": [[10, 120]], "num_tokens": 4, "rounds": 6}
 PRODUCT = "agent"
 JUDGING = [f"{stage}@{PRODUCT}" for stage in ("compare", "track", "gate")]
 RELEASE = f"release@{PRODUCT}"
-OTHERS = {"shots": ["shots", "bf16"], "people": ["people", "winograd-calibrated"],
-          "upscaler": ["upscaler", "tiled-hann"]}  # fmt: skip
+OTHERS = {
+    "shots": ["shots", "bf16"],
+    "people": ["people", "winograd-calibrated"],
+    "upscaler": ["upscaler", "tiled-hann"],
+}
 OTHER_NAMES = {name for product, candidates in OTHERS.items() for name in (product, *candidates)}
 
 
@@ -90,12 +95,17 @@ class Project:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GIT_", "MLFLOW_"))}
         environment |= {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
-            "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-            "HF_HOME": str(self.root / ".huggingface"), "DVC_SITE_CACHE_DIR": str(self.root / ".dvc/site"),
-            "DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
-        }  # fmt: skip
-        return subprocess.run(command, cwd=self.root, env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "HF_HOME": str(self.root / ".huggingface"),
+            "DVC_SITE_CACHE_DIR": str(self.root / ".dvc/site"),
+            "DVC_NO_ANALYTICS": "1",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        return subprocess.run(
+            command, cwd=self.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
 
     def repro(self) -> Repro:
         """Run `dvc repro` and look at what it did."""
@@ -137,8 +147,7 @@ def cut_product(product: dict[str, Any], release: list[str], tolerances: dict[st
     """Return a product of vision whose one candidate is let through on so few pictures."""
     (name,) = product["evals"]
     tolerances = tolerances | {f"{name}/finite_output_rate": {"overall": 0.5}}
-    return product | {"release": release,
-                      "gate": {"alpha": 0.05, "on_inconclusive": "warn", "tolerances": tolerances}}  # fmt: skip
+    return product | {"release": release, "gate": {"alpha": 0.05, "on_inconclusive": "warn", "tolerances": tolerances}}
 
 
 def describe_gate(tolerances: dict[str, Any]) -> dict[str, Any]:
@@ -176,27 +185,47 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = Project(root)
     params = project.read_params()
     products, known = params["products"], params["candidates"]
-    bf16 = {"product": "shots", "checkpoint": "models/product-shots",
-            "steps": [{"kind": "vae_precision", "dtype": "bfloat16"}]}  # fmt: skip
-    project.write_params({
-        "products": {
-            PRODUCT: products[PRODUCT] | {
-                "reference": "reference", "release": ["int4"], "gate": describe_gate(TOLERANCES),
-                "resources": products[PRODUCT]["resources"] | {"num_servers": 1}, "benchmark": BENCHMARK},
-            "shots": products["shots"] | {
-                "release": ["bf16"], "serving": products["shots"]["serving"] | {"num_inference_steps": 4},
-                "resources": {"num_workers": 1},
-                "gate": products["shots"]["gate"] | {"on_inconclusive": "warn"}},  # eight images prove nothing
-            "people": cut_product(products["people"], ["winograd-calibrated"], {
-                f"scenes/{metric}": {"overall": 0.3} for metric in ("ap", "ap_small", "ap_medium", "ap_large")}),
-            "upscaler": cut_product(products["upscaler"], ["tiled-hann"], {
-                "panoramas/psnr_db": {"overall": 0.1}, "panoramas/seam_step_levels": {"overall": 0.5}}),
-        },
-        "candidates": {
-            "reference": {"product": PRODUCT, "checkpoint": "models/agent", "steps": []},
-            "int4": {"product": PRODUCT, "checkpoint": "models/agent", "steps": [GPTQ]},
-        } | {name: known.get(name, bf16) for names in OTHERS.values() for name in names},
-    })  # fmt: skip
+    bf16 = {
+        "product": "shots",
+        "checkpoint": "models/product-shots",
+        "steps": [{"kind": "vae_precision", "dtype": "bfloat16"}],
+    }
+    project.write_params(
+        {
+            "products": {
+                PRODUCT: products[PRODUCT]
+                | {
+                    "reference": "reference",
+                    "release": ["int4"],
+                    "gate": describe_gate(TOLERANCES),
+                    "resources": products[PRODUCT]["resources"] | {"num_servers": 1},
+                    "benchmark": BENCHMARK,
+                },
+                "shots": products["shots"]
+                | {
+                    "release": ["bf16"],
+                    "serving": products["shots"]["serving"] | {"num_inference_steps": 4},
+                    "resources": {"num_workers": 1},
+                    "gate": products["shots"]["gate"] | {"on_inconclusive": "warn"},
+                },  # eight images prove nothing
+                "people": cut_product(
+                    products["people"],
+                    ["winograd-calibrated"],
+                    {f"scenes/{metric}": {"overall": 0.3} for metric in ("ap", "ap_small", "ap_medium", "ap_large")},
+                ),
+                "upscaler": cut_product(
+                    products["upscaler"],
+                    ["tiled-hann"],
+                    {"panoramas/psnr_db": {"overall": 0.1}, "panoramas/seam_step_levels": {"overall": 0.5}},
+                ),
+            },
+            "candidates": {
+                "reference": {"product": PRODUCT, "checkpoint": "models/agent", "steps": []},
+                "int4": {"product": PRODUCT, "checkpoint": "models/agent", "steps": [GPTQ]},
+            }
+            | {name: known.get(name, bf16) for names in OTHERS.values() for name in names},
+        }
+    )
     project.run("git", "init", "--quiet")
     return project
 
@@ -238,13 +267,23 @@ def failed_again(project: Project, candidate_edited: Repro) -> Repro:
 
 def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: Repro) -> None:
     assert passed.code == 0, passed.output
-    assert sorted(passed.ran) == sorted(["env", "optimize@reference", "optimize@int4", "evaluate@reference",
-                                         "evaluate@int4", f"benchmark@{PRODUCT}", *JUDGING, RELEASE])  # fmt: skip
+    assert sorted(passed.ran) == sorted(
+        [
+            "env",
+            "optimize@reference",
+            "optimize@int4",
+            "evaluate@reference",
+            "evaluate@int4",
+            f"benchmark@{PRODUCT}",
+            *JUDGING,
+            RELEASE,
+        ]
+    )
     assert passed.ran[-4:] == [*JUDGING, RELEASE]
     assert sorted(passed.ran_others) == sorted(
         [f"{stage}@{name}" for names in OTHERS.values() for name in names for stage in ("optimize", "evaluate")]
-        + [f"{stage}@{product}" for product in OTHERS
-           for stage in ("benchmark", "compare", "track", "gate", "release")])  # fmt: skip
+        + [f"{stage}@{product}" for product in OTHERS for stage in ("benchmark", "compare", "track", "gate", "release")]
+    )
     for product in OTHERS:
         assert (project.root / f"build/{product}/gate.ok").exists(), passed.output
         assert (project.root / f"reports/{product}/worst.png").exists()
@@ -252,7 +291,8 @@ def test_a_good_release_goes_from_checkpoint_to_gate(project: Project, passed: R
     assert passed.gate_ok and passed.verdicts == {"int4": "pass"}
     evaluation = json.loads((project.root / f"build/{PRODUCT}/evaluations/int4/evaluation.json").read_text())
     assert {name: found["num_cases"] for name, found in evaluation["evals"].items()} == {
-        name: NUM_CASES[name] for name in TEXT_EVALS}
+        name: NUM_CASES[name] for name in TEXT_EVALS
+    }
     metrics = json.loads((project.root / f"metrics/{PRODUCT}/reference.json").read_text())
     assert metrics["workflows"]["task_completion_rate"] > 0.5, "the copy must evaluate a model that works"
     assert "int4" in (project.root / f"reports/{PRODUCT}/report.md").read_text()
@@ -279,8 +319,9 @@ def test_an_edited_tolerance_only_judges_again(tolerance_edited: Repro, passed: 
 
 
 def test_an_edited_candidate_runs_alone(candidate_edited: Repro, passed: Repro) -> None:
-    assert candidate_edited.ran == [
-        "env", "optimize@int4", "evaluate@int4", f"benchmark@{PRODUCT}", *JUDGING], candidate_edited.output
+    assert candidate_edited.ran == ["env", "optimize@int4", "evaluate@int4", f"benchmark@{PRODUCT}", *JUDGING], (
+        candidate_edited.output
+    )
     assert candidate_edited.evaluated_at["reference"] == passed.evaluated_at["reference"]
     assert candidate_edited.evaluated_at["int4"] > passed.evaluated_at["int4"]
 

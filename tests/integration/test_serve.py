@@ -48,12 +48,21 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_evalsets(folder / "evalsets")
     candidates = {name: {"checkpoint": "models/tiny"} | c for name, c in CANDIDATES.items()}
     tolerances = {"calls/tool_call_exact_match": {"overall": 0.1}}
-    (folder / "params.yaml").write_text(json.dumps({  # JSON is YAML
-        "reference": "reference", "release": list(EVALUATED), "candidates": candidates, "serving": SERVING,
-        "optimize": {"calibration_texts": "evalsets/prose", "num_threads": 1}, "evals": {
-            "calls": EVALS["calls"] | {"send_tools": False}}, "gate": GATE | {"tolerances": tolerances},
-        "canary": {"num_prompts": 8, "target_rate": 0.49}, "benchmark": NO_BENCHMARK,
-    }))  # fmt: skip
+    (folder / "params.yaml").write_text(
+        json.dumps(
+            {  # JSON is YAML
+                "reference": "reference",
+                "release": list(EVALUATED),
+                "candidates": candidates,
+                "serving": SERVING,
+                "optimize": {"calibration_texts": "evalsets/prose", "num_threads": 1},
+                "evals": {"calls": EVALS["calls"] | {"send_tools": False}},
+                "gate": GATE | {"tolerances": tolerances},
+                "canary": {"num_prompts": 8, "target_rate": 0.49},
+                "benchmark": NO_BENCHMARK,
+            }
+        )
+    )
     with contextlib.chdir(folder):
         params = load_params()
         for name in EVALUATED:
@@ -65,8 +74,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(script: str, *argv: str, project: Path) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, from a shell in which no number of threads is set."""
-    return subprocess.run([sys.executable, str(ROOT / "scripts" / script), *argv], cwd=project, env=plain_environment(),
-                          capture_output=True, text=True)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), *argv],
+        cwd=project,
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+    )
 
 
 def plain_environment() -> dict[str, str]:
@@ -83,9 +97,15 @@ def find_port() -> int:
 def serving(project: Path, *argv: str) -> Iterator[str]:
     """Run scripts/serve.py; yield its base URL, press Ctrl-C, and expect that nothing listens there afterwards."""
     # a shell's background job, as CI may be, ignores Ctrl-C, and so would its children
-    process = subprocess.Popen([sys.executable, str(ROOT / "scripts/serve.py"), *argv], cwd=project, text=True,
-                               env=plain_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts/serve.py"), *argv],
+        cwd=project,
+        text=True,
+        env=plain_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None and process.stderr is not None
     url = process.stdout.readline().partition(" ")[0]
     try:
@@ -106,8 +126,10 @@ def test_a_served_candidate_is_what_was_evaluated(project: Path) -> None:
         checked = run("check_drift.py", "drafted", "--base-url", url, project=project)
         taken = run("serve.py", "drafted", "--port", str(port), project=project)
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert "0 of 16 answers changed, no difference is tolerated; fingerprint: agrees (compared: checkpoint, serving, " \
-           "libraries, engine, sampling, environment, hardware)" in checked.stdout
+    assert (
+        "0 of 16 answers changed, no difference is tolerated; fingerprint: agrees (compared: checkpoint, serving, "
+        "libraries, engine, sampling, environment, hardware)" in checked.stdout
+    )
     assert taken.returncode == 1 and taken.stderr.count("\n") == 1
     assert f"expected to listen at 127.0.0.1:{port}, got: Address already in use; name another" in taken.stderr
 
@@ -117,8 +139,10 @@ def test_a_vllm_is_served_from_the_same_configuration_and_a_taken_port_is_refuse
         checked = run("check_drift.py", "on-vllm", "--base-url", url + "/v1", project=project)
         taken = run("serve.py", "on-vllm", "--port", url.rpartition(":")[2], project=project)
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert "fingerprint: agrees (compared by what each reply carries: checkpoint, serving, libraries, engine; could " \
-           "not be compared: sampling, environment, hardware)" in checked.stdout
+    assert (
+        "fingerprint: agrees (compared by what each reply carries: checkpoint, serving, libraries, engine; could "
+        "not be compared: sampling, environment, hardware)" in checked.stdout
+    )
     assert taken.returncode == 1 and "got: Address already in use; name another address or port" in taken.stderr
     evaluated = project / "build/evaluations/on-vllm/config/vllm.yaml"
     assert (project / "build/logs/on-vllm/served/vllm.yaml").read_text() == evaluated.read_text()
@@ -144,23 +168,39 @@ def without_drafts(project: Path) -> Iterator[str]:
 def test_a_vllm_of_the_same_release_without_drafts_is_drift(project: Path, without_drafts: str) -> None:
     checked = run("check_drift.py", "on-vllm", "--base-url", without_drafts, project=project)
     assert checked.returncode == 1
-    assert "0 of 16 answers changed, no difference is tolerated; fingerprint: differs (compared: libraries; could " \
-           "not be compared: checkpoint, serving, engine, sampling, environment, hardware)\n" in checked.stdout
+    assert (
+        "0 of 16 answers changed, no difference is tolerated; fingerprint: differs (compared: libraries; could "
+        "not be compared: checkpoint, serving, engine, sampling, environment, hardware)\n" in checked.stdout
+    )
     assert re.search(r"\n  system_fingerprint: evaluated '\w{12}', the endpoint says 'vllm-0\.32\.0-'", checked.stdout)
 
 
-@pytest.mark.parametrize(("script", "argv", "said"), [
-    ("check_drift.py", ("drafted", "--base-url", "nonsense"), "--base-url: expected http://host:port, got 'nonsense'"),
-    ("check_drift.py", ("drafted", "--base-url", "http://127.0.0.1:9", "--cases", "0"),
-     "--cases: expected 1 or more, got 0"),
-    ("check_drift.py", ("drafted", "--cases", "-3"), "--cases: expected 1 or more, got -3"),
-    ("check_drift.py", ("drafted", "--max-changed", "-1"), "--max-changed: expected 0 or more, got -1"),
-    ("serve.py", ("elsewhere",), "candidates.elsewhere.engine: expected one that quantgate starts (transformers, vllm)"
-                                 ", got openai, which somebody else serves at http://127.0.0.1:9; start it there"),
-    ("serve.py", ("drafted", "--port", "70000"), "--port: expected 1 to 65535, got 70000"),
-    ("serve.py", ("nobody",), "expected one candidate of reference, drafted, on-vllm, elsewhere, got 'nobody'"),
-    ("serve.py", ("reference",), "build/candidates/reference/candidate.json: expected"),
-])
+@pytest.mark.parametrize(
+    ("script", "argv", "said"),
+    [
+        (
+            "check_drift.py",
+            ("drafted", "--base-url", "nonsense"),
+            "--base-url: expected http://host:port, got 'nonsense'",
+        ),
+        (
+            "check_drift.py",
+            ("drafted", "--base-url", "http://127.0.0.1:9", "--cases", "0"),
+            "--cases: expected 1 or more, got 0",
+        ),
+        ("check_drift.py", ("drafted", "--cases", "-3"), "--cases: expected 1 or more, got -3"),
+        ("check_drift.py", ("drafted", "--max-changed", "-1"), "--max-changed: expected 0 or more, got -1"),
+        (
+            "serve.py",
+            ("elsewhere",),
+            "candidates.elsewhere.engine: expected one that quantgate starts (transformers, vllm)"
+            ", got openai, which somebody else serves at http://127.0.0.1:9; start it there",
+        ),
+        ("serve.py", ("drafted", "--port", "70000"), "--port: expected 1 to 65535, got 70000"),
+        ("serve.py", ("nobody",), "expected one candidate of reference, drafted, on-vllm, elsewhere, got 'nobody'"),
+        ("serve.py", ("reference",), "build/candidates/reference/candidate.json: expected"),
+    ],
+)
 def test_what_can_not_be_done_is_one_line(project: Path, script: str, argv: tuple[str, ...], said: str) -> None:
     ended = run(script, *argv, project=project)
     assert ended.returncode == 1 and ended.stdout == ""

@@ -41,9 +41,16 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 256
 SERVING = ServingConfig(concurrency=16, context_length=CONTEXT, max_tokens=32)
 SETTINGS = ServingSettings(
-    dtype="float32", continuous_batching=True, concurrency=16, num_servers=1, num_threads=1, context_length=CONTEXT,
-    max_tokens=32, request_timeout_s=60, start_timeout_s=180,
-)  # fmt: skip
+    dtype="float32",
+    continuous_batching=True,
+    concurrency=16,
+    num_servers=1,
+    num_threads=1,
+    context_length=CONTEXT,
+    max_tokens=32,
+    request_timeout_s=60,
+    start_timeout_s=180,
+)
 EVALS: dict[str, EvalSettings] = {
     "prose": PerplexityEval(kind="perplexity", evalset="e"),
     "calls": ToolCallsEval(kind="tool_calls", evalset="e"),
@@ -53,8 +60,12 @@ WORDS = ["the", "courier", "takes", "12", "parcels", "to", "gate", "before", "no
 
 def make_candidate(folder: Path, **serving: Any) -> Candidate:
     checkpoint = describe_checkpoint(folder, root=folder.parent)
-    return Candidate(name="tiny", checkpoint=checkpoint, serving=SERVING.model_copy(update=serving),
-                     libraries={"safetensors": importlib.metadata.version("safetensors")})  # fmt: skip
+    return Candidate(
+        name="tiny",
+        checkpoint=checkpoint,
+        serving=SERVING.model_copy(update=serving),
+        libraries={"safetensors": importlib.metadata.version("safetensors")},
+    )
 
 
 def make_texts(count: int) -> list[str]:
@@ -97,8 +108,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def plain_answer(running: Running, messages: list[dict[str, str]], max_tokens: int) -> str:
-    inputs = running.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
-                                                   return_dict=True)  # fmt: skip
+    inputs = running.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = running.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
     return running.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
@@ -271,8 +283,16 @@ def decode_as_a_stream(tokenizer: Any, tokens: list[int]) -> str:
 
 async def stream_answer(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
     """Stream an answer of exactly NUM_TOKENS tokens; return its text and the last chunk."""
-    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True,
-            "min_tokens": NUM_TOKENS, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    body = {
+        "model": "tiny",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "min_tokens": NUM_TOKENS,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     response = await client.post("/v1/chat/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line]
@@ -292,8 +312,11 @@ def test_a_stream_decodes_exactly_as_many_tokens_as_asked(
     ends = list(range(0, len(running.tokenizer), 2))
     (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
     draft = None if draft_seed is None else write_tiny_llama(tmp_path / "draft", seed=draft_seed)
-    candidate = (make_candidate(folder, continuous_batching=path == "batched") if path in ("batched", "serial")
-                 else speculative_candidate(folder, draft, 3))
+    candidate = (
+        make_candidate(folder, continuous_batching=path == "batched")
+        if path in ("batched", "serial")
+        else speculative_candidate(folder, draft, 3)
+    )
     server = Server(load_candidate(candidate, folder, draft_folder=draft))
     conversations = [[{"role": "user", "content": text}] for text in make_texts(8)]
 
@@ -301,8 +324,9 @@ def test_a_stream_decodes_exactly_as_many_tokens_as_asked(
         transport = httpx.ASGITransport(app=server.build_app())
         async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
             plain = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS}
-            answers = [(await client.post("/v1/chat/completions", json=plain | {"messages": m})).json()
-                       for m in conversations]  # fmt: skip
+            answers = [
+                (await client.post("/v1/chat/completions", json=plain | {"messages": m})).json() for m in conversations
+            ]
             return answers, await asyncio.gather(*(stream_answer(client, m) for m in conversations))
 
     try:
@@ -310,8 +334,9 @@ def test_a_stream_decodes_exactly_as_many_tokens_as_asked(
     finally:
         server._manager.stop()
     for messages, (text, last) in zip(conversations, streamed, strict=True):
-        inputs = running.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
-                                                       return_dict=True)  # fmt: skip
+        inputs = running.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         num_prompt = inputs["input_ids"].shape[1]
         plain = running.model.generate(**inputs, max_new_tokens=NUM_TOKENS, eos_token_id=-1, do_sample=False)[0]
         assert text == decode_as_a_stream(running.tokenizer, plain[num_prompt:].tolist())
@@ -441,8 +466,11 @@ def test_a_checkpoint_without_a_template_serves_evals_that_do_not_chat(tmp_path:
         async with engines.start_engine(serial, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
             raise AssertionError("must not come up")
 
-    with pytest.raises(EngineError, match="evals.calls: tool_calls needs chat answers .*HTTP 400: messages: the "
-                                          "checkpoint has no chat template; add chat_template.jinja"):  # fmt: skip
+    with pytest.raises(
+        EngineError,
+        match="evals.calls: tool_calls needs chat answers .*HTTP 400: messages: the "
+        "checkpoint has no chat template; add chat_template.jinja",
+    ):
         running.runner.run(start())
 
 
@@ -462,8 +490,11 @@ def test_a_cache_that_memory_can_not_hold_names_the_settings(tmp_path: Path, run
         async with engines.start_engine(candidate, SETTINGS, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"):
             raise AssertionError("must not come up")
 
-    with pytest.raises(EngineError, match="tiny: generation ended on its first request: .*Memory footprint .* lower "
-                                          r"serving.context_length .4194304. or serving.concurrency"):  # fmt: skip
+    with pytest.raises(
+        EngineError,
+        match="tiny: generation ended on its first request: .*Memory footprint .* lower "
+        r"serving.context_length .4194304. or serving.concurrency",
+    ):
         running.runner.run(start())
 
 
@@ -533,15 +564,17 @@ def test_of_two_servers_that_fail_the_first_failure_is_told_and_nothing_else(
         code = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit('broken')"
         seconds = {"server-0": "60", "server-1": "0", "server-2": "0"}[log.stem]
         with log.open("wb") as log_file:
-            popen = subprocess.Popen([sys.executable, "-c", code, seconds], stdin=subprocess.PIPE,
-                                     stdout=subprocess.PIPE, stderr=log_file)  # fmt: skip
+            popen = subprocess.Popen(
+                [sys.executable, "-c", code, seconds], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file
+            )
         return ServerProcess(popen, log)
 
     async def start() -> None:
         settings = SETTINGS.model_copy(update={"num_servers": 3})
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-        async with engines.start_engine(make_candidate(running.folder), settings, evals=EVALS, root=tmp_path,
-                                        logs=tmp_path / "logs"):  # fmt: skip
+        async with engines.start_engine(
+            make_candidate(running.folder), settings, evals=EVALS, root=tmp_path, logs=tmp_path / "logs"
+        ):
             raise AssertionError("must not come up")
 
     monkeypatch.setattr(transformers, "_spawn", spawn)
@@ -566,8 +599,11 @@ time.sleep(60)
 def test_no_server_outlives_its_parent(running: Running, number: signal.Signals) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHAN, make_candidate(running.folder).model_dump_json(), str(running.folder.parent)],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert parent.stdout is not None
     server = int(parent.stdout.readline())
     time.sleep(0.5)

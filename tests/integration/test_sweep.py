@@ -38,8 +38,10 @@ def test_finished_settings_are_kept_while_they_are_what_would_be_rendered(tmp_pa
     assert run(product(None)) == ["shots", "scale-9-rescale-0"]
     assert run(product(None, 99.5)) == [THRESHOLDED]
     assert not list(build.glob("candidates/*/checkpoint")), "a copy of the pipeline for each setting"
-    pictures = {name: [r.output for r in read_cases(build / "evaluations" / name / "shots.jsonl")]
-                for name in product(None, 99.5).candidates}  # fmt: skip
+    pictures = {
+        name: [r.output for r in read_cases(build / "evaluations" / name / "shots.jsonl")]
+        for name in product(None, 99.5).candidates
+    }
     assert len({tuple(drawn) for drawn in pictures.values()}) == 3, "every setting reached the sampler"
 
     with (build / "evaluations/scale-9-rescale-0/shots.jsonl").open("a") as edited:

@@ -31,8 +31,10 @@ from tests.integration.test_serving import ROOT, SETTINGS, is_running
 from tests.tiny_llama import write_tiny_llama
 
 COMMAND = (sys.executable, str(ROOT / "tests/fake_vllm.py"), "serve")
-EVALS = {"prose": PerplexityEval(kind="perplexity", evalset="e"),
-         "calls": ToolCallsEval(kind="tool_calls", evalset="e")}  # fmt: skip
+EVALS = {
+    "prose": PerplexityEval(kind="perplexity", evalset="e"),
+    "calls": ToolCallsEval(kind="tool_calls", evalset="e"),
+}
 DRAFT = SpeculativeConfig(method="prompt_lookup", num_tokens=2)
 
 
@@ -78,19 +80,41 @@ async def not_asked(engine: Engine, client: Client) -> None:
     raise AssertionError("must not come up")
 
 
-@pytest.mark.parametrize(("changes", "limits", "said"), [
-    pytest.param({"environment": {"FAKE_VLLM_BREAKS": "1"}}, {},
-                 "exited with code 1: ValueError: no kernel for int4 in float32", id="root-cause"),
-    pytest.param({"environment": {"FAKE_VLLM_SLEEPS": "1"}}, {"start_timeout_s": 0.5}, "not ready after 0.5 s",
-                 id="never-ready"),
-    pytest.param({"version": "0.31.0"}, {},
-                 "libraries.vllm: the candidate says '0.31.0', the server loaded '0.32.0'", id="another-release"),
-    pytest.param({"environment": {"FAKE_VLLM_DTYPE": "torch.bfloat16"}}, {},
-                 "serving.dtype: the candidate says 'float32', the server loaded 'bfloat16'", id="another-dtype"),
-    pytest.param({"command": ("/nowhere/vllm", "serve")}, {}, "No such file or directory: '/nowhere/vllm'",
-                 id="no-program"),
-    pytest.param({"options": {"enforce_eager": True}}, {}, "vLLM 0.32.0 does not take options", id="unknown-option"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "limits", "said"),
+    [
+        pytest.param(
+            {"environment": {"FAKE_VLLM_BREAKS": "1"}},
+            {},
+            "exited with code 1: ValueError: no kernel for int4 in float32",
+            id="root-cause",
+        ),
+        pytest.param(
+            {"environment": {"FAKE_VLLM_SLEEPS": "1"}},
+            {"start_timeout_s": 0.5},
+            "not ready after 0.5 s",
+            id="never-ready",
+        ),
+        pytest.param(
+            {"version": "0.31.0"},
+            {},
+            "libraries.vllm: the candidate says '0.31.0', the server loaded '0.32.0'",
+            id="another-release",
+        ),
+        pytest.param(
+            {"environment": {"FAKE_VLLM_DTYPE": "torch.bfloat16"}},
+            {},
+            "serving.dtype: the candidate says 'float32', the server loaded 'bfloat16'",
+            id="another-dtype",
+        ),
+        pytest.param(
+            {"command": ("/nowhere/vllm", "serve")}, {}, "No such file or directory: '/nowhere/vllm'", id="no-program"
+        ),
+        pytest.param(
+            {"options": {"enforce_eager": True}}, {}, "vLLM 0.32.0 does not take options", id="unknown-option"
+        ),
+    ],
+)
 def test_what_goes_wrong_at_the_start_is_one_line(root: Path, changes: Any, limits: Any, said: str) -> None:
     with pytest.raises(QuantgateError) as caught:
         with_engine(make_candidate(root, **changes), root, not_asked, **limits)
@@ -159,9 +183,13 @@ asyncio.run(run(Candidate.model_validate_json(sys.argv[1]), ServingSettings.mode
 def test_nothing_is_left_running_when_we_end(root: Path, number: signal.Signals) -> None:
     note = root / f"child-{number}.pid"
     candidate = make_candidate(root, environment={"FAKE_VLLM_CHILD": str(note)})
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, candidate.model_dump_json(), SETTINGS.model_dump_json(),
-                               str(root)], cwd=ROOT, stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, candidate.model_dump_json(), SETTINGS.model_dump_json(), str(root)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
     parent.send_signal(number)
     parent.wait()

@@ -40,8 +40,10 @@ def watch_once(model: nn.Module, *inputs: torch.Tensor) -> dict[str, Any]:
 def test_every_module_of_a_decoder_is_read_and_right() -> None:
     vae, latents = build_vae(channels=(16, 32)), draw_latents()
     kept: dict[str, list[torch.Tensor]] = {}
-    handles = [module.register_forward_hook(lambda _m, _i, out, name=name: kept.setdefault(name, []).append(out))
-               for name, module in vae.decoder.named_modules()]  # fmt: skip
+    handles = [
+        module.register_forward_hook(lambda _m, _i, out, name=name: kept.setdefault(name, []).append(out))
+        for name, module in vae.decoder.named_modules()
+    ]
     found = watch_once(vae.decoder, *latents.split(1))
     for handle in handles:
         handle.remove()
@@ -86,8 +88,21 @@ def test_channels_last_and_negative_extremes_are_read() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("values", [[1.5, -2.5], [-1.0, -3.0], [-0.0, 0.0], [2.0, 1e-7], [math.inf, 1], [-math.nan, 1],
-                                    [1.0, -math.inf], [math.nan, -math.inf], [6e4, -5e4]], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.5, -2.5],
+        [-1.0, -3.0],
+        [-0.0, 0.0],
+        [2.0, 1e-7],
+        [math.inf, 1],
+        [-math.nan, 1],
+        [1.0, -math.inf],
+        [math.nan, -math.inf],
+        [6e4, -5e4],
+    ],
+    ids=str,
+)
 def test_the_largest_magnitude_by_bit_patterns_is_that_of_torch(dtype: torch.dtype, values: list[float]) -> None:
     x = torch.tensor(values, dtype=dtype)
     found, expected = _find_absmax(x), x.abs().max().item()

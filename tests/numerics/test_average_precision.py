@@ -25,15 +25,28 @@ NOTHING = Detections(np.zeros((0, 4)), np.zeros(0, dtype=np.int64), np.zeros(0))
 
 def describe(objects, detections):
     """Return COCO's dataset and list of results."""
-    annotations = [{"image_id": i, "category_id": int(o.classes[j]), "bbox": o.boxes[j].tolist(),
-                    "area": float(o.areas[j]), "iscrowd": int(o.is_crowd[j])}
-                   for i, o in enumerate(objects) for j in range(len(o.boxes))]
-    results = [{"image_id": i, "category_id": int(d.classes[j]), "bbox": d.boxes[j].tolist(),
-                "score": float(d.scores[j])} for i, d in enumerate(detections) for j in range(len(d.scores))]
-    return {"images": [{"id": i} for i in range(len(objects))],
-            "categories": [{"id": k} for k in range(NUM_CLASSES)],
-            # an id of 0 would read as "not matched"
-            "annotations": [{"id": i + 1, **annotation} for i, annotation in enumerate(annotations)]}, results
+    annotations = [
+        {
+            "image_id": i,
+            "category_id": int(o.classes[j]),
+            "bbox": o.boxes[j].tolist(),
+            "area": float(o.areas[j]),
+            "iscrowd": int(o.is_crowd[j]),
+        }
+        for i, o in enumerate(objects)
+        for j in range(len(o.boxes))
+    ]
+    results = [
+        {"image_id": i, "category_id": int(d.classes[j]), "bbox": d.boxes[j].tolist(), "score": float(d.scores[j])}
+        for i, d in enumerate(detections)
+        for j in range(len(d.scores))
+    ]
+    return {
+        "images": [{"id": i} for i in range(len(objects))],
+        "categories": [{"id": k} for k in range(NUM_CLASSES)],
+        # an id of 0 would read as "not matched"
+        "annotations": [{"id": i + 1, **annotation} for i, annotation in enumerate(annotations)],
+    }, results
 
 
 def evaluate(objects, detections, areas=AREAS, library=(COCO, COCOeval)):
@@ -65,15 +78,21 @@ def make_set(name):
         detections = [NOTHING] * 40
     if name == "on-the-bounds":
         sides = np.array([32.0, 96.0])[rng.integers(0, 2, 40)]
-        objects = [Objects(np.array([[10.0, 10.0, s, s]]), np.zeros(1, int), np.array([s * s]), np.zeros(1, bool))
-                   for s in sides]
-        detections = [Detections(np.array([[10.0, 10.0, s, s * 0.9], [300, 300, s, s]]), np.zeros(2, int),
-                                 np.array([0.5, 0.6])) for s in sides]
+        objects = [
+            Objects(np.array([[10.0, 10.0, s, s]]), np.zeros(1, int), np.array([s * s]), np.zeros(1, bool))
+            for s in sides
+        ]
+        detections = [
+            Detections(np.array([[10.0, 10.0, s, s * 0.9], [300, 300, s, s]]), np.zeros(2, int), np.array([0.5, 0.6]))
+            for s in sides
+        ]
     if name == "between-two":  # equally far from both; only one choice leaves an object for the second detection
         pair = np.array([[0.0, 0, 10, 10], [4, 0, 10, 10]])
         objects = [Objects(pair[::step], np.zeros(2, int), np.full(2, 100.0), np.zeros(2, bool)) for step in (1, -1, 1)]
-        detections = [Detections(np.array([[2.0, 0, 10, 10], [0, 0, 10, 10]]), np.zeros(2, int),
-                                 np.array([0.9, 0.8]) - i / 100) for i in range(3)]
+        detections = [
+            Detections(np.array([[2.0, 0, 10, 10], [0, 0, 10, 10]]), np.zeros(2, int), np.array([0.9, 0.8]) - i / 100)
+            for i in range(3)
+        ]
     return objects, detections
 
 
@@ -140,14 +159,22 @@ def test_a_weight_is_a_repetition(name):
 def test_an_empty_bucket_is_nan_and_never_minus_one():
     objects, detections = make_set("noisy")
     is_large = [o.areas >= AREAS["large"][0] for o in objects]
-    rest = [Objects(o.boxes[~b], o.classes[~b], o.areas[~b], o.is_crowd[~b])
-            for o, b in zip(objects, is_large, strict=True)]
+    rest = [
+        Objects(o.boxes[~b], o.classes[~b], o.areas[~b], o.is_crowd[~b]) for o, b in zip(objects, is_large, strict=True)
+    ]
     numbers = coco_numbers(match_all(rest, detections))
     assert np.isnan([numbers["ap_large"], numbers["ar_large"]]).all() and numbers["ap_small"] > 0
 
 
-@pytest.mark.parametrize("change", [{"scores": np.array([np.nan])}, {"boxes": np.array([[0.0, 0, -1, 4]])},
-                                    {"boxes": np.array([[0.0, np.inf, 1, 4]])}, {"classes": np.array([NUM_CLASSES])}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scores": np.array([np.nan])},
+        {"boxes": np.array([[0.0, 0, -1, 4]])},
+        {"boxes": np.array([[0.0, np.inf, 1, 4]])},
+        {"classes": np.array([NUM_CLASSES])},
+    ],
+)
 def test_a_detector_that_says_nonsense_is_refused(change):
     """NaN would sort to some place of the ranking and count."""
     said = Detections(np.array([[0.0, 0, 4, 4]]), np.zeros(1, int), np.ones(1))
@@ -167,8 +194,9 @@ def test_a_table_survives_its_file_and_the_file_follows_from_it(tmp_path):
     assert coco_numbers(read) == coco_numbers(table)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-30], lambda data: b"no archive", lambda data: b""],
-                         ids=["cut", "text", "empty"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-30], lambda data: b"no archive", lambda data: b""], ids=["cut", "text", "empty"]
+)
 def test_a_damaged_file_is_refused(tmp_path, damage):
     save_matches(tmp_path / "a.npz", match_all(*make_set("noisy")))
     with pytest.raises(EvidenceError, match="expected finite detections of 41 images"):

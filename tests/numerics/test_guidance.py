@@ -46,8 +46,9 @@ def test_rescale_is_that_of_diffusers(rescale: float) -> None:
 @pytest.mark.parametrize(("percentile", "max_value"), [(0.995, 1.0), (0.995, 4.0), (0.9, 1.5), (1.0, 100.0)])
 def test_dynamic_threshold_is_that_of_diffusers(scheduler: str, percentile: float, max_value: float) -> None:
     diffusers = pytest.importorskip("diffusers")
-    built = getattr(diffusers, scheduler)(thresholding=True, dynamic_thresholding_ratio=percentile,
-                                          sample_max_value=max_value)  # fmt: skip
+    built = getattr(diffusers, scheduler)(
+        thresholding=True, dynamic_thresholding_ratio=percentile, sample_max_value=max_value
+    )
     predicted = draw(0) * torch.tensor([0.2, 1.0, 3.0]).view(-1, 1, 1, 1)
     ours = threshold_dynamically(predicted, percentile=percentile, max_value=max_value)
     assert torch.allclose(ours, built._threshold_sample(predicted), atol=1e-6)

@@ -25,8 +25,13 @@ def compare(reference: nn.Module, candidate: nn.Module, inputs: Any, **named: An
 
 def build(*, in_place: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(in_place), nn.ConvTranspose2d(8, 4, 2, stride=2),
-                         nn.Flatten(2), nn.Linear(256, 5)).eval()  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(in_place),
+        nn.ConvTranspose2d(8, 4, 2, stride=2),
+        nn.Flatten(2),
+        nn.Linear(256, 5),
+    ).eval()
 
 
 def draw(num: int = 3) -> list[torch.Tensor]:
@@ -82,7 +87,11 @@ def test_nothing_finite_is_no_error_of_zero() -> None:
     found = compare(reference, spoil(reference, ..., math.inf), draw(2), dtypes={})
     assert found["0"].relative_error is None
     assert describe_layers(found)["0"] == {
-        "relative_error": None, "absmax": None, "nonfinite_count": 2 * 8 * 64, "headroom_bits": None}
+        "relative_error": None,
+        "absmax": None,
+        "nonfinite_count": 2 * 8 * 64,
+        "headroom_bits": None,
+    }
 
 
 @torch.no_grad()
@@ -118,13 +127,18 @@ def test_a_layer_that_runs_twice_is_compared_twice() -> None:
     assert list(found) == ["head"] and found["head"].relative_error == pytest.approx(math.sqrt(1 / 2))
 
 
-@pytest.mark.parametrize(("networks", "inputs", "message"), [
-    ((build(), build()), [], "expected one input or more"),
-    ((build(), build()[:3]), draw(), "'4' is in one only"),
-    ((nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3, padding=1)), draw(), "without tiles"),
-], ids=["no input", "other layers", "other shapes"])  # fmt: skip
-def test_what_cannot_be_paired_is_refused(networks: tuple[nn.Module, nn.Module], inputs: list[torch.Tensor],
-                                          message: str) -> None:
+@pytest.mark.parametrize(
+    ("networks", "inputs", "message"),
+    [
+        ((build(), build()), [], "expected one input or more"),
+        ((build(), build()[:3]), draw(), "'4' is in one only"),
+        ((nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3, padding=1)), draw(), "without tiles"),
+    ],
+    ids=["no input", "other layers", "other shapes"],
+)
+def test_what_cannot_be_paired_is_refused(
+    networks: tuple[nn.Module, nn.Module], inputs: list[torch.Tensor], message: str
+) -> None:
     with pytest.raises(NumericsError, match=message):
         compare(*networks, inputs, dtypes={})
 

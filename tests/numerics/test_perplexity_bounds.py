@@ -19,9 +19,18 @@ PERPLEXITY, TOKENS = METRICS_BY_NAME["perplexity_per_token"], 256
 
 
 def make_documents(nats_per_token):
-    return [CaseRecord(case_id=str(i), input_digest=digest_text(str(i)), cluster=str(i), prompt="", output="",
-                       scores={"nll_nats": float(nats) * TOKENS, "num_tokens": float(TOKENS)}, fingerprint="f")
-            for i, nats in enumerate(nats_per_token)]
+    return [
+        CaseRecord(
+            case_id=str(i),
+            input_digest=digest_text(str(i)),
+            cluster=str(i),
+            prompt="",
+            output="",
+            scores={"nll_nats": float(nats) * TOKENS, "num_tokens": float(TOKENS)},
+            fingerprint="f",
+        )
+        for i, nats in enumerate(nats_per_token)
+    ]
 
 
 def measure(reference, candidate):
@@ -37,11 +46,18 @@ def few(rng, num, one_in):
     return (rng.random(num) < 1 / one_in) * float(one_in)
 
 
-@pytest.mark.parametrize(("num", "draw", "value"), [
-    # with what was seen alone, 28, 30, 18 and 12 % of these passed
-    (62, lognormal, 2.0), (62, few, 50), (1_000, lognormal, 2.0), (200, few, 100), (400, few, 100),
-    (500, lognormal, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num", "draw", "value"),
+    [
+        # with what was seen alone, 28, 30, 18 and 12 % of these passed
+        (62, lognormal, 2.0),
+        (62, few, 50),
+        (1_000, lognormal, 2.0),
+        (200, few, 100),
+        (400, few, 100),
+        (500, lognormal, 1.0),
+    ],
+)
 def test_wrong_passes_stay_rare_when_few_documents_have_the_harm(num, draw, value):
     """Catches a bound that rests on what the documents at hand showed: the candidate is 2 % worse in truth."""
     rng, limit, passes = np.random.default_rng(21), math.log(1.02), 0

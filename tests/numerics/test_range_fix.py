@@ -117,8 +117,10 @@ def test_blocks_with_attention_are_followed_in_their_order() -> None:
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKL(
         down_block_types=("AttnDownEncoderBlock2D", "DownEncoderBlock2D"),
-        up_block_types=("AttnUpDecoderBlock2D", "UpDecoderBlock2D"), block_out_channels=(16, 32), norm_num_groups=8,
-    ).eval()  # fmt: skip
+        up_block_types=("AttnUpDecoderBlock2D", "UpDecoderBlock2D"),
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+    ).eval()
     fixed, proof = fix_range(inflate_decoder(vae, 2.0**18), draw_latents())
     assert proof.max_difference <= 1e-5 and min(proof.headroom_bits_after.values()) >= 1
     assert decode(fixed, draw_latents(), torch.float16).isfinite().all()

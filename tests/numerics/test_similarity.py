@@ -36,8 +36,10 @@ def loop_similarity(x: np.ndarray, y: np.ndarray) -> float:
 
 def test_ssim_is_that_of_a_loop() -> None:
     images, reference = make_pair()
-    expected = [np.mean([loop_similarity(x, y) for x, y in zip(i.double().numpy(), r.double().numpy(), strict=True)])
-                for i, r in zip(images, reference, strict=True)]  # fmt: skip
+    expected = [
+        np.mean([loop_similarity(x, y) for x, y in zip(i.double().numpy(), r.double().numpy(), strict=True)])
+        for i, r in zip(images, reference, strict=True)
+    ]
     assert structural_similarity(images, reference).tolist() == pytest.approx(expected, abs=1e-12)
 
 

@@ -33,12 +33,15 @@ def number_each(n):
     return np.arange(n)
 
 
-@pytest.mark.parametrize(("b", "c", "n", "confidence", "low", "high"), [
-    # Bentur et al. 2009 as analysed by Fagerland, Lydersen and Laake, Statistics in Medicine 33:2850-2875 (2014)
-    pytest.param(1, 7, 21, 0.975, -0.517, -0.026, id="airway-hyper-responsiveness"),
-    # R package PropCIs 0.3-0: scoreci.mp(25, 28, 618, conf.level = 0.9)
-    pytest.param(28, 25, 618, 0.95, -0.0148, 0.0247, id="propcis-618-pairs"),
-])
+@pytest.mark.parametrize(
+    ("b", "c", "n", "confidence", "low", "high"),
+    [
+        # Bentur et al. 2009 as analysed by Fagerland, Lydersen and Laake, Statistics in Medicine 33:2850-2875 (2014)
+        pytest.param(1, 7, 21, 0.975, -0.517, -0.026, id="airway-hyper-responsiveness"),
+        # R package PropCIs 0.3-0: scoreci.mp(25, 28, 618, conf.level = 0.9)
+        pytest.param(28, 25, 618, 0.95, -0.0148, 0.0247, id="propcis-618-pairs"),
+    ],
+)
 def test_tango_gives_the_published_bounds(b, c, n, confidence, low, high):
     digits = 3 if n == 21 else 4
     assert [round(x, digits) for x in tango_bounds(b, c, n, confidence=confidence)] == [low, high]
@@ -46,13 +49,15 @@ def test_tango_gives_the_published_bounds(b, c, n, confidence, low, high):
 
 def score_statistic(delta, b, c, n):
     """Score statistic with the nuisance parameter found by maximising the likelihood numerically."""
+
     def negative_log_likelihood(p_gain):
         cells = (p_gain + delta, p_gain, 1 - 2 * p_gain - delta)
         return -sum(k * math.log(max(p, 1e-300)) for k, p in zip((b, c, n - b - c), cells, strict=True) if k)
 
     edges = (max(0.0, -delta), (1 - delta) / 2)
-    p_gain = optimize.minimize_scalar(negative_log_likelihood, bounds=edges, method="bounded",
-                                      options={"xatol": 1e-13}).x
+    p_gain = optimize.minimize_scalar(
+        negative_log_likelihood, bounds=edges, method="bounded", options={"xatol": 1e-13}
+    ).x
     return (b - c - n * delta) / math.sqrt(n * (2 * p_gain + delta * (1 - delta)))
 
 
@@ -69,7 +74,7 @@ def test_tango_inverts_the_score_test(b, c, n, confidence):
 def test_133_cases_without_a_flip_prove_two_points(n, is_proven):
     low, high = tango_bounds(0, 0, n, confidence=0.95)
     assert (high <= 0.02) == is_proven
-    assert low == -high == pytest.approx(-(1.6448536 ** 2) / (n + 1.6448536 ** 2), rel=1e-6)
+    assert low == -high == pytest.approx(-(1.6448536**2) / (n + 1.6448536**2), rel=1e-6)
 
 
 def test_tango_when_every_case_flips():
@@ -84,16 +89,25 @@ def test_swapping_the_sides_mirrors_the_bounds(b, c, n):
     assert tango_bounds(c, b, n, confidence=0.95) == (-high, -low)
 
 
-@pytest.mark.parametrize(("n", "tolerance", "p_gain"), [
-    (200, 0.02, 0.0), (340, 0.03, 0.0), (60, 0.03, 0.034), (60, 0.05, 0.03), (100, 0.05, 0.03), (150, 0.05, 0.03),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "tolerance", "p_gain"),
+    [
+        (200, 0.02, 0.0),
+        (340, 0.03, 0.0),
+        (60, 0.03, 0.034),
+        (60, 0.05, 0.03),
+        (100, 0.05, 0.03),
+        (150, 0.05, 0.03),
+    ],
+)
 def test_a_model_on_the_tolerance_passes_in_5_percent_at_most(n, tolerance, p_gain):
     """Exact probability over all tables that a loss of the tolerance is 'proven' below it; Tango's reaches 6.8 %."""
     p_loss = tolerance + p_gain
     wrong_pass = sum(
         stats.multinomial.pmf([b, c, n - b - c], n, [p_loss, p_gain, 1 - p_loss - p_gain])
         for b, c in itertools.product(range(n // 4), range(n // 4 if p_gain else 1))
-        if count_bounds(b, c, n, n, None, confidence=0.95).high <= tolerance)
+        if count_bounds(b, c, n, n, None, confidence=0.95).high <= tolerance
+    )
     assert 0.015 < wrong_pass <= 0.05
 
 
@@ -134,11 +148,19 @@ def test_design_effect_is_never_below_one_and_one_cluster_is_one_case():
     assert design_effect(np.ones(10), np.zeros(10, dtype=np.int64)) == 10.0
 
 
-@pytest.mark.parametrize(("num_clusters", "size", "intraclass", "tolerance"), [
-    # without a prior on the design effect 86, 55, 15 and 8 % of these pass
-    (5, 30, 1.0, 0.03), (20, 20, 1.0, 0.03), (40, 10, 0.5, 0.03), (100, 4, 0.5, 0.03),
-    (150, 4, 0.0, 0.06), (150, 4, 0.5, 0.06), (400, 3, 1.0, 0.03),
-])
+@pytest.mark.parametrize(
+    ("num_clusters", "size", "intraclass", "tolerance"),
+    [
+        # without a prior on the design effect 86, 55, 15 and 8 % of these pass
+        (5, 30, 1.0, 0.03),
+        (20, 20, 1.0, 0.03),
+        (40, 10, 0.5, 0.03),
+        (100, 4, 0.5, 0.03),
+        (150, 4, 0.0, 0.06),
+        (150, 4, 0.5, 0.06),
+        (400, 3, 1.0, 0.03),
+    ],
+)
 def test_wrong_passes_stay_rare_when_losses_come_in_clusters(num_clusters, size, intraclass, tolerance):
     rng = np.random.default_rng(2)
     clusters, passes, runs = np.repeat(number_each(num_clusters), size), 0, 400
@@ -150,11 +172,17 @@ def test_wrong_passes_stay_rare_when_losses_come_in_clusters(num_clusters, size,
     assert passes / runs <= 0.072  # 5 % and two standard errors of 400 runs
 
 
-@pytest.mark.parametrize(("sizes", "intraclass", "tolerance"), [
-    # where a giant cluster counts like any other, 13 to 69 % of these pass
-    ([100] * 5 + [2] * 100, 1.0, 0.05), ([300] + [1] * 100, 0.3, 0.03), ([20] * 20 + [1] * 60, 1.0, 0.05),
-    ([max(1, 300 // i) for i in range(1, 201)], 0.3, 0.05),
-], ids=["few-giants", "one-giant", "mixed", "zipf"])
+@pytest.mark.parametrize(
+    ("sizes", "intraclass", "tolerance"),
+    [
+        # where a giant cluster counts like any other, 13 to 69 % of these pass
+        ([100] * 5 + [2] * 100, 1.0, 0.05),
+        ([300] + [1] * 100, 0.3, 0.03),
+        ([20] * 20 + [1] * 60, 1.0, 0.05),
+        ([max(1, 300 // i) for i in range(1, 201)], 0.3, 0.05),
+    ],
+    ids=["few-giants", "one-giant", "mixed", "zipf"],
+)
 def test_wrong_passes_stay_rare_when_clusters_differ_in_size(sizes, intraclass, tolerance):
     rng, clusters, passes, runs = np.random.default_rng(12), np.repeat(number_each(len(sizes)), sizes), 0, 300
     for _ in range(runs):
@@ -172,13 +200,22 @@ def lose_whole_clusters(rng, sizes, *, churn, tolerance, part):
     return np.where((rng.random(len(sizes)) < tolerance * part)[clusters], 1.0, own), clusters
 
 
-@pytest.mark.parametrize(("sizes", "churn", "tolerance", "part"), [
-    # where gains outweigh losses and no whole cluster is seen lost, 13.6, 17 and 16 % of these passed
-    ([100] * 45, 0.2, 0.03, 1.0), ([100] * 20 + [5] * 180, 0.2, 0.03, 1.0), ([50] * 30 + [2] * 600, 0.2, 0.03, 1.0),
-    # where one lost cluster is seen among much churn, 9 to 13 %
-    ([100] * 60, 0.3, 0.06, 1.0), ([100] * 60, 0.3, 0.06, 0.5), ([20] * 60, 0.1, 0.06, 0.5),
-    ([50] * 50 + [3] * 200, 0.2, 0.06, 0.5), ([20] * 150, 0.3, 0.03, 1.0), ([30] * 40 + [3] * 300, 0.02, 0.06, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "churn", "tolerance", "part"),
+    [
+        # where gains outweigh losses and no whole cluster is seen lost, 13.6, 17 and 16 % of these passed
+        ([100] * 45, 0.2, 0.03, 1.0),
+        ([100] * 20 + [5] * 180, 0.2, 0.03, 1.0),
+        ([50] * 30 + [2] * 600, 0.2, 0.03, 1.0),
+        # where one lost cluster is seen among much churn, 9 to 13 %
+        ([100] * 60, 0.3, 0.06, 1.0),
+        ([100] * 60, 0.3, 0.06, 0.5),
+        ([20] * 60, 0.1, 0.06, 0.5),
+        ([50] * 50 + [3] * 200, 0.2, 0.06, 0.5),
+        ([20] * 150, 0.3, 0.03, 1.0),
+        ([30] * 40 + [3] * 300, 0.02, 0.06, 1.0),
+    ],
+)
 def test_wrong_passes_stay_rare_when_whole_clusters_are_lost_among_churn(sizes, churn, tolerance, part):
     rng, passes = np.random.default_rng(13), 0
     for _ in range(400):
@@ -251,9 +288,17 @@ def test_clusters_of_equal_size_hide_as_many_as_they_are(sizes):
     assert hiding_clusters(np.repeat(number_each(len(sizes)), sizes), confidence=0.95) == len(sizes)
 
 
-@pytest.mark.parametrize("sizes", [
-    [30] * 40 + [3] * 300, [max(1, int(40 / i**0.5)) for i in range(1, 251)], [300] + [1] * 100, [2, 1], [9, 5, 1],
-], ids=["mixed", "uneven", "one-giant", "two", "three"])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [30] * 40 + [3] * 300,
+        [max(1, int(40 / i**0.5)) for i in range(1, 251)],
+        [300] + [1] * 100,
+        [2, 1],
+        [9, 5, 1],
+    ],
+    ids=["mixed", "uneven", "one-giant", "two", "three"],
+)
 def test_the_loss_that_unequal_clusters_hide_is_the_largest_there_is(sizes):
     """Against a search: no chances of being lost that leave 5 % to see none lose more on average."""
     sizes = np.array(sizes, dtype=float)
@@ -265,9 +310,14 @@ def test_the_loss_that_unequal_clusters_hide_is_the_largest_there_is(sizes):
 
     total = -math.log(0.05)
     best = optimize.minimize(
-        lost, np.full(len(sizes), total / len(sizes)), jac=lambda x: -sizes * np.exp(-x) / sizes.sum(),
-        bounds=[(0, None)] * len(sizes), constraints={"type": "eq", "fun": lambda x: x.sum() - total,
-                                                     "jac": np.ones_like}, method="SLSQP", options={"maxiter": 500})
+        lost,
+        np.full(len(sizes), total / len(sizes)),
+        jac=lambda x: -sizes * np.exp(-x) / sizes.sum(),
+        bounds=[(0, None)] * len(sizes),
+        constraints={"type": "eq", "fun": lambda x: x.sum() - total, "jac": np.ones_like},
+        method="SLSQP",
+        options={"maxiter": 500},
+    )
     assert share == pytest.approx(-best.fun, rel=1e-4)
 
 
@@ -392,13 +442,20 @@ def test_the_tail_term_is_johnsons():
 def test_wrong_passes_stay_rare_when_few_documents_lose_most(num_documents, most):
     """A candidate that sits on its tolerance, with an exponential harm per document: the t bound passes 10 % of 30."""
     rng = np.random.default_rng(11)
-    passes = sum(ratio_bounds(rng.exponential(1, num_documents), np.ones(num_documents), number_each(num_documents),
-                              confidence=0.95).high <= 1 for _ in range(2000))
+    passes = sum(
+        ratio_bounds(
+            rng.exponential(1, num_documents), np.ones(num_documents), number_each(num_documents), confidence=0.95
+        ).high
+        <= 1
+        for _ in range(2000)
+    )
     assert passes / 2000 <= most + 0.01  # one standard error of 2,000 runs is half a percent
 
 
-@pytest.mark.parametrize(("num", "tolerance", "part"), [
-    (130, 0.03, 0.0), (130, 0.03, 0.5), (130, 0.03, 0.8), (200, 0.02, 0.9), (400, 0.03, 0.3), (400, 0.02, 0.0)])
+@pytest.mark.parametrize(
+    ("num", "tolerance", "part"),
+    [(130, 0.03, 0.0), (130, 0.03, 0.5), (130, 0.03, 0.8), (200, 0.02, 0.9), (400, 0.03, 0.3), (400, 0.02, 0.0)],
+)
 def test_a_small_loss_of_all_cases_leaves_room_for_a_large_one_of_few(num, tolerance, part):
     """On the tolerance, `part` of it lost by all cases and the rest by few that lose 1: it passed 18 % of 130."""
     rng, passes = np.random.default_rng(5), 0
@@ -412,8 +469,10 @@ def test_a_small_loss_of_all_cases_leaves_room_for_a_large_one_of_few(num, toler
 
 def test_bounds_that_leave_room_follow_the_estimate():
     """The bound of a loss of nothing and that of a loss of 0.024 by all were the same."""
-    bounds = [ratio_bounds(np.full(140, loss), np.ones(140), number_each(140), confidence=0.95, lost=1.0)
-              for loss in (0.0, 0.024)]  # fmt: skip
+    bounds = [
+        ratio_bounds(np.full(140, loss), np.ones(140), number_each(140), confidence=0.95, lost=1.0)
+        for loss in (0.0, 0.024)
+    ]
     unseen = proportion_bounds(np.zeros(140), number_each(140), confidence=0.95).high
     assert bounds[0].high == pytest.approx(unseen) and bounds[1].high == pytest.approx(0.024 + unseen)
     assert [b.low for b in bounds] == pytest.approx([-unseen, 0.024 - unseen])

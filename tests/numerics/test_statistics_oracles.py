@@ -21,6 +21,7 @@ from pipeline.gate.statistics import holm, sign_flip_p, sign_flip_tail, tango_bo
 
 def maximise_likelihood(delta, b, c, n):
     """Return the gain rate of largest likelihood among tables whose loss rate is larger by delta."""
+
     def slope(p):
         return (b / (p + delta) if b else 0.0) + (c / p if c else 0.0) - 2 * (n - b - c) / (1 - 2 * p - delta)
 
@@ -50,14 +51,22 @@ def draw_table(rng):
     return float(b * scale), float(c * scale), float(n * scale)
 
 
-@pytest.mark.parametrize(("b", "c", "n", "confidence", "low", "high"), [
-    # R 4.6.1, PropCIs 0.3-0: scoreci.mp(c, b, n, 2 * confidence - 1), which stops bisecting at 1.2e-7
-    (7, 0, 14, 0.975, 0.1770337820, 0.7320079207), (0, 0, 14, 0.975, -0.2153108120, 0.2153107524),
-    (1, 0, 14, 0.975, -0.1592615843, 0.3146870775), (14, 0, 14, 0.975, 0.5693783760, 1.0),
-    (2, 9, 20, 0.975, -0.6016315699, -0.0274143428), (10, 3, 50, 0.95, 0.0233805275, 0.2607449162),
-    (25, 12, 200, 0.975, 0.0056355047, 0.1269410995), (6, 2, 42, 0.95, -0.0177788110, 0.2162396652),
-    (1, 1, 2, 0.95, -0.7582674026, 0.7582673430), (3, 2, 14, 0.95, -0.2050938947, 0.3384871355),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("b", "c", "n", "confidence", "low", "high"),
+    [
+        # R 4.6.1, PropCIs 0.3-0: scoreci.mp(c, b, n, 2 * confidence - 1), which stops bisecting at 1.2e-7
+        (7, 0, 14, 0.975, 0.1770337820, 0.7320079207),
+        (0, 0, 14, 0.975, -0.2153108120, 0.2153107524),
+        (1, 0, 14, 0.975, -0.1592615843, 0.3146870775),
+        (14, 0, 14, 0.975, 0.5693783760, 1.0),
+        (2, 9, 20, 0.975, -0.6016315699, -0.0274143428),
+        (10, 3, 50, 0.95, 0.0233805275, 0.2607449162),
+        (25, 12, 200, 0.975, 0.0056355047, 0.1269410995),
+        (6, 2, 42, 0.95, -0.0177788110, 0.2162396652),
+        (1, 1, 2, 0.95, -0.7582674026, 0.7582673430),
+        (3, 2, 14, 0.95, -0.2050938947, 0.3384871355),
+    ],
+)
 def test_tango_gives_the_bounds_of_r(b, c, n, confidence, low, high):
     assert tango_bounds(b, c, n, confidence=confidence) == pytest.approx((low, high), abs=3e-7)
 
@@ -71,9 +80,17 @@ def test_tango_is_the_root_of_the_score_equation(seed):
     assert low == pytest.approx(-upper_bound(c, b, n, confidence), abs=1e-6)
 
 
-@pytest.mark.parametrize("p_values", [
-    [0.01, 0.01, 0.04, 1.0, 1.0], [1.0], [0.0, 0.5], [0.05] * 20, (np.random.default_rng(0).random(60) ** 4).tolist(),
-], ids=["ties", "one", "zero", "equal", "many"])  # fmt: skip
+@pytest.mark.parametrize(
+    "p_values",
+    [
+        [0.01, 0.01, 0.04, 1.0, 1.0],
+        [1.0],
+        [0.0, 0.5],
+        [0.05] * 20,
+        (np.random.default_rng(0).random(60) ** 4).tolist(),
+    ],
+    ids=["ties", "one", "zero", "equal", "many"],
+)
 def test_holm_is_that_of_statsmodels(p_values):
     rejected, adjusted, *_ = multipletests(p_values, alpha=0.05, method="holm")
     assert holm(p_values) == pytest.approx(adjusted.tolist(), rel=1e-12)
@@ -92,8 +109,9 @@ def test_sign_flip_without_clusters_is_mcnemars_exact_test(b, c):
 
 def permute_signs(sums):
     """Return scipy's exact p-value of the sum when each is as likely with either sign."""
-    return stats.permutation_test((sums,), np.sum, permutation_type="samples", alternative="greater",
-                                  n_resamples=np.inf, batch=2**14).pvalue  # fmt: skip
+    return stats.permutation_test(
+        (sums,), np.sum, permutation_type="samples", alternative="greater", n_resamples=np.inf, batch=2**14
+    ).pvalue
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["rates", "likelihoods"])
@@ -116,8 +134,9 @@ def test_sampled_signs_agree_with_scipys_exact_permutation_test(shift):
     assert sign_flip_p(sums, np.arange(15)) == pytest.approx(exact, abs=4 * error + 1 / 20_000)
 
 
-@pytest.mark.parametrize("sums", [np.array([2.0, -1.0, 1.0, 1.0, 3.0, 0.0]), np.array([0.3, -0.1, 0.25, 0.5])],
-                         ids=["whole", "real"])  # fmt: skip
+@pytest.mark.parametrize(
+    "sums", [np.array([2.0, -1.0, 1.0, 1.0, 3.0, 0.0]), np.array([0.3, -0.1, 0.25, 0.5])], ids=["whole", "real"]
+)
 def test_the_tail_of_any_total_is_the_share_of_patterns_that_reach_it(sums):
     signs = 1 - 2 * ((np.arange(2 ** len(sums))[:, None] >> np.arange(len(sums))) & 1)
     totals = signs @ sums
@@ -135,8 +154,14 @@ def test_the_bootstraps_spread_is_scipys(size):
     drawn = draw_weights(clusters, num_resamples=8_000)[1:]
     ours = (drawn @ harm) / (drawn @ weights)
     sides = tuple(np.bincount(clusters, weights=x) for x in (harm, weights))
-    oracle = stats.bootstrap(sides, lambda x, y, axis: x.sum(axis=axis) / y.sum(axis=axis), paired=True,
-                             n_resamples=8_000, method="percentile", rng=np.random.default_rng(8))  # fmt: skip
+    oracle = stats.bootstrap(
+        sides,
+        lambda x, y, axis: x.sum(axis=axis) / y.sum(axis=axis),
+        paired=True,
+        n_resamples=8_000,
+        method="percentile",
+        rng=np.random.default_rng(8),
+    )
     assert ours.std(ddof=1) == pytest.approx(oracle.standard_error, rel=0.035)  # 8,000 draws know it to 0.8 %
     found = np.quantile(ours, [0.025, 0.975])
     assert found == pytest.approx([*oracle.confidence_interval], abs=0.1 * oracle.standard_error)

@@ -46,8 +46,10 @@ def test_the_transforms_are_the_identity_they_claim(tile: int) -> None:
         for j in range(3):
             data = [Fraction(row[i]) for row in INPUT_TRANSFORMS[tile]]
             kernel = [Fraction(row[j]).limit_denominator(24) for row in WEIGHT_TRANSFORMS[tile]]
-            found = [sum(Fraction(c) * d * k for c, d, k in zip(row, data, kernel, strict=True))
-                     for row in OUTPUT_TRANSFORMS[tile]]  # fmt: skip
+            found = [
+                sum(Fraction(c) * d * k for c, d, k in zip(row, data, kernel, strict=True))
+                for row in OUTPUT_TRANSFORMS[tile]
+            ]
             assert found == [int(i == out + j) for out in range(tile)]
 
 
@@ -84,8 +86,10 @@ def test_the_fewer_multiplications_the_larger_the_error(dtype: torch.dtype) -> N
     assert 1.5 * direct < two and 3 * two < four
 
 
-@pytest.mark.parametrize(("tile", "accumulate", "expected"), [
-    (2, torch.float32, 8.1e-4), (4, torch.float32, 4.0e-3), (2, torch.float16, 2.1e-3), (4, torch.float16, 1.3e-2)])
+@pytest.mark.parametrize(
+    ("tile", "accumulate", "expected"),
+    [(2, torch.float32, 8.1e-4), (4, torch.float32, 4.0e-3), (2, torch.float16, 2.1e-3), (4, torch.float16, 1.3e-2)],
+)
 def test_errors_at_64_channels_in_fp16(tile: int, accumulate: torch.dtype, expected: float) -> None:
     """Direct: 3.6e-4. The numbers are ours: they must not move unnoticed."""
     x, weight, _ = draw()
@@ -98,8 +102,11 @@ def test_errors_at_64_channels_in_fp16(tile: int, accumulate: torch.dtype, expec
 @by_dtype
 def test_every_result_is_a_number_of_the_dtype(tile: int, dtype: torch.dtype) -> None:
     x, weight, bias = draw(channels=8)
-    for found in (winograd_conv2d(x, weight, bias, tile=tile, dtype=dtype), direct_conv2d(x, weight, bias, dtype=dtype),
-                  transform_weight(weight, tile=tile, dtype=dtype)):  # fmt: skip
+    for found in (
+        winograd_conv2d(x, weight, bias, tile=tile, dtype=dtype),
+        direct_conv2d(x, weight, bias, dtype=dtype),
+        transform_weight(weight, tile=tile, dtype=dtype),
+    ):
         assert torch.equal(found, found.to(dtype).float())
 
 
@@ -111,8 +118,9 @@ def test_operands_are_rounded_before_anything_else(tile: int, dtype: torch.dtype
     stored = [value.to(dtype).float() for value in (x, weight, bias)]
     for changed in range(3):
         operands = [s if i == changed else v for i, (v, s) in enumerate(zip((x, weight, bias), stored, strict=True))]
-        assert torch.equal(winograd_conv2d(*operands, tile=tile, dtype=dtype),
-                           winograd_conv2d(x, weight, bias, tile=tile, dtype=dtype))  # fmt: skip
+        assert torch.equal(
+            winograd_conv2d(*operands, tile=tile, dtype=dtype), winograd_conv2d(x, weight, bias, tile=tile, dtype=dtype)
+        )
 
 
 @by_dtype
@@ -123,9 +131,11 @@ def test_the_direct_convolution_is_torchs_within_one_last_place(dtype: torch.dty
     assert torch.allclose(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
-@pytest.mark.parametrize("settings", [
-    {"groups": 4}, {"dilation": (2, 1)}, {"padding": "same", "dilation": 2}, {"padding": (0, 2), "stride": (2, 1)}],
-    ids=["groups", "dilation", "same", "unequal"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [{"groups": 4}, {"dilation": (2, 1)}, {"padding": "same", "dilation": 2}, {"padding": (0, 2), "stride": (2, 1)}],
+    ids=["groups", "dilation", "same", "unequal"],
+)
 def test_a_direct_convolution_takes_what_torch_takes(settings: dict[str, Any]) -> None:
     """Groups or dilation that are dropped on the way give an output of another shape or another sum."""
     x, weight, bias = draw(channels=8)
@@ -143,7 +153,13 @@ def test_what_is_stored_on_the_way_shows_where_it_is_largest(tile: int) -> None:
     weight = torch.full((1, 1, 3, 3), 1e-2)
     stored = list(store_winograd(x, weight, tile=tile, dtype=torch.float32, padding=0))
     assert [name for name, _ in stored] == [
-        "input", "input transform", "input transform", "sum of products", "output transform", "output transform"]
+        "input",
+        "input transform",
+        "input transform",
+        "sum of products",
+        "output transform",
+        "output transform",
+    ]
     gain = {2: 2, 4: 10}[tile]
     assert [values.abs().max().item() for _, values in stored[:3]] == [1, gain, gain**2]
 
@@ -183,22 +199,29 @@ def test_channels_of_unlike_size_cost_a_direct_convolution_nothing_and_four_much
     factor = 2.0**10
     errors = {}
     for name, scale in (("even", 1.0), ("uneven", factor)):
-        errors[name] = [relative_rms(f, x, weight) for f in (
-            direct_conv2d(x * scale, weight / scale, dtype=torch.float16),
-            winograd_conv2d(x * scale, weight / scale, tile=4, dtype=torch.float16))]  # fmt: skip
+        errors[name] = [
+            relative_rms(f, x, weight)
+            for f in (
+                direct_conv2d(x * scale, weight / scale, dtype=torch.float16),
+                winograd_conv2d(x * scale, weight / scale, tile=4, dtype=torch.float16),
+            )
+        ]
     assert errors["uneven"][0] < 2 * errors["even"][0]
     assert errors["uneven"][1] > 5 * errors["even"][1]
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"tile": 3}, "expected 2 or 4"),
-    ({"weight": torch.zeros(4, 4, 5, 5)}, r"\(out, in, 3, 3\)"),
-    ({"weight": torch.zeros(4, 2, 3, 3)}, "groups are not covered"),
-    ({"padding": -1}, "padding from 0"),
-    ({"x": torch.zeros(1, 4, 2, 2), "padding": 0}, "at least 3 rows"),
-    ({"dtype": torch.float64}, "float32, float16 or bfloat16"),
-    ({"accumulate": torch.bfloat16}, "accumulate float32 or the same"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tile": 3}, "expected 2 or 4"),
+        ({"weight": torch.zeros(4, 4, 5, 5)}, r"\(out, in, 3, 3\)"),
+        ({"weight": torch.zeros(4, 2, 3, 3)}, "groups are not covered"),
+        ({"padding": -1}, "padding from 0"),
+        ({"x": torch.zeros(1, 4, 2, 2), "padding": 0}, "at least 3 rows"),
+        ({"dtype": torch.float64}, "float32, float16 or bfloat16"),
+        ({"accumulate": torch.bfloat16}, "accumulate float32 or the same"),
+    ],
+)
 def test_what_it_does_not_do_is_refused(changed: dict[str, Any], message: str) -> None:
     arguments = {"x": torch.zeros(1, 4, 8, 8), "weight": torch.zeros(4, 4, 3, 3), "tile": 2, "dtype": torch.float16}
     arguments |= changed

@@ -15,10 +15,15 @@ def build_vae(*, seed: int = 0, channels: tuple[int, ...] = (16, 32), layers: in
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(seed)
     vae = diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * len(channels), up_block_types=("UpDecoderBlock2D",) * len(channels),
-        block_out_channels=channels, layers_per_block=layers, latent_channels=LATENT_CHANNELS, norm_num_groups=8,
-        sample_size=32, **settings,
-    ).eval()  # fmt: skip
+        down_block_types=("DownEncoderBlock2D",) * len(channels),
+        up_block_types=("UpDecoderBlock2D",) * len(channels),
+        block_out_channels=channels,
+        layers_per_block=layers,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=8,
+        sample_size=32,
+        **settings,
+    ).eval()
     with torch.no_grad():
         for parameter in vae.parameters():
             if parameter.ndim == 1:

@@ -16,21 +16,67 @@ from tests.paths import ROOT
 
 # A module may import from the layers above its own in this list, and from its own.
 LAYERS = (
-    ("errors", "digests", "differences", "files", "plain_text", "yaml_files", "fingerprints", "record_files",
-     "speculation_records", "serving_records", "canary_records", "records", "settings", "text_params",
-     "text_problems", "image_params", "network_params", "built_candidates", "image_serving",
-     "network_serving", "serving_config", "gate.metrics", "gate.rates", "benchmark_records", "verdict_records",
-     "medians", "recall", "detection_params", "detections", "average_precision", "tile_grid", "harm_stop",
-     "sweep.settings"),
+    (
+        "errors",
+        "digests",
+        "differences",
+        "files",
+        "plain_text",
+        "yaml_files",
+        "fingerprints",
+        "record_files",
+        "speculation_records",
+        "serving_records",
+        "canary_records",
+        "records",
+        "settings",
+        "text_params",
+        "text_problems",
+        "image_params",
+        "network_params",
+        "built_candidates",
+        "image_serving",
+        "network_serving",
+        "serving_config",
+        "gate.metrics",
+        "gate.rates",
+        "benchmark_records",
+        "verdict_records",
+        "medians",
+        "recall",
+        "detection_params",
+        "detections",
+        "average_precision",
+        "tile_grid",
+        "harm_stop",
+        "sweep.settings",
+    ),
     ("numerics", "environment", "timing", "memory_format", "worker_pool", "stage_code"),
-    ("weight_files", "weight_folders", "network_files", "memory", "checkpoints", "drafts", "cases", "pictures",
-     "evalsets"),
+    (
+        "weight_files",
+        "weight_folders",
+        "network_files",
+        "memory",
+        "checkpoints",
+        "drafts",
+        "cases",
+        "pictures",
+        "evalsets",
+    ),
     ("optimize", "serving"),
     ("evals", "evaluation_folder"),
     ("images", "networks"),
     ("first_turns",),
-    ("preflight", "image_preflight", "network_preflight", "drift", "benchmark", "sweep.rendering",
-     "suite_sizes", "staleness"),
+    (
+        "preflight",
+        "image_preflight",
+        "network_preflight",
+        "drift",
+        "benchmark",
+        "sweep.rendering",
+        "suite_sizes",
+        "staleness",
+    ),
     ("product", "products"),
     ("params",),
     ("gate_preflight", "stage_inputs"),
@@ -38,14 +84,38 @@ LAYERS = (
 PLANNING = ("suite_sizes", "gate_preflight")  # these ask the gate what it can prove
 PLOTTED = ("gate.plots", "gate.guidance_plot", "gate.image_plots", "gate.network_plots", "gate.network_pictures")
 # These judge and show records; the model is none of their business.
-RECORDS_ONLY = ("__main__", "gate", "outcomes", "release", "tracking", "model_registry", "run_contents",
-                "image_contents", "network_contents", "run_pictures", "predictions", "sweep.judging",
-                "sweep.table", "sweep.plot")  # fmt: skip
+RECORDS_ONLY = (
+    "__main__",
+    "gate",
+    "outcomes",
+    "release",
+    "tracking",
+    "model_registry",
+    "run_contents",
+    "image_contents",
+    "network_contents",
+    "run_pictures",
+    "predictions",
+    "sweep.judging",
+    "sweep.table",
+    "sweep.plot",
+)
 # Leads to the kinds, and they to all work, but imports none of it: LIGHT_MODULES.
 SETTINGS = "params"
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
-LIGHT_MODULES = (SETTINGS, "products", "stage_inputs", "preflight", "image_preflight", "network_preflight",
-                 "network_serving", "environment", "memory", "tile_grid", *RECORDS_ONLY)  # fmt: skip
+LIGHT_MODULES = (
+    SETTINGS,
+    "products",
+    "stage_inputs",
+    "preflight",
+    "image_preflight",
+    "network_preflight",
+    "network_serving",
+    "environment",
+    "memory",
+    "tile_grid",
+    *RECORDS_ONLY,
+)
 
 MODULES = sorted((ROOT / "pipeline").rglob("*.py"))
 
@@ -93,8 +163,11 @@ def test_a_kind_imports_its_work_only_when_asked(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_leads_to_no_other_kinds_work(kind: str) -> None:
     named = {module_name(p) for p in find_named(ROOT / "pipeline/products" / kind / "__init__.py", ROOT)}
-    others = {"images": ("images", "image_preflight", "image_serving"), "vision": ("networks", "network_preflight"),
-              "text": ("evals.evaluate", "optimize", "preflight", "benchmark")}  # fmt: skip
+    others = {
+        "images": ("images", "image_preflight", "image_serving"),
+        "vision": ("networks", "network_preflight"),
+        "text": ("evals.evaluate", "optimize", "preflight", "benchmark"),
+    }
     own = others.pop(kind)
     assert any(is_in(name, own) for name in named)
     assert not [name for name in named if any(is_in(name, groups) for groups in others.values())]
@@ -102,9 +175,15 @@ def test_a_kind_leads_to_no_other_kinds_work(kind: str) -> None:
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     """A package's own file counts where it holds code: those of the kinds."""
-    graph = {module_name(p): {module_name(q) for q in find_named(p, ROOT) if q.is_relative_to(ROOT / "pipeline")
-                              and (q.name != "__init__.py" or q.is_relative_to(ROOT / "pipeline/products"))}
-             for p in MODULES}  # fmt: skip
+    graph = {
+        module_name(p): {
+            module_name(q)
+            for q in find_named(p, ROOT)
+            if q.is_relative_to(ROOT / "pipeline")
+            and (q.name != "__init__.py" or q.is_relative_to(ROOT / "pipeline/products"))
+        }
+        for p in MODULES
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -123,8 +202,11 @@ def test_only_tracking_imports_mlflow() -> None:
     importers = set()
     for path in MODULES + sorted((ROOT / "stages").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else (
-                [node.module or ""] if isinstance(node, ast.ImportFrom) else [])  # fmt: skip
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else ([node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+            )
             if any(name.split(".")[0] == "mlflow" for name in names):
                 importers.add(path.relative_to(ROOT).as_posix())
     assert importers == {"pipeline/report/mlflow_runs/tracking.py"}
@@ -133,9 +215,11 @@ def test_only_tracking_imports_mlflow() -> None:
 def test_gate_and_tracking_import_no_heavy_package() -> None:
     """The gate must answer in about a second, and on a machine without any of these."""
     names = [f"pipeline.{module_name(p)}" for p in MODULES if is_in(module_name(p), LIGHT_MODULES)]
-    script = ("import importlib, sys\n"
-              f"for name in {names!r}: importlib.import_module(name)\n"
-              f"print(' '.join(n for n in {HEAVY!r} if n in sys.modules))")  # fmt: skip
+    script = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print(' '.join(n for n in {HEAVY!r} if n in sys.modules))"
+    )
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     assert child.stdout.strip() == ""

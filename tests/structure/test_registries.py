@@ -26,8 +26,11 @@ def union_kinds(annotated: Any) -> set[str]:
 def registry_kinds(package: str) -> set[str]:
     """Read the keys of the one dict in a package's registry.py, without importing what it names."""
     tree = ast.parse((ROOT / "pipeline" / package / "registry.py").read_text(encoding="utf-8"))
-    dicts = [node.value for node in tree.body if isinstance(node, ast.AnnAssign | ast.Assign)
-             and isinstance(node.value, ast.Dict)]  # fmt: skip
+    dicts = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign | ast.Assign) and isinstance(node.value, ast.Dict)
+    ]
     assert len(dicts) == 1, "a registry is one dict: kind -> function"
     return {key.value for key in dicts[0].keys if isinstance(key, ast.Constant)}
 
@@ -37,7 +40,8 @@ def test_kinds_of_products_registry_and_folders_agree() -> None:
     folders = {path.parent.name for path in (ROOT / "pipeline/products").glob("*/__init__.py")}
     assert set(KINDS) == folders
     assert {get_args(kind.settings.model_fields["kind"].annotation) for kind in KINDS.values()} == {
-        (name,) for name in KINDS}
+        (name,) for name in KINDS
+    }
 
 
 @pytest.mark.parametrize(("package", "union"), [("optimize", Step), ("evals", EvalSettings)], ids=["optimize", "evals"])
@@ -55,8 +59,9 @@ def test_image_steps_are_those_of_the_settings() -> None:
 
 
 def test_every_eval_kind_declares_its_metrics() -> None:
-    others = {get_args(settings.model_fields["kind"].annotation)[0]
-              for settings in (ImagesEval, DetectionEval, UpscalingEval)}  # fmt: skip
+    others = {
+        get_args(settings.model_fields["kind"].annotation)[0] for settings in (ImagesEval, DetectionEval, UpscalingEval)
+    }
     assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings) | others
 
 

@@ -53,16 +53,21 @@ def test_command_runs_the_file_of_the_same_name(stage: str) -> None:
 def test_dvc_runs_every_stage_for_every_product_or_candidate() -> None:
     over = {OF_A_CANDIDATE: PARAMS["candidates"], OF_A_PRODUCT: PARAMS["products"]}
     assert read_commands(ROOT) == {"env": ["python -m stages.env"]} | {
-        f"{stage}@{name}": [f"python -m stages.{stage} {name}"] for stage in REPEATED
-        for name in over[ENTRIES[stage]["foreach"]]}  # fmt: skip
+        f"{stage}@{name}": [f"python -m stages.{stage} {name}"]
+        for stage in REPEATED
+        for name in over[ENTRIES[stage]["foreach"]]
+    }
 
 
 @pytest.mark.parametrize("stage", REPEATED)
 def test_a_stage_reads_and_writes_its_own_product_alone(stage: str) -> None:
     """One that names another's folder would judge one product by the other's records."""
     is_of_product = ENTRIES[stage]["foreach"] == OF_A_PRODUCT
-    own = (r"(build|reports|metrics|release)/\$\{key\}(/.+)?" if is_of_product else
-           r"\$\{item\.checkpoint\}|build/\$\{item\.product\}/\w+/\$\{key\}")  # fmt: skip
+    own = (
+        r"(build|reports|metrics|release)/\$\{key\}(/.+)?"
+        if is_of_product
+        else r"\$\{item\.checkpoint\}|build/\$\{item\.product\}/\w+/\$\{key\}"
+    )
     for section in ("deps", "outs", "metrics"):
         for name in _names(DVC_STAGES[stage].get(section, [])):
             assert re.fullmatch(f"{own}|build/env/libraries.json", name), f"{section} of {stage}: {name}"
@@ -72,8 +77,11 @@ def _find_words(stage: str) -> Iterator[str]:
     """Yield the words of a stage's file that can tell one kind from another: imports, classes and strings."""
     tree = ast.parse((ROOT / "stages" / f"{stage}.py").read_text(encoding="utf-8"))
     documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
-    docstrings = {id(node.body[0].value) for node in ast.walk(tree)  # type: ignore[attr-defined]
-                  if isinstance(node, documented) and ast.get_docstring(node)}  # fmt: skip
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)  # type: ignore[attr-defined]
+        if isinstance(node, documented) and ast.get_docstring(node)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from (node.module or "").split(".")
@@ -123,8 +131,11 @@ def _find_changed(change: Change) -> set[str]:
 def _of(product: str, *stages: str) -> set[str]:
     """Name stages of a product, or of all of its candidates."""
     candidates = [name for name, settings in PARAMS["candidates"].items() if settings["product"] == product]
-    return {f"{stage}@{name}" for stage in stages
-            for name in (candidates if ENTRIES[stage]["foreach"] == OF_A_CANDIDATE else [product])}
+    return {
+        f"{stage}@{name}"
+        for stage in stages
+        for name in (candidates if ENTRIES[stage]["foreach"] == OF_A_CANDIDATE else [product])
+    }
 
 
 JUDGED = ("compare", "gate", "release")
@@ -147,8 +158,12 @@ def _change(value: Any) -> Any:
 
 
 def _list_settings(section: str) -> list[tuple[str, str, Any]]:
-    return [(name, key, value) for name, product in PARAMS["products"].items()
-            for key, value in product[section].items() if not isinstance(value, dict)]  # fmt: skip
+    return [
+        (name, key, value)
+        for name, product in PARAMS["products"].items()
+        for key, value in product[section].items()
+        if not isinstance(value, dict)
+    ]
 
 
 @pytest.mark.parametrize(("product", "key", "value"), _list_settings("resources"))
@@ -170,23 +185,31 @@ def test_what_can_change_an_answer_of_a_server_is_in_what_it_is_started_with() -
     assert ServingSettings.model_fields.keys() <= ServingConfig.model_fields.keys()
 
 
-@pytest.mark.parametrize(("change", "changed"), [
-    (("agent", "gate", "alpha", 0.04), lambda: _of("agent", *JUDGED)),
-    (("people", "gate", "alpha", 0.04), lambda: _of("people", *JUDGED)),
-    (("agent", "", "release", ["awq-long"]), lambda: _of("agent", *JUDGED)),
-    # both sides are timed, and a candidate of the same weights is another one
-    (("agent", "", "reference", "agent-again"), lambda: _of("agent", "benchmark", *JUDGED)),
-    (("shots", "", "reference", "shots-again"), lambda: _of("shots", "evaluate", *JUDGED)),
-    (("people", "", "reference", "people-again"), lambda: _of("people", *JUDGED)),  # judged by the same weights
-    (("agent", "benchmark", "rounds", 7), lambda: _of("agent", "benchmark", *JUDGED)),
-    (("agent", "benchmark", "max_slowdown", 0.5), lambda: _of("agent", *JUDGED)),
-    (("agent", "canary", "num_prompts", 101), lambda: _of("agent", "evaluate", *JUDGED)),
-    (("agent", "canary", "session_calls", 6), lambda: _of("agent", *JUDGED)),
-    (("agent", "optimize", "num_threads", 3), lambda: _of("agent", *JUDGED) | {
-        f"optimize@{name}" for name in ("gptq-short", "gptq-long", "awq-long", "awq-long-g32")}),
-    (("awq-long", "", "checkpoint", "models/agent-draft"), lambda: {"optimize@awq-long"} | _of("agent", *JUDGED)),
-    (("tiled", "", "steps", []), lambda: {"optimize@tiled"} | _of("upscaler", *JUDGED)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        (("agent", "gate", "alpha", 0.04), lambda: _of("agent", *JUDGED)),
+        (("people", "gate", "alpha", 0.04), lambda: _of("people", *JUDGED)),
+        (("agent", "", "release", ["awq-long"]), lambda: _of("agent", *JUDGED)),
+        # both sides are timed, and a candidate of the same weights is another one
+        (("agent", "", "reference", "agent-again"), lambda: _of("agent", "benchmark", *JUDGED)),
+        (("shots", "", "reference", "shots-again"), lambda: _of("shots", "evaluate", *JUDGED)),
+        (("people", "", "reference", "people-again"), lambda: _of("people", *JUDGED)),  # judged by the same weights
+        (("agent", "benchmark", "rounds", 7), lambda: _of("agent", "benchmark", *JUDGED)),
+        (("agent", "benchmark", "max_slowdown", 0.5), lambda: _of("agent", *JUDGED)),
+        (("agent", "canary", "num_prompts", 101), lambda: _of("agent", "evaluate", *JUDGED)),
+        (("agent", "canary", "session_calls", 6), lambda: _of("agent", *JUDGED)),
+        (
+            ("agent", "optimize", "num_threads", 3),
+            lambda: (
+                _of("agent", *JUDGED)
+                | {f"optimize@{name}" for name in ("gptq-short", "gptq-long", "awq-long", "awq-long-g32")}
+            ),
+        ),
+        (("awq-long", "", "checkpoint", "models/agent-draft"), lambda: {"optimize@awq-long"} | _of("agent", *JUDGED)),
+        (("tiled", "", "steps", []), lambda: {"optimize@tiled"} | _of("upscaler", *JUDGED)),
+    ],
+)
 def test_a_setting_makes_stale_what_it_can_change_and_nothing_else(
     change: Change, changed: Callable[[], set[str]]
 ) -> None:
@@ -203,8 +226,12 @@ def test_nothing_is_listed_twice(stage: str) -> None:
 @pytest.mark.parametrize(("stage", "kind"), [*(("evaluate", kind) for kind in KINDS), ("benchmark", "text")])
 def test_what_is_kept_of_a_run_is_kept_under_the_code_of_its_own_stage(stage: str, kind: str) -> None:
     """Under that of another, a run that was killed and goes on after an edit would mix old cases with new."""
-    [asked] = {names for path in list_code(stage, kind, ROOT) if path.startswith("pipeline/") and path.endswith(".py")
-               for names in re.findall(r'digest_code\("(\w+)", "(\w+)"\)', (ROOT / path).read_text(encoding="utf-8"))}
+    [asked] = {
+        names
+        for path in list_code(stage, kind, ROOT)
+        if path.startswith("pipeline/") and path.endswith(".py")
+        for names in re.findall(r'digest_code\("(\w+)", "(\w+)"\)', (ROOT / path).read_text(encoding="utf-8"))
+    }
     assert asked == (stage, kind)
 
 

@@ -27,8 +27,10 @@ SHOWN = "gain accepted: outcomes/score: better by 25.00 points, more than the to
 
 @pytest.fixture
 def sides(tmp_path):
-    return [write_outcomes(tmp_path / f"{side}.csv", [0.0] * wrong + [1.0] * (400 - wrong))
-            for side, wrong in (("a", 100), ("b", 0))]  # fmt: skip
+    return [
+        write_outcomes(tmp_path / f"{side}.csv", [0.0] * wrong + [1.0] * (400 - wrong))
+        for side, wrong in (("a", 100), ("b", 0))
+    ]
 
 
 @pytest.mark.parametrize("name", ["score", "outcomes/score"])
@@ -46,22 +48,30 @@ def test_an_accepted_gain_passes_and_its_reason_is_printed(sides, tmp_path, caps
 
 
 def test_a_policy_accepts_a_gain(sides, tmp_path, capsys):
-    gate = {"alpha": 0.05, "on_inconclusive": "block",
-            "tolerances": {"outcomes/score": {"overall": 0.03, "accept_gain": WHY}}}  # fmt: skip
+    gate = {
+        "alpha": 0.05,
+        "on_inconclusive": "block",
+        "tolerances": {"outcomes/score": {"overall": 0.03, "accept_gain": WHY}},
+    }
     (tmp_path / "policy.yaml").write_text(json.dumps({"gate": gate}))
     code, said = run("compare", *sides, "--policy", tmp_path / "policy.yaml", capsys=capsys)
     assert code == 0 and SHOWN in said
-    code, said = run("compare", *sides, "--policy", tmp_path / "policy.yaml", "--accept-gain", f"score={WHY}",
-                     capsys=capsys)  # fmt: skip
+    code, said = run(
+        "compare", *sides, "--policy", tmp_path / "policy.yaml", "--accept-gain", f"score={WHY}", capsys=capsys
+    )
     assert code == 1 and "expected no accept_gain beside it" in said
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ("score", "--accept-gain: expected NAME=REASON, got 'score'"),
-    ("score=", "--accept-gain score: expected a reason, a sentence of 10 characters or more, got ''"),
-    ("score=          ", "expected a reason"), ("score=because", "expected a reason"),
-    ("scroe=" + WHY, "--accept-gain scroe: no such metric is gated; those that are: outcomes/score"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("score", "--accept-gain: expected NAME=REASON, got 'score'"),
+        ("score=", "--accept-gain score: expected a reason, a sentence of 10 characters or more, got ''"),
+        ("score=          ", "expected a reason"),
+        ("score=because", "expected a reason"),
+        ("scroe=" + WHY, "--accept-gain scroe: no such metric is gated; those that are: outcomes/score"),
+    ],
+)
 def test_a_gain_is_not_accepted_without_a_reason_or_of_another_metric(sides, capsys, given, said):
     code, text = run("compare", *sides, "--accept-gain", given, capsys=capsys)
     assert code == 1 and said in text, text
@@ -78,14 +88,25 @@ def test_a_setting_without_a_reason_accepts_nothing(why):
 
 def test_an_accepted_gain_excuses_no_loss_and_no_other_metric(tmp_path, capsys):
     where = ["hard"] * 200 + ["easy"] * 800
-    ours = write_outcomes(tmp_path / "a.csv", [1.0] * 200 + [0.0] * 400 + [1.0] * 400, buckets=where,
-                          other=["0"] * 500 + ["1"] * 500)  # fmt: skip
+    ours = write_outcomes(
+        tmp_path / "a.csv", [1.0] * 200 + [0.0] * 400 + [1.0] * 400, buckets=where, other=["0"] * 500 + ["1"] * 500
+    )
     theirs = write_outcomes(tmp_path / "b.csv", [0.0] * 100 + [1.0] * 900, buckets=where, other=["1"] * 1000)
     options = ["--metric", "score", "--bucket", "hard=0.05", "--accept-gain", f"score={WHY}"]
     code, said = run("compare", *[ours, theirs], *options, capsys=capsys)
     assert code == 20 and "outcomes/score [hard]" in said and "gain accepted: outcomes/score: " in said, said
-    code, said = run("compare", ours, theirs, "--metric", "score", "--metric", "other", "--accept-gain",
-                     f"score={WHY}", capsys=capsys)  # fmt: skip
+    code, said = run(
+        "compare",
+        ours,
+        theirs,
+        "--metric",
+        "score",
+        "--metric",
+        "other",
+        "--accept-gain",
+        f"score={WHY}",
+        capsys=capsys,
+    )
     assert code == 10 and "gain accepted: outcomes/score: " in said and "suspicious gain" in said, said
 
 
@@ -96,8 +117,9 @@ def test_a_gain_on_too_few_clusters_is_not_proven_by_a_reason(tmp_path, capsys):
 
 def accept(params, why: str | None):
     metric = "workflows/task_completion_rate"
-    tolerances = params.gate.tolerances | {metric: params.gate.tolerances[metric].model_copy(
-        update={"accept_gain": why})}
+    tolerances = params.gate.tolerances | {
+        metric: params.gate.tolerances[metric].model_copy(update={"accept_gain": why})
+    }
     return params.model_copy(update={"gate": params.gate.model_copy(update={"tolerances": tolerances})})
 
 
@@ -114,8 +136,12 @@ def test_the_report_and_the_terminal_of_a_project_print_it(tmp_path):
         text = text.replace("\\", "")
         assert shown in text and WHY in text
     check_outcomes(judgement)
-    edited = [c.model_copy(update={"outcome": "inconclusive"}) if c.metric == "workflows/task_completion_rate" and
-              c.bucket is None else c for c in judgement.verdicts[0].comparisons]  # fmt: skip
+    edited = [
+        c.model_copy(update={"outcome": "inconclusive"})
+        if c.metric == "workflows/task_completion_rate" and c.bucket is None
+        else c
+        for c in judgement.verdicts[0].comparisons
+    ]
     verdict = judgement.verdicts[0].model_copy(update={"comparisons": tuple(edited), "outcome": "inconclusive"})
     with pytest.raises(EvidenceError, match="contradicts"):
         check_outcomes(judgement.model_copy(update={"verdicts": (verdict,)}))

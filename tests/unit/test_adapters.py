@@ -51,15 +51,21 @@ def test_dataclasses_and_annotations_work_as_in_any_module(tmp_path: Path) -> No
     assert adapter.build({}) is int
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (PLAIN.replace("def build", "def make"), "expected the functions build, preprocess, postprocess, found no build"),
-    (PLAIN + "build = 3\n", "found no build"),
-    ("x = 1 / 0\n" + PLAIN, "can't be imported: ZeroDivisionError: division by zero (line 1)"),
-    (PLAIN + "\n\ndef f(:\n", "can't be imported: SyntaxError: invalid syntax (line 13)"),
-    ("raise ValueError\n", "can't be imported: ValueError: without a message (line 1)"),
-    ("raise ValueError('a\\n' * 999)\n", "can't be imported: ValueError: a a a"),
-    ("import sys\nsys.exit(0)\n", "can't be imported: SystemExit: 0 (line 2)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            PLAIN.replace("def build", "def make"),
+            "expected the functions build, preprocess, postprocess, found no build",
+        ),
+        (PLAIN + "build = 3\n", "found no build"),
+        ("x = 1 / 0\n" + PLAIN, "can't be imported: ZeroDivisionError: division by zero (line 1)"),
+        (PLAIN + "\n\ndef f(:\n", "can't be imported: SyntaxError: invalid syntax (line 13)"),
+        ("raise ValueError\n", "can't be imported: ValueError: without a message (line 1)"),
+        ("raise ValueError('a\\n' * 999)\n", "can't be imported: ValueError: a a a"),
+        ("import sys\nsys.exit(0)\n", "can't be imported: SystemExit: 0 (line 2)"),
+    ],
+)
 def test_an_adapter_that_can_not_be_used_says_why_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_adapter(write(tmp_path, text))
@@ -114,8 +120,12 @@ def test_no_module_is_left_behind_under_a_users_name(tmp_path: Path) -> None:
 
 def test_labels_and_masks_stay_what_they_are() -> None:
     """As floats a mask picks nothing, and a label of 2^24 + 1 is another."""
-    given = {"boxes": torch.ones(2, 4, dtype=torch.bfloat16), "labels": torch.tensor([2**24 + 1]),
-             "keep": [torch.tensor([True])], "more": 3}  # fmt: skip
+    given = {
+        "boxes": torch.ones(2, 4, dtype=torch.bfloat16),
+        "labels": torch.tensor([2**24 + 1]),
+        "keep": [torch.tensor([True])],
+        "more": 3,
+    }
     found = to_float(given)
     assert found["boxes"].dtype == torch.float32 and found["more"] == 3
     assert found["labels"].tolist() == [2**24 + 1] and found["keep"][0].dtype == torch.bool
@@ -124,16 +134,21 @@ def test_labels_and_masks_stay_what_they_are() -> None:
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(("outputs", "expected"), [
-    pytest.param(torch.tensor([[1.0, NAN], [1, 2]]), [False, True], id="by-picture"),
-    pytest.param(torch.tensor([1.0, NAN]), [True, False], id="one-number-a-picture"),
-    pytest.param([torch.zeros(2, 3), torch.tensor([[[1.0]], [[float("inf")]]])], [True, False], id="several-tensors"),
-    pytest.param(torch.tensor(NAN), [False, False], id="one-number"),
-    pytest.param({"a": torch.tensor([1.0, 2, NAN])}, [False, False], id="another-length"),
-    pytest.param(torch.zeros(2, 0, 4), [True, True], id="no-boxes"),
-    pytest.param([torch.tensor([1, 2]), torch.tensor([True, False])], [True, True], id="no-fractions"),
-    pytest.param([], [True, True], id="nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        pytest.param(torch.tensor([[1.0, NAN], [1, 2]]), [False, True], id="by-picture"),
+        pytest.param(torch.tensor([1.0, NAN]), [True, False], id="one-number-a-picture"),
+        pytest.param(
+            [torch.zeros(2, 3), torch.tensor([[[1.0]], [[float("inf")]]])], [True, False], id="several-tensors"
+        ),
+        pytest.param(torch.tensor(NAN), [False, False], id="one-number"),
+        pytest.param({"a": torch.tensor([1.0, 2, NAN])}, [False, False], id="another-length"),
+        pytest.param(torch.zeros(2, 0, 4), [True, True], id="no-boxes"),
+        pytest.param([torch.tensor([1, 2]), torch.tensor([True, False])], [True, True], id="no-fractions"),
+        pytest.param([], [True, True], id="nothing"),
+    ],
+)
 def test_each_picture_is_finite_by_itself(tmp_path: Path, outputs: object, expected: list[bool]) -> None:
     adapter = load_adapter(write(tmp_path, PLAIN))
     assert find_finite(adapter, outputs, 2) == expected

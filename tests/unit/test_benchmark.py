@@ -35,8 +35,13 @@ from tests.unit.test_evaluate import run as evaluate
 from tests.unit.test_streaming import chunk, stream, usage
 
 BATCH = 4  # the least: a cell of one request in flight has as many
-BENCHMARK = {"candidates": ["a"], "concurrency": [1, 3], "prompt_tokens": [[1, 5], [6, 20]], "num_tokens": 8,
-             "rounds": 6}  # fmt: skip
+BENCHMARK = {
+    "candidates": ["a"],
+    "concurrency": [1, 3],
+    "prompt_tokens": [[1, 5], [6, 20]],
+    "num_tokens": 8,
+    "rounds": 6,
+}
 NEEDED = 7 * (BATCH + BATCH) + NUM_PROBES  # prompts of a band: warm-up and six rounds of two cells, and probes
 QUESTIONS = [f"q{i} " + "word " * words for words in (1, 8) for i in range(NEEDED)]
 
@@ -82,13 +87,25 @@ class World:
             text = changes.get("text", CALL + "and more")
             if changes.get("at_once"):
                 return await stream(chunk(text, finish="length"), usage(body["max_tokens"], num_prompt))(body, writer)
-            events = [chunk(text[:9]), chunk(text[9:]), chunk(finish="length"),
-                      usage(changes.get("num_tokens", body["max_tokens"]), changes.get("num_prompt", num_prompt))]
+            events = [
+                chunk(text[:9]),
+                chunk(text[9:]),
+                chunk(finish="length"),
+                usage(changes.get("num_tokens", body["max_tokens"]), changes.get("num_prompt", num_prompt)),
+            ]
             await stream(*events)(body, writer)
 
         async with FakeServer(behave) as server, Client([server.url], candidate.name, concurrency=8, timeout_s=5) as c:
-            yield SimpleNamespace(base_urls=(server.url,), model=candidate.name, processes=(), check_alive=lambda: None,
-                                  fingerprint=changes.get("fingerprint", "f1")), c  # fmt: skip
+            yield (
+                SimpleNamespace(
+                    base_urls=(server.url,),
+                    model=candidate.name,
+                    processes=(),
+                    check_alive=lambda: None,
+                    fingerprint=changes.get("fingerprint", "f1"),
+                ),
+                c,
+            )
 
 
 @pytest.fixture
@@ -131,7 +148,9 @@ def test_probes_come_in_turn_with_copies_that_nobody_had_asked(world: World) -> 
     known = [(model, question) for model, question in probes if question in QUESTIONS]
     fresh = [(model, question) for model, question in probes if question not in QUESTIONS]
     assert len({q for _, q in known}) == 2 * NUM_PROBES and Counter(m for m, _ in known) == {
-        "reference": 2 * NUM_PROBES, "a": 2 * NUM_PROBES}  # fmt: skip
+        "reference": 2 * NUM_PROBES,
+        "a": 2 * NUM_PROBES,
+    }
     assert len({q for _, q in fresh}) == len(fresh) == len(known)
     assert [q in QUESTIONS for _, q in probes[:8]] == [True, False, False, True] * 2
     assert [len(q.split()) for _, q in known] == [len(q.split()) for _, q in fresh]
@@ -143,7 +162,8 @@ def test_a_server_that_was_asked_the_timed_prompts_before_is_refused(world: Worl
     world.changed_side, world.changes = side, {"remembers": list(QUESTIONS)}
     refusal = world.run().refusal
     assert refusal is not None and refusal.startswith(
-        f"{side}, 1 to 5 prompt tokens: the server knew the timed prompts, which take 0."), refusal
+        f"{side}, 1 to 5 prompt tokens: the server knew the timed prompts, which take 0."
+    ), refusal
     assert "expected 0.9 or more; turn its prefix cache off" in refusal and "\n" not in refusal
 
 
@@ -159,8 +179,10 @@ def test_a_cache_that_knows_none_of_the_timed_prompts_is_harmless(world: World) 
 def test_a_copy_differs_where_a_prompt_begins_to_be_its_own() -> None:
     """A preamble that users share too is cached for known and fresh alike: it is no sign of memory."""
     preamble = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Rules: none. Do task "}]
-    asked = [prompts.Prompt("e", str(n), [preamble[0], preamble[1] | {"content": f"Rules: none. Do {n} tasks"}], None)
-             for n in range(100, 160)]
+    asked = [
+        prompts.Prompt("e", str(n), [preamble[0], preamble[1] | {"content": f"Rules: none. Do {n} tasks"}], None)
+        for n in range(100, 160)
+    ]
     texts = sorted(map(read_text, asked))
     assert {find_own_start(prompt, texts) for prompt in asked} == {(1, len("Rules: none. Do "))}
     alone = prompts.Prompt("e", "x", [{"role": "user", "content": "Hello there"}], None)
@@ -177,7 +199,11 @@ def test_an_answer_that_comes_at_once_is_refused(world: World) -> None:
 def test_the_result_holds_every_round_and_what_the_audits_found(world: World) -> None:
     benchmark = world.run()
     assert [(cell.concurrency, cell.prompt_tokens) for cell in benchmark.cells] == [
-        (1, (1, 5)), (3, (1, 5)), (1, (6, 20)), (3, (6, 20))]  # fmt: skip
+        (1, (1, 5)),
+        (3, (1, 5)),
+        (1, (6, 20)),
+        (3, (6, 20)),
+    ]
     assert all(len(cell.reference) == len(cell.candidate) == 6 for cell in benchmark.cells)
     assert benchmark.candidate is not None and benchmark.candidate.peak_memory_mib is None, "not ours to look into"
     assert (benchmark.candidate.num_requests, benchmark.candidate.num_changed) == (6 * 4 * BATCH, 0)
@@ -188,12 +214,15 @@ def test_the_result_holds_every_round_and_what_the_audits_found(world: World) ->
     assert read_record(path, Benchmark) == benchmark
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"num_tokens": 7}, "expected 8 completion tokens, as every request decodes, got 7"),
-    ({"text": "{"}, "expected a text of about 8 tokens, as the server says, got '{' with 1"),
-    ({"num_prompt": 21}, "expected 1 to 5 prompt tokens, got 21"),
-    ({"text": "Sorry, no."}, "answered 'Sorry, no.', evaluated was '{\"name\": \"order\""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_tokens": 7}, "expected 8 completion tokens, as every request decodes, got 7"),
+        ({"text": "{"}, "expected a text of about 8 tokens, as the server says, got '{' with 1"),
+        ({"num_prompt": 21}, "expected 1 to 5 prompt tokens, got 21"),
+        ({"text": "Sorry, no."}, 'answered \'Sorry, no.\', evaluated was \'{"name": "order"'),
+    ],
+)
 def test_work_that_is_not_equal_is_refused_without_a_number(world: World, change: dict[str, Any], said: str) -> None:
     world.changes = change
     benchmark = world.run()
@@ -230,8 +259,11 @@ def test_drafts_that_never_came_are_refused(world: World) -> None:
 
 def test_too_few_prompts_are_told_with_how_many_it_takes(world: World) -> None:
     world.settings = {"rounds": 8}
-    with pytest.raises(SettingsError, match=r"^benchmark\.prompt_tokens\.0: expected 92 distinct prompts of 1 to 5 "
-                                            r"tokens, so that none is sent twice, found 77 in the evals"):  # fmt: skip
+    with pytest.raises(
+        SettingsError,
+        match=r"^benchmark\.prompt_tokens\.0: expected 92 distinct prompts of 1 to 5 "
+        r"tokens, so that none is sent twice, found 77 in the evals",
+    ):
         world.run()
 
 
@@ -261,8 +293,11 @@ def test_one_server_for_both_sides_is_refused(world: World) -> None:
 def test_cases_that_ask_the_same_are_one_prompt(world: World) -> None:
     """As cases they differ in what they expect; sent both, the second would come from a cache."""
     case = {"messages": [{"role": "user", "content": "same"}], "cluster": "c"}
-    write(world.root / "first", "tool_calls", [
-        case | {"id": str(n), "expected": {"name": "order", "arguments": {"n": n}}} for n in range(3)])  # fmt: skip
+    write(
+        world.root / "first",
+        "tool_calls",
+        [case | {"id": str(n), "expected": {"name": "order", "arguments": {"n": n}}} for n in range(3)],
+    )
     found = prompts.load_prompts(world.params, world.root)
     assert sorted(p.messages[0]["content"] for p in found) == ["c", "same"]
 

@@ -14,8 +14,9 @@ from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.record_files import write_record
 from tests.tiny_networks import make_detector
 
-CHECKPOINT = Checkpoint(path="m", kind="detector", format="dense", dtype="float32", num_parameters=1, num_bytes=4,
-                        digest="d")  # fmt: skip
+CHECKPOINT = Checkpoint(
+    path="m", kind="detector", format="dense", dtype="float32", num_parameters=1, num_bytes=4, digest="d"
+)
 HALF: dict[str, Any] = {"kind": "precision", "dtype": "float16", "autocast": False}
 
 
@@ -29,13 +30,16 @@ def test_what_a_record_adds_to_a_step_does_not_matter(tmp_path: Path) -> None:
     assert read_built(tmp_path, "a", [HALF]).steps[0]["serving"] == {"dtype": "float16"}
 
 
-@pytest.mark.parametrize(("asked", "said"), [
-    ([], "expected steps [], as params.yaml asks, got ['precision']"),
-    ([HALF, {"kind": "channels_last"}], "expected steps ['precision', 'channels_last'], as params.yaml asks"),
-    ([{"kind": "compile"}], "expected steps ['compile']"),
-    ([HALF | {"dtype": "bfloat16"}], "steps.0.dtype: expected 'bfloat16', as params.yaml asks, got 'float16'"),
-    ([HALF | {"more": 1}], "steps.0.more: expected 1, as params.yaml asks, got None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ([], "expected steps [], as params.yaml asks, got ['precision']"),
+        ([HALF, {"kind": "channels_last"}], "expected steps ['precision', 'channels_last'], as params.yaml asks"),
+        ([{"kind": "compile"}], "expected steps ['compile']"),
+        ([HALF | {"dtype": "bfloat16"}], "steps.0.dtype: expected 'bfloat16', as params.yaml asks, got 'float16'"),
+        ([HALF | {"more": 1}], "steps.0.more: expected 1, as params.yaml asks, got None"),
+    ],
+)
 def test_other_steps_are_refused_by_their_path(tmp_path: Path, asked: list[dict[str, Any]], said: str) -> None:
     """A candidate judged with the steps of yesterday would ship under the name of today's."""
     write(tmp_path, "a", [HALF])
@@ -56,8 +60,14 @@ def test_serving_is_what_all_share_and_what_the_steps_changed(tmp_path: Path) ->
     """Another batch size must reach every candidate without building it again."""
     steps = [HALF, {"kind": "channels_last"}]
     product = make_detector({"a": steps})
-    write(tmp_path, "a", [HALF | {"serving": {"dtype": "float16", "autocast": False}},
-                          {"kind": "channels_last", "serving": {"channels_last": True}}])  # fmt: skip
+    write(
+        tmp_path,
+        "a",
+        [
+            HALF | {"serving": {"dtype": "float16", "autocast": False}},
+            {"kind": "channels_last", "serving": {"channels_last": True}},
+        ],
+    )
     found = read_network_candidate(tmp_path, "a", product).serving
     assert (found.dtype, found.channels_last, found.batch_size, found.num_threads) == ("float16", True, 4, 1)
     wider = product.model_copy(update={"running": product.running.model_copy(update={"batch_size": 9})})

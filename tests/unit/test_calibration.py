@@ -28,9 +28,19 @@ def make_set(texts: dict[str, list[str]], kind: str = "documents") -> Evalset:
         for bucket, found in texts.items()
         for i, text in enumerate(found)
     )
-    card = Card(name="calibration", version="1", licence="CC0-1.0", kind=kind, description="", made_by="test",
-                num_cases=len(cases), sha256="", cluster="document", num_clusters=len(cases),
-                buckets={bucket: len(found) for bucket, found in texts.items()})  # fmt: skip
+    card = Card(
+        name="calibration",
+        version="1",
+        licence="CC0-1.0",
+        kind=kind,
+        description="",
+        made_by="test",
+        num_cases=len(cases),
+        sha256="",
+        cluster="document",
+        num_clusters=len(cases),
+        buckets={bucket: len(found) for bucket, found in texts.items()},
+    )
     return Evalset(card=card, cases=cases, digest="")
 
 
@@ -52,9 +62,14 @@ def test_without_weighting_no_text_is_drawn_twice(mixed: Evalset, tokenizer) -> 
     samples = select_samples(mixed, tokenizer, settings(num_samples=50))
     assert Counter(map(tuple, samples)).most_common(1)[0][1] == 1
     assert describe_samples(samples) == {
-        "num_samples": 50, "num_distinct": 50, "num_tokens": 40 * SHORT + 10 * LONG,
-        "min_tokens": SHORT, "median_tokens": SHORT, "p90_tokens": LONG, "max_tokens": LONG,
-    }  # fmt: skip
+        "num_samples": 50,
+        "num_distinct": 50,
+        "num_tokens": 40 * SHORT + 10 * LONG,
+        "min_tokens": SHORT,
+        "median_tokens": SHORT,
+        "p90_tokens": LONG,
+        "max_tokens": LONG,
+    }
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])

@@ -23,8 +23,15 @@ from pipeline.products.text.settings import ToolCallsEval
 
 
 def reply(text: str = "", *tool_calls: dict[str, Any]) -> Reply:
-    return Reply(text=text, tool_calls=tool_calls, finish_reason="stop", num_prompt_tokens=1,
-                 num_completion_tokens=1, latency_s=0.0, fingerprint="f")  # fmt: skip
+    return Reply(
+        text=text,
+        tool_calls=tool_calls,
+        finish_reason="stop",
+        num_prompt_tokens=1,
+        num_completion_tokens=1,
+        latency_s=0.0,
+        fingerprint="f",
+    )
 
 
 def tool_call(name: str, arguments: str) -> dict[str, Any]:
@@ -78,10 +85,15 @@ def test_what_is_no_call_is_none(given: Reply) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (2, 2.0), ("a", "a"), (None, None), (True, True), ([], ()), ({}, {}),
+        (2, 2.0),
+        ("a", "a"),
+        (None, None),
+        (True, True),
+        ([], ()),
+        ({}, {}),
         ({"a": 1, "b": [1, {"c": 2}]}, {"b": [1.0, {"c": 2}], "a": 1}),
     ],
-)  # fmt: skip
+)
 def test_equal_values(first: Any, second: Any) -> None:
     assert same_value(first, second) and same_value(second, first)
 
@@ -89,11 +101,27 @@ def test_equal_values(first: Any, second: Any) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (2, "2"), (2, 3), (1, True), (0, False), (1.0, True), ("true", True), (None, False), (None, 0), (None, ""),
-        ("a", "A"), ([1, 2], [2, 1]), ([1], [1, 1]), ([1], 1), ([True], [1]), ({"a": 1}, {"a": True}),
-        ({"a": 1}, {"a": 1, "b": None}), ({}, []), ({"a": 1}, {"b": 1}), (float("nan"), float("nan")),
+        (2, "2"),
+        (2, 3),
+        (1, True),
+        (0, False),
+        (1.0, True),
+        ("true", True),
+        (None, False),
+        (None, 0),
+        (None, ""),
+        ("a", "A"),
+        ([1, 2], [2, 1]),
+        ([1], [1, 1]),
+        ([1], 1),
+        ([True], [1]),
+        ({"a": 1}, {"a": True}),
+        ({"a": 1}, {"a": 1, "b": None}),
+        ({}, []),
+        ({"a": 1}, {"b": 1}),
+        (float("nan"), float("nan")),
     ],
-)  # fmt: skip
+)
 def test_different_values(first: Any, second: Any) -> None:
     assert not same_value(first, second) and not same_value(second, first)
 
@@ -101,8 +129,13 @@ def test_different_values(first: Any, second: Any) -> None:
 def test_exact_is_to_the_letter() -> None:
     expected = call(item="lamp", n=2)
     assert is_exact(call(n=2.0, item="lamp"), expected)
-    for other in (call("buy", item="lamp", n=2), call(item="lamps", n=2), call(item="lamp", n="2"), call(item="lamp"),
-                  call(item="lamp", n=2, via="post")):  # fmt: skip
+    for other in (
+        call("buy", item="lamp", n=2),
+        call(item="lamps", n=2),
+        call(item="lamp", n="2"),
+        call(item="lamp"),
+        call(item="lamp", n=2, via="post"),
+    ):
         assert not is_exact(other, expected)
 
 
@@ -151,11 +184,14 @@ def test_a_reply_is_one_line() -> None:
 def test_the_conversation_goes_on_in_the_form_of_the_reply() -> None:
     text = '{"name": "order",\n "arguments": {}}'
     assert continue_conversation(reply(text), "ok") == [
-        {"role": "assistant", "content": text}, {"role": "tool", "content": "ok"}]  # fmt: skip
+        {"role": "assistant", "content": text},
+        {"role": "tool", "content": "ok"},
+    ]
     first = tool_call("order", "{}")
     assert continue_conversation(reply("", first, tool_call("other", "{}")), "ok") == [
         {"role": "assistant", "content": "", "tool_calls": [first]},
-        {"role": "tool", "tool_call_id": "call-1", "content": "ok"}]  # fmt: skip
+        {"role": "tool", "tool_call_id": "call-1", "content": "ok"},
+    ]
 
 
 def test_tools_in_the_form_of_a_request() -> None:

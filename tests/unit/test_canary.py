@@ -31,8 +31,15 @@ from tests.synthetic_records import (
 WRONG = CALL.replace("bay-1", "bay-2")
 
 
-def judge(root: Path, answers: dict[str, dict[int, str]], *, floor: dict[str, dict[int, str]] | None = None,
-          same_weights: bool = True, exact: bool = False, num_prompts: int = 100) -> Verdict:  # fmt: skip
+def judge(
+    root: Path,
+    answers: dict[str, dict[int, str]],
+    *,
+    floor: dict[str, dict[int, str]] | None = None,
+    same_weights: bool = True,
+    exact: bool = False,
+    num_prompts: int = 100,
+) -> Verdict:
     """Judge a candidate that answers some prompts of the canary otherwise, against a reference that does so too."""
     build = root / "build"
     write_tree(build, {"a": Behaviour()}, num_cases=400)
@@ -64,12 +71,20 @@ def take_weights(build: Path, evaluation: Evaluation) -> Evaluation:
     candidate = make_candidate("a").model_copy(update={"checkpoint": make_candidate("reference").checkpoint})
     write_candidate(build, candidate)
     for name in evaluation.evals:
-        rewrite_records(build, "a", name, lambda records: [
-            r.model_copy(update={"fingerprint": candidate.fingerprint}) for r in records])
+        rewrite_records(
+            build,
+            "a",
+            name,
+            lambda records: [r.model_copy(update={"fingerprint": candidate.fingerprint}) for r in records],
+        )
     path = build / "evaluations/a/evaluation.json"
-    return read_record(path, Evaluation).model_copy(update={
-        "served_by": candidate.facts, "fingerprint": candidate.fingerprint,
-        "checkpoint_digest": candidate.checkpoint.digest})  # fmt: skip
+    return read_record(path, Evaluation).model_copy(
+        update={
+            "served_by": candidate.facts,
+            "fingerprint": candidate.fingerprint,
+            "checkpoint_digest": candidate.checkpoint.digest,
+        }
+    )
 
 
 def changed(*prompts: int) -> dict[int, str]:
@@ -168,11 +183,14 @@ def ask_others(folder: Path) -> None:
     write_record(path, read_record(path, Evaluation).model_copy(update={"canary": canary}))
 
 
-@pytest.mark.parametrize(("spoil", "said"), [
-    (forget, "expected a canary, as evals chat, found none"),
-    (edit, "expected the canary as it was written, found another"),
-    (ask_others, "canary of the candidate: expected 100 prompts, as params.yaml asks, got 9"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (forget, "expected a canary, as evals chat, found none"),
+        (edit, "expected the canary as it was written, found another"),
+        (ask_others, "canary of the candidate: expected 100 prompts, as params.yaml asks, got 9"),
+    ],
+)
 def test_a_canary_that_is_not_fit_is_refused(tmp_path: Path, spoil: Any, said: str) -> None:
     build = tmp_path / "build"
     write_tree(build, {"a": Behaviour()}, num_cases=400)
@@ -197,12 +215,22 @@ def test_mlflow_shows_what_the_path_changed_and_what_drafts_came_to(tmp_path: Pa
     build = tmp_path / "build"
     write_tree(build, {"a": Behaviour()}, num_cases=60)
     path = build / "evaluations/a/evaluation.json"
-    counts = SpeculationCounts(method="draft_model", num_tokens=2, num_target_forwards=100, num_completion_tokens=230,
-                               num_drafted=200, accepted_by_position=(80, 50))
+    counts = SpeculationCounts(
+        method="draft_model",
+        num_tokens=2,
+        num_target_forwards=100,
+        num_completion_tokens=230,
+        num_drafted=200,
+        accepted_by_position=(80, 50),
+    )
     canary = write_canary(path.parent, {"loaded": changed(1, 2, 3)})
     update = {"speculation": counts, "canary": canary}
     write_record(path, read_record(path, Evaluation).model_copy(update=update))
     _, run = describe_runs(compare_release(make_params(["a"], ["a"]), build).judgement, build)
     shown = {name.removeprefix("path/"): value for name, value in run.metrics.items() if name.startswith("path/")}
-    assert shown == {"canary_diverged_percent": 3.0, "acceptance_percent": 65.0, "acceptance_length": 1.3,
-                     "target_forwards_per_token": pytest.approx(100 / 230)}  # fmt: skip
+    assert shown == {
+        "canary_diverged_percent": 3.0,
+        "acceptance_percent": 65.0,
+        "acceptance_length": 1.3,
+        "target_forwards_per_token": pytest.approx(100 / 230),
+    }

@@ -26,14 +26,17 @@ def pick(root: Path, sizes: dict[str, int], num_prompts: int) -> dict[str, list[
     return {name: [int(i) for found, i in ids if found == name] for name in sizes}
 
 
-@pytest.mark.parametrize(("sizes", "num_prompts", "shares"), [
-    pytest.param({"a": 10, "b": 160}, 100, {"a": 10, "b": 90}, id="too-few-in-the-first"),
-    pytest.param({"a": 160, "b": 10}, 100, {"a": 90, "b": 10}, id="too-few-in-the-last"),
-    pytest.param({"a": 3, "b": 30, "c": 200}, 100, {"a": 3, "b": 30, "c": 67}, id="passed-on-twice"),
-    pytest.param({"a": 200, "b": 200, "c": 200}, 100, {"a": 34, "b": 33, "c": 33}, id="enough-everywhere"),
-    pytest.param({"a": 10, "b": 20}, 100, {"a": 10, "b": 20}, id="no-more-to-have"),
-    pytest.param({"a": 5, "b": 5}, 1, {"a": 1, "b": 0}, id="one"),
-])
+@pytest.mark.parametrize(
+    ("sizes", "num_prompts", "shares"),
+    [
+        pytest.param({"a": 10, "b": 160}, 100, {"a": 10, "b": 90}, id="too-few-in-the-first"),
+        pytest.param({"a": 160, "b": 10}, 100, {"a": 90, "b": 10}, id="too-few-in-the-last"),
+        pytest.param({"a": 3, "b": 30, "c": 200}, 100, {"a": 3, "b": 30, "c": 67}, id="passed-on-twice"),
+        pytest.param({"a": 200, "b": 200, "c": 200}, 100, {"a": 34, "b": 33, "c": 33}, id="enough-everywhere"),
+        pytest.param({"a": 10, "b": 20}, 100, {"a": 10, "b": 20}, id="no-more-to-have"),
+        pytest.param({"a": 5, "b": 5}, 1, {"a": 1, "b": 0}, id="one"),
+    ],
+)
 def test_what_one_eval_can_not_give_the_others_do(
     tmp_path: Path, sizes: dict[str, int], num_prompts: int, shares: dict[str, int]
 ) -> None:
@@ -45,8 +48,9 @@ def test_cases_are_spread_over_the_whole_eval(tmp_path: Path) -> None:
     assert len(set(picked)) == 100 and picked[0] == 0 and picked[-1] == 158
 
 
-@pytest.mark.parametrize(("num", "count", "expected"), [
-    (4, 2, [0, 2]), (5, 3, [0, 1, 3]), (3, 7, [0, 1, 2]), (3, 0, []), (0, 2, [])])
+@pytest.mark.parametrize(
+    ("num", "count", "expected"), [(4, 2, [0, 2]), (5, 3, [0, 1, 3]), (3, 7, [0, 1, 2]), (3, 0, []), (0, 2, [])]
+)
 def test_spread(num: int, count: int, expected: list[int]) -> None:
     assert spread(range(num), count) == expected
 

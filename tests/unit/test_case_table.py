@@ -21,8 +21,9 @@ from pipeline.report.markdown_report import render_report
 from tests.synthetic_records import Behaviour, make_cases, make_params, write_tree
 
 LINE = make_cases([1])[0].model_dump_json()
-COUNTS = SpeculationCounts(method="m", num_tokens=2, num_target_forwards=3, num_completion_tokens=5, num_drafted=6,
-                           accepted_by_position=(2, 1))  # fmt: skip
+COUNTS = SpeculationCounts(
+    method="m", num_tokens=2, num_target_forwards=3, num_completion_tokens=5, num_drafted=6, accepted_by_position=(2, 1)
+)
 
 
 def test_what_was_let_go_is_loaded_again_and_what_is_pinned_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,16 +94,19 @@ def test_a_report_is_the_same_whatever_had_to_make_room(tmp_path: Path, monkeypa
     assert render_report(compare_release(params, build)) == roomy
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    pytest.param(f"{LINE},{LINE}\n", ":1: not a case record", id="two-on-a-line"),
-    pytest.param(f"{LINE}\n\n{LINE}\n", ":2: not a case record", id="empty-line"),
-    pytest.param(LINE.replace(',"prompt"', ',\n"prompt"') + "\n", ":1: not a case record", id="one-on-two-lines"),
-    pytest.param(f"{LINE}\n{LINE[:-1]}", ":2: not a case record", id="cut"),
-    pytest.param(f"{LINE}\n[{LINE}]\n", ":2: not a case record", id="list"),
-    pytest.param(f"{LINE}\n{LINE[:-1]},\"more\":1}}\n", ":2: not a case record: more", id="unknown-key"),
-    pytest.param(f"{LINE}\n{LINE.replace('1.0', 'NaN')}\n", ":2: not a case record: scores.completed", id="nan"),
-    pytest.param(f"{LINE}\n".encode() + b"\xff\n", ":2: not UTF-8", id="utf8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(f"{LINE},{LINE}\n", ":1: not a case record", id="two-on-a-line"),
+        pytest.param(f"{LINE}\n\n{LINE}\n", ":2: not a case record", id="empty-line"),
+        pytest.param(LINE.replace(',"prompt"', ',\n"prompt"') + "\n", ":1: not a case record", id="one-on-two-lines"),
+        pytest.param(f"{LINE}\n{LINE[:-1]}", ":2: not a case record", id="cut"),
+        pytest.param(f"{LINE}\n[{LINE}]\n", ":2: not a case record", id="list"),
+        pytest.param(f'{LINE}\n{LINE[:-1]},"more":1}}\n', ":2: not a case record: more", id="unknown-key"),
+        pytest.param(f"{LINE}\n{LINE.replace('1.0', 'NaN')}\n", ":2: not a case record: scores.completed", id="nan"),
+        pytest.param(f"{LINE}\n".encode() + b"\xff\n", ":2: not UTF-8", id="utf8"),
+    ],
+)
 def test_a_malformed_line_is_named_however_the_file_is_read(tmp_path: Path, text: str | bytes, said: str) -> None:
     path = tmp_path / "cases.jsonl"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -126,26 +130,55 @@ def test_a_file_is_read_with_and_without_its_last_newline_and_with_lines_inside_
 
 
 @settings(deadline=None)
-@given(texts=st.lists(st.tuples(st.text(st.characters(exclude_categories=["Cs"])), st.floats(allow_nan=False,
-       allow_infinity=False), st.sampled_from([None, "evaluator: x"]), st.sampled_from([None, COUNTS])), max_size=4))
+@given(
+    texts=st.lists(
+        st.tuples(
+            st.text(st.characters(exclude_categories=["Cs"])),
+            st.floats(allow_nan=False, allow_infinity=False),
+            st.sampled_from([None, "evaluator: x"]),
+            st.sampled_from([None, COUNTS]),
+        ),
+        max_size=4,
+    )
+)
 def test_rows_are_the_records_of_the_file(tmp_path_factory: pytest.TempPathFactory, texts: list[tuple]) -> None:
     path = tmp_path_factory.mktemp("rows") / "cases.jsonl"
-    records = [record.model_copy(update={"output": text, "scores": {"a": number, text: 1.0}, "failure": failure,
-                                         "latency_s": number, "speculation": counts, "buckets": ("b", text)})
-               for record, (text, number, failure, counts) in zip(make_cases([1.0] * len(texts)), texts, strict=True)]
+    records = [
+        record.model_copy(
+            update={
+                "output": text,
+                "scores": {"a": number, text: 1.0},
+                "failure": failure,
+                "latency_s": number,
+                "speculation": counts,
+                "buckets": ("b", text),
+            }
+        )
+        for record, (text, number, failure, counts) in zip(make_cases([1.0] * len(texts)), texts, strict=True)
+    ]
     write_cases(path, records)
     rows = parse_rows(path.read_bytes())
     fields = [*CaseRecord.model_fields]
     assert [[getattr(row, name) for name in fields] for row in rows] == [
-        [getattr(record, name) for name in fields] for record in read_cases(path)]
+        [getattr(record, name) for name in fields] for record in read_cases(path)
+    ]
 
 
-@pytest.mark.parametrize(("was", "now"), [
-    ("1.0", "1e999"), ("1.0", "Infinity"), ("1.0", "null"), ("1.0", '"1"'), ("1.0", "01"), ('"case-0"', "null"),
-    ('"case-0"', r'"\ud800"'), ('"buckets":[]', '"buckets":[1]'),
-    ('"speculation":null', '"speculation":{"method":"m"}'),
-    ('"case_id":"case-0",', ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("1.0", "1e999"),
+        ("1.0", "Infinity"),
+        ("1.0", "null"),
+        ("1.0", '"1"'),
+        ("1.0", "01"),
+        ('"case-0"', "null"),
+        ('"case-0"', r'"\ud800"'),
+        ('"buckets":[]', '"buckets":[1]'),
+        ('"speculation":null', '"speculation":{"method":"m"}'),
+        ('"case_id":"case-0",', ""),
+    ],
+)
 def test_what_is_no_record_is_no_row(was: str, now: str) -> None:
     assert was in LINE and parse_rows(LINE.encode()) is not None
     assert parse_rows(LINE.replace(was, now, 1).encode()) is None

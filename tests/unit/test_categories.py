@@ -94,10 +94,14 @@ def test_a_category_with_a_tolerance_of_its_own_is_not_watched(few: Path) -> Non
 def test_a_fail_of_what_is_watched_is_none_that_passes_by_an_edit(build: Path) -> None:
     judgement = judge(build, "blind").judgement
     (verdict,) = judgement.verdicts
-    open_ = tuple(c.model_copy(update={"outcome": "inconclusive"}) if c.bucket == "person" and c.tolerance else c
-                  for c in verdict.comparisons)
-    other = tuple(c.model_copy(update={"tolerance": 0.9, "outcome": "pass"}) if c.bucket == "person" and c.tolerance
-                  else c for c in verdict.comparisons)
+    open_ = tuple(
+        c.model_copy(update={"outcome": "inconclusive"}) if c.bucket == "person" and c.tolerance else c
+        for c in verdict.comparisons
+    )
+    other = tuple(
+        c.model_copy(update={"tolerance": 0.9, "outcome": "pass"}) if c.bucket == "person" and c.tolerance else c
+        for c in verdict.comparisons
+    )
     for comparisons in (verdict.comparisons, open_, other):
         edited = verdict.model_copy(update={"outcome": "pass", "reasons": (), "comparisons": comparisons})
         with pytest.raises(EvidenceError, match="contradicts"):

@@ -31,8 +31,10 @@ def certify_one(measurement: Measurement, *, blocks: bool = True):
     return certify({"a": [measurement]}, [["a"]], alpha=0.05, blocks_inconclusive=blocks)["a"]
 
 
-@pytest.mark.parametrize(("size", "flips", "blocks"), [
-    (1, 24, True), (4, 24, True), (4, 24, False), (1, 0, True), (4, 0, True), (4, 6, True)])
+@pytest.mark.parametrize(
+    ("size", "flips", "blocks"),
+    [(1, 24, True), (4, 24, True), (4, 24, False), (1, 0, True), (4, 0, True), (4, 6, True)],
+)
 def test_planted_losses_stop_the_release_as_often_as_it_says(size: int, flips: int, blocks: bool) -> None:
     """k50 and k80 against the rule on 600 cases: a coin swaps each cluster's sides, chance loses each case."""
     rng, n, runs = np.random.default_rng(3), 600, 1_000
@@ -73,8 +75,18 @@ def test_who_else_is_judged_changes_no_certificate() -> None:
 def test_a_shift_of_a_mean_is_stopped_where_the_bound_leaves_the_tolerance() -> None:
     """Each case loses alike, so the bound of equal sides plus the loss is the bound: k50 is what room is left."""
     measured = measure([1] * 300 + [0] * 100, [1] * 300 + [0] * 100)
-    metric = dataclasses.replace(measured, metric="w/clip_similarity", b=None, c=None, tolerance=0.02, harm=0.001,
-                                 low=-0.004, high=0.006, sums=np.full(100, 0.001), weights=np.ones(100))
+    metric = dataclasses.replace(
+        measured,
+        metric="w/clip_similarity",
+        b=None,
+        c=None,
+        tolerance=0.02,
+        harm=0.001,
+        low=-0.004,
+        high=0.006,
+        sums=np.full(100, 0.001),
+        weights=np.ones(100),
+    )
     loss = certify_one(metric).losses[0]
     assert loss.k50 == pytest.approx(0.02 - 0.005)
     assert loss.k80 == pytest.approx(0.015 + 0.8416 * 0.01 / 100, abs=1e-6)
@@ -129,14 +141,23 @@ def test_a_rule_that_does_not_keep_its_level_is_refused(tmp_path, monkeypatch) -
     assert "the rule fails 90 of 1,000 swaps of equal labels" in verdict.reasons[0]
 
 
-@pytest.mark.parametrize(("tier", "loss", "outcome", "blocks"), [
-    ("critical", 0.3, "fail", True), ("supporting", 0.3, "fail", True), ("advisory", 0.3, "pass", False),
-    ("critical", 0.012, "inconclusive", True), ("supporting", 0.012, "inconclusive", False),
-    ("advisory", 0.012, "pass", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tier", "loss", "outcome", "blocks"),
+    [
+        ("critical", 0.3, "fail", True),
+        ("supporting", 0.3, "fail", True),
+        ("advisory", 0.3, "pass", False),
+        ("critical", 0.012, "inconclusive", True),
+        ("supporting", 0.012, "inconclusive", False),
+        ("advisory", 0.012, "pass", False),
+    ],
+)
 def test_a_tier_says_what_an_outcome_means(tmp_path, tier, loss, outcome, blocks) -> None:
     write_tree(tmp_path / "build", {"good": Behaviour({"calls": loss})}, num_cases=500)
-    tolerances = {"workflows/task_completion_rate": {"overall": 0.03},
-                  "calls/tool_call_exact_match": {"overall": 0.02, "tier": tier}}
+    tolerances = {
+        "workflows/task_completion_rate": {"overall": 0.03},
+        "calls/tool_call_exact_match": {"overall": 0.02, "tier": tier},
+    }
     params = make_params(["good"], ["good"], tolerances=tolerances, on_inconclusive="block")
     judgement = compare_release(params, tmp_path / "build").judgement
     verdict = judgement.verdicts[0]
@@ -182,16 +203,20 @@ def test_a_release_without_a_loss_passes_as_often_as_it_says(size: int, flips: i
         reference = np.ones(n, dtype=int)
         candidate = reference.copy()
         places = rng.choice(n, flips, replace=False)
-        reference[places[: flips // 2]], candidate[places[flips // 2:]] = 0, 0
+        reference[places[: flips // 2]], candidate[places[flips // 2 :]] = 0, 0
         pairs.append((reference, candidate))
-    measured = [dataclasses.replace(measure(*pair, size=size, tolerance=0.025), tier=tier, metric=f"{name}/accuracy")
-                for name, pair in zip("uv", pairs, strict=True)]
+    measured = [
+        dataclasses.replace(measure(*pair, size=size, tolerance=0.025), tier=tier, metric=f"{name}/accuracy")
+        for name, pair in zip("uv", pairs, strict=True)
+    ]
     certificate = certify({"a": measured}, [["a"]], alpha=0.05, blocks_inconclusive=True)["a"]
     passes, clusters = 0, np.repeat(np.arange(n // size), size)
     for _ in range(runs):
         swapped = [(ours - theirs) * np.repeat(rng.choice([-1.0, 1.0], n // size), size) for ours, theirs in pairs]
-        passes += all(proportion_bounds(d, clusters, confidence=0.95).high <= 0.025 if tier == "critical"
-                      else d.mean() <= 0.025 for d in swapped)
+        passes += all(
+            proportion_bounds(d, clusters, confidence=0.95).high <= 0.025 if tier == "critical" else d.mean() <= 0.025
+            for d in swapped
+        )
     assert certificate.num_passes is not None and certificate.num_weakest_passes is not None
     assert certificate.num_passes / NUM_SWAPS == pytest.approx(passes / runs, abs=0.04)
     assert certificate.num_passes < certificate.num_weakest_passes
@@ -203,7 +228,7 @@ def test_a_loss_that_is_among_the_flips_is_not_missed_more_often_than_it_says() 
     rng, n, flips = np.random.default_rng(6), 800, 64
     reference = np.ones(n, dtype=int)
     candidate = reference.copy()
-    reference[: flips // 2], candidate[flips // 2: flips] = 0, 0
+    reference[: flips // 2], candidate[flips // 2 : flips] = 0, 0
     losses = certify_one(measure(reference, candidate, tolerance=0.03)).losses[0]
     for loss, most in ((losses.k50, 0.5), (losses.k80, 0.2)):
         # as many flips as were seen, of which so many more are losses

@@ -85,8 +85,10 @@ def test_sharded_and_tied_checkpoints_read_like_whole_ones(source: Path, tmp_pat
 
 
 def test_headers_are_read_without_torch() -> None:
-    code = ("import sys, pipeline.products.text.checkpoints, pipeline.products.text.optimize.candidate; "
-            "print([m for m in ('torch', 'transformers', 'llmcompressor') if m in sys.modules])")  # fmt: skip
+    code = (
+        "import sys, pipeline.products.text.checkpoints, pipeline.products.text.optimize.candidate; "
+        "print([m for m in ('torch', 'transformers', 'llmcompressor') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

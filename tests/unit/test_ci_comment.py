@@ -40,9 +40,20 @@ def comment(tmp_path):
         (tmp_path / "gate.md").write_text(text)
         calls = tmp_path / "calls"
         calls.write_text("")
-        done = subprocess.run([ROOT / ".ci/comment", tmp_path / "gate.md"], capture_output=True, text=True, env={
-            "PATH": f"{fake.parent}{os.pathsep}{os.environ['PATH']}", "CALLS": str(calls), "PULLS": pulls,
-            "COMMENTS": comments, "REPOSITORY": "owner/name", "HEAD": "stranger:branch", "SHA": "abc"})
+        done = subprocess.run(
+            [ROOT / ".ci/comment", tmp_path / "gate.md"],
+            capture_output=True,
+            text=True,
+            env={
+                "PATH": f"{fake.parent}{os.pathsep}{os.environ['PATH']}",
+                "CALLS": str(calls),
+                "PULLS": pulls,
+                "COMMENTS": comments,
+                "REPOSITORY": "owner/name",
+                "HEAD": "stranger:branch",
+                "SHA": "abc",
+            },
+        )
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in calls.read_text().splitlines()]
 

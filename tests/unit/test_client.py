@@ -199,8 +199,11 @@ def test_an_answer_that_is_no_completion_is_an_engine_error() -> None:
     assert str(error).endswith("""/completions: expected a chat completion with its usage, got '{"choices":[]}'""")
 
 
-@pytest.mark.parametrize("change", [{"model": "other"}, {"usage": {"prompt_tokens": 3, "completion_tokens": 8}}],
-                         ids=["another-model", "longer-than-asked"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [{"model": "other"}, {"usage": {"prompt_tokens": 3, "completion_tokens": 8}}],
+    ids=["another-model", "longer-than-asked"],
+)
 def test_an_answer_that_ignores_the_request_is_neither_taken_nor_asked_again(change: dict[str, Any]) -> None:
     server = FakeServer(answer(200, CHAT | change))
     error, waits = ask(server)

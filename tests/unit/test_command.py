@@ -54,8 +54,16 @@ def export_tables(folder: Path, target: Path) -> Path:
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["case_id", "run", "cluster", "buckets", *columns])
-            writer.writerows([r.case_id, f"run {folder.name}", r.cluster, ";".join(r.buckets),
-                              *(column[i] for column in columns.values())] for i, r in enumerate(records))
+            writer.writerows(
+                [
+                    r.case_id,
+                    f"run {folder.name}",
+                    r.cluster,
+                    ";".join(r.buckets),
+                    *(column[i] for column in columns.values()),
+                ]
+                for i, r in enumerate(records)
+            )
     return target
 
 
@@ -68,17 +76,27 @@ def test_same_verdict_as_through_dvc(tree, tmp_path, capsys, candidate, as_table
         sides = [export_tables(side, tmp_path / side.name) for side in sides]
     code, _ = run("compare", *sides, "--policy", root / "policy.yaml", "--json", tmp_path / "v.json", capsys=capsys)
     verdict = read_record(tmp_path / "v.json", Judgement).verdicts[0]
-    found, known = ({(c.metric, c.bucket): c for c in v.comparisons if c.tolerance is not None}
-                    for v in (verdict, expected[candidate]))
+    found, known = (
+        {(c.metric, c.bucket): c for c in v.comparisons if c.tolerance is not None}
+        for v in (verdict, expected[candidate])
+    )
     assert verdict.outcome == expected[candidate].outcome
     assert code == command.EXIT_CODES["pass" if verdict.outcome == "inconclusive" else verdict.outcome]  # it warns
     assert found == known and len(found) == 5
 
 
-@pytest.mark.parametrize(("lost", "options", "code"), [
-    (0, [], 0), (30, [], 10), (30, ["--on-inconclusive", "warn"], 0), (100, ["--on-inconclusive", "warn"], 20),
-    (100, [], 20), (100, ["--tolerance", "0.2"], 0), (100, ["--tier", "advisory"], 30),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lost", "options", "code"),
+    [
+        (0, [], 0),
+        (30, [], 10),
+        (30, ["--on-inconclusive", "warn"], 0),
+        (100, ["--on-inconclusive", "warn"], 20),
+        (100, [], 20),
+        (100, ["--tolerance", "0.2"], 0),
+        (100, ["--tier", "advisory"], 30),
+    ],
+)
 def test_exit_codes(tmp_path, capsys, lost, options, code):
     reference = write_outcomes(tmp_path / "a.csv", [1.0] * 1000)
     candidate = write_outcomes(tmp_path / "b.csv", [0.0] * lost + [1.0] * (1000 - lost))
@@ -100,8 +118,10 @@ def test_a_gated_bucket_of_a_metric_that_passes_overall_fails(tmp_path, capsys):
 def test_a_bucket_that_falls_with_nothing_to_gate_it_is_named(tmp_path, capsys):
     """1.5 % of cases lost 75 of 100, and no form that people look at said so."""
     where = ["rare"] * 40 + [f"usual/{i % 2}" for i in range(1960)]
-    sides = [write_outcomes(tmp_path / f"{side}.csv", [0.0] * lost + [1.0] * (2000 - lost), buckets=where)
-             for side, lost in (("a", 0), ("b", 30), ("c", 1))]  # fmt: skip
+    sides = [
+        write_outcomes(tmp_path / f"{side}.csv", [0.0] * lost + [1.0] * (2000 - lost), buckets=where)
+        for side, lost in (("a", 0), ("b", 30), ("c", 1))
+    ]
     code, said = run("compare", *sides[:2], "--summary", tmp_path / "s.md", capsys=capsys)
     note = "not gated: outcomes/score [rare]: lost 75.00 points, and outcomes/score may lose 3 points overall: a bucket"
     assert code == 0 and said.count(note) == 1 and note in (tmp_path / "s.md").read_text().replace("\\", "")
@@ -122,14 +142,17 @@ def test_order_of_cases_does_not_matter_and_clusters_do(tmp_path, capsys):
     assert code == 10 and "5 clusters" in said
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"doc_hash": "another"}, "the document is another one"),
-    ({"prompt_hash": "another"}, "the prompt is another one"),
-    ({"target_hash": "another"}, "the target is another one"),
-    ({"arguments": {"gen_args_0": {"arg_0": "Q", "arg_1": {"until": []}}}}, "the request is another one"),
-    ({"exact_match": float("nan")}, "expected a finite number"),
-    ({"filter": "another"}, "no such score"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"doc_hash": "another"}, "the document is another one"),
+        ({"prompt_hash": "another"}, "the prompt is another one"),
+        ({"target_hash": "another"}, "the target is another one"),
+        ({"arguments": {"gen_args_0": {"arg_0": "Q", "arg_1": {"until": []}}}}, "the request is another one"),
+        ({"exact_match": float("nan")}, "expected a finite number"),
+        ({"filter": "another"}, "no such score"),
+    ],
+)
 def test_lm_eval_samples_of_other_work_are_refused(tmp_path, capsys, change, said):
     samples = REAL / "samples_gen_2026-11-22T05-25-09.325403.jsonl"
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
@@ -151,24 +174,34 @@ def _policy(folder: Path, metric: str) -> Path:
 @pytest.mark.parametrize(("metric", "limit", "code"), [("levels", 4.0, 0), ("levels", 2.0, 20), ("right", 4.0, 1)])
 def test_a_policy_gives_a_tolerance_in_the_unit_of_the_metric(tmp_path, capsys, metric, limit, code):
     rng = random.Random(0)
-    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200, name="right",
-                            levels=[f"{rng.uniform(9, 10) + added:.3f}" for _ in range(200)])
-             for name, added in (("a", 0), ("b", 3))]
+    sides = [
+        write_outcomes(
+            tmp_path / f"{name}.csv",
+            [1.0] * 200,
+            name="right",
+            levels=[f"{rng.uniform(9, 10) + added:.3f}" for _ in range(200)],
+        )
+        for name, added in (("a", 0), ("b", 3))
+    ]
     gate = {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {f"outcomes/{metric}": {"overall": limit}}}
     write_text(tmp_path / "policy.yaml", json.dumps({"gate": gate}))
-    found, text = run("compare", *sides, "--policy", tmp_path / "policy.yaml", "--better", "levels=lower",
-                      capsys=capsys)  # fmt: skip
+    found, text = run(
+        "compare", *sides, "--policy", tmp_path / "policy.yaml", "--better", "levels=lower", capsys=capsys
+    )
     assert found == code and ("expected less than 1" in text) is (code == 1), text
 
 
-@pytest.mark.parametrize(("edit", "said"), [
-    (lambda log: log["eval"].update(task="products"), "products: a tolerance is set" "|" "no fit outcomes"),
-    (lambda log: log["eval"].update(task_version=2), "version: the reference has 0, the candidate 2"),
-    (lambda log: log["plan"]["config"].update(temperature=1.0), "generation: the reference has {}"),
-    (lambda log: log["eval"]["scorers"].pop(), "scorers: the reference has"),
-    (lambda log: log["samples"][0].update(input="2+2?"), "the input is another one"),
-    (lambda log: [s["output"].update(completion="") for s in log["samples"]], "not a single output with text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda log: log["eval"].update(task="products"), "products: a tolerance is set|no fit outcomes"),
+        (lambda log: log["eval"].update(task_version=2), "version: the reference has 0, the candidate 2"),
+        (lambda log: log["plan"]["config"].update(temperature=1.0), "generation: the reference has {}"),
+        (lambda log: log["eval"]["scorers"].pop(), "scorers: the reference has"),
+        (lambda log: log["samples"][0].update(input="2+2?"), "the input is another one"),
+        (lambda log: [s["output"].update(completion="") for s in log["samples"]], "not a single output with text"),
+    ],
+)
 def test_inspect_logs_of_other_work_are_refused(tmp_path, capsys, edit, said):
     log = json.loads((REAL / "sums.json").read_text())
     edit(log)
@@ -195,21 +228,26 @@ def test_equal_scores_without_outputs_are_noted(tmp_path, capsys, lost, is_noted
 
 def test_a_column_that_bears_the_name_of_an_own_score_is_its_own_metric(tmp_path, capsys):
     """`clipped` is of quantgate's images, where less is better; what it is in a table only its author knows."""
-    sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200 + [0.0] * lost, name="clipped")
-             for name, lost in (("a", 100), ("b", 100))]
+    sides = [
+        write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200 + [0.0] * lost, name="clipped")
+        for name, lost in (("a", 100), ("b", 100))
+    ]
     assert "outcomes/clipped: table, 300 cases; higher is better" in run("compare", *sides, capsys=capsys)[1]
     sides = [write_outcomes(tmp_path / f"{name}.csv", [0.5] * 200, name="psnr_db") for name in "ab"]
     code, text = run("compare", *sides, "--tolerance", "0.1", capsys=capsys)
     assert code == 1 and "--better psnr_db=higher" in text
     sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200, name="completed") for name in "ab"]
-    assert "task_completion_rate: table" in run("compare", *sides, "--metric", "task_completion_rate",
-                                                capsys=capsys)[1]  # as it was asked for
+    assert (
+        "task_completion_rate: table" in run("compare", *sides, "--metric", "task_completion_rate", capsys=capsys)[1]
+    )  # as it was asked for
 
 
 def test_a_mean_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path, capsys):
     """3 meant as 3 points let F1 fall from 0.75 to 0."""
-    sides = [write_outcomes(tmp_path / f"{name}.csv", [value + i / 1e4 for i in range(300)], name="f1")
-             for name, value in (("a", 0.75), ("b", 0.0))]
+    sides = [
+        write_outcomes(tmp_path / f"{name}.csv", [value + i / 1e4 for i in range(300)], name="f1")
+        for name, value in (("a", 0.75), ("b", 0.0))
+    ]
     code, text = run("compare", *sides, "--better", "f1=higher", "--tolerance", "3", capsys=capsys)
     assert code == 30 and "a loss above the tolerance of 3 can't show; it is in the unit of the scores" in text
 
@@ -219,22 +257,28 @@ def test_a_graded_score_proves_no_more_than_a_rate(tmp_path, capsys, half, weigh
     """Its spread was zero where all scored the same: 30 cases, one of them 0.5, proved a loss of 0.0000."""
     for num, code in ((30, 10), (200, 0)):
         columns = {"weight": ["1"] * num} if weight else {}
-        sides = [write_outcomes(tmp_path / f"{side}{num}.csv", [0.5 if half else 1.0, *[1.0] * (num - 1)], **columns)
-                 for side in "ab"]  # fmt: skip
+        sides = [
+            write_outcomes(tmp_path / f"{side}{num}.csv", [0.5 if half else 1.0, *[1.0] * (num - 1)], **columns)
+            for side in "ab"
+        ]
         assert run("compare", *sides, "--tolerance", 0.03, "--better", "score=higher", capsys=capsys)[0] == code
 
 
 def test_scores_whose_squares_are_zero_are_refused(tmp_path, capsys):
-    sides = [write_outcomes(tmp_path / f"{side}.csv", [(1 + i * step % 7) * 1e-120 for i in range(200)])
-             for side, step in (("a", 2), ("b", 3))]  # fmt: skip
+    sides = [
+        write_outcomes(tmp_path / f"{side}.csv", [(1 + i * step % 7) * 1e-120 for i in range(200)])
+        for side, step in (("a", 2), ("b", 3))
+    ]
     code, said = run("compare", *sides, "--tolerance", 1e-120, "--better", "score=higher", capsys=capsys)
     assert code == 30 and "outcomes/score: can't be compared: float division by zero" in said
 
 
 def test_a_weighted_score_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path, capsys):
     columns = {"weight": [str(1 + i % 3) for i in range(120)]}
-    sides = [write_outcomes(tmp_path / f"{name}.csv", [float(right and i % 2) for i in range(120)], **columns)
-             for name, right in (("a", True), ("b", False))]  # fmt: skip
+    sides = [
+        write_outcomes(tmp_path / f"{name}.csv", [float(right and i % 2) for i in range(120)], **columns)
+        for name, right in (("a", True), ("b", False))
+    ]
     code, said = run("compare", *sides, "--tolerance", 0.3, "--better", "score=higher", capsys=capsys)
     assert code == 30 and "a loss above the tolerance of 0.3 can't show" in said
 
@@ -286,15 +330,18 @@ def test_a_hostile_file_name_breaks_neither_xml_nor_markdown(tmp_path, capsys):
     assert text.count("`") % 2 == 0 and "\x1b" not in text
 
 
-@pytest.mark.parametrize(("ours", "theirs", "said"), [
-    ("a,1\nb,1", "a,1", "1 cases of the reference have no partner, first 'b'"),
-    ("a,1", "a,1\nb,1", "1 cases of the candidate have no partner, first 'b'"),
-    ("a,1\na,1", "a,1\na,0", "is there twice"),
-    ("a,1\nb,1", "a,1\nb,", "expected a finite number as 'score', got none"),
-    ("a,0\nb,0", "a,0\nb,0", "a loss above the tolerance of 0.03 can't show"),
-    ("a,1\nb,1", "a,1\nb,100", "case 'b': expected 'score' to be 0 or 1, got {'score': 100.0}"),
-    ("a,1\nb,1", "a,yes\nb,no", "expected numbers as 'score' on the candidate's side, found none in any case"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ("a,1\nb,1", "a,1", "1 cases of the reference have no partner, first 'b'"),
+        ("a,1", "a,1\nb,1", "1 cases of the candidate have no partner, first 'b'"),
+        ("a,1\na,1", "a,1\na,0", "is there twice"),
+        ("a,1\nb,1", "a,1\nb,", "expected a finite number as 'score', got none"),
+        ("a,0\nb,0", "a,0\nb,0", "a loss above the tolerance of 0.03 can't show"),
+        ("a,1\nb,1", "a,1\nb,100", "case 'b': expected 'score' to be 0 or 1, got {'score': 100.0}"),
+        ("a,1\nb,1", "a,yes\nb,no", "expected numbers as 'score' on the candidate's side, found none in any case"),
+    ],
+)
 def test_unfit_tables_are_refused(tmp_path, capsys, ours, theirs, said):
     for name, rows in (("a", ours), ("b", theirs)):
         write_text(tmp_path / f"{name}.csv", f"case_id,score\n{rows}\n" + "\n" * (name == "b"))
@@ -308,28 +355,38 @@ def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
     folder.mkdir()
     for path in (root / "build/evaluations/bad").glob("*.json*"):
         (folder / path.name).write_bytes(path.read_bytes().replace(b'"completed":0.0', b'"completed":1.0'))
-    code, text = run("compare", root / "build/evaluations/reference", folder, "--policy", root / "policy.yaml",
-                     capsys=capsys)
+    code, text = run(
+        "compare", root / "build/evaluations/reference", folder, "--policy", root / "policy.yaml", capsys=capsys
+    )
     assert code == 30 and "the records were edited or cut after they were written" in text
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (["compare"], "REFERENCE"), (["compare", "a.csv", "b.csv", "--metric", "nope"], "outcomes/one, outcomes/real"),
-    (["compare", "a.csv", "b.csv"], "name the metrics to judge with --metric"),
-    (["compare", "a.csv", "a.csv"], "a comparison with itself proves nothing"),
-    (["compare", "a.csv", "b.csv", "--metric", "real"], "don't say which direction is better"),
-    (["compare", "a.csv", "b.csv", "--metric", "real", "--better", "real=lower"], "say with --tolerance"),
-    (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "3"], "expected less than 1"),
-    (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "easy=3"], "expected less than 1 for outcomes/one"),
-    (["compare", "a.csv", "b.csv", "--metric", "one", "--better", "ome=lower"], "--better ome: no such metric"),
-    (["compare", "a.csv", "b.csv", "--policy", "."], ".: not YAML: expected a file, got something else"),
-    (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "-1"], "expected a number above 0"),
-    (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "nan"], "expected a number above 0"),
-    (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "x"], "expected NAME=VALUE"),
-    (["compare", "a.csv", "b.csv", "--policy", "none.yaml"], "expected a policy, found no file"),
-    (["compare", "a.csv", "b.csv", "--policy", "a.csv"], "expected the key `gate`"),
-    (["gate", "agent"], "params.yaml"), (["gte"], "invalid choice"), (["gate"], "params.yaml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["compare"], "REFERENCE"),
+        (["compare", "a.csv", "b.csv", "--metric", "nope"], "outcomes/one, outcomes/real"),
+        (["compare", "a.csv", "b.csv"], "name the metrics to judge with --metric"),
+        (["compare", "a.csv", "a.csv"], "a comparison with itself proves nothing"),
+        (["compare", "a.csv", "b.csv", "--metric", "real"], "don't say which direction is better"),
+        (["compare", "a.csv", "b.csv", "--metric", "real", "--better", "real=lower"], "say with --tolerance"),
+        (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "3"], "expected less than 1"),
+        (
+            ["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "easy=3"],
+            "expected less than 1 for outcomes/one",
+        ),
+        (["compare", "a.csv", "b.csv", "--metric", "one", "--better", "ome=lower"], "--better ome: no such metric"),
+        (["compare", "a.csv", "b.csv", "--policy", "."], ".: not YAML: expected a file, got something else"),
+        (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "-1"], "expected a number above 0"),
+        (["compare", "a.csv", "b.csv", "--metric", "one", "--tolerance", "nan"], "expected a number above 0"),
+        (["compare", "a.csv", "b.csv", "--metric", "one", "--bucket", "x"], "expected NAME=VALUE"),
+        (["compare", "a.csv", "b.csv", "--policy", "none.yaml"], "expected a policy, found no file"),
+        (["compare", "a.csv", "b.csv", "--policy", "a.csv"], "expected the key `gate`"),
+        (["gate", "agent"], "params.yaml"),
+        (["gte"], "invalid choice"),
+        (["gate"], "params.yaml"),
+    ],
+)
 def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path, monkeypatch, capsys, argv, said):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
@@ -338,11 +395,14 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path, monkeypatch, caps
     assert code == 1 and said in text and text.startswith("quantgate: ") and text.count("\n") == 1
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (["gate"], "expected the name of a product (agent, shots, people, upscaler)"),
-    (["gate", "texts"], "products: expected agent or shots or people or upscaler, got 'texts'"),
-    (["gate", "agent", "shots"], "unrecognized arguments: shots; see `quantgate --help`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["gate"], "expected the name of a product (agent, shots, people, upscaler)"),
+        (["gate", "texts"], "products: expected agent or shots or people or upscaler, got 'texts'"),
+        (["gate", "agent", "shots"], "unrecognized arguments: shots; see `quantgate --help`"),
+    ],
+)
 def test_which_product_is_meant_is_asked_for_where_there_are_several(tmp_path, monkeypatch, capsys, argv, said):
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "params.yaml", tmp_path)
@@ -350,8 +410,10 @@ def test_which_product_is_meant_is_asked_for_where_there_are_several(tmp_path, m
 
 
 def test_a_score_where_less_is_better(tmp_path, capsys):
-    sides = [write_outcomes(tmp_path / f"{name}.csv", scores, name="wer") for name, scores in
-             (("a", [0.1] * 200), ("b", [0.1] * 100 + [0.4] * 100))]  # fmt: skip
+    sides = [
+        write_outcomes(tmp_path / f"{name}.csv", scores, name="wer")
+        for name, scores in (("a", [0.1] * 200), ("b", [0.1] * 100 + [0.4] * 100))
+    ]
     options = ["--metric", "wer", "--tolerance", "0.05", "--better"]
     assert run("compare", *sides, *options, "wer=lower", capsys=capsys)[0] == 20
     assert run("compare", *sides, *options, "wer=higher", capsys=capsys)[0] == 10  # a suspicious gain
@@ -396,8 +458,10 @@ def test_runs_as_a_program_without_anything_heavy(tmp_path):
     """It must start in about a second, and where torch is not installed."""
     sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200) for name in "ab"]
     heavy = {"torch", "mlflow", "dvc", "lm_eval", "matplotlib", "pandas", "pyarrow"}
-    script = ("import sys; from pipeline.__main__ import main; code = main(sys.argv[1:]);"
-              f"sys.exit(99 if {heavy} & sys.modules.keys() else code)")
+    script = (
+        "import sys; from pipeline.__main__ import main; code = main(sys.argv[1:]);"
+        f"sys.exit(99 if {heavy} & sys.modules.keys() else code)"
+    )
     for program in ([sys.executable, "-c", script], [sys.executable, "-m", "pipeline"]):
         child = subprocess.run([*program, "compare", *sides], cwd=ROOT, capture_output=True, text=True)
         assert child.returncode == 0, child.stderr
@@ -437,17 +501,25 @@ def test_the_judgement_is_written_in_every_form_that_was_asked_for(tmp_path, cap
     assert "fail" in forms["summary"].read_text()
 
 
-@pytest.mark.parametrize(("products", "options", "code", "said"), [
-    (("own",), (), 20, "FAIL"), (("own", "other"), ("--product", "own"), 20, "FAIL"),
-    (("own", "other"), ("--product", "other"), 0, "PASS"),
-    (("own", "other"), (), 1, "--product: expected one of own, other, got none"),
-    (("own",), ("--product", "others"), 1, "--product: expected one of own, got others"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("products", "options", "code", "said"),
+    [
+        (("own",), (), 20, "FAIL"),
+        (("own", "other"), ("--product", "own"), 20, "FAIL"),
+        (("own", "other"), ("--product", "other"), 0, "PASS"),
+        (("own", "other"), (), 1, "--product: expected one of own, other, got none"),
+        (("own",), ("--product", "others"), 1, "--product: expected one of own, got others"),
+    ],
+)
 def test_the_policy_of_params_yaml_is_that_of_one_product(tmp_path, capsys, products, options, code, said):
-    sides = [write_outcomes(tmp_path / f"{name}.csv", [0.0] * lost + [1.0] * (1000 - lost), name="score")
-             for name, lost in (("a", 0), ("b", 100))]  # fmt: skip
-    gates = {name: {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {"outcomes/score": {"overall": limit}}}
-             for name, limit in (("own", 0.03), ("other", 0.5))}  # fmt: skip
+    sides = [
+        write_outcomes(tmp_path / f"{name}.csv", [0.0] * lost + [1.0] * (1000 - lost), name="score")
+        for name, lost in (("a", 0), ("b", 100))
+    ]
+    gates = {
+        name: {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {"outcomes/score": {"overall": limit}}}
+        for name, limit in (("own", 0.03), ("other", 0.5))
+    }
     write_text(tmp_path / "params.yaml", json.dumps({"products": {name: {"gate": gates[name]} for name in products}}))
     found, text = run("compare", *sides, "--policy", tmp_path / "params.yaml", *options, capsys=capsys)
     assert found == code and said in text, text

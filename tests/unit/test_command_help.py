@@ -34,8 +34,13 @@ def test_an_installed_command_says_the_version_of_its_package(tmp_path, monkeypa
     info = site / "quantgate-7.8.9.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quantgate\nVersion: 7.8.9\n")
-    child = subprocess.run([sys.executable, "-P", "-m", "pipeline", "--version"], cwd=tmp_path, capture_output=True,
-                           text=True, env={"PYTHONPATH": str(site), "PATH": ""})
+    child = subprocess.run(
+        [sys.executable, "-P", "-m", "pipeline", "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(site), "PATH": ""},
+    )
     assert child.returncode == 0 and child.stdout == "quantgate 7.8.9\n", child.stderr
 
 
@@ -56,8 +61,16 @@ def test_help_has_an_example_of_every_format_and_each_is_understood(capsys):
     named = " ".join(examples)
     assert len(READERS) == 4  # a fifth needs an example, too
     assert "samples_*.jsonl" in text
-    for part in ("runs/bf16", ".eval", ".csv", "build/agent/evaluations/", "--policy", "--better", "--cluster-by",
-                 "--accept-gain"):
+    for part in (
+        "runs/bf16",
+        ".eval",
+        ".csv",
+        "build/agent/evaluations/",
+        "--policy",
+        "--better",
+        "--cluster-by",
+        "--accept-gain",
+    ):
         assert part in named, part
     for example in examples:
         assert command._parse(shlex.split(example)[1:]).run is command.compare
@@ -67,8 +80,10 @@ def test_help_has_an_example_of_every_format_and_each_is_understood(capsys):
 def test_the_output_says_what_is_missed_and_leaves_swaps_of_labels_to_the_page(tmp_path, capsys):
     """Nobody who reads a verdict for the first time knows what is swapped there."""
     for wrong, code in ((0, 0), (100, 20)):
-        sides = [write_outcomes(tmp_path / f"{side}{wrong}.csv", [0.0] * lost + [1.0] * (1000 - lost))
-                 for side, lost in (("a", 0), ("b", wrong))]  # fmt: skip
+        sides = [
+            write_outcomes(tmp_path / f"{side}{wrong}.csv", [0.0] * lost + [1.0] * (1000 - lost))
+            for side, lost in (("a", 0), ("b", wrong))
+        ]
         page, summary = tmp_path / "page.html", tmp_path / "summary.md"
         found, said = run("compare", *sides, "--html", page, "--summary", summary, capsys=capsys)
         assert found == code and "swap" not in said, said
@@ -79,7 +94,9 @@ def test_the_output_says_what_is_missed_and_leaves_swaps_of_labels_to_the_page(t
 def test_clusters_that_move_together_are_still_named(tmp_path, capsys):
     """A warning that asks for something stays where it is read."""
     scores = [float(i // 20 % 2) for i in range(1000)]
-    sides = [write_outcomes(tmp_path / f"{side}.csv", [1.0 - s if flip else s for s in scores])
-             for side, flip in (("a", False), ("b", True))]  # fmt: skip
+    sides = [
+        write_outcomes(tmp_path / f"{side}.csv", [1.0 - s if flip else s for s in scores])
+        for side, flip in (("a", False), ("b", True))
+    ]
     said = run("compare", *sides, capsys=capsys)[1]
     assert "Neighbouring clusters move together in outcomes/score" in said and "swap" not in said, said

@@ -120,11 +120,28 @@ def measure_swapped(rng, clusters):
     d = np.where(flips, rng.choice([-1.0, 1.0], int(clusters.max()) + 1)[clusters], 0.0)
     bounds, sums = proportion_bounds(d, clusters, confidence=0.95), sum_by_cluster(d, clusters)
     return Measurement(
-        metric="w/task_completion_rate", bucket=None, reference=0.8, candidate=0.8 - bounds.harm, unit="", n=len(d),
-        num_clusters=int(clusters.max()) + 1, effective_clusters=float(clusters.max()) + 1, b=int((d > 0).sum()),
-        c=int((d < 0).sum()), harm=bounds.harm,
-        low=bounds.low, high=bounds.high, p=sign_flip_p(d, clusters), p_gain=1.0, tolerance=0.02, more_cases=None,
-        tier="critical", sums=sums, weights=sum_by_cluster(np.ones(len(d)), clusters), tail=sign_flip_tail(sums))
+        metric="w/task_completion_rate",
+        bucket=None,
+        reference=0.8,
+        candidate=0.8 - bounds.harm,
+        unit="",
+        n=len(d),
+        num_clusters=int(clusters.max()) + 1,
+        effective_clusters=float(clusters.max()) + 1,
+        b=int((d > 0).sum()),
+        c=int((d < 0).sum()),
+        harm=bounds.harm,
+        low=bounds.low,
+        high=bounds.high,
+        p=sign_flip_p(d, clusters),
+        p_gain=1.0,
+        tolerance=0.02,
+        more_cases=None,
+        tier="critical",
+        sums=sums,
+        weights=sum_by_cluster(np.ones(len(d)), clusters),
+        tail=sign_flip_tail(sums),
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4], ids=["independent", "clusters-of-4"])
@@ -132,8 +149,10 @@ def test_identical_models_are_blocked_no_more_often_than_alpha(size):
     """A/A with four gated metrics at once: without Holm one release in six would be blocked."""
     rng, runs = np.random.default_rng(1), 800
     clusters = np.arange(200) // size
-    judged = [judge_all({"a": [measure_swapped(rng, clusters) for _ in range(4)]}, ["a"], alpha=0.05)["a"]
-              for _ in range(runs)]
+    judged = [
+        judge_all({"a": [measure_swapped(rng, clusters) for _ in range(4)]}, ["a"], alpha=0.05)["a"]
+        for _ in range(runs)
+    ]
     fails = sum(any(c.outcome == "fail" for c in comparisons) for comparisons in judged)
     assert fails / runs <= 0.05 + 2 * (0.05 * 0.95 / runs) ** 0.5
 
@@ -144,13 +163,15 @@ def tree(tmp_path, behaviours, **options):
 
 
 def judge_tree(build, names, release=None, **gate):
-    return {v.candidate: v for v in compare_release(make_params(names, release or names, **gate), build)
-            .judgement.verdicts}
+    return {
+        v.candidate: v for v in compare_release(make_params(names, release or names, **gate), build).judgement.verdicts
+    }
 
 
 def test_planted_loss_is_found_in_its_bucket_and_said_in_words(tmp_path):
-    build = tree(tmp_path, {"bad": Behaviour({"workflows/constraint_retention": 0.3}, nll_shift=0.004),
-                            "same": Behaviour()})
+    build = tree(
+        tmp_path, {"bad": Behaviour({"workflows/constraint_retention": 0.3}, nll_shift=0.004), "same": Behaviour()}
+    )
     verdicts = judge_tree(build, ["bad", "same"])
     outcomes = {(c.metric, c.bucket): c.outcome for c in verdicts["bad"].comparisons}
     assert outcomes["workflows/task_completion_rate", "constraint_retention"] == "fail"
@@ -168,8 +189,11 @@ def test_perplexity_harm_is_the_ratio_of_perplexities(tmp_path):
 
 
 def test_a_bucket_in_no_case_is_refused_by_name(tmp_path):
-    verdict = judge_tree(tree(tmp_path, {"a": Behaviour()}), ["a"], tolerances={
-        "workflows/task_completion_rate": {"overall": 0.02, "buckets": {"retntion": 0.05}}})["a"]
+    verdict = judge_tree(
+        tree(tmp_path, {"a": Behaviour()}),
+        ["a"],
+        tolerances={"workflows/task_completion_rate": {"overall": 0.02, "buckets": {"retntion": 0.05}}},
+    )["a"]
     assert verdict.outcome == "refused"
     assert any("task_completion_rate [retntion]: the bucket is empty" in reason for reason in verdict.reasons)
 
@@ -186,17 +210,20 @@ def change_first(**update):
     return lambda records: [records[0].model_copy(update=update), *records[1:]]
 
 
-@pytest.mark.parametrize(("edit", "said"), [
-    pytest.param(drop_last, "have no partner", id="missing-case"),
-    pytest.param(repeat_first, "asks the same as case 'workflows-0000'", id="duplicated-case"),
-    pytest.param(lambda records: [], "at least one case", id="no-case"),
-    pytest.param(change_first(input_digest="0" * 64), "have no partner", id="another-prompt"),
-    pytest.param(change_first(fingerprint="e" * 64), "answered by another endpoint", id="another-endpoint"),
-    pytest.param(change_first(failure="infrastructure: reset", scores={}), "1 infrastructure", id="failed-case"),
-    pytest.param(change_first(scores={}), "has no score 'completed'", id="absent-metric"),
-    pytest.param(change_first(scores={"completed": 0.5}), "to be 0 or 1", id="half-right"),
-    pytest.param(change_first(cluster="elsewhere"), "is in cluster", id="another-cluster"),
-])
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        pytest.param(drop_last, "have no partner", id="missing-case"),
+        pytest.param(repeat_first, "asks the same as case 'workflows-0000'", id="duplicated-case"),
+        pytest.param(lambda records: [], "at least one case", id="no-case"),
+        pytest.param(change_first(input_digest="0" * 64), "have no partner", id="another-prompt"),
+        pytest.param(change_first(fingerprint="e" * 64), "answered by another endpoint", id="another-endpoint"),
+        pytest.param(change_first(failure="infrastructure: reset", scores={}), "1 infrastructure", id="failed-case"),
+        pytest.param(change_first(scores={}), "has no score 'completed'", id="absent-metric"),
+        pytest.param(change_first(scores={"completed": 0.5}), "to be 0 or 1", id="half-right"),
+        pytest.param(change_first(cluster="elsewhere"), "is in cluster", id="another-cluster"),
+    ],
+)
 @pytest.mark.parametrize("side", ["a", "reference"])
 def test_unfit_records_are_refused_and_named(tmp_path, edit, said, side):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
@@ -208,8 +235,15 @@ def test_unfit_records_are_refused_and_named(tmp_path, edit, said, side):
 
 def test_unequal_work_is_refused(tmp_path):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
-    rewrite_records(build, "a", "prose", lambda records: [
-        records[0].model_copy(update={"scores": {**records[0].scores, "num_tokens": 7.0}}), *records[1:]])
+    rewrite_records(
+        build,
+        "a",
+        "prose",
+        lambda records: [
+            records[0].model_copy(update={"scores": {**records[0].scores, "num_tokens": 7.0}}),
+            *records[1:],
+        ],
+    )
     verdict = judge_tree(build, ["a"])["a"]
     assert verdict.outcome == "refused"
     assert any("unequal work: 'num_tokens' of case 'prose-0000'" in reason for reason in verdict.reasons)
@@ -227,8 +261,11 @@ def break_score(path):
     path.write_text(path.read_text().replace('"completed":0.0', '"completed":1.0', 1))
 
 
-@pytest.mark.parametrize("damage", [break_nan, break_truncate, break_score, lambda path: path.unlink()],
-                         ids=["nan", "truncated", "score-edited", "file-gone"])
+@pytest.mark.parametrize(
+    "damage",
+    [break_nan, break_truncate, break_score, lambda path: path.unlink()],
+    ids=["nan", "truncated", "score-edited", "file-gone"],
+)
 def test_files_that_were_touched_after_the_evaluation_are_refused(tmp_path, damage):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     damage(build / "evaluations" / "a" / "workflows.jsonl")
@@ -263,9 +300,15 @@ def test_bytes_that_are_no_text_refuse_one_candidate_and_hide_no_other(tmp_path)
 @pytest.mark.parametrize("num_huge", [1, 40])
 def test_a_number_too_large_for_a_mean_refuses_one_candidate_and_hides_no_other(tmp_path, nll, num_huge):
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=400)
-    rewrite_records(build, "a", "prose", lambda records: [
-        r.model_copy(update={"scores": r.scores | {"nll_bits": nll, "nll_nats": nll}}) if i < num_huge else r
-        for i, r in enumerate(records)])
+    rewrite_records(
+        build,
+        "a",
+        "prose",
+        lambda records: [
+            r.model_copy(update={"scores": r.scores | {"nll_bits": nll, "nll_nats": nll}}) if i < num_huge else r
+            for i, r in enumerate(records)
+        ],
+    )
     verdicts = judge_tree(build, ["a", "b"])
     assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
     for metric in ("prose/bits_per_byte", "prose/perplexity_per_token"):
@@ -289,8 +332,14 @@ def test_a_serving_setting_changed_after_the_evaluation_is_named(tmp_path):
 
 
 SPECULATIVE = SpeculativeConfig(method="draft_model", num_tokens=2, draft_digest="d" * 64, draft_path="models/draft")
-COUNTS = SpeculationCounts(method="draft_model", num_tokens=2, num_target_forwards=100, num_completion_tokens=230,
-                           num_drafted=200, accepted_by_position=(80, 50))
+COUNTS = SpeculationCounts(
+    method="draft_model",
+    num_tokens=2,
+    num_target_forwards=100,
+    num_completion_tokens=230,
+    num_drafted=200,
+    accepted_by_position=(80, 50),
+)
 
 
 def speculate(build, counts, *, evaluated=SPECULATIVE, num_uncounted=0):
@@ -303,21 +352,37 @@ def speculate(build, counts, *, evaluated=SPECULATIVE, num_uncounted=0):
     old = read_record(path, Evaluation)
     serving = old.serving.model_copy(update={"speculative": evaluated, "continuous_batching": False})
     facts = make_candidate("a").model_copy(update={"serving": serving}).facts
-    write_record(path, old.model_copy(update={"serving": serving, "fingerprint": fingerprint(facts), "served_by": facts,
-                                              "speculation": counts}))
+    write_record(
+        path,
+        old.model_copy(
+            update={"serving": serving, "fingerprint": fingerprint(facts), "served_by": facts, "speculation": counts}
+        ),
+    )
     for name in old.evals:
-        rewrite_records(build, "a", name, lambda records, name=name: [
-            r.model_copy(update={"fingerprint": fingerprint(facts),
-                                 "num_completion_tokens": 230 if i == 0 else 40 if i <= num_uncounted else 1,
-                                 "speculation": counts if (name, i) == ("calls", 0) else None})
-            if name == "calls" else r.model_copy(update={"fingerprint": fingerprint(facts), "num_completion_tokens": 1})
-            for i, r in enumerate(records)])
+        rewrite_records(
+            build,
+            "a",
+            name,
+            lambda records, name=name: [
+                r.model_copy(
+                    update={
+                        "fingerprint": fingerprint(facts),
+                        "num_completion_tokens": 230 if i == 0 else 40 if i <= num_uncounted else 1,
+                        "speculation": counts if (name, i) == ("calls", 0) else None,
+                    }
+                )
+                if name == "calls"
+                else r.model_copy(update={"fingerprint": fingerprint(facts), "num_completion_tokens": 1})
+                for i, r in enumerate(records)
+            ],
+        )
 
 
 def judge_speculation(build, min_acceptance=None):
     params = make_params(["a"], ["a"])
-    step = SpeculativeStep(kind="speculative", method="draft_model", draft="models/draft", num_tokens=2,
-                           min_acceptance=min_acceptance)
+    step = SpeculativeStep(
+        kind="speculative", method="draft_model", draft="models/draft", num_tokens=2, min_acceptance=min_acceptance
+    )
     path = build / "candidates/a/candidate.json"
     write_record(path, read_record(path, BuiltCandidate).model_copy(update={"steps": (step.model_dump(mode="json"),)}))
     settings = CandidateSettings(checkpoint="models/agent", steps=[step])
@@ -330,18 +395,26 @@ def test_speculation_that_ran_passes_and_is_reported(tmp_path):
     speculate(build, COUNTS)
     verdict, report = judge_speculation(build, min_acceptance=0.65)
     assert verdict.outcome == "pass", verdict.reasons
-    assert ("Speculation (draft_model, 2 tokens): 65.0% of 200 drafted tokens accepted, 1.30 per target forward pass; "
-            "passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): 80.0%, 50.0%. "
-            "0.435 target forward passes per token."
-            ) in report
+    assert (
+        "Speculation (draft_model, 2 tokens): 65.0% of 200 drafted tokens accepted, 1.30 per target forward pass; "
+        "passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): 80.0%, 50.0%. "
+        "0.435 target forward passes per token."
+    ) in report
 
 
-@pytest.mark.parametrize(("counts", "min_acceptance", "said"), [
-    (None, None, "draft_model was asked for, and the evaluation shows no drafted token"),
-    (COUNTS.model_copy(update={"num_drafted": 0, "accepted_by_position": (0, 0)}), None, "shows no drafted token"),
-    (COUNTS.model_copy(update={"method": "prompt_lookup"}), None,
-     "expected draft_model with 2 tokens, the evaluation counted prompt_lookup with 2"),
-], ids=["not-counted", "nothing-drafted", "another-method"])
+@pytest.mark.parametrize(
+    ("counts", "min_acceptance", "said"),
+    [
+        (None, None, "draft_model was asked for, and the evaluation shows no drafted token"),
+        (COUNTS.model_copy(update={"num_drafted": 0, "accepted_by_position": (0, 0)}), None, "shows no drafted token"),
+        (
+            COUNTS.model_copy(update={"method": "prompt_lookup"}),
+            None,
+            "expected draft_model with 2 tokens, the evaluation counted prompt_lookup with 2",
+        ),
+    ],
+    ids=["not-counted", "nothing-drafted", "another-method"],
+)
 def test_speculation_that_was_not_what_was_asked_for_is_refused(tmp_path, counts, min_acceptance, said):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     speculate(build, counts)
@@ -370,11 +443,14 @@ def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(t
     assert is_blocking(verdict, describe_policy(make_params(["a"], ["a"])))
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"num_tokens": 3}, "serving.speculative.num_tokens: expected 2, got 3"),
-    ({"method": "prompt_lookup"}, "serving.speculative.method: expected 'draft_model', got 'prompt_lookup'"),
-    ({"draft_digest": "e" * 64}, f"serving.speculative.draft_digest: expected '{'d' * 64}', got '{'e' * 64}'"),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_tokens": 3}, "serving.speculative.num_tokens: expected 2, got 3"),
+        ({"method": "prompt_lookup"}, "serving.speculative.method: expected 'draft_model', got 'prompt_lookup'"),
+        ({"draft_digest": "e" * 64}, f"serving.speculative.draft_digest: expected '{'d' * 64}', got '{'e' * 64}'"),
+    ],
+)
 def test_another_speculation_than_the_candidates_is_named(tmp_path, change, said):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     speculate(build, COUNTS, evaluated=SPECULATIVE.model_copy(update=change))
@@ -421,18 +497,28 @@ def test_arrays_that_are_gone_are_refused_as_edited_ones_are(tmp_path):
 def test_conversations_without_room_are_told_and_the_reference_has_none(tmp_path, side, outcome):
     """Wrong on both sides, they would hide what the candidate loses."""
     build = tree(tmp_path, {"a": Behaviour()})
-    rewrite_records(build, side, "workflows", lambda records: [
-        records[0].model_copy(update={"output": f"{records[0].output}\n{OUTGROWN}"}), *records[1:]])
+    rewrite_records(
+        build,
+        side,
+        "workflows",
+        lambda records: [records[0].model_copy(update={"output": f"{records[0].output}\n{OUTGROWN}"}), *records[1:]],
+    )
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
     assert verdict.outcome == outcome
     assert any("workflows: 1 of 400 conversations outgrew serving.context_length" in r for r in verdict.reasons)
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"files": {"config.json": "1"}}, "checkpoint digest (chat_template.jinja is new): expected"),
-    ({"files": {"config.json": "2", "chat_template.jinja": "1"}}, "checkpoint digest (config.json differs): expected"),
-    ({}, "libraries.torch: expected '2.14.0', got '2.13.0'"),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"files": {"config.json": "1"}}, "checkpoint digest (chat_template.jinja is new): expected"),
+        (
+            {"files": {"config.json": "2", "chat_template.jinja": "1"}},
+            "checkpoint digest (config.json differs): expected",
+        ),
+        ({}, "libraries.torch: expected '2.14.0', got '2.13.0'"),
+    ],
+)
 def test_what_drifted_between_evaluation_and_release_is_named(tmp_path, change, said):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     path = build / "evaluations/a/evaluation.json"
@@ -467,11 +553,21 @@ def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(t
     evaluation = read_record(path, Evaluation)
     attached = {"engine": "openai", "model": "m", "base_url": "http://127.0.0.1:1"}
     there = make_candidate("a").model_copy(update={"steps": (), "serving": ServingConfig(**attached)})
-    write_record(path, evaluation.model_copy(update={"served_by": there.facts, "fingerprint": there.fingerprint,
-                                                     "serving": there.serving, "is_declared": True}))
+    write_record(
+        path,
+        evaluation.model_copy(
+            update={
+                "served_by": there.facts,
+                "fingerprint": there.fingerprint,
+                "serving": there.serving,
+                "is_declared": True,
+            }
+        ),
+    )
     for name in evaluation.evals:
-        rewrite_records(build, "a", name, lambda records: [
-            r.model_copy(update={"fingerprint": there.fingerprint}) for r in records])
+        rewrite_records(
+            build, "a", name, lambda records: [r.model_copy(update={"fingerprint": there.fingerprint}) for r in records]
+        )
     write_candidate(build, there)
     params = make_params(["a"], ["a"])
     engine = OpenaiEngine(kind="openai", base_url=url, model="m")
@@ -514,12 +610,20 @@ def test_different_evalsets_are_refused(tmp_path):
 def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     for name in ("reference", "a"):
-        rewrite_records(build, name, "choices", lambda records: [
-            r.model_copy(update={"scores": {"accuracy": float(i < 12)}}) for i, r in enumerate(records)])
+        rewrite_records(
+            build,
+            name,
+            "choices",
+            lambda records: [
+                r.model_copy(update={"scores": {"accuracy": float(i < 12)}}) for i, r in enumerate(records)
+            ],
+        )
     verdict = judge_tree(build, ["a"])["a"]
     assert verdict.outcome == "refused"
-    assert verdict.reasons[0] == ("refused: choices/accuracy: the reference is right in 12 of 400 cases, so a loss "
-                                  "above the tolerance of 0.03 can't show; look at the evalset")
+    assert verdict.reasons[0] == (
+        "refused: choices/accuracy: the reference is right in 12 of 400 cases, so a loss "
+        "above the tolerance of 0.03 can't show; look at the evalset"
+    )
 
 
 def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path):
@@ -560,16 +664,21 @@ def test_divergence_follows_the_pairing_and_refuses_unequal_documents():
         divergence_by_document(ours, theirs, np.array([0, 1]))
 
 
-@pytest.mark.parametrize(("a", "b", "place"), [
-    ("same", "same", None), ("one\ntwo", "one\ntwX", (1, 6)), ("abc", "abcd", (0, 3)), ("", "x", (0, 0))])
+@pytest.mark.parametrize(
+    ("a", "b", "place"),
+    [("same", "same", None), ("one\ntwo", "one\ntwX", (1, 6)), ("abc", "abcd", (0, 3)), ("", "x", (0, 0))],
+)
 def test_first_difference_counts_turns_and_characters(a, b, place):
     assert first_difference(a, b) == place
 
 
-@pytest.mark.parametrize(("release", "tolerances", "outcome"), [
-    pytest.param(["a"], {"prose/bits_per_byte": {"overall": 0.02}}, "pass", id="only-likelihood"),
-    pytest.param(["ghost"], {"calls/tool_call_exact_match": {"overall": 0.02}}, "refused", id="never-evaluated"),
-])
+@pytest.mark.parametrize(
+    ("release", "tolerances", "outcome"),
+    [
+        pytest.param(["a"], {"prose/bits_per_byte": {"overall": 0.02}}, "pass", id="only-likelihood"),
+        pytest.param(["ghost"], {"calls/tool_call_exact_match": {"overall": 0.02}}, "refused", id="never-evaluated"),
+    ],
+)
 def test_unusual_releases_still_get_a_report(tmp_path, release, tolerances, outcome):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     compared = compare_release(make_params(["a", "ghost"], release, tolerances=tolerances), build)

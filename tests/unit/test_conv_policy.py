@@ -64,22 +64,26 @@ def make(**settings: Any) -> nn.Conv2d:
     return nn.Conv2d(8, 8, **({"kernel_size": 3, "padding": 1} | settings))
 
 
-@pytest.mark.parametrize(("settings", "expected"), [
-    ({}, ""),
-    ({"padding": 0}, ""),
-    ({"padding": "same"}, ""),
-    ({"padding": "valid"}, ""),
-    ({"kernel_size": 1, "padding": 0}, "1x1 kernel"),
-    ({"kernel_size": (3, 5)}, "3x5 kernel"),
-    ({"stride": 2}, "stride 2"),
-    ({"stride": (1, 2)}, "stride 1x2"),
-    ({"dilation": 2}, "dilation 2"),
-    ({"groups": 8}, "8 groups"),
-    ({"padding_mode": "reflect"}, "padding mode reflect"),
-    ({"padding": (1, 0)}, "padding 1x0"),
-])  # fmt: skip
-def test_a_convolution_that_winograd_cannot_do_runs_direct_and_says_why(settings: dict[str, Any], expected: str
-                                                                         ) -> None:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ""),
+        ({"padding": 0}, ""),
+        ({"padding": "same"}, ""),
+        ({"padding": "valid"}, ""),
+        ({"kernel_size": 1, "padding": 0}, "1x1 kernel"),
+        ({"kernel_size": (3, 5)}, "3x5 kernel"),
+        ({"stride": 2}, "stride 2"),
+        ({"stride": (1, 2)}, "stride 1x2"),
+        ({"dilation": 2}, "dilation 2"),
+        ({"groups": 8}, "8 groups"),
+        ({"padding_mode": "reflect"}, "padding mode reflect"),
+        ({"padding": (1, 0)}, "padding 1x0"),
+    ],
+)
+def test_a_convolution_that_winograd_cannot_do_runs_direct_and_says_why(
+    settings: dict[str, Any], expected: str
+) -> None:
     """A stride or a padding mode that is overlooked would give another picture, not an error."""
     network = nn.Sequential(make(**settings))
     found = resolve_policy(network, algorithm="winograd_f43", dtype="float16")
@@ -100,7 +104,8 @@ def test_the_first_rule_that_matches_holds(network: Network) -> None:
     assert found.layers == {"stem": DIRECT, "body.0": TWO, "body.2": PLAIN, "head": PLAIN}
     assert dict(found.fallbacks) == {
         "stem": "stride 2: direct instead of winograd_f43",
-        "up": "ConvTranspose2d is not covered: it runs as torch runs it"}  # fmt: skip
+        "up": "ConvTranspose2d is not covered: it runs as torch runs it",
+    }
 
 
 def test_nothing_falls_back_where_no_winograd_is_asked_for(network: Network) -> None:
@@ -109,11 +114,14 @@ def test_nothing_falls_back_where_no_winograd_is_asked_for(network: Network) -> 
     assert not resolve_policy(network, algorithm="direct", dtype="float32", rules=rules).fallbacks
 
 
-@pytest.mark.parametrize(("pattern", "message"), [
-    ("bodi.*", r"^rules.1.layers.1: 'bodi.\*' matches no convolution; the nearest are body.2, body.0, "),
-    ("body.1", "matches no convolution; the nearest are body.2, body.0"),
-    ("up", "'up' matches up, a ConvTranspose2d, which a policy does not cover"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("bodi.*", r"^rules.1.layers.1: 'bodi.\*' matches no convolution; the nearest are body.2, body.0, "),
+        ("body.1", "matches no convolution; the nearest are body.2, body.0"),
+        ("up", "'up' matches up, a ConvTranspose2d, which a policy does not cover"),
+    ],
+)
 def test_a_pattern_without_a_convolution_is_refused(network: Network, pattern: str, message: str) -> None:
     """It would leave the layer that it was meant for as the default has it, and nobody would see."""
     rules = [(["stem"], "direct", "float16"), (["head", pattern], "direct", "float16")]
@@ -137,8 +145,11 @@ def test_a_layer_computes_what_the_formula_says(arithmetic: ConvArithmetic) -> N
     weight, bias, dtype = network[0].weight, network[0].bias, getattr(torch, arithmetic.dtype)
     apply_policy(network, {"0": arithmetic})
     tile = {"winograd_f43": 4, "winograd_f23": 2}.get(arithmetic.algorithm)
-    expected = (winograd_conv2d(x, weight, bias, tile=tile, dtype=dtype) if tile else
-                direct_conv2d(x, weight, bias, dtype=dtype))  # fmt: skip
+    expected = (
+        winograd_conv2d(x, weight, bias, tile=tile, dtype=dtype)
+        if tile
+        else direct_conv2d(x, weight, bias, dtype=dtype)
+    )
     assert network(x).dtype == torch.float32 and torch.equal(network(x), expected)
     assert torch.equal(network(x[0]), expected[0])
 

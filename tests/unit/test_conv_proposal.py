@@ -44,17 +44,44 @@ def propose_for(x: torch.Tensor, **settings: float) -> LayerProposal:
     return propose_policy(nn.Sequential(conv), [x], dtype="float16", max_relative_error=1.0, **settings)[0]
 
 
-@pytest.mark.parametrize(("scale", "algorithm", "dtype", "reason"), [
-    (300, "winograd_f43", "float16", "F(4,3) leaves 1.1 doublings, error "),
-    (400, "winograd_f23", "float16", "F(4,3)'s input transform reaches 40,000, 0.7 doublings below float16's end of "
-     "65,504; F(2,3) leaves 5.4 doublings, error "),
-    (1000, "winograd_f23", "float16", "F(4,3)'s input transform reaches 100,000, float16 ends at 65,504; F(2,3) lea"),
-    (10_000, "direct", "float16", "F(4,3)'s input transform reaches 1,000,000, float16 ends at 65,504; F(2,3)'s input "
-     "transform reaches 40,000, 0.7 doublings below float16's end of 65,504; direct in float16 leaves 2.7 doublings"),
-    (50_000, "direct", "bfloat16", "direct's input reaches 50,000, 0.4 doublings below float16's end of 65,504; direct "
-     "in bfloat16 leaves "),
-    (70_000, "direct", "bfloat16", "direct's input reaches 70,000, float16 ends at 65,504; direct in bfloat16 leaves "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scale", "algorithm", "dtype", "reason"),
+    [
+        (300, "winograd_f43", "float16", "F(4,3) leaves 1.1 doublings, error "),
+        (
+            400,
+            "winograd_f23",
+            "float16",
+            "F(4,3)'s input transform reaches 40,000, 0.7 doublings below float16's end of "
+            "65,504; F(2,3) leaves 5.4 doublings, error ",
+        ),
+        (
+            1000,
+            "winograd_f23",
+            "float16",
+            "F(4,3)'s input transform reaches 100,000, float16 ends at 65,504; F(2,3) lea",
+        ),
+        (
+            10_000,
+            "direct",
+            "float16",
+            "F(4,3)'s input transform reaches 1,000,000, float16 ends at 65,504; F(2,3)'s input "
+            "transform reaches 40,000, 0.7 doublings below float16's end of 65,504; direct in float16 leaves 2.7 doublings",
+        ),
+        (
+            50_000,
+            "direct",
+            "bfloat16",
+            "direct's input reaches 50,000, 0.4 doublings below float16's end of 65,504; direct in bfloat16 leaves ",
+        ),
+        (
+            70_000,
+            "direct",
+            "bfloat16",
+            "direct's input reaches 70,000, float16 ends at 65,504; direct in bfloat16 leaves ",
+        ),
+    ],
+)
 def test_range_decides_between_algorithms_and_dtypes(scale: float, algorithm: str, dtype: str, reason: str) -> None:
     """A maximum taken from inputs alone would keep F(4,3) until its transform overflows on the next picture."""
     found = propose_for(chequer(scale))
@@ -77,11 +104,14 @@ def test_an_overflow_on_one_image_of_many_counts() -> None:
     assert found.algorithm != "winograd_f43" and found.numbers["winograd_f43 float16"]["nonfinite_count"] > 0
 
 
-@pytest.mark.parametrize(("limit", "algorithm", "reason"), [
-    (0.1, "winograd_f43", "leaves 12[0-9.]+ doublings, error 3[0-9.]* %"),
-    (0.01, "winograd_f23", r"F\(4,3\)'s error is 3[0-9.]* %, over 1 %; F\(2,3\) leaves "),
-    (0.001, "direct", "; direct in bfloat16 leaves "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "algorithm", "reason"),
+    [
+        (0.1, "winograd_f43", "leaves 12[0-9.]+ doublings, error 3[0-9.]* %"),
+        (0.01, "winograd_f23", r"F\(4,3\)'s error is 3[0-9.]* %, over 1 %; F\(2,3\) leaves "),
+        (0.001, "direct", "; direct in bfloat16 leaves "),
+    ],
+)
 def test_error_decides_where_range_does_not(limit: float, algorithm: str, reason: str) -> None:
     """The direct sum's own error in bfloat16 is over the last limit: no algorithm above twice that is kept for it."""
     found = propose_policy(nn.Sequential(make()), draw(), dtype="bfloat16", max_relative_error=limit)[0]
@@ -152,8 +182,10 @@ def test_the_network_is_left_as_it_was() -> None:
     assert json.loads(json.dumps(found[0].numbers, allow_nan=False)) == found[0].numbers
 
 
-@pytest.mark.parametrize(("images", "message"), [
-    ([], "one calibration image or more"), ([torch.full((1, 16, 8, 8), torch.nan)], "^0: expected finite numbers")])
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [([], "one calibration image or more"), ([torch.full((1, 16, 8, 8), torch.nan)], "^0: expected finite numbers")],
+)
 def test_calibration_without_numbers_is_refused(images: list[torch.Tensor], message: str) -> None:
     with pytest.raises(NumericsError, match=message):
         propose_policy(nn.Sequential(make()), images, dtype="float16")
@@ -167,8 +199,10 @@ def test_on_people_hard_it_leaves_the_algorithm_that_breaks_the_branch_for_small
     slow = {p.layer for p in found if p.can_run_winograd and p.algorithm != "winograd_f43"}
     assert slow and all(name.startswith(f"branches.{BRANCH}.") for name in slow)
     is_finite = []
-    for policy in (make_policy(found), resolve_policy(open_detector(ROOT / "models/people-hard"),
-                                                      algorithm="winograd_f43", dtype="float16").layers):  # fmt: skip
+    for policy in (
+        make_policy(found),
+        resolve_policy(open_detector(ROOT / "models/people-hard"), algorithm="winograd_f43", dtype="float16").layers,
+    ):
         network = open_detector(ROOT / "models/people-hard")
         assert list(policy) == list(list_convolutions(network))
         apply_policy(network, policy)

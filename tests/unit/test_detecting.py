@@ -39,11 +39,20 @@ def make_pictures(num: int = 20) -> list[tuple[DetectionCase, list[dict[str, Any
     rng, pictures = np.random.default_rng(0), []
     for number in range(num):
         boxes = np.concatenate([rng.uniform(0, 200, (4, 2)), rng.uniform(5, 120, (4, 2))], axis=1)
-        marked = [Annotation(bbox=tuple(box), category_id=int(rng.choice(CATEGORIES)), area=float(box[2] * box[3]),
-                             iscrowd=bool(rng.random() < 0.2)) for box in boxes.tolist()]  # fmt: skip
+        marked = [
+            Annotation(
+                bbox=tuple(box),
+                category_id=int(rng.choice(CATEGORIES)),
+                area=float(box[2] * box[3]),
+                iscrowd=bool(rng.random() < 0.2),
+            )
+            for box in boxes.tolist()
+        ]
         found = (boxes * rng.uniform(0.9, 1.1, boxes.shape)).astype(np.float32)
-        results = [{"bbox": box.tolist(), "score": float(np.float32(rng.random())), "category_id": a.category_id}
-                   for box, a in zip(found, marked, strict=True)]  # fmt: skip
+        results = [
+            {"bbox": box.tolist(), "score": float(np.float32(rng.random())), "category_id": a.category_id}
+            for box, a in zip(found, marked, strict=True)
+        ]
         pictures.append((make_case(number, marked), results))
     return pictures
 
@@ -52,11 +61,20 @@ def match_directly(case: DetectionCase, results: list[dict[str, Any]]) -> MatchT
     """Match without JSON in between."""
     places = {category: i for i, category in enumerate(CATEGORIES)}
     return match_image(
-        Objects(np.array([a.bbox for a in case.annotations]), np.array([places[a.category_id] for a in
-                case.annotations]), np.array([a.area for a in case.annotations]),
-                np.array([a.iscrowd for a in case.annotations])),
-        Detections(np.array([r["bbox"] for r in results]), np.array([places[r["category_id"]] for r in results]),
-                   np.array([r["score"] for r in results])), num_classes=2, areas=SETTINGS.all_areas)  # fmt: skip
+        Objects(
+            np.array([a.bbox for a in case.annotations]),
+            np.array([places[a.category_id] for a in case.annotations]),
+            np.array([a.area for a in case.annotations]),
+            np.array([a.iscrowd for a in case.annotations]),
+        ),
+        Detections(
+            np.array([r["bbox"] for r in results]),
+            np.array([places[r["category_id"]] for r in results]),
+            np.array([r["score"] for r in results]),
+        ),
+        num_classes=2,
+        areas=SETTINGS.all_areas,
+    )
 
 
 def judge(case: DetectionCase, results: Any, *, is_finite: bool = True) -> tuple[str, dict[str, float]]:
@@ -84,8 +102,12 @@ def test_the_output_of_a_record_matches_as_the_results_did() -> None:
 
 def test_nine_digits_hold_any_float32() -> None:
     rng = np.random.default_rng(1)
-    numbers = np.concatenate([rng.integers(0, 2**31, 2000, dtype=np.uint32).view(np.float32),
-                              np.array([1e-45, 3.4e38, 16777217], dtype=np.float32)])  # fmt: skip
+    numbers = np.concatenate(
+        [
+            rng.integers(0, 2**31, 2000, dtype=np.uint32).view(np.float32),
+            np.array([1e-45, 3.4e38, 16777217], dtype=np.float32),
+        ]
+    )
     numbers = numbers[np.isfinite(numbers)]
     for number in numbers:
         output, _ = judge(make_case(0, []), [{"bbox": [0, 0, 1, 1], "score": number, "category_id": 3}])
@@ -95,10 +117,26 @@ def test_nine_digits_hold_any_float32() -> None:
 def test_tensors_and_numpy_numbers_are_results_too() -> None:
     case = make_case(0, [Annotation(bbox=(0, 0, 8, 8), category_id=3, area=64)])
     plain = judge(case, [{"bbox": [0.5, 0, 8, 8], "score": 0.25, "category_id": 3}])
-    assert judge(case, [{"bbox": torch.tensor([0.5, 0, 8, 8]), "score": torch.tensor(0.25),
-                         "category_id": torch.tensor(3)}]) == plain  # fmt: skip
-    assert judge(case, [{"bbox": np.array([0.5, 0, 8, 8], np.float32), "score": np.float32(0.25),
-                         "category_id": np.int64(3), "name": "more"}]) == plain  # fmt: skip
+    assert (
+        judge(
+            case, [{"bbox": torch.tensor([0.5, 0, 8, 8]), "score": torch.tensor(0.25), "category_id": torch.tensor(3)}]
+        )
+        == plain
+    )
+    assert (
+        judge(
+            case,
+            [
+                {
+                    "bbox": np.array([0.5, 0, 8, 8], np.float32),
+                    "score": np.float32(0.25),
+                    "category_id": np.int64(3),
+                    "name": "more",
+                }
+            ],
+        )
+        == plain
+    )
 
 
 def test_a_category_without_annotations_is_left_out_as_coco_does() -> None:
@@ -119,9 +157,16 @@ def test_categories_are_those_of_the_evalset_in_order() -> None:
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("bad", [
-    {"score": NAN}, {"score": INF}, {"bbox": [NAN, 0, 1, 1]}, {"bbox": [0, 0, INF, 1]}, {"bbox": [0, 0, -1, NAN]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"score": NAN},
+        {"score": INF},
+        {"bbox": [NAN, 0, 1, 1]},
+        {"bbox": [0, 0, INF, 1]},
+        {"bbox": [0, 0, -1, NAN]},
+    ],
+)
 def test_a_result_that_is_no_number_is_left_out_and_counted(bad: dict[str, Any]) -> None:
     case = make_case(0, [Annotation(bbox=(0, 0, 8, 8), category_id=3, area=64)])
     mine = {"bbox": [0, 0, 8, 8], "score": 0.5, "category_id": 3}
@@ -134,28 +179,31 @@ def test_raw_outputs_that_are_not_finite_count_though_results_are() -> None:
     assert judge(make_case(0, []), [], is_finite=False)[1]["finite"] == 0
 
 
-@pytest.mark.parametrize(("results", "said"), [
-    ({}, "returned 'dict' for a picture, expected a list of COCO results"),
-    (None, "returned 'NoneType' for a picture"),
-    ([None], "returned 'None', expected a COCO result with bbox, score and category_id"),
-    ([{"bbox": [0, 0, 1, 1], "score": 0.5}], "('category_id'); correct the adapter"),
-    ([{"bbox": [0, 0, 1], "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
-    ([{"bbox": [0, 0, 1, -1], "score": 0.5, "category_id": 1}], "the last two 0 or more"),
-    ([{"bbox": [0, 0, 1, 1], "score": "high", "category_id": 1}], "expected a number, got 'high'"),
-    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": INF}], "category_id is a whole number"),
-    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": 1.7}], "category_id is a whole number"),
-    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": "1"}], "category_id is a whole number"),
-    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": True}], "category_id is a whole number"),
-    ([{"bbox": "0011", "score": 0.5, "category_id": 1}], "expected a number, got '0'"),
-    ([{"bbox": {0: 5, 1: 5, 2: 5, 3: 5}, "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
-    ([{"bbox": b"0011", "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
-    ([{"bbox": {0, 1, 2, 3}, "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
-    ([{"bbox": [0, 0, 1, 1], "score": True, "category_id": 1}], "expected a number, got True"),
-    ([{"bbox": [0, 0, 1, 1], "score": torch.tensor(True), "category_id": 1}], "expected a number, got tensor"),
-    ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": torch.tensor(True)}], "category_id is a whole number"),
-    ([{"bbox": [0, 0, 1, 1], "score": "0.5", "category_id": 1}], "expected a number, got '0.5'"),
-    ([{"bbox": 3, "score": 0.5, "category_id": 1}], "'int' object is not iterable"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ({}, "returned 'dict' for a picture, expected a list of COCO results"),
+        (None, "returned 'NoneType' for a picture"),
+        ([None], "returned 'None', expected a COCO result with bbox, score and category_id"),
+        ([{"bbox": [0, 0, 1, 1], "score": 0.5}], "('category_id'); correct the adapter"),
+        ([{"bbox": [0, 0, 1], "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
+        ([{"bbox": [0, 0, 1, -1], "score": 0.5, "category_id": 1}], "the last two 0 or more"),
+        ([{"bbox": [0, 0, 1, 1], "score": "high", "category_id": 1}], "expected a number, got 'high'"),
+        ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": INF}], "category_id is a whole number"),
+        ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": 1.7}], "category_id is a whole number"),
+        ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": "1"}], "category_id is a whole number"),
+        ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": True}], "category_id is a whole number"),
+        ([{"bbox": "0011", "score": 0.5, "category_id": 1}], "expected a number, got '0'"),
+        ([{"bbox": {0: 5, 1: 5, 2: 5, 3: 5}, "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
+        ([{"bbox": b"0011", "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
+        ([{"bbox": {0, 1, 2, 3}, "score": 0.5, "category_id": 1}], "a box has left, top, width and height"),
+        ([{"bbox": [0, 0, 1, 1], "score": True, "category_id": 1}], "expected a number, got True"),
+        ([{"bbox": [0, 0, 1, 1], "score": torch.tensor(True), "category_id": 1}], "expected a number, got tensor"),
+        ([{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": torch.tensor(True)}], "category_id is a whole number"),
+        ([{"bbox": [0, 0, 1, 1], "score": "0.5", "category_id": 1}], "expected a number, got '0.5'"),
+        ([{"bbox": 3, "score": 0.5, "category_id": 1}], "'int' object is not iterable"),
+    ],
+)
 def test_what_is_no_result_is_said_with_its_case(results: Any, said: str) -> None:
     with pytest.raises(EngineError) as caught:
         judge(make_case(4, []), results)
@@ -168,8 +216,17 @@ def test_the_tables_of_all_records_are_one_file_in_their_order(tmp_path: Path) -
     for case, results in make_pictures(6):
         output, scores = judge(case, results)
         cases.append(case)
-        records.append(CaseRecord(case_id=case.id, input_digest=case.digest, cluster="c", prompt="", output=output,
-                                  scores=scores, fingerprint="f"))  # fmt: skip
+        records.append(
+            CaseRecord(
+                case_id=case.id,
+                input_digest=case.digest,
+                cluster="c",
+                prompt="",
+                output=output,
+                scores=scores,
+                fingerprint="f",
+            )
+        )
         tables.append(match_directly(case, results))
     path = tmp_path / "e.npz"
     save_tables(path, cases, records, SETTINGS, KNOWN)

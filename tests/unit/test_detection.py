@@ -30,8 +30,11 @@ from tests.synthetic_detections import (
 )
 from tests.synthetic_records import rewrite_records
 
-TOLERANCES = {"shelves/ap": {"overall": 0.03, "buckets": {"price_tags": 0.05}}, "shelves/ap_small": {"overall": 0.05},
-              "shelves/ap_large": {"overall": 0.05}}
+TOLERANCES = {
+    "shelves/ap": {"overall": 0.03, "buckets": {"price_tags": 0.05}},
+    "shelves/ap_small": {"overall": 0.05},
+    "shelves/ap_large": {"overall": 0.05},
+}
 
 
 def test_draws_follow_from_the_clusters_and_not_from_their_names():
@@ -91,14 +94,20 @@ def test_a_part_is_what_swapping_the_image_would_change():
     ours, theirs = make_pair(60, Change(score=0.05, drop=0.2))
     harm = harm_by_image(ours, theirs)[:, 0].mean(axis=-1)
     order = np.stack([np.arange(60), np.arange(60) + 60])
-    both = replace(ours, **{name: np.concatenate([getattr(ours, name), getattr(theirs, name)])
-                            for name in ("classes", "scores", "matched", "ignored", "num_objects")},
-                   offsets=np.concatenate([ours.offsets, theirs.offsets[1:] + ours.offsets[-1]]))
+    both = replace(
+        ours,
+        **{
+            name: np.concatenate([getattr(ours, name), getattr(theirs, name)])
+            for name in ("classes", "scores", "matched", "ignored", "num_objects")
+        },
+        offsets=np.concatenate([ours.offsets, theirs.offsets[1:] + ours.offsets[-1]]),
+    )
     rng = np.random.default_rng(0)
     for _ in range(5):
         signs = rng.choice([0, 1], 60)
-        mixed, rest = (average_precision(both.at(order[side, np.arange(60)]))[0, 0].mean()
-                       for side in (signs, 1 - signs))
+        mixed, rest = (
+            average_precision(both.at(order[side, np.arange(60)]))[0, 0].mean() for side in (signs, 1 - signs)
+        )
         assert mixed - rest == pytest.approx(((1 - 2 * signs) * harm).sum(), abs=0.006)
 
 
@@ -123,8 +132,9 @@ def simulate(by, *, n, runs, population=1500, swap=False):
 def test_a_candidate_on_the_tolerance_passes_no_more_often_than_alpha():
     """One image in sixteen is lost. Percentiles, the bound that the bootstrap is known for, pass it too often."""
     true, found = simulate(Change(blind=1 / 16), n=60, runs=150)
-    passes = [bootstrap_bounds(draws, count, lost=x, gained=y, confidence=0.95).high <= true
-              for draws, count, x, y in found]
+    passes = [
+        bootstrap_bounds(draws, count, lost=x, gained=y, confidence=0.95).high <= true for draws, count, x, y in found
+    ]
     percentiles = [np.nanquantile(draws[1:], 0.95) <= true for draws, *_ in found]
     limit = 0.05 + 2 * (0.05 * 0.95 / 150) ** 0.5
     assert np.mean(passes) <= limit < np.mean(percentiles)
@@ -199,8 +209,11 @@ def test_metrics_carry_an_interval_and_empty_buckets_have_none(build):
 def test_each_metric_is_coco_s_number_of_its_name(build):
     """Catches a metric at another threshold or of another area."""
     expected = coco_numbers(load_matches(build / "evaluations/reference/shelves.npz", num_images=120))
-    metrics = {m.name: m.value for m in judge(build).judgement.reference_metrics
-               if m.bucket is None and m.name != "shelves/finite_output_rate"}  # fmt: skip
+    metrics = {
+        m.name: m.value
+        for m in judge(build).judgement.reference_metrics
+        if m.bucket is None and m.name != "shelves/finite_output_rate"
+    }
     assert metrics == {f"shelves/{name}": value for name, value in expected.items() if name.startswith("ap")}
 
 
@@ -217,8 +230,10 @@ def test_an_empty_bucket_is_refused_by_name_where_it_is_gated(build):
     """-1 of both sides, as COCO writes it, would be a harm of 0."""
     verdict = judge(build, tolerances={"shelves/ap": {"buckets": {"specks": 0.02}}}).judgement.verdicts[0]
     assert verdict.outcome == "refused"
-    assert verdict.reasons[0] == ("refused: shelves/ap [specks]: the bucket is empty; no such object on 120 images "
-                                  "has an area of 0 to 4 square pixels")
+    assert verdict.reasons[0] == (
+        "refused: shelves/ap [specks]: the bucket is empty; no such object on 120 images "
+        "has an area of 0 to 4 square pixels"
+    )
 
 
 def test_a_bucket_that_nobody_has_is_refused(build):
@@ -259,17 +274,26 @@ def add_object(table):
     return replace(table, num_objects=counts)
 
 
-@pytest.mark.parametrize(("edit", "said"), [
-    pytest.param(lambda t: t.at(np.roll(np.arange(80), 1)), "as its record says", id="other-order"),
-    pytest.param(add_object, "unequal work: the objects of case 'shelf-003' differ", id="other-objects"),
-    pytest.param(lambda t: t.at(np.arange(79)), "expected finite detections of 80 images", id="image-missing"),
-    pytest.param(lambda t: replace(t, areas={**t.areas, "small": (0.0, 1000.0)}), "were matched in other areas",
-                 id="other-areas"),
-    pytest.param(lambda t: replace(t, categories={"bottles": 1}), "were matched in other areas or categories",
-                 id="other-categories"),
-    pytest.param(lambda t: replace(t, scores=t.scores * np.nan), "expected finite detections", id="nan"),
-    pytest.param(lambda t: replace(t, classes=t.classes + 1), "expected finite detections", id="unknown-class"),
-])
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        pytest.param(lambda t: t.at(np.roll(np.arange(80), 1)), "as its record says", id="other-order"),
+        pytest.param(add_object, "unequal work: the objects of case 'shelf-003' differ", id="other-objects"),
+        pytest.param(lambda t: t.at(np.arange(79)), "expected finite detections of 80 images", id="image-missing"),
+        pytest.param(
+            lambda t: replace(t, areas={**t.areas, "small": (0.0, 1000.0)}),
+            "were matched in other areas",
+            id="other-areas",
+        ),
+        pytest.param(
+            lambda t: replace(t, categories={"bottles": 1}),
+            "were matched in other areas or categories",
+            id="other-categories",
+        ),
+        pytest.param(lambda t: replace(t, scores=t.scores * np.nan), "expected finite detections", id="nan"),
+        pytest.param(lambda t: replace(t, classes=t.classes + 1), "expected finite detections", id="unknown-class"),
+    ],
+)
 def test_a_table_that_does_not_fit_is_refused(tmp_path, edit, said):
     write_detector_tree(tmp_path, {"same": Change()}, num_images=80)
     edit_table(tmp_path, "same", edit)
@@ -291,11 +315,16 @@ def test_a_bucket_of_images_may_not_be_called_like_one_of_areas(tmp_path):
     assert "'small' is a bucket of images and one of objects" in judge(tmp_path).judgement.verdicts[0].reasons[0]
 
 
-@pytest.mark.parametrize(("categories", "key"), [
-    ({"price_tags": 1}, "categories.price_tags"), ({"small": 1}, "categories.small"),
-    ({"50": 1}, "categories.50"),
-    ({"a": 1, "b": 1}, "categories.b"), ({"a": 1, "b": 2}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("categories", "key"),
+    [
+        ({"price_tags": 1}, "categories.price_tags"),
+        ({"small": 1}, "categories.small"),
+        ({"50": 1}, "categories.50"),
+        ({"a": 1, "b": 1}, "categories.b"),
+        ({"a": 1, "b": 2}, None),
+    ],
+)
 def test_categories_of_the_settings(categories, key):
     settings = DetectionEval(kind="detection", evalset="e", areas={"price_tags": [0.0, 9.0]}, categories=categories)
     assert [problem.partition(":")[0] for problem in find_bucket_problems(settings)] == ([key] if key else [])
@@ -305,5 +334,6 @@ def test_areas_of_the_settings():
     settings = DetectionEval(kind="detection", evalset="e", areas={"small": [0.0, 10.0], "big": [20.0, 10.0]})
     assert [problem.partition(":")[0] for problem in find_bucket_problems(settings)] == ["areas.small", "areas.big"]
     settings = DetectionEval(kind="detection", evalset="e", areas={"75": [0.0, 10.0]})
-    assert find_bucket_problems(settings) == ["areas.75: expected another name than those of scores at one IoU "
-                                              "(50, 75); rename it"]
+    assert find_bucket_problems(settings) == [
+        "areas.75: expected another name than those of scores at one IoU (50, 75); rename it"
+    ]

@@ -21,9 +21,15 @@ from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evaluate import CALL, FakeEndpoint, run, write_questions
 from tests.unit.test_evaluate import endpoint as endpoint
 
-FACTS = {"checkpoint": {"digest": "c" * 64, "files": {"config.json": "1"}}, "serving": {"dtype": "float32"},
-         "libraries": {"torch": "2.13.0"}, "engine": {"max_batch_tokens": 512}, "sampling": {}, "environment": {},
-         "hardware": {"device": "cpu x86_64"}}  # fmt: skip
+FACTS = {
+    "checkpoint": {"digest": "c" * 64, "files": {"config.json": "1"}},
+    "serving": {"dtype": "float32"},
+    "libraries": {"torch": "2.13.0"},
+    "engine": {"max_batch_tokens": 512},
+    "sampling": {},
+    "environment": {},
+    "hardware": {"device": "cpu x86_64"},
+}
 
 
 class LiveEndpoint(FakeEndpoint):
@@ -45,8 +51,13 @@ class LiveEndpoint(FakeEndpoint):
 
 
 def look(
-    root: Path, server: dict[str, Any] | None = None, *, candidate: Candidate | None = None, echo: str | None = None,
-    served: dict[str, Any] | None = None, **answers: str,
+    root: Path,
+    server: dict[str, Any] | None = None,
+    *,
+    candidate: Candidate | None = None,
+    echo: str | None = None,
+    served: dict[str, Any] | None = None,
+    **answers: str,
 ) -> Drift:
     params = make_params(["a"], ["a"])
     evals = {name: {"kind": "tool_calls", "evalset": name} for name in ("first", "second")}
@@ -78,14 +89,20 @@ def test_a_server_without_a_fingerprint_is_known_by_its_behaviour(evaluated: Pat
     assert changed.recorded == CALL
 
 
-@pytest.mark.parametrize(("section", "change", "said"), [
-    ("checkpoint", {"digest": "d" * 64, "files": {"config.json": "2"}},
-     f"checkpoint digest (config.json differs): evaluated '{'c' * 12}', the endpoint has '{'d' * 12}'"),
-    ("serving", {"dtype": "float16"}, "serving.dtype: evaluated 'float32', the endpoint has 'float16'"),
-    ("libraries", {"torch": "2.14.0"}, "libraries.torch: evaluated '2.13.0', the endpoint has '2.14.0'"),
-    ("engine", {"max_batch_tokens": 256}, "engine.max_batch_tokens: evaluated 512, the endpoint has 256"),
-    ("hardware", {"device": "NVIDIA L4"}, "hardware.device: evaluated 'cpu x86_64', the endpoint has 'NVIDIA L4'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        (
+            "checkpoint",
+            {"digest": "d" * 64, "files": {"config.json": "2"}},
+            f"checkpoint digest (config.json differs): evaluated '{'c' * 12}', the endpoint has '{'d' * 12}'",
+        ),
+        ("serving", {"dtype": "float16"}, "serving.dtype: evaluated 'float32', the endpoint has 'float16'"),
+        ("libraries", {"torch": "2.14.0"}, "libraries.torch: evaluated '2.13.0', the endpoint has '2.14.0'"),
+        ("engine", {"max_batch_tokens": 256}, "engine.max_batch_tokens: evaluated 512, the endpoint has 256"),
+        ("hardware", {"device": "NVIDIA L4"}, "hardware.device: evaluated 'cpu x86_64', the endpoint has 'NVIDIA L4'"),
+    ],
+)
 def test_the_field_that_drifted_is_named(evaluated: Path, section: str, change: dict[str, Any], said: str) -> None:
     found = look(evaluated, {"fingerprint": "f2", "facts": FACTS | {section: change}}).fingerprint
     assert found.differences == (said,) and not found.is_whole
@@ -95,7 +112,11 @@ def test_all_fields_that_drifted_are_named_and_drafts_first(evaluated: Path) -> 
     serving = {"dtype": "float16", "continuous_batching": True, "speculative.method": "prompt_lookup"}
     found = look(evaluated, {"facts": FACTS | {"serving": serving, "hardware": {"device": "NVIDIA L4"}}}).fingerprint
     assert [said.split(":")[0] for said in found.differences] == [
-        "serving.speculative.method", "serving.dtype", "serving.continuous_batching", "hardware.device"]
+        "serving.speculative.method",
+        "serving.dtype",
+        "serving.continuous_batching",
+        "hardware.device",
+    ]
 
 
 @pytest.mark.parametrize("facts", [{"x": 1}, {"checkpoint": {}}, FACTS | {"checkpoint": {}}, []])
@@ -124,8 +145,12 @@ def test_an_attached_server_of_ours_has_not_drifted_when_it_is_as_it_was(evaluat
 
 
 RUNTIME = {"engine": {"speculative_config.method": "ngram"}, "sampling": {}, "environment": {}, "hardware": {}}
-VLLM = ServingConfig(engine="vllm", version="0.32.0", command=("vllm", "serve"),
-                     speculative=SpeculativeConfig(method="prompt_lookup", num_tokens=3))  # fmt: skip
+VLLM = ServingConfig(
+    engine="vllm",
+    version="0.32.0",
+    command=("vllm", "serve"),
+    speculative=SpeculativeConfig(method="prompt_lookup", num_tokens=3),
+)
 OF_VLLM = make_candidate("a").model_copy(update={"serving": VLLM})
 BEFORE_START = ("checkpoint", "serving", "libraries")
 
@@ -150,8 +175,10 @@ def test_a_vllm_with_the_configuration_that_was_evaluated_agrees(evaluated_vllm:
     assert found.is_whole
 
 
-@pytest.mark.parametrize(("echo", "came"), [("f" * 64, "'ffffffffffff'"), (None, "nothing"),
-                                            ("vllm-0.32.0-389eb09e", "'vllm-0.32.0-'"), ("other", "'other'")])
+@pytest.mark.parametrize(
+    ("echo", "came"),
+    [("f" * 64, "'ffffffffffff'"), (None, "nothing"), ("vllm-0.32.0-389eb09e", "'vllm-0.32.0-'"), ("other", "'other'")],
+)
 def test_a_vllm_that_was_started_otherwise_is_drift(evaluated_vllm: Path, echo: str | None, came: str) -> None:
     """Of the same release and without /server_info, so that no fact differs."""
     found = look_at_vllm(evaluated_vllm, echo)
@@ -164,7 +191,10 @@ def test_a_vllm_that_tells_its_configuration_is_compared_in_it_too(evaluated_vll
     info = {"vllm_config": {"speculative_config": None, "model_config": {"dtype": "torch.float32"}}}
     found = look_at_vllm(evaluated_vllm, None, **{"server_info?config_format=json": info})
     assert [said.split(":")[0] for said in found.differences] == [
-        "engine.speculative_config.method", "engine.model_config.dtype", "system_fingerprint"]
+        "engine.speculative_config.method",
+        "engine.model_config.dtype",
+        "system_fingerprint",
+    ]
 
 
 def test_an_attached_vllm_that_tells_its_version_alone_is_not_said_to_agree(evaluated: Path) -> None:

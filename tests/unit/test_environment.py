@@ -30,8 +30,15 @@ H100 = Gpu(name="NVIDIA H100", driver="560.35", memory_mib=81559)
 
 def machine(**facts: Any) -> Machine:
     """A CPU machine, with some facts changed."""
-    usual = dict(os="Linux x86_64", cpu="a CPU", instruction_sets=("avx2",), num_cores=2, memory_mib=8000,
-                 num_torch_threads=2, torch_build="cpu")  # fmt: skip
+    usual = dict(
+        os="Linux x86_64",
+        cpu="a CPU",
+        instruction_sets=("avx2",),
+        num_cores=2,
+        memory_mib=8000,
+        num_torch_threads=2,
+        torch_build="cpu",
+    )
     return Machine(**(usual | facts))
 
 
@@ -92,7 +99,9 @@ def test_architecture_rule(capability: str, architectures: tuple[str, ...], cove
 
 def test_cpuinfo_of_two_kinds_of_machine() -> None:
     assert parse_cpuinfo("model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n\nflags: other") == (
-        "AMD EPYC", frozenset({"fpu", "avx2", "avx512f"}))  # fmt: skip
+        "AMD EPYC",
+        frozenset({"fpu", "avx2", "avx512f"}),
+    )
     assert parse_cpuinfo("Features\t: fp asimd bf16\n") == ("", frozenset({"fp", "asimd", "bf16"}))
     assert parse_cpuinfo("") == ("", frozenset())
 
@@ -100,7 +109,9 @@ def test_cpuinfo_of_two_kinds_of_machine() -> None:
 def test_nvidia_smi_answers() -> None:
     text = "NVIDIA H100, 560.35, 81559\nNVIDIA GB10, 580.95, [N/A]\n"
     assert [(g.name, g.driver, g.memory_mib) for g in parse_nvidia_smi(text)] == [
-        ("NVIDIA H100", "560.35", 81559), ("NVIDIA GB10", "580.95", 0)]  # fmt: skip
+        ("NVIDIA H100", "560.35", 81559),
+        ("NVIDIA GB10", "580.95", 0),
+    ]
     assert parse_nvidia_smi("No devices were found\n") == ()
 
 
@@ -117,8 +128,10 @@ def test_record_is_the_same_twice() -> None:
 
 
 def test_reading_the_machine_does_not_import_torch() -> None:
-    script = ("import sys; from pipeline.running.environment import *; read_libraries(); read_machine(); "
-              "print('torch' in sys.modules)")  # fmt: skip
+    script = (
+        "import sys; from pipeline.running.environment import *; read_libraries(); read_machine(); "
+        "print('torch' in sys.modules)"
+    )
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert child.stdout.strip() == "False", child.stderr
 

@@ -23,24 +23,54 @@ def write_rows(path: Path, rows: list[Row], *, format: str, target: str = "4", *
     """Write one side of an eval called `sums`, in one of the formats, with `more` fields of each case."""
     path.mkdir(parents=True, exist_ok=True)
     if format == "table":
-        lines = [{"case_id": name, "prompt": asked, "target": target, "match": score, "run": str(path),
-                  "output": f"{path.name} {name}", **more} for name, asked, score in rows]  # fmt: skip
+        lines = [
+            {
+                "case_id": name,
+                "prompt": asked,
+                "target": target,
+                "match": score,
+                "run": str(path),
+                "output": f"{path.name} {name}",
+                **more,
+            }
+            for name, asked, score in rows
+        ]
         file = path / "sums.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     elif format == "lm_eval":
         first = json.loads((REAL / GENERATED).read_text().splitlines()[0])
-        lines = [first | {"doc_id": int(name), "doc": {"question": asked, "id": name, **more},
-                          "doc_hash": f"doc {name}", "prompt_hash": asked, "target_hash": target, "filter": "none",
-                          "match": score, "resps": [[f"{path.name} {name}"]],
-                          "arguments": {"gen_args_0": {"arg_0": asked, "arg_1": {}}}} for name, asked, score in rows]
+        lines = [
+            first
+            | {
+                "doc_id": int(name),
+                "doc": {"question": asked, "id": name, **more},
+                "doc_hash": f"doc {name}",
+                "prompt_hash": asked,
+                "target_hash": target,
+                "filter": "none",
+                "match": score,
+                "resps": [[f"{path.name} {name}"]],
+                "arguments": {"gen_args_0": {"arg_0": asked, "arg_1": {}}},
+            }
+            for name, asked, score in rows
+        ]
         file = path / "samples_sums_2026-11-22T05-25-09.325403.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     else:
         log = json.loads((REAL / "sums.json").read_text())
         sample = log["samples"][0]
-        log["samples"] = [sample | {"id": name, "input": asked, "target": target, "metadata": {"id": name, **more},
-                                    "scores": {"match": {"value": score}},
-                                    "output": {"completion": f"{path.name} {name}"}} for name, asked, score in rows]
+        log["samples"] = [
+            sample
+            | {
+                "id": name,
+                "input": asked,
+                "target": target,
+                "metadata": {"id": name, **more},
+                "scores": {"match": {"value": score}},
+                "output": {"completion": f"{path.name} {name}"},
+            }
+            for name, asked, score in rows
+        ]
         log["results"]["total_samples"] = len(rows)
         file = path / "log.json"
         file.write_text(json.dumps(log))
@@ -57,10 +87,18 @@ def read_records(path: Path, grouping: Grouping | None = None):
     return next(iter(side.outcomes.values())).records
 
 
-def compare(tmp_path: Path, ours: list[tuple[str, float]], theirs: list[tuple[str, float]], capsys, *options: object,
-            format: str, **more: str) -> tuple[int, str]:  # fmt: skip
-    sides = [write_rows(tmp_path / side, number(rows), format=format, **more) for side, rows in
-             (("a", ours), ("b", theirs))]  # fmt: skip
+def compare(
+    tmp_path: Path,
+    ours: list[tuple[str, float]],
+    theirs: list[tuple[str, float]],
+    capsys,
+    *options: object,
+    format: str,
+    **more: str,
+) -> tuple[int, str]:
+    sides = [
+        write_rows(tmp_path / side, number(rows), format=format, **more) for side, rows in (("a", ours), ("b", theirs))
+    ]
     return run("compare", *sides, "--metric", "match", "--better", "match=higher", *options, capsys=capsys)
 
 
@@ -75,6 +113,7 @@ def test_few_questions_under_many_ids_prove_no_more_than_few(tmp_path, capsys, f
 @pytest.mark.parametrize("format", FORMATS)
 def test_unflipped_questions_repeated_do_not_dilute_a_loss(tmp_path, capsys, format):
     """Of 1,000 questions 50 are lost; with the others there three times, 5 points shrank to 1.8."""
+
     def build(lost: int) -> list[tuple[str, float]]:
         rows = [(f"question {i}", float(i >= lost)) for i in range(1000)]
         return rows + rows[50:] + rows[50:]
@@ -85,13 +124,19 @@ def test_unflipped_questions_repeated_do_not_dilute_a_loss(tmp_path, capsys, for
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("spell", [
-    lambda asked, i: asked + " " * i, lambda asked, i: asked.replace(" ", " " * (i + 1)) + "\r\n" * i,
-    lambda asked, i: asked.replace("\u00e9", "e\u0301"),
-    lambda asked, i: asked.replace("\n\n", "\r\n" + " " * i + "\r\n"),
-], ids=["trailing spaces", "more spaces", "composed letters", "spaces on an empty line"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda asked, i: asked + " " * i,
+        lambda asked, i: asked.replace(" ", " " * (i + 1)) + "\r\n" * i,
+        lambda asked, i: asked.replace("\u00e9", "e\u0301"),
+        lambda asked, i: asked.replace("\n\n", "\r\n" + " " * i + "\r\n"),
+    ],
+    ids=["trailing spaces", "more spaces", "composed letters", "spaces on an empty line"],
+)
 def test_the_same_question_spelled_otherwise_does_not_dilute(tmp_path, capsys, format, spell):
     """Five points of 1,000 questions: with a space more in each copy they were other questions, and 1.7 points."""
+
     def build(lost: int) -> list[tuple[str, float]]:
         rows = [(f"question {i}\n\ndu caf\u00e9", float(i >= lost)) for i in range(1000)]
         return rows + [(spell(asked, times), score) for times in (1, 2) for asked, score in rows[50:]]
@@ -101,10 +146,14 @@ def test_the_same_question_spelled_otherwise_does_not_dilute(tmp_path, capsys, f
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("text", ["# {i}\nfor x in xs:\n    a()\n{indent}b()", "{indent}return {i}\nprint(x)"],
-                         ids=["a line", "the first line"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    ["# {i}\nfor x in xs:\n    a()\n{indent}b()", "{indent}return {i}\nprint(x)"],
+    ids=["a line", "the first line"],
+)
 def test_questions_that_are_indented_otherwise_are_one_cluster_and_all_count(tmp_path, capsys, format, text):
     """Where a line stands says what code does: with the second of each pair left out, a loss of 50 points passed."""
+
     def build(right: float) -> list[tuple[str, float]]:
         pairs = ((text.format(i=i, indent="    " * k), 1.0 if not k else right) for i in range(200) for k in (0, 1))
         return [*pairs, ("another question", 1.0)]
@@ -122,8 +171,10 @@ def test_a_space_behind_a_target_makes_no_other_case(tmp_path, capsys, format):
         rows = number([(f"question {i}", float(i >= lost)) for i in range(1000)])
         copies = [(str(1000 + int(name)), asked, score) for name, asked, score in rows[50:]]
         parts = (("own", rows, "4"), ("copies", copies, "4  "))
-        both = [write_rows(tmp_path / side / part, own, format=format, target=target, side=side)
-                for part, own, target in parts]  # fmt: skip
+        both = [
+            write_rows(tmp_path / side / part, own, format=format, target=target, side=side)
+            for part, own, target in parts
+        ]
         if format == "inspect_ai":
             log, other = (json.loads(file.read_text()) for file in both)
             log["samples"] += other["samples"]
@@ -200,8 +251,12 @@ def test_clusters_that_share_a_question_are_one(tmp_path):
     """a and b are one as they share a passage, b and c as they ask the same."""
     rows = [("a", "1?", "x"), ("b", "2?", "x"), ("c", "2?", "y"), ("d", "3?", "z"), ("e", "1?", "u"), ("f", "3?", "z")]
     path = tmp_path / "t.jsonl"
-    path.write_text("".join(json.dumps({"case_id": name, "prompt": asked, "cluster": cluster, "score": 1}) + "\n"
-                            for name, asked, cluster in rows))
+    path.write_text(
+        "".join(
+            json.dumps({"case_id": name, "prompt": asked, "cluster": cluster, "score": 1}) + "\n"
+            for name, asked, cluster in rows
+        )
+    )
     found = {r.case_id: r.cluster for r in read_records(path)}
     assert len({found[name] for name in "abce"}) == 1 and found["d"] == found["f"] != found["a"]
 

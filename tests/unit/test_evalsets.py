@@ -19,13 +19,28 @@ from pipeline.records.record_files import write_cases
 from tests.paths import ROOT
 
 SHIPPED = ["workflows", "tool_calls", "prose", "choices", "calibration"]
-DOCUMENTS = [{"id": f"d{i}", "cluster": f"c{i // 2}", "buckets": ["even"] if i % 2 == 0 else ["odd"],
-              "text": f"text {i}"} for i in range(4)]  # fmt: skip
-TOOL_CALLS = [{"id": "t1", "cluster": "c", "messages": [{"role": "user", "content": "Order 2."}],
-               "expected": {"name": "order", "arguments": {"n": 2}}}]  # fmt: skip
+DOCUMENTS = [
+    {"id": f"d{i}", "cluster": f"c{i // 2}", "buckets": ["even"] if i % 2 == 0 else ["odd"], "text": f"text {i}"}
+    for i in range(4)
+]
+TOOL_CALLS = [
+    {
+        "id": "t1",
+        "cluster": "c",
+        "messages": [{"role": "user", "content": "Order 2."}],
+        "expected": {"name": "order", "arguments": {"n": 2}},
+    }
+]
 CHOICES = [{"id": "q1", "cluster": "c", "question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}]
-TRAJECTORIES = [{"id": "w1", "cluster": "c", "messages": [{"role": "user", "content": "Order 2."}],
-                 "state": {"orders": [], "sent": 0}, "checks": [{"path": "sent", "equals": 2}]}]  # fmt: skip
+TRAJECTORIES = [
+    {
+        "id": "w1",
+        "cluster": "c",
+        "messages": [{"role": "user", "content": "Order 2."}],
+        "state": {"orders": [], "sent": 0},
+        "checks": [{"path": "sent", "equals": 2}],
+    }
+]
 TOOLS = {"order": {"parameters": {"type": "object"}}}
 CASES = {"documents": DOCUMENTS, "tool_calls": TOOL_CALLS, "choices": CHOICES, "trajectories": TRAJECTORIES}
 
@@ -39,11 +54,18 @@ def write(folder: Path, kind: str = "documents", cases: list[dict[str, Any]] | s
     folder.mkdir(exist_ok=True)
     (folder / "cases.jsonl").write_text(text, encoding="utf-8")
     settings = {
-        "name": "mine", "version": "1", "licence": "CC0-1.0", "kind": kind, "description": "for tests",
-        "made_by": "hand", "num_cases": max(1, len(parsed)), "sha256": digest_file(folder / "cases.jsonl"),
-        "cluster": "a text", "num_clusters": len({c["cluster"] for c in parsed}),
+        "name": "mine",
+        "version": "1",
+        "licence": "CC0-1.0",
+        "kind": kind,
+        "description": "for tests",
+        "made_by": "hand",
+        "num_cases": max(1, len(parsed)),
+        "sha256": digest_file(folder / "cases.jsonl"),
+        "cluster": "a text",
+        "num_clusters": len({c["cluster"] for c in parsed}),
         "buckets": {b: buckets.count(b) for b in set(buckets)},
-    } | ({"tools": TOOLS} if kind == "trajectories" else {})  # fmt: skip
+    } | ({"tools": TOOLS} if kind == "trajectories" else {})
     data = {k: v for k, v in (settings | card).items() if v is not ...}
     (folder / "card.yaml").write_text(json.dumps(data), encoding="utf-8")  # JSON is YAML
     return folder
@@ -71,10 +93,13 @@ def test_the_same_case_under_another_id_is_refused_where_cases_are_counted(tmp_p
         check_distinct(tmp_path / "cases.jsonl", evalset.cases)
 
 
-@pytest.mark.parametrize(("text", "line"), [
-    ("\ufeff" + json.dumps(DOCUMENTS[0]) + "\n", "cases.jsonl:1: expected UTF-8 without a byte-order mark"),
-    (json.dumps(DOCUMENTS[0]) + "\n\n", "cases.jsonl:2: expected a case, found an empty line"),
-])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("\ufeff" + json.dumps(DOCUMENTS[0]) + "\n", "cases.jsonl:1: expected UTF-8 without a byte-order mark"),
+        (json.dumps(DOCUMENTS[0]) + "\n\n", "cases.jsonl:2: expected a case, found an empty line"),
+    ],
+)
 def test_what_editors_leave_behind_is_named(tmp_path: Path, text: str, line: str) -> None:
     assert refusal(write(tmp_path, cases=text)).startswith(line)
 
@@ -190,7 +215,8 @@ def test_an_edited_case_is_noticed(tmp_path: Path) -> None:
     path = folder / "cases.jsonl"
     path.write_text(path.read_text().replace("text 2", "text 9"))
     assert refusal(folder).endswith(
-        f"the cases were edited; if the cases were meant to change, run `python -m evalsets.seal {folder}`")
+        f"the cases were edited; if the cases were meant to change, run `python -m evalsets.seal {folder}`"
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +255,8 @@ def test_a_card_that_nobody_completed_is_refused(tmp_path: Path, left: str) -> N
     """Data of unknown terms would be evaluated on, and a report would name them as evidence."""
     assert refusal(write(tmp_path / "e", licence=left)) == (
         f"card.yaml: licence: expected under which terms the cases may be used, got {left!r}; write them, for example "
-        "CC-BY-4.0")  # fmt: skip
+        "CC-BY-4.0"
+    )
     said = refusal(write(tmp_path / "e", licence=left, description=left))
     assert said.endswith(f"; description: expected what the cases are, got {left!r}; write it in a sentence")
 
@@ -266,12 +293,14 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     assert refusal(folder) == "cases.jsonl: expected the cases of evalset 'mine', found no file"
     (folder / "cases.jsonl").write_text("")
     assert refusal(folder) == "cases.jsonl: expected at least one case, found none"
-    for content, said in ((b"name: [", "card.yaml: not valid YAML: "), (b"name: \xff", "card.yaml: not valid YAML: "),
-                          (b"", "card.yaml: expected name, version, "), (b"[name]", "card.yaml: (whole): "),
-                          (b"name: 2026-02-31", "card.yaml: not valid YAML: a value that can't be read")):  # fmt: skip
+    for content, said in (
+        (b"name: [", "card.yaml: not valid YAML: "),
+        (b"name: \xff", "card.yaml: not valid YAML: "),
+        (b"", "card.yaml: expected name, version, "),
+        (b"[name]", "card.yaml: (whole): "),
+        (b"name: 2026-02-31", "card.yaml: not valid YAML: a value that can't be read"),
+    ):
         (folder / "card.yaml").write_bytes(content)
         assert refusal(folder).startswith(said)
     (folder / "card.yaml").unlink()
     assert refusal(folder).startswith("card.yaml: expected an evalset card, found no file; write one with name, ")
-
-

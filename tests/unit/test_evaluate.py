@@ -40,8 +40,15 @@ class FakeEndpoint:
             self.asked.append(question)
         if question in self.broken:
             raise EngineError("connection reset")
-        return Reply(text=CALL, tool_calls=(), finish_reason="stop", num_prompt_tokens=9, num_completion_tokens=3,
-                     latency_s=0.1, fingerprint=self.fingerprint)  # fmt: skip
+        return Reply(
+            text=CALL,
+            tool_calls=(),
+            finish_reason="stop",
+            num_prompt_tokens=9,
+            num_completion_tokens=3,
+            latency_s=0.1,
+            fingerprint=self.fingerprint,
+        )
 
     async def score(self, batch: list[list[int]], **_: Any) -> list[Any]:
         return []
@@ -73,8 +80,19 @@ class FakeEngine:
 
 
 def write_questions(folder: Path, *questions: str) -> None:
-    write(folder, "tool_calls", [{"id": f"t{i}", "cluster": f"t{i}", "messages": [{"role": "user", "content": text}],
-                                  "expected": json.loads(CALL)} for i, text in enumerate(questions)])  # fmt: skip
+    write(
+        folder,
+        "tool_calls",
+        [
+            {
+                "id": f"t{i}",
+                "cluster": f"t{i}",
+                "messages": [{"role": "user", "content": text}],
+                "expected": json.loads(CALL),
+            }
+            for i, text in enumerate(questions)
+        ],
+    )
 
 
 @pytest.fixture
@@ -105,8 +123,9 @@ def run(
     evals = {name: {"kind": "tool_calls", "evalset": name} | settings.get(name, {}) for name in ("first", "second")}
     params = make_params(["a"], ["a"])
     params = Params.model_validate(params.model_dump() | {"evals": evals})
-    return asyncio.run(evaluate_candidate(candidate or make_candidate("a"), params, root=root, build=root / "build",
-                                          watches=watches))  # fmt: skip
+    return asyncio.run(
+        evaluate_candidate(candidate or make_candidate("a"), params, root=root, build=root / "build", watches=watches)
+    )
 
 
 def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:

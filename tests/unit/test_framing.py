@@ -27,8 +27,14 @@ from tests.tiny_llama import TEXTS, write_documents, write_tiny_llama
 CONTEXT = 32
 BOS, END = "<|bos|>", "<|end|>"
 DOCUMENTS = [*TEXTS, "a", " ".join(TEXTS), f"{BOS}The courier takes the parcel."]
-PAIRS = [("The courier", " takes the parcel"), (TEXTS[1], " yes"), (f"{BOS}A list", " of items"), ("", "A list"),
-         ("The total is ", "42"), (TEXTS[3], "!")]  # fmt: skip
+PAIRS = [
+    ("The courier", " takes the parcel"),
+    (TEXTS[1], " yes"),
+    (f"{BOS}A list", " of items"),
+    ("", "A list"),
+    ("The total is ", "42"),
+    (TEXTS[3], "!"),
+]
 TEMPLATES = {"none": "$A", "bos": f"{BOS} $A", "eos": f"$A {END}", "both": f"{BOS} $A {END}"}
 MAX_DIFFERENCE_NATS = 1e-5  # per token, float32 against float64
 
@@ -67,9 +73,19 @@ class Setup:
     def make_context(self, tmp_path: Path, settings: Any) -> EvalContext:
         evalset = None if isinstance(settings, HarnessEval) else load_evalset(Path(settings.evalset))
         journal = Journal(tmp_path / "journal", fingerprint="f", key="k")
-        return EvalContext(name="e", settings=settings, evalset=evalset, client=self.client,  # type: ignore[arg-type]
-                           journal=journal, checkpoint=self.folder, folder=tmp_path, concurrency=4, max_tokens=8,
-                           context_length=CONTEXT, fingerprint="f")  # fmt: skip
+        return EvalContext(
+            name="e",
+            settings=settings,
+            evalset=evalset,
+            client=self.client,  # type: ignore[arg-type]
+            journal=journal,
+            checkpoint=self.folder,
+            folder=tmp_path,
+            concurrency=4,
+            max_tokens=8,
+            context_length=CONTEXT,
+            fingerprint="f",
+        )
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -82,7 +98,8 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, END)]
     if request.param != "none":
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=TEMPLATES[request.param], special_tokens=specials)  # fmt: skip
+            single=TEMPLATES[request.param], special_tokens=specials
+        )
     tokenizer.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)  # as it comes from disk
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -157,8 +174,13 @@ def test_lm_eval_s_own_model_counts_a_second_bos(setup: Setup) -> None:
     tail = [setup.end] if setup.adds in ("eos", "both") else []
     second = [setup.bos] if setup.adds in ("bos", "both") else []
     for option, tokens in ((None, second + setup.plain(text) + tail), (False, setup.plain(text))):
-        model = HFLM(pretrained=setup.client.model, tokenizer=setup.client.tokenizer, add_bos_token=option,
-                     max_length=CONTEXT, device="cpu")  # fmt: skip
+        model = HFLM(
+            pretrained=setup.client.model,
+            tokenizer=setup.client.tokenizer,
+            add_bos_token=option,
+            max_length=CONTEXT,
+            device="cpu",
+        )
         (value,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
         expected = sum_nll(setup.client.model, setup.bos, tokens)
         print(f"{setup.adds}, add_bos_token={option}: lm-eval {-value:.4f} nats, {len(tokens)} tokens")

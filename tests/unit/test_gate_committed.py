@@ -44,8 +44,9 @@ def git(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words], check=True,
-                       capture_output=True)  # fmt: skip
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words], check=True, capture_output=True
+        )
 
     run("init", "-q")
     return run
@@ -123,10 +124,13 @@ def test_a_pull_request_can_not_change_the_key_that_releases_are_checked_with(re
     assert not found.is_right and "found none" in found.said
 
 
-@pytest.mark.parametrize(("change", "key"), [
-    (lambda manifest: manifest["reference"].update(weights_digest="0" * 64), "reference.weights"),
-    (lambda manifest: manifest["evalsets"]["choices"].update(digest="0" * 64), "evals.choices.cases"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda manifest: manifest["reference"].update(weights_digest="0" * 64), "reference.weights"),
+        (lambda manifest: manifest["evalsets"]["choices"].update(digest="0" * 64), "evals.choices.cases"),
+    ],
+)
 def test_a_worse_reference_or_easier_cases_under_the_old_name_need_a_reason(released, change, key):
     path = released / BUNDLE / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -176,19 +180,22 @@ def _calibrate(params: dict[str, Any]) -> None:
     params["candidates"][NAME]["steps"][0]["calibration"]["num_samples"] = 7
 
 
-@pytest.mark.parametrize(("change", "key"), [
-    (lambda p: p["candidates"][NAME]["steps"][0].update(group_size=64), f"candidates.{NAME}.steps.0.group_size"),
-    (_calibrate, f"candidates.{NAME}.steps.0.calibration.num_samples"),
-    (lambda p: p["candidates"][NAME].update(checkpoint="models/other"), f"candidates.{NAME}.checkpoint"),
-    (lambda p: p["candidates"][NAME].update(exact=True), f"candidates.{NAME}.exact"),
-    (lambda p: p["candidates"]["reference"].update(checkpoint="models/other"), "candidates.reference.checkpoint"),
-    (lambda p: ask(p)["optimize"].update(num_threads=9), f"{ASKED}.optimize.num_threads"),
-    (lambda p: ask(p)["serving"].update(dtype="bfloat16"), f"{ASKED}.serving.dtype"),
-    (lambda p: ask(p)["serving"].update(max_tokens=65), f"{ASKED}.serving.max_tokens"),
-    (lambda p: ask(p)["evals"]["workflows"].update(max_turns=3), f"{ASKED}.evals.workflows.max_turns"),
-    (lambda p: ask(p)["evals"]["choices"].update(num_fewshot=2), f"{ASKED}.evals.choices.num_fewshot"),
-    (lambda p: ask(p)["canary"].update(num_prompts=99), f"{ASKED}.canary.num_prompts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda p: p["candidates"][NAME]["steps"][0].update(group_size=64), f"candidates.{NAME}.steps.0.group_size"),
+        (_calibrate, f"candidates.{NAME}.steps.0.calibration.num_samples"),
+        (lambda p: p["candidates"][NAME].update(checkpoint="models/other"), f"candidates.{NAME}.checkpoint"),
+        (lambda p: p["candidates"][NAME].update(exact=True), f"candidates.{NAME}.exact"),
+        (lambda p: p["candidates"]["reference"].update(checkpoint="models/other"), "candidates.reference.checkpoint"),
+        (lambda p: ask(p)["optimize"].update(num_threads=9), f"{ASKED}.optimize.num_threads"),
+        (lambda p: ask(p)["serving"].update(dtype="bfloat16"), f"{ASKED}.serving.dtype"),
+        (lambda p: ask(p)["serving"].update(max_tokens=65), f"{ASKED}.serving.max_tokens"),
+        (lambda p: ask(p)["evals"]["workflows"].update(max_turns=3), f"{ASKED}.evals.workflows.max_turns"),
+        (lambda p: ask(p)["evals"]["choices"].update(num_fewshot=2), f"{ASKED}.evals.choices.num_fewshot"),
+        (lambda p: ask(p)["canary"].update(num_prompts=99), f"{ASKED}.canary.num_prompts"),
+    ],
+)
 def test_a_release_is_of_the_recipe_that_stands_in_params_yaml(project, change, key):
     """Whatever dvc.lock says: a merge by "ours" leaves it as if the new recipe had run."""
     assert check_release().is_right, check_release().said
@@ -198,12 +205,17 @@ def test_a_release_is_of_the_recipe_that_stands_in_params_yaml(project, change, 
     assert "run `make repro`" in found.said and "\n" not in found.said
 
 
-@pytest.mark.parametrize("change", [
-    lambda params: params["candidates"].update(other={"product": PRODUCT, "checkpoint": "models/other", "steps": []}),
-    lambda params: params["candidates"]["reference"].update(engine={"kind": "transformers"}, exact=False),
-    lambda params: ask(params)["evals"]["choices"].pop("num_fewshot", None),
-    lambda params: ask(params)["gate"].update(loosened={}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda params: params["candidates"].update(
+            other={"product": PRODUCT, "checkpoint": "models/other", "steps": []}
+        ),
+        lambda params: params["candidates"]["reference"].update(engine={"kind": "transformers"}, exact=False),
+        lambda params: ask(params)["evals"]["choices"].pop("num_fewshot", None),
+        lambda params: ask(params)["gate"].update(loosened={}),
+    ],
+)
 def test_other_candidates_and_defaults_that_are_written_out_are_the_same_recipe(project, change):
     """A bundle of a time before a setting was there has its default."""
     edit_params(project, change)
@@ -228,22 +240,33 @@ def write_stages(root: Path, **changed: str) -> None:
     """Write a dvc.yaml with a product `fonts` beside the one that is released, each with its judging stages."""
     judging = {stage: f"python -m stages.{stage} ${{key}}" for stage in JUDGING}
     stages = {name: {"cmd": cmd} for name, cmd in {"env": "true", **changed}.items() if cmd and name not in judging}
-    stages |= {name: {"foreach": {PRODUCT: None, "fonts": None}, "do": {"cmd": cmd}}
-               for name, cmd in (judging | changed).items() if cmd and name in judging}  # fmt: skip
+    stages |= {
+        name: {"foreach": {PRODUCT: None, "fonts": None}, "do": {"cmd": cmd}}
+        for name, cmd in (judging | changed).items()
+        if cmd and name in judging
+    }
     (root / "dvc.yaml").write_text(json.dumps({"stages": stages}))
     Repo.init(str(root), no_scm=True)
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({}, "nothing is out of date"),
-    ({"gate": "true"}, "dvc.yaml: gate@agent.cmd: expected 'python -m stages.gate agent', got 'true'"),
-    ({"gate": "python -m stages.gate agent"},
-     "dvc.yaml: gate@fonts.cmd: expected 'python -m stages.gate fonts', got 'python -m stages.gate agent'"),
-    ({"compare": "true"}, "dvc.yaml: compare@agent.cmd: expected 'python -m stages.compare agent', got 'true'"),
-    ({"release": ""}, "dvc.yaml: release@agent.cmd: expected 'python -m stages.release agent', got 'no such stage'"),
-    ({"env": "echo no memory; exit 3"}, "stage env ended with 3\nno memory"),
-    ({"env": ""}, "stage env ended with 1\ndvc.yaml: expected a stage env, found none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "nothing is out of date"),
+        ({"gate": "true"}, "dvc.yaml: gate@agent.cmd: expected 'python -m stages.gate agent', got 'true'"),
+        (
+            {"gate": "python -m stages.gate agent"},
+            "dvc.yaml: gate@fonts.cmd: expected 'python -m stages.gate fonts', got 'python -m stages.gate agent'",
+        ),
+        ({"compare": "true"}, "dvc.yaml: compare@agent.cmd: expected 'python -m stages.compare agent', got 'true'"),
+        (
+            {"release": ""},
+            "dvc.yaml: release@agent.cmd: expected 'python -m stages.release agent', got 'no such stage'",
+        ),
+        ({"env": "echo no memory; exit 3"}, "stage env ended with 3\nno memory"),
+        ({"env": ""}, "stage env ended with 1\ndvc.yaml: expected a stage env, found none"),
+    ],
+)
 def test_what_judges_must_be_there_and_run_whatever_dvc_lock_says(tmp_path, monkeypatch, changed, said):
     """Written into both files, DVC sees no difference."""
     monkeypatch.chdir(tmp_path)
@@ -270,8 +293,11 @@ def test_what_digests_the_code_must_run_and_nothing_stands_for_it(tmp_path, monk
 def test_what_is_out_of_date_is_named_in_order_and_why(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_stages(tmp_path)
-    monkeypatch.setattr(gate_committed, "find_stale", lambda root, runs_here: {
-        "evaluate@a": ["serving.dtype modified"], "compare@agent": []})  # fmt: skip
+    monkeypatch.setattr(
+        gate_committed,
+        "find_stale",
+        lambda root, runs_here: {"evaluate@a": ["serving.dtype modified"], "compare@agent": []},
+    )
     found = gate_committed.check_results([PRODUCT, "fonts"])
     assert not found.is_right
     named = "out of date: evaluate@a, compare@agent\nevaluate@a: serving.dtype modified\n"

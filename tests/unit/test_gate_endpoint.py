@@ -40,8 +40,12 @@ def answer_as_the_reference(build: Path, *, num_documents: int = 40) -> None:
     """Give the candidate's first documents the reference's likelihoods, in its own order."""
     folders = [build / "evaluations" / name for name in ("reference", "a")]
     theirs = {r.input_digest: r.scores for r in read_cases(folders[0] / "prose.jsonl")[:num_documents]}
-    rewrite_records(build, "a", "prose", lambda records: [
-        r.model_copy(update={"scores": theirs.get(r.input_digest, r.scores)}) for r in records])
+    rewrite_records(
+        build,
+        "a",
+        "prose",
+        lambda records: [r.model_copy(update={"scores": theirs.get(r.input_digest, r.scores)}) for r in records],
+    )
     (folders[1] / "prose.npz").write_bytes((folders[0] / "prose.npz").read_bytes())
 
 
@@ -52,10 +56,23 @@ def attach(build: Path) -> None:
     serving = old.serving.model_copy(update={"engine": "openai", "base_url": URL, "model": "m"})
     candidate = make_candidate("a").model_copy(update={"serving": serving})
     for name in old.evals:
-        rewrite_records(build, "a", name, lambda records: [
-            r.model_copy(update={"fingerprint": candidate.fingerprint}) for r in records])
-    write_record(path, read_record(path, Evaluation).model_copy(update={
-        "serving": serving, "served_by": candidate.facts, "fingerprint": candidate.fingerprint, "is_declared": True}))
+        rewrite_records(
+            build,
+            "a",
+            name,
+            lambda records: [r.model_copy(update={"fingerprint": candidate.fingerprint}) for r in records],
+        )
+    write_record(
+        path,
+        read_record(path, Evaluation).model_copy(
+            update={
+                "serving": serving,
+                "served_by": candidate.facts,
+                "fingerprint": candidate.fingerprint,
+                "is_declared": True,
+            }
+        ),
+    )
     path = build / "candidates/a/candidate.json"
     write_record(path, read_record(path, BuiltCandidate).model_copy(update={"steps": ()}))
 
@@ -94,8 +111,10 @@ def edit_arrays(build: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
 def test_the_order_of_the_documents_does_not_hide_it(build: Path) -> None:
     def reverse(arrays: dict[str, Any]) -> dict[str, Any]:
         sizes = np.diff(arrays["offsets"])
-        rows = {name: np.concatenate(np.split(arrays[name], arrays["offsets"][1:-1])[::-1])
-                for name in ("token_logprobs", "top_ids", "top_logprobs")}
+        rows = {
+            name: np.concatenate(np.split(arrays[name], arrays["offsets"][1:-1])[::-1])
+            for name in ("token_logprobs", "top_ids", "top_logprobs")
+        }
         return {"offsets": np.concatenate([[0], np.cumsum(sizes[::-1])]), **rows}
 
     answer_as_the_reference(build)
@@ -122,11 +141,15 @@ def test_without_arrays_the_sums_have_to_do(build: Path, num_documents: int, is_
     assert any(SAME in reason for reason in judge(build, URL).reasons) == is_refused
 
 
-@pytest.mark.parametrize(("files", "outcome"), [
-    ({"model.safetensors": "1", "chat_template.jinja": "2"}, "pass"),
-    ({"model.safetensors": "2", "chat_template.jinja": "1"}, "refused"),
-    ({"chat_template.jinja": "1"}, "refused"),
-], ids=["another-template", "other-weights", "no-weights-known"])
+@pytest.mark.parametrize(
+    ("files", "outcome"),
+    [
+        ({"model.safetensors": "1", "chat_template.jinja": "2"}, "pass"),
+        ({"model.safetensors": "2", "chat_template.jinja": "1"}, "refused"),
+        ({"chat_template.jinja": "1"}, "refused"),
+    ],
+    ids=["another-template", "other-weights", "no-weights-known"],
+)
 def test_checkpoints_of_the_same_weights_may_agree(build: Path, files: dict[str, str], outcome: str) -> None:
     answer_as_the_reference(build)
     attach(build)
@@ -139,10 +162,16 @@ def test_checkpoints_of_the_same_weights_may_agree(build: Path, files: dict[str,
     assert judge(build, URL).outcome == outcome
 
 
-@pytest.mark.parametrize(("changed", "is_same"), [
-    ({"LICENSE": "x"}, True), ({"chat_template.jinja": "x"}, False), ({"config.json": "x"}, False),
-    ({"model.safetensors": "x"}, False),
-], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("changed", "is_same"),
+    [
+        ({"LICENSE": "x"}, True),
+        ({"chat_template.jinja": "x"}, False),
+        ({"config.json": "x"}, False),
+        ({"model.safetensors": "x"}, False),
+    ],
+    ids=lambda value: str(value),
+)
 def test_a_file_that_changes_no_answer_makes_no_other_model(changed: dict[str, str], is_same: bool) -> None:
     """The canary judges the path only where the model is the same; a licence must not turn that off."""
     files = {"model.safetensors": "1", "config.json": "2", "chat_template.jinja": "3"}

@@ -34,14 +34,24 @@ cluster_sizes = st.sampled_from([1, 3])
 
 def documents_of(rows, size, side):
     """Return a record per document; the second side has what the candidate adds."""
-    return [CaseRecord(case_id=f"d-{i}", input_digest=str(i), cluster=str(i // size), prompt="", output="",
-                       fingerprint="f", scores={"nll_nats": tokens * (nll + side * shift), "num_tokens": float(tokens)})
-            for i, (nll, shift, tokens) in enumerate(rows)]  # fmt: skip
+    return [
+        CaseRecord(
+            case_id=f"d-{i}",
+            input_digest=str(i),
+            cluster=str(i // size),
+            prompt="",
+            output="",
+            fingerprint="f",
+            scores={"nll_nats": tokens * (nll + side * shift), "num_tokens": float(tokens)},
+        )
+        for i, (nll, shift, tokens) in enumerate(rows)
+    ]
 
 
 def measure_documents(reference, candidate, tolerance=0.05):
-    return measure_metric(align(reference, candidate, where="w"), PERPLEXITY, None, eval_name="w", tolerance=tolerance,
-                          alpha=0.05)  # fmt: skip
+    return measure_metric(
+        align(reference, candidate, where="w"), PERPLEXITY, None, eval_name="w", tolerance=tolerance, alpha=0.05
+    )
 
 
 def judge(measurement):
@@ -87,20 +97,37 @@ images = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=
 
 
 def burn(pairs, side):
-    return [CaseRecord(case_id=f"i-{i}", input_digest=str(i), cluster=str(i), prompt="", output="", fingerprint="f",
-                       scores={"oversaturated": float(pair[side])}) for i, pair in enumerate(pairs)]
+    return [
+        CaseRecord(
+            case_id=f"i-{i}",
+            input_digest=str(i),
+            cluster=str(i),
+            prompt="",
+            output="",
+            fingerprint="f",
+            scores={"oversaturated": float(pair[side])},
+        )
+        for i, pair in enumerate(pairs)
+    ]
 
 
 @settings(max_examples=40, deadline=None)
 @given(images)
 def test_a_rate_of_which_less_is_better_is_the_mirror_of_one_of_which_more_is(pairs):
     """What is burnt counts as what is not completed: the same b, c, bounds and outcome."""
-    burnt = measure_metric(align(burn(pairs, 0), burn(pairs, 1), where="w"), BURNT, None, eval_name="w",
-                           tolerance=0.05, alpha=0.05)  # fmt: skip
+    burnt = measure_metric(
+        align(burn(pairs, 0), burn(pairs, 1), where="w"), BURNT, None, eval_name="w", tolerance=0.05, alpha=0.05
+    )
     sides = (make_cases([1 - int(pair[side]) for pair in pairs]) for side in (0, 1))
     completed = measure_metric(align(*sides, where="w"), COMPLETION, None, eval_name="w", tolerance=0.05, alpha=0.05)
     assert (burnt.b, burnt.c, burnt.harm, burnt.low, burnt.high, burnt.p) == (
-        completed.b, completed.c, completed.harm, completed.low, completed.high, completed.p)
+        completed.b,
+        completed.c,
+        completed.harm,
+        completed.low,
+        completed.high,
+        completed.p,
+    )
     is_nothing_valid = is_without_output("w/oversaturated_image_rate", None, burnt.reference, burnt.candidate)
     assert judge(burnt) == ("fail" if is_nothing_valid else judge(completed))
 
@@ -112,7 +139,7 @@ def test_work_that_is_none_or_unequal_is_refused(rows, tokens, seed):
     i = random.Random(seed).randrange(len(rows))
     for wrong, said in ((tokens, "expected 'num_tokens' above 0"), (rows[i][2] + 1.0, "unequal work")):
         scores = candidate[i].scores | {"num_tokens": wrong}
-        changed = [*candidate[:i], candidate[i].model_copy(update={"scores": scores}), *candidate[i + 1:]]
+        changed = [*candidate[:i], candidate[i].model_copy(update={"scores": scores}), *candidate[i + 1 :]]
         with pytest.raises(EvidenceError, match=said):
             measure_documents(reference, changed)
 
@@ -139,8 +166,9 @@ def test_a_gated_bucket_that_is_not_there_never_passes(rows, bucket, is_precisio
     """Nothing lost in no case is no evidence, whatever the metric."""
     with pytest.raises(EvidenceError, match="the bucket is empty; no case carries it"):
         if is_precision:
-            measure_precision(pair_detectors(0), METRICS_BY_NAME["ap"], bucket, eval_name="w", tolerance=0.02,
-                              alpha=0.05)
+            measure_precision(
+                pair_detectors(0), METRICS_BY_NAME["ap"], bucket, eval_name="w", tolerance=0.02, alpha=0.05
+            )
         else:
             pairs = align(documents_of(rows, 1, 0), documents_of(rows, 1, 1), where="w")
             measure_metric(pairs, PERPLEXITY, bucket, eval_name="w", tolerance=0.02, alpha=0.05)
@@ -155,8 +183,18 @@ def pair_detectors(seed, order=None, is_swapped=False):
     """Return 40 images of two detectors, in clusters of two."""
     order = np.arange(40) if order is None else order
     tables = [table.at(order) for table in detect_twice(seed)]
-    records = [CaseRecord(case_id=f"i-{i}", input_digest=str(i), cluster=str(i // 2), prompt="", output="",
-                          fingerprint="f", scores={"finite": 1.0}) for i in order]  # fmt: skip
+    records = [
+        CaseRecord(
+            case_id=f"i-{i}",
+            input_digest=str(i),
+            cluster=str(i // 2),
+            prompt="",
+            output="",
+            fingerprint="f",
+            scores={"finite": 1.0},
+        )
+        for i in order
+    ]
     clusters = align(records, records, where="w").clusters
     return PairedCases(records, records, np.arange(40), clusters, (tables[is_swapped], tables[not is_swapped]))
 

@@ -27,8 +27,9 @@ from tests.synthetic_records import make_flips
 def test_counts_are_measured_as_records_are(b, c, n):
     """Catches a simulation of another rule than the one that decides."""
     pairs = align(*make_flips(b, c, n, right=n - 30), where="w")
-    expected = measure_metric(pairs, METRICS_BY_NAME["task_completion_rate"], None, eval_name="w", tolerance=0.03,
-                              alpha=0.05)  # fmt: skip
+    expected = measure_metric(
+        pairs, METRICS_BY_NAME["task_completion_rate"], None, eval_name="w", tolerance=0.03, alpha=0.05
+    )
     found, shown = measure_counts(b, c, n, 0.03), {"reference", "candidate", "more_cases"}  # words, no decision
     for name in {field.name for field in dataclasses.fields(found)} - shown - {"sums", "weights", "tail"}:
         assert getattr(found, name) == getattr(expected, name), name
@@ -49,8 +50,15 @@ def test_draws_have_the_flips_and_the_drop_of_their_world():
 def test_what_the_field_does_is_counted_on_the_same_draws():
     """At 0 flips no rule fails; where all that flips is lost, 10 of 81 points, all of them do."""
     calm = simulate(World(2_000, 0.0, 0.0), 50, np.random.default_rng(0))
-    assert calm == {"pass 0.03": 50, "pass 0.02": 50, "drop 0.03": 0, "drop 0.02": 0, "relative": 0, "recovery": 0,
-                    "z": 0}  # fmt: skip
+    assert calm == {
+        "pass 0.03": 50,
+        "pass 0.02": 50,
+        "drop 0.03": 0,
+        "drop 0.02": 0,
+        "relative": 0,
+        "recovery": 0,
+        "z": 0,
+    }
     worst = simulate(World(2_000, 0.10, 0.10), 50, np.random.default_rng(0))
     assert worst == dict.fromkeys(("fail 0.03", "fail 0.02", "drop 0.03", "drop 0.02", "relative", "recovery", "z"), 50)
     assert not World(340, 0.03, 0.05).is_possible

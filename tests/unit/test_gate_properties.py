@@ -24,8 +24,9 @@ tolerances = st.sampled_from([0.01, 0.05, 0.2])
 
 
 def judge(reference, candidate, tolerance):
-    measured = measure_metric(align(reference, candidate, where="w"), COMPLETION, None, eval_name="w",
-                              tolerance=tolerance, alpha=0.05)
+    measured = measure_metric(
+        align(reference, candidate, where="w"), COMPLETION, None, eval_name="w", tolerance=tolerance, alpha=0.05
+    )
     return judge_all({"a": [measured]}, ["a"], alpha=0.05)["a"][0]
 
 
@@ -49,7 +50,7 @@ def test_one_more_loss_never_helps_where_cases_are_independent(pairs, tolerance)
     before = judge(*cases_of(pairs, 1), tolerance)
     for i, (ours, theirs) in enumerate(pairs):
         if ours and theirs:
-            worse = [*pairs[:i], (True, False), *pairs[i + 1:]]
+            worse = [*pairs[:i], (True, False), *pairs[i + 1 :]]
             after = judge(*cases_of(worse, 1), tolerance)
             assert RANK[after.outcome] >= RANK[before.outcome]
             assert after.high >= before.high and after.low >= before.low
@@ -63,7 +64,12 @@ def test_the_order_of_cases_does_not_matter(pairs, size, rng):
     expected = judge(reference, candidate, 0.05)
     shuffled = judge(rng.sample(reference, len(reference)), rng.sample(candidate, len(candidate)), 0.05)
     assert (shuffled.outcome, shuffled.b, shuffled.c, shuffled.harm, shuffled.p) == (
-        expected.outcome, expected.b, expected.c, expected.harm, expected.p)
+        expected.outcome,
+        expected.b,
+        expected.c,
+        expected.harm,
+        expected.p,
+    )
     assert (shuffled.low, shuffled.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 

@@ -90,8 +90,9 @@ def test_policy_decides_what_inconclusive_does(project, policy, code):
 def test_warn_lets_no_loss_through_that_was_seen_beyond_its_tolerance(project, tmp_path):
     """Else a tiny alpha with `warn` lets anything pass, as nothing is ever proven."""
     write_tree(tmp_path / "other", {"bad": Behaviour({"workflows": 0.08})}, num_cases=100)
-    judgement = compare_release(make_params(["bad"], ["bad"], on_inconclusive="warn", alpha=0.001),
-                                tmp_path / "other").judgement
+    judgement = compare_release(
+        make_params(["bad"], ["bad"], on_inconclusive="warn", alpha=0.001), tmp_path / "other"
+    ).judgement
     assert judgement.verdicts[0].outcome == "inconclusive"
     assert judgement.verdicts[0].comparisons[0].harm > 0.02
     assert judgement.blocked_by == ("bad",)
@@ -100,18 +101,27 @@ def test_warn_lets_no_loss_through_that_was_seen_beyond_its_tolerance(project, t
 TOLERANCES = {name: t.model_dump() for name, t in make_params(["good"], ["good"]).gate.tolerances.items()}
 
 
-@pytest.mark.parametrize(("change", "named"), [
-    ({"release": ["bad"]}, "release ['good'], params.yaml says ['bad']"),
-    ({"gate": {"alpha": 0.1}}, "alpha 0.05, params.yaml says 0.1"),
-    ({"gate": {"tolerances": TOLERANCES | {"calls/tool_call_exact_match": {"overall": 0.3}}}},
-     "tolerances.calls/tool_call_exact_match.overall 0.02, params.yaml says 0.3"),
-    ({"gate": {"tolerances": {"prose/perplexity_per_token": {"overall": 0.02}}}},
-     "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.06}, "
-     "'tier': 'critical', 'accept_gain': None}, params.yaml says nothing"),
-    ({"gate": {"tolerances": TOLERANCES | {"choices/accuracy": {"overall": 0.03, "buckets": {"easy": 0.1}}}}},
-     "tolerances.choices/accuracy.buckets.easy nothing, params.yaml says 0.1"),
-    ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive 'warn', params.yaml says 'block'"),
-])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"release": ["bad"]}, "release ['good'], params.yaml says ['bad']"),
+        ({"gate": {"alpha": 0.1}}, "alpha 0.05, params.yaml says 0.1"),
+        (
+            {"gate": {"tolerances": TOLERANCES | {"calls/tool_call_exact_match": {"overall": 0.3}}}},
+            "tolerances.calls/tool_call_exact_match.overall 0.02, params.yaml says 0.3",
+        ),
+        (
+            {"gate": {"tolerances": {"prose/perplexity_per_token": {"overall": 0.02}}}},
+            "tolerances.workflows/task_completion_rate {'overall': 0.02, 'buckets': {'constraint_retention': 0.06}, "
+            "'tier': 'critical', 'accept_gain': None}, params.yaml says nothing",
+        ),
+        (
+            {"gate": {"tolerances": TOLERANCES | {"choices/accuracy": {"overall": 0.03, "buckets": {"easy": 0.1}}}}},
+            "tolerances.choices/accuracy.buckets.easy nothing, params.yaml says 0.1",
+        ),
+        ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive 'warn', params.yaml says 'block'"),
+    ],
+)
 def test_gate_refuses_a_judgement_under_other_settings(project, monkeypatch, change, named):
     """A verdict.json from a laxer params.yaml must not let a release through."""
     project("good")
@@ -134,12 +144,15 @@ def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(project, t
     draft = tmp_path / "draft/model.safetensors"
     write_text(draft, "draft")
     path = tmp_path / BUILD / "candidates/good/candidate.json"
-    speculative = SpeculativeConfig(method="draft_model", num_tokens=2, draft_path="draft",
-                                    draft_digest=digest_checkpoint(draft.parent))
+    speculative = SpeculativeConfig(
+        method="draft_model", num_tokens=2, draft_path="draft", draft_digest=digest_checkpoint(draft.parent)
+    )
     write_record(path, read_record(path, BuiltCandidate).model_copy(update={"speculative": speculative}))
     after = read_candidate(tmp_path / BUILD, "good", stages.gate.load_params().products[PRODUCT])
-    judged = [v.model_copy(update={"facts": after.facts, "fingerprint": after.fingerprint}) if v.candidate == "good"
-              else v for v in judgement.verdicts]
+    judged = [
+        v.model_copy(update={"facts": after.facts, "fingerprint": after.fingerprint}) if v.candidate == "good" else v
+        for v in judgement.verdicts
+    ]
     write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": tuple(judged)}))
     assert run_gate()[0] == 0
     draft.write_text("another draft")
@@ -169,21 +182,37 @@ def test_gate_refuses_a_pass_that_its_own_numbers_contradict(project):
 
 def forge(change):
     """Return an edit of a verdict that makes each failing comparison pass in one way."""
+
     def edit(verdict):
-        comparisons = [c.model_copy(update=change(c)) if c.outcome in ("fail", "inconclusive") else c
-                       for c in verdict.comparisons]
+        comparisons = [
+            c.model_copy(update=change(c)) if c.outcome in ("fail", "inconclusive") else c for c in verdict.comparisons
+        ]
         return verdict.model_copy(update={"outcome": "pass", "reasons": (), "comparisons": tuple(comparisons)})
+
     return edit
 
 
-@pytest.mark.parametrize("edit", [
-    pytest.param(lambda v: v.model_copy(update={"outcome": "pass", "reasons": (), "comparisons": tuple(
-        c for c in v.comparisons if c.outcome not in ("fail", "inconclusive"))}), id="deleted"),
-    pytest.param(forge(lambda c: {"tolerance": 0.9, "outcome": "pass"}), id="another-tolerance"),
-    pytest.param(forge(lambda c: {"tolerance": None, "outcome": "reported"}), id="not-gated"),
-    pytest.param(forge(lambda c: {"high": 0.0, "outcome": "pass"}), id="bound-below-the-harm"),
-    pytest.param(forge(lambda c: {"low": -1.0, "harm": 0.0, "high": 0.0, "outcome": "pass"}), id="harm-without-flips"),
-])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(
+            lambda v: v.model_copy(
+                update={
+                    "outcome": "pass",
+                    "reasons": (),
+                    "comparisons": tuple(c for c in v.comparisons if c.outcome not in ("fail", "inconclusive")),
+                }
+            ),
+            id="deleted",
+        ),
+        pytest.param(forge(lambda c: {"tolerance": 0.9, "outcome": "pass"}), id="another-tolerance"),
+        pytest.param(forge(lambda c: {"tolerance": None, "outcome": "reported"}), id="not-gated"),
+        pytest.param(forge(lambda c: {"high": 0.0, "outcome": "pass"}), id="bound-below-the-harm"),
+        pytest.param(
+            forge(lambda c: {"low": -1.0, "harm": 0.0, "high": 0.0, "outcome": "pass"}), id="harm-without-flips"
+        ),
+    ],
+)
 def test_gate_refuses_a_verdict_that_was_edited_into_a_pass(project, edit):
     judgement = project("bad")
     verdicts = tuple(edit(v) if v.candidate == "bad" else v for v in judgement.verdicts)
@@ -192,10 +221,13 @@ def test_gate_refuses_a_verdict_that_was_edited_into_a_pass(project, edit):
         run_gate()
 
 
-@pytest.mark.parametrize("edit", [
-    pytest.param({"canary": None}, id="no-canary"),
-    pytest.param({"facts": {}, "fingerprint": fingerprint({})}, id="no-facts"),
-])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param({"canary": None}, id="no-canary"),
+        pytest.param({"facts": {}, "fingerprint": fingerprint({})}, id="no-facts"),
+    ],
+)
 def test_gate_refuses_a_pass_without_what_it_must_rest_on(project, edit):
     judgement = project("good")
     verdicts = tuple(v.model_copy(update=edit) if v.candidate == "good" else v for v in judgement.verdicts)
@@ -208,8 +240,9 @@ def test_a_bound_below_the_tolerance_on_few_clusters_is_no_forgery(project, tmp_
     """The gate once called an honest run edited when 25 documents bounded a loss."""
     for name in ("reference", "good", "bad"):
         rewrite_records(tmp_path / BUILD, name, "prose", lambda records: records[:25])
-    judgement = project("good", on_inconclusive="warn", tolerances=TOLERANCES | {
-        "prose/perplexity_per_token": {"overall": 0.05}})
+    judgement = project(
+        "good", on_inconclusive="warn", tolerances=TOLERANCES | {"prose/perplexity_per_token": {"overall": 0.05}}
+    )
     prose = next(c for c in judgement.verdicts[0].comparisons if c.metric == "prose/perplexity_per_token")
     assert prose.high <= 0.05 and prose.outcome == "inconclusive"
     assert run_gate()[0] == 0
@@ -255,8 +288,11 @@ def test_gate_refuses_other_cases_than_at_the_last_release(project, tmp_path):
     """The cases of a suite may be made easier in place: no setting moves."""
     judgement = project("good")
     evaluation = read_record(tmp_path / BUILD / "evaluations/reference/evaluation.json", Evaluation)
-    manifest = {"policy": judgement.policy.model_dump(mode="json"), "evalsets": {"workflows": {"digest": "0" * 64}},
-                "reference": {"weights_digest": evaluation.checkpoint_digest}}  # fmt: skip
+    manifest = {
+        "policy": judgement.policy.model_dump(mode="json"),
+        "evalsets": {"workflows": {"digest": "0" * 64}},
+        "reference": {"weights_digest": evaluation.checkpoint_digest},
+    }
     write_text(tmp_path / BUNDLE / "manifest.json", json.dumps(manifest))
     with pytest.raises(SettingsError, match="expected 'evals.workflows.cases' with a reason, as it was 000000000000"):
         run_gate()
@@ -293,8 +329,10 @@ def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
     (tmp_path / "metrics/agent/gone.json").write_text("{}")  # of a candidate that is no more
     assert stages.compare.main([PRODUCT]) == 0
     reports = ("verdict.json", "report.md", "harm.png", "completion.png", "speed.png")
-    names = [*(f"reports/agent/{name}" for name in reports),
-             *(f"metrics/agent/{name}.json" for name in ("reference", "good", "bad"))]
+    names = [
+        *(f"reports/agent/{name}" for name in reports),
+        *(f"metrics/agent/{name}.json" for name in ("reference", "good", "bad")),
+    ]
     assert sorted(p.name for p in (tmp_path / "metrics/agent").iterdir()) == ["bad.json", "good.json", "reference.json"]
     first = {name: digest_file(tmp_path / name) for name in names}
     stages.compare.main([PRODUCT])
@@ -312,11 +350,16 @@ def test_github_is_told_where_its_runner_says_so(project, capsys, monkeypatch, t
     run_gate()
     assert "::error" not in capsys.readouterr().out
     summary = tmp_path / "summary.md"
-    for name, value in (("GITHUB_ACTIONS", "true"), ("GITHUB_STEP_SUMMARY", str(summary)),
-                        ("GITHUB_WORKSPACE", str(tmp_path.parent))):
+    for name, value in (
+        ("GITHUB_ACTIONS", "true"),
+        ("GITHUB_STEP_SUMMARY", str(summary)),
+        ("GITHUB_WORKSPACE", str(tmp_path.parent)),
+    ):
         monkeypatch.setenv(name, value)
-    write_text(Path("params.yaml"), "products:\n  agent:\n    gate:\n"
-               "      tolerances: {workflows/task_completion_rate: {overall: 0.02}}\n")
+    write_text(
+        Path("params.yaml"),
+        "products:\n  agent:\n    gate:\n      tolerances: {workflows/task_completion_rate: {overall: 0.02}}\n",
+    )
     write_record(VERDICT_PATH.with_name("explanation.json"), Explanation(candidates=()))
     summary.write_text("from another step\n")
     assert run_gate()[0] == 1
@@ -343,8 +386,9 @@ def _refuse(verdict):
     verdict["reasons"] = ["refused: stale", "fail: path: x"]
 
 
-@pytest.mark.parametrize("edit", [
-    lambda verdict: None, _drop_comparisons, _drop_what_failed, _report_what_failed, _refuse])
+@pytest.mark.parametrize(
+    "edit", [lambda verdict: None, _drop_comparisons, _drop_what_failed, _report_what_failed, _refuse]
+)
 def test_gate_refuses_a_fail_that_was_edited_into_inconclusive(project, edit):
     """With `warn`, and with supporting metrics, what is inconclusive may ship: it must be what the numbers say."""
     project("bad")
@@ -358,11 +402,14 @@ def test_gate_refuses_a_fail_that_was_edited_into_inconclusive(project, edit):
     assert not (BUILD / stages.gate.MARKER).exists()
 
 
-@pytest.mark.parametrize(("names", "said"), [
-    ([], "expected the name of one product, got ''"),
-    (["agent", "other"], "expected the name of one product, got 'agent other'"),
-    (["other"], "products: expected agent, got 'other'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], "expected the name of one product, got ''"),
+        (["agent", "other"], "expected the name of one product, got 'agent other'"),
+        (["other"], "products: expected agent, got 'other'"),
+    ],
+)
 def test_gate_judges_no_product_that_was_not_named(project, names, said):
     project("good")
     with pytest.raises(SettingsError) as caught:

@@ -78,8 +78,15 @@ def test_a_running_eval_ends_and_keeps_what_it_has(tmp_path: Path) -> None:
     cases = [DocumentCase(id=f"c{i}", cluster=f"k{i}", text=f"text {i}") for i in range(300)]
 
     def judged(case: DocumentCase, score: float) -> CaseRecord:
-        return CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, prompt="", output="",
-                          scores={"completed": score}, fingerprint="f")
+        return CaseRecord(
+            case_id=case.id,
+            input_digest=case.digest,
+            cluster=case.cluster,
+            prompt="",
+            output="",
+            scores={"completed": score},
+            fingerprint="f",
+        )
 
     asked = []
 

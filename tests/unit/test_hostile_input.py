@@ -30,7 +30,8 @@ SAMPLE = {"id": 1, "epoch": 1, "input": "x", "target": "y", "scores": {"match": 
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "9" * 5_000
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
 GATE = "gate: {alpha: 0.05, on_inconclusive: block, tolerances: {a/score: {overall: 0.03}}}\n"
 
 
@@ -144,7 +145,7 @@ FILES: dict[str, tuple[str, str | bytes | Callable[[Path], object]]] = {
     "no permission": ("a.csv", forbid),
     "a fifo's name": ("-.csv", os.mkfifo),
     "a link to what is secret": ("a.csv", lambda p: p.symlink_to(p.parents[1] / "secret")),
-}  # fmt: skip
+}
 
 
 def run(*argv: object, capsys) -> tuple[int, str, str]:
@@ -183,25 +184,29 @@ def test_what_can_not_be_read_is_refused(tmp_path, monkeypatch, capsys, kind, is
         assert "swordfish" not in said
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (BOMB + GATE, "entries at most with every alias written out"),
-    (GATE.replace("0.05", "&a [*a]"), "alias"),
-    ("gate: " + DEEP, "100 levels at most"),
-    ("gate:\n" + "".join(f"{' ' * i}-\n" for i in range(1, 1_200)), "100 levels at most"),
-    (GATE.replace("0.05", DIGITS), "can't be read"),
-    (GATE.replace("0.05", "2020-99-99"), ""),
-    ("x" * 3_000_000, "1 MiB at most"),
-    ("", "gate"),
-    ("- 1\n- 2\n", "gate"),
-    ("\0", "special characters"),
-    (GATE.encode("utf-16"), "not UTF-8"),
-    (GATE + "a: 1\na: 2\n", "duplicate key"),
-    ("!!python/object/apply:os.system ['true']\n", ""),
-    (GATE.replace("0.05", ".inf"), "gate.alpha"),
-    (os.mkfifo, "expected a file"),
-    (Path.mkdir, "expected a file"),
-    (write_sparse, "MiB at most"),
-], ids=lambda value: getattr(value, "__name__", str(value)[:30].strip() or "empty"))  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB + GATE, "entries at most with every alias written out"),
+        (GATE.replace("0.05", "&a [*a]"), "alias"),
+        ("gate: " + DEEP, "100 levels at most"),
+        ("gate:\n" + "".join(f"{' ' * i}-\n" for i in range(1, 1_200)), "100 levels at most"),
+        (GATE.replace("0.05", DIGITS), "can't be read"),
+        (GATE.replace("0.05", "2020-99-99"), ""),
+        ("x" * 3_000_000, "1 MiB at most"),
+        ("", "gate"),
+        ("- 1\n- 2\n", "gate"),
+        ("\0", "special characters"),
+        (GATE.encode("utf-16"), "not UTF-8"),
+        (GATE + "a: 1\na: 2\n", "duplicate key"),
+        ("!!python/object/apply:os.system ['true']\n", ""),
+        (GATE.replace("0.05", ".inf"), "gate.alpha"),
+        (os.mkfifo, "expected a file"),
+        (Path.mkdir, "expected a file"),
+        (write_sparse, "MiB at most"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)[:30].strip() or "empty"),
+)
 def test_a_policy_or_settings_that_can_not_be_read_are_one_line_and_no_verdict(tmp_path, capsys, text, said):
     table, path = tmp_path / "a.csv", tmp_path / "policy.yaml"
     table.write_text(GOOD)
@@ -219,10 +224,16 @@ def test_a_policy_or_settings_that_can_not_be_read_are_one_line_and_no_verdict(t
     assert time.perf_counter() - started < 10
 
 
-@pytest.mark.parametrize("text", [
-    "products: [{}]", "products: {{}}\ncandidates: {{a: {}}}", "products: {{a: {{kind: {}}}}}\ncandidates: {{a: {{}}}}",
-    "products: {{a: {{kind: text}}}}\ncandidates: {{a: {{product: {}}}}}",
-    "products: {{a: {{kind: text, reference: [{}]}}}}\ncandidates: {{a: {{product: a}}}}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "products: [{}]",
+        "products: {{}}\ncandidates: {{a: {}}}",
+        "products: {{a: {{kind: {}}}}}\ncandidates: {{a: {{}}}}",
+        "products: {{a: {{kind: text}}}}\ncandidates: {{a: {{product: {}}}}}",
+        "products: {{a: {{kind: text, reference: [{}]}}}}\ncandidates: {{a: {{product: a}}}}",
+    ],
+)
 def test_a_long_value_of_the_settings_is_cut_in_the_line_that_refuses_it(tmp_path, text):
     path = tmp_path / "params.yaml"
     path.write_text(text.format("x" * 100_000))
@@ -239,8 +250,11 @@ def test_a_card_that_can_not_be_read_is_one_line(tmp_path, text):
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize("line", [f'{{"text": {DIGITS}}}', DEEP, '{"text": "\\ud800", "id": "a"}', "secret words"],
-                         ids=["digits", "deep", "half a pair", "words"])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [f'{{"text": {DIGITS}}}', DEEP, '{"text": "\\ud800", "id": "a"}', "secret words"],
+    ids=["digits", "deep", "half a pair", "words"],
+)
 def test_cases_that_can_not_be_read_are_one_line_without_their_words(tmp_path, line):
     folder = copy_evalset(tmp_path)
     (folder / "cases.jsonl").write_text(line + "\n")
@@ -266,11 +280,21 @@ def test_cases_behind_a_link_that_leaves_the_folder_are_not_read(tmp_path):
     assert "swordfish" not in str(refused.value)
 
 
-@pytest.mark.parametrize("write", [
-    lambda p: p.write_text(""), lambda p: p.write_bytes(b"\xff\xfe{"), lambda p: p.write_text(DEEP), os.mkfifo,
-    lambda p: p.write_text(f'{{"outcome": {DIGITS}}}'), lambda p: p.write_text('{"outcome": "\\ud800"}'), write_sparse,
-    lambda p: p.write_text("{"), Path.mkdir], ids=["empty", "UTF-16", "deep", "pipe", "digits", "half a pair", "sparse",
-                                                    "cut", "folder"])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.write_text(""),
+        lambda p: p.write_bytes(b"\xff\xfe{"),
+        lambda p: p.write_text(DEEP),
+        os.mkfifo,
+        lambda p: p.write_text(f'{{"outcome": {DIGITS}}}'),
+        lambda p: p.write_text('{"outcome": "\\ud800"}'),
+        write_sparse,
+        lambda p: p.write_text("{"),
+        Path.mkdir,
+    ],
+    ids=["empty", "UTF-16", "deep", "pipe", "digits", "half a pair", "sparse", "cut", "folder"],
+)
 def test_a_verdict_that_can_not_be_read_is_refused(tmp_path, monkeypatch, capsys, write):
     (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     verdict = tmp_path / VERDICT

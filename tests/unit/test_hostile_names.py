@@ -23,10 +23,22 @@ from pipeline.report.junit import render_junit
 from pipeline.report.terminal import render_gate
 from stages.cli import run_stage
 
-COMMANDS = ["::stop-commands::x", "##[error]boom", " ::add-mask::x", "a\r::error::x", "a\n::set-output name=a::b",
-            "a\u2028::warning::x", "a\x85::debug::x", "##vso[task.complete result=Failed;]", "x ##[group]y",
-            "##teamcity[buildStop]", "\x1b[2J\x1b]0;owned\x07", "\u202egpj.exe", "\u3000::error::x",
-            "\ufeff::error::x"]  # fmt: skip
+COMMANDS = [
+    "::stop-commands::x",
+    "##[error]boom",
+    " ::add-mask::x",
+    "a\r::error::x",
+    "a\n::set-output name=a::b",
+    "a\u2028::warning::x",
+    "a\x85::debug::x",
+    "##vso[task.complete result=Failed;]",
+    "x ##[group]y",
+    "##teamcity[buildStop]",
+    "\x1b[2J\x1b]0;owned\x07",
+    "\u202egpj.exe",
+    "\u3000::error::x",
+    "\ufeff::error::x",
+]
 # what GitHub's runner acts on: the first at the start of a line, behind white space, the others anywhere
 _ACTED_ON = re.compile(r"^\s*::|##\w*\S*?\[", re.MULTILINE)
 _SPLIT = re.compile(r"[\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
@@ -49,8 +61,10 @@ def write_tables(folder: Path, nasty: str) -> list[Path]:
             writer = csv.writer(file)
             writer.writerow(["case_id", "prompt", "output", "buckets", nasty])
             text, bucket = f"{nasty}\n{nasty}", nasty.replace(";", "")
-            writer.writerows([f"{nasty}{i}", f"{text} {i}", f"{text} {side}", bucket,
-                              int(side == "reference" or i % 2)] for i in range(80))  # fmt: skip
+            writer.writerows(
+                [f"{nasty}{i}", f"{text} {i}", f"{text} {side}", bucket, int(side == "reference" or i % 2)]
+                for i in range(80)
+            )
         paths.append(path)
     return paths
 
@@ -60,21 +74,52 @@ def test_no_form_of_a_verdict_holds_a_command(tmp_path, monkeypatch, capsys, nas
     monkeypatch.chdir(tmp_path)
     (ours, theirs) = write_tables(tmp_path, nasty)
     forms = [Path(f"out.{kind}") for kind in ("html", "xml", "md")]
-    code = command.main(["compare", str(ours.relative_to(tmp_path)), str(theirs.relative_to(tmp_path)), "--better",
-                         f"{nasty.strip()}=higher", "--html", "out.html", "--junit", "out.xml", "--summary", "out.md",
-                         "--json", "out.json"])  # fmt: skip
+    code = command.main(
+        [
+            "compare",
+            str(ours.relative_to(tmp_path)),
+            str(theirs.relative_to(tmp_path)),
+            "--better",
+            f"{nasty.strip()}=higher",
+            "--html",
+            "out.html",
+            "--junit",
+            "out.xml",
+            "--summary",
+            "out.md",
+            "--json",
+            "out.json",
+        ]
+    )
     said = capsys.readouterr()
     assert code == 20, said
     for text in (said.out, said.err, *(path.read_text() for path in forms)):
         assert_harmless(text)
     judgement = read_record(Path("out.json"), Judgement)
     policy = judgement.policy.model_copy(update={"release": (nasty,)})
-    renamed = judgement.model_copy(update={"policy": policy, "blocked_by": (nasty,), "verdicts": tuple(
-        verdict.model_copy(update={"candidate": nasty, "comparisons": (), "reasons": (
-            f"refused: {nasty}", f"fail: {nasty}", nasty)}) for verdict in judgement.verdicts)})
+    renamed = judgement.model_copy(
+        update={
+            "policy": policy,
+            "blocked_by": (nasty,),
+            "verdicts": tuple(
+                verdict.model_copy(
+                    update={
+                        "candidate": nasty,
+                        "comparisons": (),
+                        "reasons": (f"refused: {nasty}", f"fail: {nasty}", nasty),
+                    }
+                )
+                for verdict in judgement.verdicts
+            ),
+        }
+    )
     explanation = Explanation(candidates=())
-    for text in (render_gate(renamed), render_junit(renamed), render_summary(renamed, explanation),
-                 render_html(renamed, explanation, {})):
+    for text in (
+        render_gate(renamed),
+        render_junit(renamed),
+        render_summary(renamed, explanation),
+        render_html(renamed, explanation, {}),
+    ):
         assert_harmless(text)
     annotations = render_annotations(renamed, "gate: {}\n")
     assert annotations and all(re.match(r"::(error|warning) file=params.yaml,line=1,title=", a) for a in annotations)
@@ -87,8 +132,15 @@ def test_no_error_line_holds_a_command(tmp_path, monkeypatch, capsys, nasty):
     monkeypatch.chdir(tmp_path)
     Path("a.csv").write_text("case_id,score\na,1\n")
     both = ["compare", "a.csv", "b.csv"]
-    for argv in (["compare", nasty], ["compare", "a.csv", nasty], ["gate", nasty], [nasty], [*both, nasty],
-                 [*both, "--better", nasty], [*both, "--policy", nasty]):
+    for argv in (
+        ["compare", nasty],
+        ["compare", "a.csv", nasty],
+        ["gate", nasty],
+        [nasty],
+        [*both, nasty],
+        [*both, "--better", nasty],
+        [*both, "--policy", nasty],
+    ):
         assert command.main(argv) in (1, 30)
         said = capsys.readouterr()
         assert_harmless(said.out)
@@ -119,19 +171,48 @@ def test_a_file_name_that_is_no_text_is_written_out(tmp_path, monkeypatch, capsy
         Path(side).mkdir()
         scores = "".join(f"c{i},{int(i != 7 or side == 'a')}\n" for i in range(90))
         Path(side, name).write_text("case_id,score\n" + scores)
-    code = command.main(["compare", f"a/{name}", f"b/{name}", "--json", "out.json", "--html", "out.html", "--junit",
-                         "out.xml", "--summary", "out.md", "--tolerance", "0.2"])  # fmt: skip
+    code = command.main(
+        [
+            "compare",
+            f"a/{name}",
+            f"b/{name}",
+            "--json",
+            "out.json",
+            "--html",
+            "out.html",
+            "--junit",
+            "out.xml",
+            "--summary",
+            "out.md",
+            "--tolerance",
+            "0.2",
+        ]
+    )
     assert code == 0, capsys.readouterr()
     assert "\udcff" not in capsys.readouterr().out
     assert Path("out.json").read_text() and Path("out.html").read_text()
 
 
-@pytest.mark.parametrize(("text", "never"), [
-    ("@octocat", r"@octocat"), ("thanks (@octocat)", r"@octocat"), ("@org/team", r"@org"), ("fixes #12", r"#12"),
-    ("GH-12", r"GH-12"), ("https://evil.example/x", r"https://"), ("www.evil.example", r"www\."),
-    ("</details><h1>pass</h1>", r"<[/h]"), ("<!-- x", r"<!"), ("![a](https://evil.example/a.png)", r"\]\("),
-    ("a | b", r"\|"), ("~~fail~~", r"~~"), ("**pass**", r"\*\*"), ("`x`", "`"), ("::error::x", r"^::"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "never"),
+    [
+        ("@octocat", r"@octocat"),
+        ("thanks (@octocat)", r"@octocat"),
+        ("@org/team", r"@org"),
+        ("fixes #12", r"#12"),
+        ("GH-12", r"GH-12"),
+        ("https://evil.example/x", r"https://"),
+        ("www.evil.example", r"www\."),
+        ("</details><h1>pass</h1>", r"<[/h]"),
+        ("<!-- x", r"<!"),
+        ("![a](https://evil.example/a.png)", r"\]\("),
+        ("a | b", r"\|"),
+        ("~~fail~~", r"~~"),
+        ("**pass**", r"\*\*"),
+        ("`x`", "`"),
+        ("::error::x", r"^::"),
+    ],
+)
 def test_a_text_in_markdown_links_mentions_and_formats_nothing(text, never):
     said = escape_markdown(text)
     assert not re.search(never, said), said

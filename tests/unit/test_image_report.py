@@ -33,12 +33,15 @@ def find_guided(compared: ReleaseComparison) -> list[str]:
     return list(list_guided({name: m.evidence for name, m in compared.measured.items()}, "shots"))
 
 
-@pytest.mark.parametrize("guidance", [
-    pytest.param({"scale": 12}, id="scale"),
-    pytest.param({"scale": 5, "rescale": 0.7}, id="rescale"),
-    pytest.param({"scale": 5, "by_category": {"white": {"scale": 3}}}, id="of-a-category"),
-    pytest.param({"scale": 5, "dynamic_threshold_percentile": 99.5}, id="thresholded"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "guidance",
+    [
+        pytest.param({"scale": 12}, id="scale"),
+        pytest.param({"scale": 5, "rescale": 0.7}, id="rescale"),
+        pytest.param({"scale": 5, "by_category": {"white": {"scale": 3}}}, id="of-a-category"),
+        pytest.param({"scale": 5, "dynamic_threshold_percentile": 99.5}, id="thresholded"),
+    ],
+)
 def test_every_way_to_guide_otherwise_is_in_the_picture(tmp_path: Path, guidance: dict[str, Any]) -> None:
     """A comparison of the scale alone would take these for the reference's guidance."""
     compared = judge(tmp_path, {"half": Look(), "guided": Look(guidance=guidance)})
@@ -56,9 +59,14 @@ def test_without_another_guidance_the_report_has_no_such_picture(tmp_path: Path)
     assert (tmp_path / "guidance.png").is_file(), "DVC expects every output of a stage"
 
 
-@pytest.mark.parametrize(("notes", "num_panels"), [
-    ({"std_ratio_by_step": [2.5, 1.5]}, 2), ({"std_ratio_by_step": []}, 1), ({}, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("notes", "num_panels"),
+    [
+        ({"std_ratio_by_step": [2.5, 1.5]}, 2),
+        ({"std_ratio_by_step": []}, 1),
+        ({}, 1),
+    ],
+)
 def test_steps_are_drawn_where_they_were_noted(tmp_path: Path, notes: dict[str, Any], num_panels: int) -> None:
     compared = judge(tmp_path, {"guided": Look(guidance={"scale": 12}, notes=notes)})
     plot_guidance(compared, tmp_path / "guidance.png")
@@ -79,11 +87,17 @@ def test_a_candidate_that_could_not_be_read_does_not_stop_the_picture(tmp_path: 
 
 
 def test_guidance_is_described_in_full(tmp_path: Path) -> None:
-    guidance = {"scale": 7.5, "rescale": 0.3, "dynamic_threshold_percentile": 99.5, "sample_max_value": 2.5,
-                "by_category": {"white": {"scale": 3}}}  # fmt: skip
+    guidance = {
+        "scale": 7.5,
+        "rescale": 0.3,
+        "dynamic_threshold_percentile": 99.5,
+        "sample_max_value": 2.5,
+        "by_category": {"white": {"scale": 3}},
+    }
     evidence = judge(tmp_path, {"guided": Look(guidance=guidance)}).measured["guided"].evidence
     assert evidence is not None and describe_guidance(evidence) == (
-        "scale 7.5, rescale 0.3, thresholded at 99.5 % up to 2.5; white: scale 3, rescale 0")  # fmt: skip
+        "scale 7.5, rescale 0.3, thresholded at 99.5 % up to 2.5; white: scale 3, rescale 0"
+    )
 
 
 def test_a_failure_without_flips_has_no_empty_table(tmp_path: Path) -> None:
@@ -117,8 +131,13 @@ def test_sides_that_ran_on_other_hardware_are_not_compared(tmp_path: Path) -> No
         evaluation = json.loads((folder / "evaluation.json").read_text())
         evaluation["served_by"]["hardware"] = {"device": device}
         evaluation["fingerprint"] = fingerprint(evaluation["served_by"])
-        write_cases(folder / "shots.jsonl", [r.model_copy(update={"fingerprint": evaluation["fingerprint"]})
-                                             for r in read_cases(folder / "shots.jsonl")])
+        write_cases(
+            folder / "shots.jsonl",
+            [
+                r.model_copy(update={"fingerprint": evaluation["fingerprint"]})
+                for r in read_cases(folder / "shots.jsonl")
+            ],
+        )
         evaluation["evals"]["shots"]["sha256"] = digest_file(folder / "shots.jsonl")
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
     (verdict,) = compare_release(make_image_product(looks, "guided"), tmp_path).judgement.verdicts

@@ -50,7 +50,8 @@ def test_every_run_shows_the_worst_case_of_each_candidate(built: Path) -> None:
     """Were they chosen for each run alone, no two columns of the grid could be compared."""
     reference, *others = runs = describe(built)
     assert list_cases(reference) == ["images/1 shot-7 - worst of bad", "images/2 shot-3 - worst of fine and 1 more"], (
-        "the released candidate's first, a shared case once")  # fmt: skip
+        "the released candidate's first, a shared case once"
+    )
     assert all(list_cases(run) == list_cases(reference) for run in others)
     for run in runs:
         assert {image.images[0].path.parts[-3] for image in run.images if len(image.images) == 1} == {run.candidate}
@@ -63,7 +64,8 @@ def test_a_run_adds_its_own_difference_and_headroom(built: Path) -> None:
         differences = [image for image in run.images if len(image.images) == 2]
         assert [image.images[0].path.parts[-3] for image in differences] == ["shots"] * (run.candidate != "shots")
         assert [image.notes for image in run.images if image.notes] == [
-            built / "evaluations" / run.candidate / "shots.json"]  # fmt: skip
+            built / "evaluations" / run.candidate / "shots.json"
+        ]
 
 
 def test_a_candidate_with_the_references_own_images_takes_no_row(built: Path, tmp_path: Path) -> None:
@@ -72,8 +74,13 @@ def test_a_candidate_with_the_references_own_images_takes_no_row(built: Path, tm
     shutil.copytree(built, build)
     folder = build / "evaluations/bad"
     outputs = [record.output for record in read_cases(build / "evaluations/shots/shots.jsonl")]
-    write_cases(folder / "shots.jsonl", [record.model_copy(update={"output": output}) for record, output
-                                         in zip(read_cases(folder / "shots.jsonl"), outputs, strict=True)])  # fmt: skip
+    write_cases(
+        folder / "shots.jsonl",
+        [
+            record.model_copy(update={"output": output})
+            for record, output in zip(read_cases(folder / "shots.jsonl"), outputs, strict=True)
+        ],
+    )
     reference, *others = describe(build)
     assert list_cases(reference) == ["images/1 shot-3 - worst of fine and 1 more"]
     run = next(run for run in others if run.candidate == "bad")
@@ -155,12 +162,17 @@ def test_a_second_track_logs_nothing(built: Path, tmp_path: Path) -> None:
 Damage = Callable[[Path], Any]
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    pytest.param(lambda p: p.unlink(), "expected an image, found no file", id="missing"),
-    pytest.param(lambda p: p.write_bytes(b""), "expected an image, got UnidentifiedImageError", id="empty"),
-    pytest.param(lambda p: p.write_bytes(p.read_bytes()[:60]), "expected an image, got ", id="cut"),
-    pytest.param(lambda p: p.write_bytes(p.with_name("shot-1.png").read_bytes()), "got other pixels", id="exchanged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(lambda p: p.unlink(), "expected an image, found no file", id="missing"),
+        pytest.param(lambda p: p.write_bytes(b""), "expected an image, got UnidentifiedImageError", id="empty"),
+        pytest.param(lambda p: p.write_bytes(p.read_bytes()[:60]), "expected an image, got ", id="cut"),
+        pytest.param(
+            lambda p: p.write_bytes(p.with_name("shot-1.png").read_bytes()), "got other pixels", id="exchanged"
+        ),
+    ],
+)
 def test_an_image_that_can_not_be_shown_is_a_line_in_the_note(
     built: Path, tmp_path: Path, damage: Damage, said: str
 ) -> None:
@@ -169,8 +181,11 @@ def test_an_image_that_can_not_be_shown_is_a_line_in_the_note(
     damage(build / "evaluations/bad/shots/shot-3.png")
     logged = {run.candidate: run for run in log_runs(describe(build), tmp_path, product="shots")}
     run_id = logged["bad"].run_id
-    assert list_logged(tmp_path, run_id) == ["images/1 shot-7 - worst of bad", "images/difference x 4",
-                                             "images/headroom"]  # fmt: skip
+    assert list_logged(tmp_path, run_id) == [
+        "images/1 shot-7 - worst of bad",
+        "images/difference x 4",
+        "images/headroom",
+    ]
     note = open_client(tmp_path).get_run(run_id).data.tags["mlflow.note.content"]
     (line,) = [line for line in note.splitlines() if "not shown" in line]
     assert "images/2 shot-3 - worst of fine and 1 more: " in line and said in line

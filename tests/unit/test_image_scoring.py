@@ -27,8 +27,15 @@ def score(
     raw: torch.Tensor, latents: torch.Tensor | None = None, stitches: tuple[list[int], list[int]] = ([], [])
 ) -> list[dict[str, float]]:
     n = len(raw)
-    return score_images(raw, draw(n), torch.zeros(n, 4, 8, 8) if latents is None else latents, torch.full((n,), 0.9),
-                        torch.ones(n), stitches, oversaturated_above=0.05)  # fmt: skip
+    return score_images(
+        raw,
+        draw(n),
+        torch.zeros(n, 4, 8, 8) if latents is None else latents,
+        torch.full((n,), 0.9),
+        torch.ones(n),
+        stitches,
+        oversaturated_above=0.05,
+    )
 
 
 def test_an_image_that_is_no_number_scores_worst_everywhere() -> None:
@@ -63,8 +70,15 @@ def test_an_image_is_oversaturated_beyond_the_given_share_of_its_pixels() -> Non
 def test_latents_whose_float32_decode_is_no_number_leave_nothing_to_compare_with() -> None:
     exact = draw()
     exact[0, 0, 0, 0] = float("nan")
-    lost, kept, _ = score_images(draw(), exact, torch.zeros(3, 4, 8, 8), torch.full((3,), 0.9),
-                                 torch.tensor([float("nan"), 1.0, 1.0]), ([], []), oversaturated_above=0.05)
+    lost, kept, _ = score_images(
+        draw(),
+        exact,
+        torch.zeros(3, 4, 8, 8),
+        torch.full((3,), 0.9),
+        torch.tensor([float("nan"), 1.0, 1.0]),
+        ([], []),
+        oversaturated_above=0.05,
+    )
     assert (lost["sound"], lost["ssim"], lost["clip"]) == (1, 0, -1) and kept["ssim"] == 1
     assert lost["std_ratio"] > 10, "the worst, where no step could be measured"
 
@@ -82,8 +96,12 @@ def test_tiles_of_a_chessboard_and_of_other_colours_do_not_cancel() -> None:
     whole = torch.full((1, 3, SIZE, SIZE), 0.5)
     half = SIZE // 2
     board, tinted = whole.clone(), whole.clone()
-    for rows, columns, sign in ((slice(0, half), slice(0, half), 1), (slice(0, half), slice(half, SIZE), -1),
-                                (slice(half, SIZE), slice(0, half), -1), (slice(half, SIZE), slice(half, SIZE), 1)):
+    for rows, columns, sign in (
+        (slice(0, half), slice(0, half), 1),
+        (slice(0, half), slice(half, SIZE), -1),
+        (slice(half, SIZE), slice(0, half), -1),
+        (slice(half, SIZE), slice(half, SIZE), 1),
+    ):
         board[..., rows, columns] += sign * 10 / 255
     tinted[:, 0, :, half:] += 10 / 255
     tinted[:, 1, :, half:] -= 10 / 255
@@ -103,8 +121,16 @@ def test_the_module_that_overflowed_is_the_first_that_holds_none() -> None:
     def module(absmax: float, count: int = 0) -> ModuleRange:
         return ModuleRange(float("inf") if count else absmax, nonfinite_count=count, nonfinite_calls=count, calls=1)
 
-    ranges = {"": module(1, 9), "conv_in": module(3), "up.0": module(5), "up.1": module(1, 7), "up.1.norm": module(2),
-              "up.2": module(1, 8), "up.2.norm": module(1, 8), "conv_out": module(1, 9)}  # fmt: skip
+    ranges = {
+        "": module(1, 9),
+        "conv_in": module(3),
+        "up.0": module(5),
+        "up.1": module(1, 7),
+        "up.1.norm": module(2),
+        "up.2": module(1, 8),
+        "up.2.norm": module(1, 8),
+        "conv_out": module(1, 9),
+    }
     modules = describe_activations([ranges, {"conv_in": module(4096)}], "float16")
     assert find_overflow(modules) == "up.1"
     assert modules["conv_in"]["absmax"] == 4096 and headroom(modules["conv_in"]) > 3.9

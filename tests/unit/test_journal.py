@@ -63,8 +63,18 @@ def test_a_torn_last_line_is_dropped_and_the_file_goes_on(path: Path, num_bytes:
         assert journal.find("d-b") is not None
 
 
-@pytest.mark.parametrize("line", [b'{"key": 1}', b"\xff\x00", b"", b"[1]", b'"text"', b'{"key": [1], "text": ""}',
-                                  b'{"key": "k", "record": {"case_id": 1}, "attachment": null}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"key": 1}',
+        b"\xff\x00",
+        b"",
+        b"[1]",
+        b'"text"',
+        b'{"key": [1], "text": ""}',
+        b'{"key": "k", "record": {"case_id": 1}, "attachment": null}',
+    ],
+)
 def test_damage_in_the_middle_loses_its_line_only(path: Path, line: bytes) -> None:
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(line + b"\n" + second)

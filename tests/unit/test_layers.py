@@ -58,8 +58,11 @@ def test_a_broken_regex_is_refused() -> None:
 
 
 def test_group_size_offers_what_divides() -> None:
-    with pytest.raises(QuantizationError, match=r"128 does not divide .* of 2 layers: .*down_proj \(192\).*; use "
-                                                "group_size 64 or 32 or 16, or exclude them"):  # fmt: skip
+    with pytest.raises(
+        QuantizationError,
+        match=r"128 does not divide .* of 2 layers: .*down_proj \(192\).*; use "
+        "group_size 64 or 32 or 16, or exclude them",
+    ):
         plan_layers(shapes(inner=192), step(group_size=128))
     with pytest.raises(QuantizationError, match=r"down_proj \(172\) and 1 more; exclude them|; exclude them$"):
         plan_layers(shapes(inner=172), step())

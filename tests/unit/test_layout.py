@@ -27,14 +27,17 @@ onednn_verbose,v1,primitive,exec,cpu,reorder,jit:uni,undef,src_f32::blocked:ab::
 """
 
 
-@pytest.mark.parametrize(("low", "high", "difference", "expected"), [
-    (0.80, 0.90, 1e-6, "keep"),
-    (0.80, 0.95, 1e-6, "leave off"),  # 5 % is not surely saved
-    (0.80, 1.20, 1e-6, "leave off"),
-    (1.10, 1.20, 1e-6, "leave off"),
-    (0.80, 0.90, 2e-4, "leave off"),  # another output
-    (0.80, 0.90, math.nan, "leave off"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("low", "high", "difference", "expected"),
+    [
+        (0.80, 0.90, 1e-6, "keep"),
+        (0.80, 0.95, 1e-6, "leave off"),  # 5 % is not surely saved
+        (0.80, 1.20, 1e-6, "leave off"),
+        (1.10, 1.20, 1e-6, "leave off"),
+        (0.80, 0.90, 2e-4, "leave off"),  # another output
+        (0.80, 0.90, math.nan, "leave off"),
+    ],
+)
 def test_only_a_sure_gain_with_the_same_output_is_kept(
     low: float, high: float, difference: float, expected: str
 ) -> None:

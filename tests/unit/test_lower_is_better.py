@@ -19,9 +19,21 @@ N = 200
 
 def pair(reference: list[int], candidate: list[int]) -> PairedCases:
     """Return paired records of which the given positions are oversaturated."""
-    sides = [[CaseRecord(case_id=f"shot-{i}", input_digest=str(i), cluster=str(i), prompt="a ball", output=str(i),
-                         scores={"oversaturated": float(i in bad)}, fingerprint="f") for i in range(N)]
-             for bad in (reference, candidate)]  # fmt: skip
+    sides = [
+        [
+            CaseRecord(
+                case_id=f"shot-{i}",
+                input_digest=str(i),
+                cluster=str(i),
+                prompt="a ball",
+                output=str(i),
+                scores={"oversaturated": float(i in bad)},
+                fingerprint="f",
+            )
+            for i in range(N)
+        ]
+        for bad in (reference, candidate)
+    ]
     return PairedCases(*sides, candidate_order=np.arange(N), clusters=np.arange(N))
 
 
@@ -43,9 +55,27 @@ def test_a_reference_that_burns_nothing_can_be_gated_and_one_that_burns_all_can_
 def test_a_burnt_image_is_shown_as_a_loss() -> None:
     pairs = pair([5], [7])
     m = measure_metric(pairs, METRIC, None, eval_name="shots", tolerance=0.02, alpha=0.05)
-    failed = Comparison(metric="shots/oversaturated_image_rate", bucket=None, reference=m.reference,
-                        candidate=m.candidate, unit="", n=N, num_clusters=N,
-                        effective_clusters=N, b=1, c=1, harm=0.0, low=0.0, high=0.0,
-                        p=1.0, p_holm=1.0, tolerance=0.02, outcome="fail", sentence="")  # fmt: skip
+    failed = Comparison(
+        metric="shots/oversaturated_image_rate",
+        bucket=None,
+        reference=m.reference,
+        candidate=m.candidate,
+        unit="",
+        n=N,
+        num_clusters=N,
+        effective_clusters=N,
+        b=1,
+        c=1,
+        harm=0.0,
+        low=0.0,
+        high=0.0,
+        p=1.0,
+        p_holm=1.0,
+        tolerance=0.02,
+        outcome="fail",
+        sentence="",
+    )
     assert [(f.case_id, f.kind) for f in worst_flips([failed], {"shots": pairs}, limit=2)] == [
-        ("shot-7", "loss"), ("shot-5", "gain")]  # fmt: skip
+        ("shot-7", "loss"),
+        ("shot-5", "gain"),
+    ]

@@ -36,12 +36,15 @@ def test_convolutions_keep_the_format_and_a_view_in_the_wrong_order_does_not() -
     assert trace(nn.Sequential(Turn()), nn.Conv2d(3, 4, 3)) == ["0.0"], "named by the module without children"
 
 
-@pytest.mark.parametrize("modules", [
-    pytest.param((nn.Conv2d(3, 1, 3), Turn()), id="one-channel"),
-    pytest.param((nn.AdaptiveAvgPool2d(1), Turn()), id="one-pixel"),
-    pytest.param((nn.Flatten(), nn.Linear(192, 3)), id="matrices"),
-    pytest.param((nn.Identity(), Pair()), id="no-tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "modules",
+    [
+        pytest.param((nn.Conv2d(3, 1, 3), Turn()), id="one-channel"),
+        pytest.param((nn.AdaptiveAvgPool2d(1), Turn()), id="one-pixel"),
+        pytest.param((nn.Flatten(), nn.Linear(192, 3)), id="matrices"),
+        pytest.param((nn.Identity(), Pair()), id="no-tensor"),
+    ],
+)
 def test_what_has_no_format_of_its_own_is_not_listed(modules: tuple[nn.Module, ...]) -> None:
     """A layer would be named as the culprit that copies nothing."""
     assert trace(*modules) == []

@@ -32,17 +32,22 @@ def measure_all(load: Load, serving: NetworkServing, *given: Any) -> dict[str, A
     return measure_costs(load, load(serving), *given)
 
 
-@pytest.mark.parametrize(("changes", "baseline"), [
-    pytest.param({}, None, id="the-reference-itself"),
-    pytest.param({"dtype": "bfloat16"}, {}, id="a-number-format"),
-    pytest.param({"channels_last": True}, {}, id="a-memory-format"),
-    pytest.param({"channels_last": True, "dtype": "bfloat16"}, {"dtype": "bfloat16"}, id="within-its-number-format"),
-    pytest.param({"compile_mode": "default", "compile_dynamic": True, "channels_last": True}, {}, id="both"),
-    pytest.param(POLICY, None, id="an-emulation"),
-    pytest.param(TILED, None, id="more-work"),
-    pytest.param(TILED | {"channels_last": True}, TILED, id="within-tiles"),
-    pytest.param(TILED | {"dtype": "bfloat16"}, TILED, id="a-number-format-within-tiles"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "baseline"),
+    [
+        pytest.param({}, None, id="the-reference-itself"),
+        pytest.param({"dtype": "bfloat16"}, {}, id="a-number-format"),
+        pytest.param({"channels_last": True}, {}, id="a-memory-format"),
+        pytest.param(
+            {"channels_last": True, "dtype": "bfloat16"}, {"dtype": "bfloat16"}, id="within-its-number-format"
+        ),
+        pytest.param({"compile_mode": "default", "compile_dynamic": True, "channels_last": True}, {}, id="both"),
+        pytest.param(POLICY, None, id="an-emulation"),
+        pytest.param(TILED, None, id="more-work"),
+        pytest.param(TILED | {"channels_last": True}, TILED, id="within-tiles"),
+        pytest.param(TILED | {"dtype": "bfloat16"}, TILED, id="a-number-format-within-tiles"),
+    ],
+)
 def test_a_candidate_is_timed_against_the_choice_at_hand(changes: dict[str, Any], baseline: Any) -> None:
     """A memory format in bfloat16 beside float32 would take the number format's gain for its own."""
     shared = {"batch_size": 8, "num_threads": 2}
@@ -57,13 +62,16 @@ def test_what_runs_in_tiles_is_timed_beside_float32_in_the_same_tiles() -> None:
     assert choose_baseline(serving) == NetworkServing(batch_size=8, dtype="bfloat16", **TILED)
 
 
-@pytest.mark.parametrize(("changes", "same", "other"), [
-    pytest.param(POLICY, None, None, id="an-emulation-has-no-time"),
-    pytest.param({}, None, {}, id="weights-alone"),
-    pytest.param(TILED, {}, {}, id="tiles-beside-whole-pictures"),
-    pytest.param(TILED | {"channels_last": True}, TILED, TILED, id="a-step-within-its-tiles"),
-    pytest.param({"dtype": "bfloat16"}, {}, {}, id="a-number-format"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "same", "other"),
+    [
+        pytest.param(POLICY, None, None, id="an-emulation-has-no-time"),
+        pytest.param({}, None, {}, id="weights-alone"),
+        pytest.param(TILED, {}, {}, id="tiles-beside-whole-pictures"),
+        pytest.param(TILED | {"channels_last": True}, TILED, TILED, id="a-step-within-its-tiles"),
+        pytest.param({"dtype": "bfloat16"}, {}, {}, id="a-number-format"),
+    ],
+)
 def test_the_time_in_total_is_told_beside_the_reference(changes: dict[str, Any], same: Any, other: Any) -> None:
     """Another checkpoint without a step had none, and an overlap of a half cost nothing."""
     serving = NetworkServing(batch_size=8, **changes)
@@ -106,13 +114,16 @@ def test_surely_slower_is_an_interval_above_one_by_any_clock(cpu: float, wall: f
     assert not costs.is_surely_slower(None) and not costs.is_surely_slower({"timed": None})
 
 
-@pytest.mark.parametrize(("size", "tile", "overlap", "expected"), [
-    ((512, 768), 64, 0.125, 1.3125),  # 9 tiles by 14
-    ((512, 768), 64, 0.0, 1.0),
-    ((512, 768), 1024, 0.5, 1.0),  # one tile, cut to the picture
-    ((64, 128), 64, 0.5, 1.5),
-    ((32, 96), 64, 0.125, 4 / 3),  # cut along one side
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "tile", "overlap", "expected"),
+    [
+        ((512, 768), 64, 0.125, 1.3125),  # 9 tiles by 14
+        ((512, 768), 64, 0.0, 1.0),
+        ((512, 768), 1024, 0.5, 1.0),  # one tile, cut to the picture
+        ((64, 128), 64, 0.5, 1.5),
+        ((32, 96), 64, 0.125, 4 / 3),  # cut along one side
+    ],
+)
 def test_work_is_counted_in_pixels(size: tuple[int, int], tile: int, overlap: float, expected: float) -> None:
     serving = NetworkServing(tiling=Tiling(tile=tile, overlap=overlap, window="linear"))
     assert count_work(size, serving) == pytest.approx(expected)
@@ -136,10 +147,11 @@ def test_equal_outputs_are_timed_and_others_are_not(tmp_path: Path) -> None:
     assert found["difference"] < 1e-4 and found["timed"].keys() == {"cpu", "wall"}
     assert found["clock"] == "cpu" and found["batch"] == 2
     (tmp_path / "other").mkdir()
-    depends = FORWARD + " + (1.0 if x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] == 1 and \\\n" \
+    depends = (
+        FORWARD + " + (1.0 if x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] == 1 and \\\n"
         "            self.blur.weight.dtype == torch.bfloat16 else 0.0)"
-    found = measure(make_load(tmp_path / "other", DETECTOR.replace(FORWARD, depends)),
-                    NetworkServing(dtype="bfloat16"))  # fmt: skip
+    )
+    found = measure(make_load(tmp_path / "other", DETECTOR.replace(FORWARD, depends)), NetworkServing(dtype="bfloat16"))
     assert found["timed"] is None and found["difference"] > 0.4
 
 
@@ -157,11 +169,14 @@ def test_what_rounding_alone_does_to_a_network_is_no_other_output(tmp_path: Path
     assert 2 < found["tolerance"] < 10, "twice half of bfloat16's step of 128 at 30,000"
 
 
-@pytest.mark.parametrize(("forward", "difference"), [
-    pytest.param("return torch.zeros(len(x), 3)", 0.0, id="constant"),
-    pytest.param("return [self.blur(x), torch.tensor(3.0)]", None, id="one-number"),
-    pytest.param("return {'boxes': self.blur(x)[..., :0], 'labels': torch.ones(2)}", 0.0, id="no-boxes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("forward", "difference"),
+    [
+        pytest.param("return torch.zeros(len(x), 3)", 0.0, id="constant"),
+        pytest.param("return [self.blur(x), torch.tensor(3.0)]", None, id="one-number"),
+        pytest.param("return {'boxes': self.blur(x)[..., :0], 'labels': torch.ones(2)}", 0.0, id="no-boxes"),
+    ],
+)
 def test_outputs_without_a_deviation_are_compared_too(tmp_path: Path, forward: str, difference: float | None) -> None:
     """Zero over zero was no number, an empty tensor has no largest element: nothing of it was ever timed."""
     load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
@@ -170,11 +185,17 @@ def test_outputs_without_a_deviation_are_compared_too(tmp_path: Path, forward: s
     assert difference is None or found["difference"] == difference
 
 
-@pytest.mark.parametrize("forward", [
-    pytest.param("heat = self.blur(x)\n        return heat[heat > heat.float().mean() * (1.2 if heat.dtype == "
-                 "torch.bfloat16 else 1)]", id="another-shape"),
-    pytest.param("return [self.blur(x)] * (2 if x.dtype == torch.bfloat16 else 1)", id="another-number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(
+            "heat = self.blur(x)\n        return heat[heat > heat.float().mean() * (1.2 if heat.dtype == "
+            "torch.bfloat16 else 1)]",
+            id="another-shape",
+        ),
+        pytest.param("return [self.blur(x)] * (2 if x.dtype == torch.bfloat16 else 1)", id="another-number"),
+    ],
+)
 def test_boxes_that_a_number_format_selects_otherwise_end_no_evaluation(tmp_path: Path, forward: str) -> None:
     """Two shapes can't be subtracted: the evaluation of a network with its own NMS ended after its last picture."""
     load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
@@ -205,8 +226,12 @@ def test_memory_of_a_picture_in_tiles_is_that_of_all_its_tiles(tmp_path: Path, m
 
 def test_a_network_with_batch_norm_has_a_memory_number(tmp_path: Path) -> None:
     """Its buffers are no parameters: left as they are beside tensors without content, nothing could be counted."""
-    load = make_load(tmp_path, DETECTOR.replace("self.scale =", "self.norm = nn.BatchNorm2d(1)\n        self.scale =")
-                     .replace(FORWARD, "return self.scale(self.norm(self.blur(x)))"))  # fmt: skip
+    load = make_load(
+        tmp_path,
+        DETECTOR.replace("self.scale =", "self.norm = nn.BatchNorm2d(1)\n        self.scale =").replace(
+            FORWARD, "return self.scale(self.norm(self.blur(x)))"
+        ),
+    )
     weights = tmp_path / "squares/model.safetensors"
     own = {f"norm.{name}": tensor for name, tensor in torch.nn.BatchNorm2d(1).state_dict().items()}
     save_file(load_file(weights) | own, weights)
@@ -217,21 +242,30 @@ def test_a_network_with_batch_norm_has_a_memory_number(tmp_path: Path) -> None:
         assert found["peak_mib"] == pytest.approx(3 * 256 * 256 * size / 2**20, rel=0.35), dtype
 
 
-@pytest.mark.parametrize("forward", [
-    pytest.param("return self.blur(x) + torch.rand_like(x)", id="noise"),
-    pytest.param("return nn.functional.dropout(self.blur(x))", id="dropout-that-knows-no-eval"),
-    pytest.param("heat = self.blur(x)\n        return heat[torch.rand_like(heat) > 0.5]", id="another-number-of-boxes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param("return self.blur(x) + torch.rand_like(x)", id="noise"),
+        pytest.param("return nn.functional.dropout(self.blur(x))", id="dropout-that-knows-no-eval"),
+        pytest.param(
+            "heat = self.blur(x)\n        return heat[torch.rand_like(heat) > 0.5]", id="another-number-of-boxes"
+        ),
+    ],
+)
 def test_a_network_that_draws_at_random_is_refused(tmp_path: Path, forward: str) -> None:
     """One draw would be judged as if it were all."""
     load = make_load(tmp_path, DETECTOR.replace(FORWARD, forward))
-    with pytest.raises(EngineError, match=r"adapter.py: two runs of the same pictures differ by .* of the outputs' "
-                       "standard deviation, expected at most 0.0001; take what is random out of the module"):
+    with pytest.raises(
+        EngineError,
+        match=r"adapter.py: two runs of the same pictures differ by .* of the outputs' "
+        "standard deviation, expected at most 0.0001; take what is random out of the module",
+    ):
         measure_all(load, NetworkServing(), PIXELS, PIXELS[:1], [PIXELS])
 
 
 def test_shapes_are_read_only_where_something_is_compiled(tmp_path: Path) -> None:
     """An evalset of photographs has thousands of shapes: one batch of each was held in memory for nothing."""
+
     def read() -> Any:
         raise AssertionError("nobody asked")
         yield
@@ -285,10 +319,20 @@ def test_the_limit_of_tf32_is_that_of_its_mantissa(tmp_path: Path, monkeypatch: 
     assert limits[torch.bfloat16] > 3 * limits[torch.float32]
 
 
-@pytest.mark.parametrize(("number", "cut"), [
-    (1.0, 1.0), (1 + 2**-10, 1 + 2**-10), (1 + 2**-11, 1 + 2**-10), (1 + 2**-12, 1.0), (-1 - 2**-11, -1 - 2**-10),
-    (92265.0, 92288.0), (math.inf, math.inf), (-math.inf, -math.inf), (math.nan, math.nan),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "cut"),
+    [
+        (1.0, 1.0),
+        (1 + 2**-10, 1 + 2**-10),
+        (1 + 2**-11, 1 + 2**-10),
+        (1 + 2**-12, 1.0),
+        (-1 - 2**-11, -1 - 2**-10),
+        (92265.0, 92288.0),
+        (math.inf, math.inf),
+        (-math.inf, -math.inf),
+        (math.nan, math.nan),
+    ],
+)
 def test_tf32_keeps_ten_bits_and_float32s_range(number: float, cut: float) -> None:
     got = rounding._cut_mantissa(torch.tensor([number], dtype=torch.float32)).item()
     assert got == cut or (math.isnan(got) and math.isnan(cut))

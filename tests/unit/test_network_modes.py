@@ -10,11 +10,14 @@ from benchmarks.mode_networks import NETWORKS, Bench
 from benchmarks.network_modes import LAYOUTS, MODES, WARM_UP_BLOCKS, time_blocks
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    ("resnet", 25_557_032),  # torchvision's resnet50
-    ("unet", 859_520_964),  # of stable-diffusion-v1-5/stable-diffusion-v1-5
-    ("mlp", 3 * (256 * 256 + 256)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("resnet", 25_557_032),  # torchvision's resnet50
+        ("unet", 859_520_964),  # of stable-diffusion-v1-5/stable-diffusion-v1-5
+        ("mlp", 3 * (256 * 256 + 256)),
+    ],
+)
 def test_the_networks_have_as_many_parameters_as_the_releases(name: str, expected: int) -> None:
     with torch.device("meta"):
         network = NETWORKS[name].build(False)

@@ -55,21 +55,39 @@ COMPILED = {"kind": "compile", "mode": "default"}
 LAST = {"kind": "channels_last"}
 HALF = {"kind": "precision", "dtype": "bfloat16"}
 TILED = {"kind": "tiling", "tile": TILE, "overlap": 0.0, "window": "none"}
-POLICY = {"kind": "conv_policy", "algorithm": "winograd_f43", "dtype": "float16", "rules": [
-    {"layers": ["branches.*"], "algorithm": "direct", "dtype": "float16", "reason": "F(4,3) leaves | no room"}]}
-OVERFLOW = {"layers": {"stem": {"relative_error": 0.01, "absmax": 1.0, "nonfinite_count": 0, "headroom_bits": 2.0},
-                       "a|b": {"relative_error": None, "absmax": None, "nonfinite_count": 3, "headroom_bits": None},
-                       "head": {"relative_error": 0.5, "absmax": None, "nonfinite_count": 1, "headroom_bits": None}}}
+POLICY = {
+    "kind": "conv_policy",
+    "algorithm": "winograd_f43",
+    "dtype": "float16",
+    "rules": [
+        {"layers": ["branches.*"], "algorithm": "direct", "dtype": "float16", "reason": "F(4,3) leaves | no room"}
+    ],
+}
+OVERFLOW = {
+    "layers": {
+        "stem": {"relative_error": 0.01, "absmax": 1.0, "nonfinite_count": 0, "headroom_bits": 2.0},
+        "a|b": {"relative_error": None, "absmax": None, "nonfinite_count": 3, "headroom_bits": None},
+        "head": {"relative_error": 0.5, "absmax": None, "nonfinite_count": 1, "headroom_bits": None},
+    }
+}
 LOSING = Change(score=0, box=0, drop_small=0.6)
 FORGED = "x</b>\n# `PASS`|](http://a)"
 WAYS = {
     "policy": Way([POLICY], notes=OVERFLOW | {"peak_mib": None}, by=LOSING),
-    "compiled": Way([COMPILED], by=Change(score=0, box=0), notes={
-        "speed": time_notes(), "compile": compile_notes(num_recompilations=2, first_call_s=1.25)}),
-    "last": Way([{"kind": "channels_last"}], by=Change(score=0, box=0), notes={
-        "speed": time_notes(high=0.99),
-        "layout": {"other_formats": ["head"], "num_reorders": {"first": 9, "last": 1}}}),
-}  # fmt: skip
+    "compiled": Way(
+        [COMPILED],
+        by=Change(score=0, box=0),
+        notes={"speed": time_notes(), "compile": compile_notes(num_recompilations=2, first_call_s=1.25)},
+    ),
+    "last": Way(
+        [{"kind": "channels_last"}],
+        by=Change(score=0, box=0),
+        notes={
+            "speed": time_notes(high=0.99),
+            "layout": {"other_formats": ["head"], "num_reorders": {"first": 9, "last": 1}},
+        },
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +179,8 @@ def test_a_step_that_gains_on_something_slow_alone_is_no_gain(tmp_path: Path) ->
         assert verdict.outcome == "no gain"
         assert verdict.reasons[0] == (
             "no gain: channels_last: it takes 9.000 (8.000 to 10.000) of the CPU time of torch float32: it is slower "
-            "than without any step")
+            "than without any step"
+        )
 
 
 def test_the_time_in_total_stands_in_the_table_of_what_was_timed_no_further(tmp_path: Path) -> None:
@@ -170,12 +189,19 @@ def test_the_time_in_total_stands_in_the_table_of_what_was_timed_no_further(tmp_
     assert costs_of(compared, "slow")["gain"] == "**no gain**"
 
 
-@pytest.mark.parametrize(("max_slowdown", "outcome", "said"), [
-    (None, "pass", "note: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32 without"),
-    (8.0, "pass", "note: speed: it takes 9.000"),
-    (6.9, "fail", "fail: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32 without a "
-                  "step, expected at most 7.9 (gate.max_slowdown)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("max_slowdown", "outcome", "said"),
+    [
+        (None, "pass", "note: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32 without"),
+        (8.0, "pass", "note: speed: it takes 9.000"),
+        (
+            6.9,
+            "fail",
+            "fail: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32 without a "
+            "step, expected at most 7.9 (gate.max_slowdown)",
+        ),
+    ],
+)
 def test_a_number_format_that_is_slow_fails_where_that_matters(
     tmp_path: Path, max_slowdown: float | None, outcome: str, said: str
 ) -> None:
@@ -250,6 +276,7 @@ def test_a_limit_on_time_refuses_notes_without_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [[], [HALF], [HALF, LAST]], ids=["no-step", "number-format", "for-speed"])
 def test_another_checkpoint_is_timed_or_refused_where_there_is_a_limit(tmp_path: Path, steps: list[Any]) -> None:
     """What every INT8 artefact is, a checkpoint of its own without a step, had no time and passed without a note."""
+
     def way(total: Any) -> Way:
         return Way(steps, notes={"speed": time_notes(), "total": total}, checkpoint="models/int8")
 
@@ -285,7 +312,8 @@ def test_a_network_that_is_not_compiled_for_all_shapes_is_a_fallback_and_no_gain
     report = render_report(compared)
     assert f"Fallback: `(all)`: {said}: it and new shapes after it run without compilation." in report
     assert costs_of(compared, "compiled")["graphs / graph breaks / recompilations / first call"] == (
-        "8 / 0 / 7 / 1.0 s, limit reached")  # fmt: skip
+        "8 / 0 / 7 / 1.0 s, limit reached"
+    )
 
 
 def test_the_time_says_of_which_shape_it_is(tmp_path: Path) -> None:
@@ -309,12 +337,14 @@ def test_a_policy_is_told_layer_by_layer_with_the_reasons_of_its_rules(judged: R
 def test_fallbacks_of_one_kind_are_one_sentence() -> None:
     """A network has a hundred layers; a line each would hide the one that is odd."""
     reasons = ["1x1 kernel"] * 3 + ["stride 2"]
-    fallbacks = [Fallback(layer=f"l{i}", reason=f"{why}: direct instead of winograd_f43")
-                 for i, why in enumerate(reasons)]  # fmt: skip
+    fallbacks = [
+        Fallback(layer=f"l{i}", reason=f"{why}: direct instead of winograd_f43") for i, why in enumerate(reasons)
+    ]
     odd = Fallback(layer="up", reason="ConvTranspose2d is not covered: it runs as torch runs it")
     assert describe_fallbacks([*fallbacks, odd]) == [
         "Fallbacks: 4 layers: direct instead of winograd_f43 (3 1x1 kernel, 1 stride 2).",
-        "Fallback: `up`: ConvTranspose2d is not covered: it runs as torch runs it."]  # fmt: skip
+        "Fallback: `up`: ConvTranspose2d is not covered: it runs as torch runs it.",
+    ]
 
 
 def test_images_that_lost_most_are_counted_in_the_objects_of_their_size(judged: ReleaseComparison) -> None:
@@ -341,23 +371,29 @@ def test_pictures_that_became_unsound_are_named_and_not_printed(tmp_path: Path) 
     ways = {"policy": Way([POLICY])}
     product = make_network_product("detector", ways)
     build = write_detector(tmp_path, product, ways)
-    edit_records(build / "evaluations/policy", "scenes",
-                 lambda r: r.model_copy(update={"scores": r.scores | {"finite": 0.0}}))
+    edit_records(
+        build / "evaluations/policy", "scenes", lambda r: r.model_copy(update={"scores": r.scores | {"finite": 0.0}})
+    )
     report = render_report(compare_release(product, build))
     assert "| loss | scene-0 | " in report and "|  | image | picture |" in report and "bbox" not in report
 
 
 def edit_records(folder: Path, name: str, edit: Callable[[CaseRecord], CaseRecord]) -> None:
     path = folder / f"{name}.jsonl"
-    path.write_text("".join(edit(CaseRecord.model_validate_json(line)).model_dump_json() + "\n"
-                            for line in path.read_text().splitlines()))  # fmt: skip
+    path.write_text(
+        "".join(
+            edit(CaseRecord.model_validate_json(line)).model_dump_json() + "\n"
+            for line in path.read_text().splitlines()
+        )
+    )
     seal(folder, name)
 
 
 def seal(folder: Path, name: str) -> None:
     evaluation = read_record(folder / "evaluation.json", Evaluation)
-    file = evaluation.evals[name].model_copy(update={
-        "sha256": digest_file(folder / f"{name}.jsonl"), "notes_sha256": digest_file(folder / f"{name}.json")})
+    file = evaluation.evals[name].model_copy(
+        update={"sha256": digest_file(folder / f"{name}.jsonl"), "notes_sha256": digest_file(folder / f"{name}.json")}
+    )
     write_record(folder / "evaluation.json", evaluation.model_copy(update={"evals": {name: file}}))
 
 
@@ -379,14 +415,24 @@ def test_tiles_are_counted_with_the_overlap_that_they_were_run_with(tmp_path: Pa
 
 @pytest.mark.parametrize("product", ["detector", "upscaler"])
 def test_names_can_not_forge_a_line_of_the_report(tmp_path: Path, product: str) -> None:
-    ways = {"bad": Way([TILED] if product == "upscaler" else [POLICY], seam=9.0, by=LOSING, notes=OVERFLOW,
-                       fallbacks=[Fallback(layer=FORGED, reason=FORGED)])}  # fmt: skip
+    ways = {
+        "bad": Way(
+            [TILED] if product == "upscaler" else [POLICY],
+            seam=9.0,
+            by=LOSING,
+            notes=OVERFLOW,
+            fallbacks=[Fallback(layer=FORGED, reason=FORGED)],
+        )
+    }
     settings = make_network_product(product, ways)
     write = write_detector if product == "detector" else write_upscaler
     build = write(tmp_path, settings, ways)
     for name in ("plain", "bad"):
-        edit_records(build / "evaluations" / name, next(iter(settings.evals)),
-                     lambda r: r.model_copy(update={"case_id": f"{r.case_id}{FORGED}", "prompt": FORGED}))
+        edit_records(
+            build / "evaluations" / name,
+            next(iter(settings.evals)),
+            lambda r: r.model_copy(update={"case_id": f"{r.case_id}{FORGED}", "prompt": FORGED}),
+        )
     compared = compare_release(settings, build)
     report = render_report(compared)
     assert "### Cases behind it" in report and "&lt;/b>" in report
@@ -428,16 +474,16 @@ def list_words(plot: Callable[[Path], None], path: Path, monkeypatch: pytest.Mon
 def test_the_picture_of_layers_is_shown_only_where_a_layer_differs(tmp_path: Path) -> None:
     """DVC wants its file in any case; an empty one stood in the report, and in MLflow."""
     exact = {"layers": {"stem": NOTES["layers"]["stem"]}}
-    for ways, is_shown in (({"tiled": Way([TILED], notes=exact)}, False),
-                           ({"half": Way([HALF]), "tiled": Way([TILED], notes=exact)}, True)):  # fmt: skip
+    for ways, is_shown in (
+        ({"tiled": Way([TILED], notes=exact)}, False),
+        ({"half": Way([HALF]), "tiled": Way([TILED], notes=exact)}, True),
+    ):
         compared = judge_upscaler(tmp_path / str(is_shown), ways, exact)
         assert ("](layers.png)" in render_report(compared)) == is_shown
         assert draw_all(compared, tmp_path)["layers.png"]
 
 
-def test_the_picture_of_layers_explains_only_marks_that_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_picture_of_layers_explains_only_marks_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = judge_upscaler(tmp_path, {"half": Way([HALF])})
     words = list_words(partial(network_plots.plot_layers, compared), tmp_path, monkeypatch)
     assert {"half", "torch's own", "stem"} <= words
@@ -458,9 +504,13 @@ def test_a_candidate_without_results_is_not_in_the_legend_of_sizes(
 Damage = Callable[[Path], Any]
 
 
-@pytest.mark.parametrize("damage", [
-    pytest.param(lambda p: p.unlink(), id="missing"), pytest.param(lambda p: p.write_bytes(b"GIF89a"), id="broken"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda p: p.unlink(), id="missing"),
+        pytest.param(lambda p: p.write_bytes(b"GIF89a"), id="broken"),
+    ],
+)
 def test_a_picture_that_can_not_be_read_leaves_its_place_empty(tmp_path: Path, damage: Damage) -> None:
     ways = {"bad": Way([POLICY], by=LOSING)}
     product = make_network_product("detector", ways)
@@ -513,10 +563,18 @@ def found(boxes: list[list[float]], scores: list[float], categories: list[int] |
     categories = categories or [1] * len(boxes)
     people = make_people(np.random.default_rng(0), num_large=0, num_small=0)
     detections = Detections(np.array(boxes, dtype=float), np.zeros(len(boxes), dtype=np.int64), np.array(scores))
-    truth = people.__class__(np.array(boxes[:hits], dtype=float), np.zeros(len(boxes[:hits]), dtype=np.int64),
-                             np.full(len(boxes[:hits]), 100.0), np.zeros(len(boxes[:hits]), dtype=bool))  # fmt: skip
-    output = json.dumps([{"bbox": box, "score": score, "category_id": category}
-                         for box, score, category in zip(boxes, scores, categories, strict=True)])  # fmt: skip
+    truth = people.__class__(
+        np.array(boxes[:hits], dtype=float),
+        np.zeros(len(boxes[:hits]), dtype=np.int64),
+        np.full(len(boxes[:hits]), 100.0),
+        np.zeros(len(boxes[:hits]), dtype=bool),
+    )
+    output = json.dumps(
+        [
+            {"bbox": box, "score": score, "category_id": category}
+            for box, score, category in zip(boxes, scores, categories, strict=True)
+        ]
+    )
     record = CaseRecord(case_id="c", input_digest="", cluster="", prompt="", output=output, fingerprint="")
     return read_found(record, match_image(truth, detections, num_classes=1))
 

@@ -31,21 +31,34 @@ from tests.synthetic_networks import (
 
 SAME = Change(score=0, box=0)
 DETECTORS = {
-    "same": Way([{"kind": "channels_last"}], by=SAME, notes={
-        "speed": time_notes(high=0.99),
-        "layout": {"other_formats": ["head"], "num_reorders": {"first": 9, "last": 1}}}),
-    "losing": Way([{"kind": "compile", "mode": "default"}], by=Change(score=0, box=0, drop_small=0.5), notes={
-        "speed": time_notes(), "compile": compile_notes(num_graph_breaks=1, num_recompilations=2, first_call_s=3.5)}),
-}  # fmt: skip
-UPSCALERS = {"tiled": Way([{"kind": "tiling", "tile": 16, "overlap": 0.0, "window": "none"}], seam=5.0,
-                          notes={"work": 1.3}),
-             "half": Way([{"kind": "precision", "dtype": "bfloat16"}])}  # fmt: skip
+    "same": Way(
+        [{"kind": "channels_last"}],
+        by=SAME,
+        notes={
+            "speed": time_notes(high=0.99),
+            "layout": {"other_formats": ["head"], "num_reorders": {"first": 9, "last": 1}},
+        },
+    ),
+    "losing": Way(
+        [{"kind": "compile", "mode": "default"}],
+        by=Change(score=0, box=0, drop_small=0.5),
+        notes={
+            "speed": time_notes(),
+            "compile": compile_notes(num_graph_breaks=1, num_recompilations=2, first_call_s=3.5),
+        },
+    ),
+}
+UPSCALERS = {
+    "tiled": Way([{"kind": "tiling", "tile": 16, "overlap": 0.0, "window": "none"}], seam=5.0, notes={"work": 1.3}),
+    "half": Way([{"kind": "precision", "dtype": "bfloat16"}]),
+}
 
 
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_detector(tmp_path_factory.mktemp("detector"), make_network_product("detector", DETECTORS), DETECTORS,
-                          num_images=12)  # fmt: skip
+    return write_detector(
+        tmp_path_factory.mktemp("detector"), make_network_product("detector", DETECTORS), DETECTORS, num_images=12
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +84,10 @@ def test_every_run_of_a_detector_shows_its_boxes_and_what_it_lost(detector: Path
     assert re.fullmatch(r"images/1 scene-\d+ - worst of losing", keys["plain"][0])
     drawn = {name: draw_pictures(run.images)[0][keys["plain"][0]] for name, run in runs.items()}
     assert {name: has_lost(picture) for name, picture in drawn.items()} == {
-        "plain": False, "same": False, "losing": True}  # fmt: skip
+        "plain": False,
+        "same": False,
+        "losing": True,
+    }
     assert "every image has the boxes of the reference's" in runs["same"].note
     assert "worst image: scene-" in runs["losing"].note
 
@@ -88,22 +104,36 @@ def test_a_tiled_upscaler_shows_a_stitch(upscaler: Path) -> None:
 def test_costs_are_metrics_of_a_run(detector: Path, upscaler: Path) -> None:
     runs = describe(detector, "detector", DETECTORS)
     costs = {name: {k: v for k, v in run.metrics.items() if k.startswith("cost/")} for name, run in runs.items()}
-    shared = {"cost/work": 1.0, "cost/peak_mib": 8.0, "cost/largest_error_percent": pytest.approx(0.2),
-              "cost/least_headroom_doublings": 7.0}  # fmt: skip
+    shared = {
+        "cost/work": 1.0,
+        "cost/peak_mib": 8.0,
+        "cost/largest_error_percent": pytest.approx(0.2),
+        "cost/least_headroom_doublings": 7.0,
+    }
     assert costs["plain"] == shared
     assert costs["losing"] == shared | {
-        "cost/time_percent_of_baseline": 70.0, "cost/num_graph_breaks": 1.0, "cost/num_graphs": 3.0,
-        "cost/num_recompilations": 2.0, "cost/first_call_s": 3.5}  # fmt: skip
-    assert costs["same"] == shared | {"cost/time_percent_of_baseline": 70.0, "cost/num_other_formats": 1.0,
-                                      "cost/num_reorders_first": 9.0, "cost/num_reorders_last": 1.0}  # fmt: skip
+        "cost/time_percent_of_baseline": 70.0,
+        "cost/num_graph_breaks": 1.0,
+        "cost/num_graphs": 3.0,
+        "cost/num_recompilations": 2.0,
+        "cost/first_call_s": 3.5,
+    }
+    assert costs["same"] == shared | {
+        "cost/time_percent_of_baseline": 70.0,
+        "cost/num_other_formats": 1.0,
+        "cost/num_reorders_first": 9.0,
+        "cost/num_reorders_last": 1.0,
+    }
     assert describe(upscaler, "upscaler", UPSCALERS)["tiled"].metrics["cost/work"] == 1.3
 
 
 def test_an_overflow_has_no_number_that_mlflow_could_not_take(tmp_path: Path) -> None:
     broken = {"relative_error": None, "absmax": None, "nonfinite_count": 1, "headroom_bits": None}
     zero = {"relative_error": 0.0, "absmax": 0.0, "nonfinite_count": 0, "headroom_bits": None}
-    ways = {"hot": Way(by=SAME, notes={"layers": NOTES["layers"] | {"head": broken}}),
-            "dead": Way(by=SAME, notes={"layers": {"stem": zero}})}  # fmt: skip
+    ways = {
+        "hot": Way(by=SAME, notes={"layers": NOTES["layers"] | {"head": broken}}),
+        "dead": Way(by=SAME, notes={"layers": {"stem": zero}}),
+    }
     build = write_detector(tmp_path, make_network_product("detector", ways), ways, num_images=4)
     runs = describe(build, "detector", ways)
     assert runs["hot"].metrics["cost/least_headroom_doublings"] == -4
@@ -116,8 +146,10 @@ def test_params_and_predictions_are_for_people(detector: Path, upscaler: Path) -
     """Catches boxes as JSON, digests of pictures, and a finite output that is called right."""
     run = describe(detector, "detector", DETECTORS)["losing"]
     assert run.params["steps"] == "compile default" and run.params["serving"] == "torch float32, compiled default"
-    assert all(re.fullmatch(r"finite: \d of 5 objects found at IoU 0.5, 0 false alarms", said)
-               for said in run.predictions["output"])  # fmt: skip
+    assert all(
+        re.fullmatch(r"finite: \d of 5 objects found at IoU 0.5, 0 false alarms", said)
+        for said in run.predictions["output"]
+    )
     tiled = describe(upscaler, "upscaler", UPSCALERS)["tiled"]
     assert tiled.params["steps"] == "tiling 16 none"
     assert tiled.predictions["output"][0] == "finite: 36.50 dB, SSIM 0.9000, seams of 5.00 levels"
@@ -135,9 +167,11 @@ def test_a_second_log_adds_nothing(detector: Path, tmp_path: Path) -> None:
 def test_products_share_no_experiment_and_no_file(detector: Path, upscaler: Path, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    runs = {"people": list(describe(detector, "detector", DETECTORS).values()),
-            "faces": list(describe(detector, "detector", DETECTORS).values()),
-            "upscaler": list(describe(upscaler, "upscaler", UPSCALERS).values())}  # fmt: skip
+    runs = {
+        "people": list(describe(detector, "detector", DETECTORS).values()),
+        "faces": list(describe(detector, "detector", DETECTORS).values()),
+        "upscaler": list(describe(upscaler, "upscaler", UPSCALERS).values()),
+    }
     logged = {product: log_runs(shown, tmp_path, product=product) for product, shown in runs.items()}
     for product, shown in logged.items():
         write_pages(shown, tmp_path, product=product, has_pictures=False)
@@ -145,7 +179,10 @@ def test_products_share_no_experiment_and_no_file(detector: Path, upscaler: Path
     ids = {product: {run.experiment_id for run in shown} for product, shown in logged.items()}
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert {product: [client.get_experiment(i).name for i in found] for product, found in ids.items()} == {
-        "people": ["quantgate people"], "faces": ["quantgate faces"], "upscaler": ["quantgate upscaler"]}  # fmt: skip
+        "people": ["quantgate people"],
+        "faces": ["quantgate faces"],
+        "upscaler": ["quantgate upscaler"],
+    }
     for product, shown in logged.items():
         found = client.search_runs([*ids[product]])
         assert {run.info.run_id for run in found} == {run.run_id for run in shown}, "all active: none was binned"
@@ -156,8 +193,9 @@ def test_products_share_no_experiment_and_no_file(detector: Path, upscaler: Path
 def test_a_verdict_of_no_gain_has_a_colour_of_its_own(tmp_path: Path) -> None:
     ways = {"same": DETECTORS["same"], "losing": Way(by=SAME)}
     product = make_network_product("detector", ways, {"scenes/ap": {"overall": 0.2}})
-    runs = describe_runs(compare_release(product, write_detector(tmp_path, product, ways, num_images=80)).judgement,
-                         tmp_path / "build")  # fmt: skip
+    runs = describe_runs(
+        compare_release(product, write_detector(tmp_path, product, ways, num_images=80)).judgement, tmp_path / "build"
+    )
     assert [run.params["gate"] for run in runs] == ["reference", "no gain (release)", "pass (release)"]
     assert len({run.color for run in runs}) == 3
 
@@ -173,12 +211,15 @@ def test_pictures_that_the_report_leaves_out_are_not_attached(tmp_path: Path) ->
 Damage = Callable[[Path], Any]
 
 
-@pytest.mark.parametrize(("file", "damage", "said"), [
-    pytest.param("scenes.npz", lambda p: p.write_bytes(b"x"), None, id="table"),
-    pytest.param("scenes.npz", lambda p: p.unlink(), None, id="no-table"),
-    pytest.param("scenes.json", lambda p: p.write_text("{}"), None, id="notes"),
-    pytest.param("scenes.jsonl", lambda p: p.write_text("{}"), "no predictions", id="records"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        pytest.param("scenes.npz", lambda p: p.write_bytes(b"x"), None, id="table"),
+        pytest.param("scenes.npz", lambda p: p.unlink(), None, id="no-table"),
+        pytest.param("scenes.json", lambda p: p.write_text("{}"), None, id="notes"),
+        pytest.param("scenes.jsonl", lambda p: p.write_text("{}"), "no predictions", id="records"),
+    ],
+)
 def test_broken_evidence_never_stops_a_run(
     detector: Path, tmp_path: Path, file: str, damage: Damage, said: str | None
 ) -> None:

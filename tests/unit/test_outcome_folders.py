@@ -21,8 +21,16 @@ def write_log(folder: Path, *, num: int = 200, wrong: int = 0) -> Path:
     """Write a log of inspect_ai, with the samples of a real one numbered anew."""
     log = json.loads((REAL / "sums.json").read_text())
     first = log["samples"][0]
-    log["samples"] = [first | {"id": f"s{i}", "input": f"what is {i}?", "scores": {"match": {"value": "CI"[i < wrong]}},
-                               "output": {"completion": f"{folder.name} {i}"}} for i in range(num)]
+    log["samples"] = [
+        first
+        | {
+            "id": f"s{i}",
+            "input": f"what is {i}?",
+            "scores": {"match": {"value": "CI"[i < wrong]}},
+            "output": {"completion": f"{folder.name} {i}"},
+        }
+        for i in range(num)
+    ]
     log["results"]["total_samples"] = num
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log.json").write_text(json.dumps(log))
@@ -75,10 +83,24 @@ def test_two_tasks_of_which_one_fell_are_both_judged(sides, capsys):
     assert code == 20 and "more/exact_match" in said
 
 
-@pytest.mark.parametrize("name", [
-    "safety.csv.gz", "safety.jsonl.zst", "safety.parquet", "safety.xlsx", "safety.json", "results_safety.json",
-    "safety.eval.zip", "safety.arrow", "safety.pkl", "safety.sqlite", "safety", "safety.csv.bak", ".safety.dat",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "safety.csv.gz",
+        "safety.jsonl.zst",
+        "safety.parquet",
+        "safety.xlsx",
+        "safety.json",
+        "results_safety.json",
+        "safety.eval.zip",
+        "safety.arrow",
+        "safety.pkl",
+        "safety.sqlite",
+        "safety",
+        "safety.csv.bak",
+        ".safety.dat",
+    ],
+)
 @pytest.mark.parametrize("where", [0, 1])
 def test_data_that_nothing_reads_is_refused_by_name(sides, capsys, name, where):
     (sides[where] / name).write_bytes(gzip.compress(b"case_id,score\na,0\n"))
@@ -86,10 +108,21 @@ def test_data_that_nothing_reads_is_refused_by_name(sides, capsys, name, where):
     assert code == 30 and f"{sides[where] / name}: " in said and "not judged" in said, said
 
 
-@pytest.mark.parametrize("name", [
-    f"results_{DATE}.json", "README.md", "notes.txt", "run.log", "plot.png", "report.html", "config.yaml", ".DS_Store",
-    "run.sh", "LICENSE",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"results_{DATE}.json",
+        "README.md",
+        "notes.txt",
+        "run.log",
+        "plot.png",
+        "report.html",
+        "config.yaml",
+        ".DS_Store",
+        "run.sh",
+        "LICENSE",
+    ],
+)
 def test_what_is_no_data_may_lie_beside(sides, capsys, name):
     for side in sides:
         (side / name).write_text("{}" if name.endswith("json") else "x")
@@ -157,8 +190,11 @@ LINKS = {"copy": shutil.copy, "hard link": os.link, "symlink": lambda a, b: b.sy
 @pytest.mark.parametrize("kind", ["table", "lm-eval", "inspect_ai"])
 def test_a_candidate_that_is_the_references_file_is_refused(tmp_path, capsys, link, kind):
     """It was a note beside a pass."""
-    write = {"table": lambda folder: write_outcomes(folder / "t.csv", [1.0] * 200, output=["x"] * 200),
-             "lm-eval": write_samples, "inspect_ai": write_log}[kind]  # fmt: skip
+    write = {
+        "table": lambda folder: write_outcomes(folder / "t.csv", [1.0] * 200, output=["x"] * 200),
+        "lm-eval": write_samples,
+        "inspect_ai": write_log,
+    }[kind]
     ours = write(tmp_path / "a")
     theirs = tmp_path / "b" / ours.name
     theirs.parent.mkdir()

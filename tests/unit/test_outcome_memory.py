@@ -18,8 +18,21 @@ CASES = 2_000
 
 
 def write_jsonl(path: Path) -> Path:
-    path.write_text("".join(json.dumps({"case_id": f"q{i}", "prompt": "p" * 20 + str(i), "output": "o", "f1": i / CASES,
-                                        "notes": ["x" * 50] * 20 + [i]}) + "\n" for i in range(CASES)))  # fmt: skip
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "case_id": f"q{i}",
+                    "prompt": "p" * 20 + str(i),
+                    "output": "o",
+                    "f1": i / CASES,
+                    "notes": ["x" * 50] * 20 + [i],
+                }
+            )
+            + "\n"
+            for i in range(CASES)
+        )
+    )
     return path
 
 
@@ -32,11 +45,27 @@ def write_csv(path: Path) -> Path:
 
 
 def write_samples(path: Path) -> Path:
-    path.write_text("".join(json.dumps({
-        "doc_id": i, "doc": {"text": ["x" * 50] * 20 + [i]}, "target": "", "filter": name, "f1": i / CASES,
-        "arguments": {"gen_args_0": {"arg_0": "p" * 20, "arg_1": ["y" * 40] * 20 + [i]}}, "resps": [["o"]],
-        "doc_hash": f"d{i}", "prompt_hash": f"p{i}", "target_hash": f"t{i}"}) + "\n"
-        for name in ("none", "strict") for i in range(CASES)))  # fmt: skip
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "doc_id": i,
+                    "doc": {"text": ["x" * 50] * 20 + [i]},
+                    "target": "",
+                    "filter": name,
+                    "f1": i / CASES,
+                    "arguments": {"gen_args_0": {"arg_0": "p" * 20, "arg_1": ["y" * 40] * 20 + [i]}},
+                    "resps": [["o"]],
+                    "doc_hash": f"d{i}",
+                    "prompt_hash": f"p{i}",
+                    "target_hash": f"t{i}",
+                }
+            )
+            + "\n"
+            for name in ("none", "strict")
+            for i in range(CASES)
+        )
+    )
     return path
 
 

@@ -71,13 +71,16 @@ def test_lm_eval_perplexity_is_a_ratio_over_words():
     assert found.records[0].scores[perplexity.weight] == 3
 
 
-@pytest.mark.parametrize(("edit", "said"), [
-    (lambda rows: [*rows, rows[-1]], "document 3 is there twice under the filter 'flexible-extract'"),
-    (lambda rows: [{k: v for k, v in row.items() if k != "doc_hash"} for row in rows], "lm-eval 0.4.3 or newer"),
-    (lambda rows: [rows[0] | {"doc_id": "0"}], "a number as doc_id"),
-    (lambda rows: [rows[0] | {"doc_id": True}], "a number as doc_id"),
-    (lambda rows: [], "expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda rows: [*rows, rows[-1]], "document 3 is there twice under the filter 'flexible-extract'"),
+        (lambda rows: [{k: v for k, v in row.items() if k != "doc_hash"} for row in rows], "lm-eval 0.4.3 or newer"),
+        (lambda rows: [rows[0] | {"doc_id": "0"}], "a number as doc_id"),
+        (lambda rows: [rows[0] | {"doc_id": True}], "a number as doc_id"),
+        (lambda rows: [], "expected"),
+    ],
+)
 def test_unfit_lm_eval_samples_are_refused_by_name(tmp_path, edit, said):
     path = write_lines(tmp_path / SAMPLES.name, edit(load_lines(SAMPLES)))
     assert said in read_side(path, PLAIN).problems[0]
@@ -108,14 +111,17 @@ def test_zip_and_json_of_one_inspect_log_say_the_same():
     assert {r.scores["match"] for r in packed.records} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize(("edit", "said"), [
-    (lambda log: log.update(status="error", error={"message": "no\nserver"}), "got status 'error' (no server)"),
-    (lambda log: log.update(invalidated=True), "marked as invalid"),
-    (lambda log: log["samples"].pop(), "expected 6 samples, as the log says, got 5"),
-    (lambda log: log["samples"][0].update(error={"message": "boom"}), "1 of 6 cases have no judgement"),
-    (lambda log: log["samples"].__setitem__(0, log["samples"][1]), "is there twice"),
-    (lambda log: log.pop("eval"), "expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda log: log.update(status="error", error={"message": "no\nserver"}), "got status 'error' (no server)"),
+        (lambda log: log.update(invalidated=True), "marked as invalid"),
+        (lambda log: log["samples"].pop(), "expected 6 samples, as the log says, got 5"),
+        (lambda log: log["samples"][0].update(error={"message": "boom"}), "1 of 6 cases have no judgement"),
+        (lambda log: log["samples"].__setitem__(0, log["samples"][1]), "is there twice"),
+        (lambda log: log.pop("eval"), "expected"),
+    ],
+)
 def test_unfit_inspect_logs_are_refused_by_name(tmp_path, edit, said):
     log = json.loads((REAL / "sums.json").read_text())
     edit(log)
@@ -169,16 +175,19 @@ def test_fields_of_a_document_or_metadata_make_clusters_and_buckets():
     assert "expected a field 'topic'" in read_side(REAL / "sums.eval", Grouping("topic")).problems[0]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("case_id;score\na;1\n", "separated by commas"),
-    ("case_id,score\na,1\nb\n", ":3: expected 2 cells"),
-    ("case_id,score\na,1\na,1\n", ":3: case 'a' is there twice, first in"),
-    ("case_id,score\na,1\na ,1\n", ":3: case 'a' is there twice, first in"),
-    ("case_id,score\n,1\n", "expected a `case_id`, found none"),
-    ("case_id,score\n", "expected at least one case"),
-    ('case_id,score\na,"1\n', "not CSV"),
-    ("case_id,reference,candidate\na,1,0\n", "give it alone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("case_id;score\na;1\n", "separated by commas"),
+        ("case_id,score\na,1\nb\n", ":3: expected 2 cells"),
+        ("case_id,score\na,1\na,1\n", ":3: case 'a' is there twice, first in"),
+        ("case_id,score\na,1\na ,1\n", ":3: case 'a' is there twice, first in"),
+        ("case_id,score\n,1\n", "expected a `case_id`, found none"),
+        ("case_id,score\n", "expected at least one case"),
+        ('case_id,score\na,"1\n', "not CSV"),
+        ("case_id,reference,candidate\na,1,0\n", "give it alone"),
+    ],
+)
 def test_malformed_tables_are_refused_with_their_line(tmp_path, text, said):
     path = tmp_path / "table.csv"
     path.write_text(text)
@@ -244,8 +253,9 @@ def test_a_paired_table_needs_both_sides(tmp_path):
 
 
 def test_every_reader_is_registered_under_its_own_name():
-    assert set(READERS) == {path.stem for path in (ROOT / "pipeline/outcomes").glob("*.py")
-                            if "FORMAT = " in path.read_text()}  # fmt: skip
+    assert set(READERS) == {
+        path.stem for path in (ROOT / "pipeline/outcomes").glob("*.py") if "FORMAT = " in path.read_text()
+    }
     assert lm_eval.FORMAT in READERS
 
 
@@ -304,15 +314,24 @@ def test_a_paired_table_keeps_weights_and_groups(tmp_path):
         assert (outcomes.records[0].cluster, outcomes.records[0].buckets) == ("p1", ("kind/hard",))
 
 
-@pytest.mark.parametrize(("ours", "theirs", "said"), [
-    ({"config": {"message_limit": 5}}, {"config": {"message_limit": 500}}, "limits"),
-    ({"config": {"token_limit": 500}}, {"config": {}}, "limits"),
-    ({"model_roles": {"grader": {"model": "a/strict"}}}, {"model_roles": {"grader": {"model": "a/kind"}}},
-     "other models"),
-    ({"sandbox": {"type": "docker", "config": "/a/compose.yaml"}}, {"sandbox": {"type": "local"}}, "sandbox"),
-    ({"sandbox": {"type": "docker", "config": "strict.yaml"}}, {"sandbox": {"type": "docker", "config": "kind.yaml"}},
-     "sandbox"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ({"config": {"message_limit": 5}}, {"config": {"message_limit": 500}}, "limits"),
+        ({"config": {"token_limit": 500}}, {"config": {}}, "limits"),
+        (
+            {"model_roles": {"grader": {"model": "a/strict"}}},
+            {"model_roles": {"grader": {"model": "a/kind"}}},
+            "other models",
+        ),
+        ({"sandbox": {"type": "docker", "config": "/a/compose.yaml"}}, {"sandbox": {"type": "local"}}, "sandbox"),
+        (
+            {"sandbox": {"type": "docker", "config": "strict.yaml"}},
+            {"sandbox": {"type": "docker", "config": "kind.yaml"}},
+            "sandbox",
+        ),
+    ],
+)
 def test_logs_of_other_limits_another_grader_or_sandbox_do_not_compare(tmp_path, capsys, ours, theirs, said):
     """A candidate that may work longer, elsewhere, or is graded more kindly, hides what it lost."""
     for name, about in (("a", ours), ("b", theirs)):
@@ -327,8 +346,11 @@ def test_a_role_of_the_evaluated_model_itself_is_the_same_on_both_sides(tmp_path
     """As is a sandbox by one file, wherever it lies."""
     for name in "ab":
         log = json.loads((REAL / "sums.json").read_text())
-        log["eval"] |= {"model": name, "model_roles": {"solver": {"model": name}},
-                        "sandbox": {"type": "k8s", "config": {"values": f"/srv/{name}/compose.yaml", "chart": None}}}
+        log["eval"] |= {
+            "model": name,
+            "model_roles": {"solver": {"model": name}},
+            "sandbox": {"type": "k8s", "config": {"values": f"/srv/{name}/compose.yaml", "chart": None}},
+        }
         (tmp_path / f"{name}.json").write_text(json.dumps(log))
     code, _ = run("compare", tmp_path / "a.json", tmp_path / "b.json", "--metric", "match", capsys=capsys)
     assert code == 10  # six cases prove nothing
@@ -352,19 +374,27 @@ def test_runs_of_other_numbers_of_answers_do_not_compare(tmp_path, capsys):
         results = json.loads((REAL / RESULTS).read_text())
         results["configs"]["gen"]["repeats"] = repeats
         (tmp_path / side / RESULTS).write_text(json.dumps(results))
-    code, said = run("compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match",
-                     capsys=capsys)  # fmt: skip
+    code, said = run(
+        "compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match", capsys=capsys
+    )
     assert code == 30 and "gen: repeats: the reference has 1, the candidate 8" in said
 
 
-@pytest.mark.parametrize(("ours", "theirs", "differ"), [
-    ("def judge(doc, results): return strict(results)", "def judge(doc, results): return True", True),
-    (None, "def judge(doc, results): return True", True),
-    ("<function judge at 0x7f10>", "<function judge at 0x7F22>", False),  # where it was tells nothing
-    ("def judge(doc, results): return 1", "<function judge at 0x7f22>", False),
-    ("functools.partial(<function judge at 0x7f10>, k=1)", "functools.partial(<function judge at 0x7f22>, k=1)", False),
-    ("def judge(doc, results): return 1", "def judge(doc, results): return 1", False),
-])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differ"),
+    [
+        ("def judge(doc, results): return strict(results)", "def judge(doc, results): return True", True),
+        (None, "def judge(doc, results): return True", True),
+        ("<function judge at 0x7f10>", "<function judge at 0x7F22>", False),  # where it was tells nothing
+        ("def judge(doc, results): return 1", "<function judge at 0x7f22>", False),
+        (
+            "functools.partial(<function judge at 0x7f10>, k=1)",
+            "functools.partial(<function judge at 0x7f22>, k=1)",
+            False,
+        ),
+        ("def judge(doc, results): return 1", "def judge(doc, results): return 1", False),
+    ],
+)
 def test_answers_that_other_code_judged_do_not_compare(tmp_path, capsys, ours, theirs, differ):
     """`process_results` gives the scores: an edit of it passed as a better or equal candidate."""
     for side, code in (("before", ours), ("after", theirs)):
@@ -373,8 +403,9 @@ def test_answers_that_other_code_judged_do_not_compare(tmp_path, capsys, ours, t
         results = json.loads((REAL / RESULTS).read_text())
         results["configs"]["gen"] |= {} if code is None else {"process_results": code}
         (tmp_path / side / RESULTS).write_text(json.dumps(results))
-    code, said = run("compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match",
-                     capsys=capsys)  # fmt: skip
+    code, said = run(
+        "compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match", capsys=capsys
+    )
     assert ("gen: judging: the reference has" in said) == differ, said
     assert code == 30 if differ else code in (10, 30)  # the same answers twice are refused, too
 
@@ -393,10 +424,12 @@ def test_filters_are_the_same_wherever_their_functions_lay(tmp_path, capsys):
         (tmp_path / side / SAMPLES.name).write_text(SAMPLES.read_text() + "\n" * len(side))
         results = json.loads((REAL / RESULTS).read_text())
         results["configs"]["gen"]["filter_list"] = [
-            {"name": "f", "filter": [{"function": "custom", "filter_fn": f"<function build at {address}>"}]}]
+            {"name": "f", "filter": [{"function": "custom", "filter_fn": f"<function build at {address}>"}]}
+        ]
         (tmp_path / side / RESULTS).write_text(json.dumps(results))
-    _, said = run("compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match",
-                  capsys=capsys)  # fmt: skip
+    _, said = run(
+        "compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match", capsys=capsys
+    )
     assert "gen: filters" not in said
 
 
@@ -462,7 +495,8 @@ def test_samples_of_other_sandboxes_ask_something_else(tmp_path, capsys):
 def test_a_score_that_nothing_gates_is_named(tmp_path, capsys):
     """README says so; evals were, columns were not."""
     for name, other in (("a", 1), ("b", 0)):
-        (tmp_path / f"{name}.csv").write_text("case_id,score,other,output\n" + "".join(
-            f"{i},1,{other},{name}\n" for i in range(400)))  # fmt: skip
+        (tmp_path / f"{name}.csv").write_text(
+            "case_id,score,other,output\n" + "".join(f"{i},1,{other},{name}\n" for i in range(400))
+        )
     code, said = run("compare", tmp_path / "a.csv", tmp_path / "b.csv", "--metric", "score", capsys=capsys)
     assert code == 0 and "not gated: outcomes: other: no tolerance is set" in said, said

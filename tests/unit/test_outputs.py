@@ -36,12 +36,25 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> ReleaseComparison:
     """A release in which one candidate fails on hostile outputs, one is refused and one is fine, and a spare that
     fails, too, and is not released."""
     build = tmp_path_factory.mktemp("project") / "build"
-    write_tree(build, {"bad": Behaviour({"calls": 0.3}, {"calls": 0.1}), "broken": Behaviour(), "good": Behaviour(),
-                       "spare": Behaviour({"calls": 0.3})}, num_cases=400)  # fmt: skip
+    write_tree(
+        build,
+        {
+            "bad": Behaviour({"calls": 0.3}, {"calls": 0.1}),
+            "broken": Behaviour(),
+            "good": Behaviour(),
+            "spare": Behaviour({"calls": 0.3}),
+        },
+        num_cases=400,
+    )
     for name in ("bad", "spare"):
-        rewrite_records(build, name, "calls", lambda records: [
-            r.model_copy(update={"output": f"{r.output[:60]}{HOSTILE}{r.output[60:]}{'x' * LONG}"})
-            for r in records])  # fmt: skip
+        rewrite_records(
+            build,
+            name,
+            "calls",
+            lambda records: [
+                r.model_copy(update={"output": f"{r.output[:60]}{HOSTILE}{r.output[60:]}{'x' * LONG}"}) for r in records
+            ],
+        )
     (build / "evaluations" / "broken" / "evaluation.json").unlink()
     return compare_release(make_params(["bad", "broken", "good", "spare"], ["bad", "broken", "good"]), build)
 
@@ -70,8 +83,11 @@ def verdict_of(judgement: Judgement, name: str) -> Verdict:
 
 
 def replace_verdict(judgement: Judgement, name: str, **update: object) -> Judgement:
-    return judgement.model_copy(update={"verdicts": tuple(
-        v.model_copy(update=update) if v.candidate == name else v for v in judgement.verdicts)})
+    return judgement.model_copy(
+        update={
+            "verdicts": tuple(v.model_copy(update=update) if v.candidate == name else v for v in judgement.verdicts)
+        }
+    )
 
 
 def suite_of(judgement: Judgement, name: str) -> ElementTree.Element:
@@ -165,13 +181,19 @@ def test_junit_says_what_stops_the_release(compared: ReleaseComparison) -> None:
 
 @pytest.mark.parametrize(("policy", "tag"), [("warn", "skipped"), ("block", "failure")])
 def test_junit_follows_the_policy_on_what_is_open(compared: ReleaseComparison, policy: str, tag: str) -> None:
-    judgement = compared.judgement.model_copy(update={
-        "policy": compared.judgement.policy.model_copy(update={"on_inconclusive": policy})})
+    judgement = compared.judgement.model_copy(
+        update={"policy": compared.judgement.policy.model_copy(update={"on_inconclusive": policy})}
+    )
     comparisons = verdict_of(judgement, "good").comparisons
     gated = next(c for c in comparisons if c.tolerance is not None)
     open_ = gated.model_copy(update={"outcome": "inconclusive", "harm": 0.0})
-    judgement = replace_verdict(judgement, "good", outcome="inconclusive", reasons=("inconclusive: it",), comparisons=(
-        open_, *(c for c in comparisons if c is not gated)))  # fmt: skip
+    judgement = replace_verdict(
+        judgement,
+        "good",
+        outcome="inconclusive",
+        reasons=("inconclusive: it",),
+        comparisons=(open_, *(c for c in comparisons if c is not gated)),
+    )
     found = tags_of(suite_of(judgement, "good"))
     assert found["verdict"] == tag and found[gated.metric] == tag
 
@@ -196,16 +218,19 @@ def test_a_blocked_release_is_never_green_in_junit(compared: ReleaseComparison) 
 
 def read_annotations(lines: list[str]) -> list[tuple[str, int, str]]:
     """Return level, line and message of each, as GitHub's runner reads them."""
-    found = [re.fullmatch(r"::(error|warning) file=[^,:]+,line=(\d+),title=[^,:\r\n]*::([^\r\n]*)", line)
-             for line in lines]  # fmt: skip
+    found = [
+        re.fullmatch(r"::(error|warning) file=[^,:]+,line=(\d+),title=[^,:\r\n]*::([^\r\n]*)", line) for line in lines
+    ]
     assert all(found), lines
     return [(m[1], int(m[2]), m[3]) for m in found if m]
 
 
 def test_annotations_stand_at_the_tolerance(compared: ReleaseComparison) -> None:
     judgement = compared.judgement
-    gate = ("    gate:\n      alpha: 0.05\n      tolerances:\n        calls/tool_call_exact_match:\n          # why\n"
-            "          overall: 0.02\n")
+    gate = (
+        "    gate:\n      alpha: 0.05\n      tolerances:\n        calls/tool_call_exact_match:\n          # why\n"
+        "          overall: 0.02\n"
+    )
     text = f"products:\n  other:\n{gate}  agent:\n{gate}candidates:\n  broken:\n    steps: []\n"
     found = read_annotations(render_annotations(judgement, text))
     by_message = {message.partition(": ")[0]: (level, line) for level, line, message in found}
@@ -249,8 +274,10 @@ def test_github_shows_ten_errors_a_step_so_the_last_counts_the_rest(compared: Re
 
 def test_a_verdict_that_blocks_without_a_known_reason_is_annotated(compared: ReleaseComparison) -> None:
     judgement = replace_verdict(compared.judgement, "good", outcome="no gain", reasons=("of another kind",))
-    assert any("of another kind" in message for _, _, message in
-               read_annotations(render_annotations(judgement, "candidates: {good: {}}\n")))  # fmt: skip
+    assert any(
+        "of another kind" in message
+        for _, _, message in read_annotations(render_annotations(judgement, "candidates: {good: {}}\n"))
+    )
 
 
 def test_a_summary_is_short_and_whole(compared: ReleaseComparison, explanation: Explanation) -> None:
@@ -265,8 +292,17 @@ def test_a_summary_is_short_and_whole(compared: ReleaseComparison, explanation: 
 
 def test_what_does_not_fit_into_a_summary_is_left_out_whole(compared: ReleaseComparison) -> None:
     passage = Passage(before="é" * 90_000, marked="", after="", num_before=0, num_after=0)
-    flip = ExplainedFlip(kind="loss", eval_name="e", case_id="1", buckets=(), prompt=passage, reference=passage,
-                         candidate=passage, line=0, character=0)  # fmt: skip
+    flip = ExplainedFlip(
+        kind="loss",
+        eval_name="e",
+        case_id="1",
+        buckets=(),
+        prompt=passage,
+        reference=passage,
+        candidate=passage,
+        line=0,
+        character=0,
+    )
     large = Explanation(candidates=(CandidateExplanation(candidate="bad", folder="f", flips=(flip,), lost=()),))
     text = render_summary(compared.judgement, large)
     assert len(text.encode()) < MAX_SUMMARY_BYTES + 100
@@ -280,12 +316,19 @@ def test_losses_come_before_gains_and_open_verdicts_are_explained_too(compared: 
     bad, measured = verdict_of(compared.judgement, "bad"), compared.measured["bad"]
     kinds = [flip.kind for flip in explain_verdict(bad, measured, "text").flips]
     assert kinds == sorted(kinds, key=["loss", "gain", "path"].index) and kinds[0] == "loss"
-    undecided = bad.model_copy(update={"outcome": "inconclusive", "comparisons": tuple(
-        c.model_copy(update={"outcome": "inconclusive" if c.outcome == "fail" else c.outcome})
-        for c in bad.comparisons)})  # fmt: skip
+    undecided = bad.model_copy(
+        update={
+            "outcome": "inconclusive",
+            "comparisons": tuple(
+                c.model_copy(update={"outcome": "inconclusive" if c.outcome == "fail" else c.outcome})
+                for c in bad.comparisons
+            ),
+        }
+    )
     assert explain_verdict(undecided, measured, "text").flips
-    advisory = bad.model_copy(update={"comparisons": tuple(
-        c.model_copy(update={"tier": "advisory"}) for c in bad.comparisons)})  # fmt: skip
+    advisory = bad.model_copy(
+        update={"comparisons": tuple(c.model_copy(update={"tier": "advisory"}) for c in bad.comparisons)}
+    )
     assert not explain_verdict(advisory, measured, "text").flips, "what decides nothing explains nothing"
 
 
@@ -294,18 +337,29 @@ def test_a_margin_is_shown_where_the_canary_saw_the_same_answers(compared: Relea
     bad, measured = verdict_of(compared.judgement, "bad"), compared.measured["bad"]
     flips = explain_verdict(bad, measured, "text").flips
     pairs = measured.pairs["calls"]
-    records = {ours.case_id: (ours.output, theirs.output.split("\n")[0])
-               for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True)}  # fmt: skip
+    records = {
+        ours.case_id: (ours.output, theirs.output.split("\n")[0])
+        for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True)
+    }
     asked, other = flips[-1].case_id, flips[-2].case_id
     assert bad.canary is not None and all(flip.margin is None and flip.why_no_margin for flip in flips)
-    seen = tuple(CanaryFlip(case_id=f"calls/{case}", token=3, margin=0.5, reference=records[case][0].split("\n")[0],
-                            candidate=records[case][1] + extra) for case, extra in ((asked, ""), (other, "!")))
+    seen = tuple(
+        CanaryFlip(
+            case_id=f"calls/{case}",
+            token=3,
+            margin=0.5,
+            reference=records[case][0].split("\n")[0],
+            candidate=records[case][1] + extra,
+        )
+        for case, extra in ((asked, ""), (other, "!"))
+    )
     judged = bad.model_copy(update={"canary": bad.canary.model_copy(update={"flips": seen})})
     found = {flip.case_id: flip for flip in explain_verdict(judged, measured, "text").flips}
     assert (found[asked].token, found[asked].margin) == (3, 0.5)
     assert found[other].margin is None
-    own = judged.model_copy(update={"canary": judged.canary.model_copy(
-        update={"baseline": "its own path without drafts"})})  # fmt: skip
+    own = judged.model_copy(
+        update={"canary": judged.canary.model_copy(update={"baseline": "its own path without drafts"})}
+    )
     assert all(flip.margin is None for flip in explain_verdict(own, measured, "text").flips), "not the reference's"
 
 
@@ -316,7 +370,7 @@ def test_answers_that_only_the_path_changed_are_shown_with_their_prompt(compared
     flip = CanaryFlip(case_id="calls/calls-0002", token=1, margin=0.01, reference="to bay", candidate="to dock")
     canary = good.canary.model_copy(update={"is_same_weights": True, "baseline": "the path", "flips": (flip,)})
     judged = good.model_copy(update={"canary": canary, "outcome": "fail"})
-    shown, = explain_verdict(judged, compared.measured["good"], "text").flips
+    (shown,) = explain_verdict(judged, compared.measured["good"], "text").flips
     assert (shown.kind, shown.against, shown.margin, shown.token) == ("path", "the path", 0.01, 1)
     assert shown.reference is not None and shown.reference.marked == "bay"
     assert shown.prompt.text.startswith("Move crate 2 through")
@@ -356,8 +410,9 @@ def test_a_fence_in_an_output_does_not_end_its_block(compared: ReleaseComparison
     assert fences and max(map(len, fences)) > 6
 
 
-def test_nothing_of_a_project_is_read_by_the_renderers(compared: ReleaseComparison, explanation: Explanation,
-                                                       tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_project_is_read_by_the_renderers(
+    compared: ReleaseComparison, explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are functions of records: the same text anywhere."""
     here = (render_html(compared.judgement, explanation, {}), render_junit(compared.judgement))
     monkeypatch.chdir(tmp_path)

@@ -37,8 +37,14 @@ TEXT: dict[str, Any] = {
     "reference": "reference",
     "release": ["int4"],
     "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
-    "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_threads": 1,
-                "context_length": 512, "max_tokens": 64},
+    "serving": {
+        "dtype": "float32",
+        "continuous_batching": True,
+        "concurrency": 8,
+        "num_threads": 1,
+        "context_length": 512,
+        "max_tokens": 64,
+    },
     "resources": {"num_servers": 1, "request_timeout_s": 60, "start_timeout_s": 60.0},
     "canary": {"num_prompts": 8, "target_rate": 0.3},
     "evals": {
@@ -46,22 +52,33 @@ TEXT: dict[str, Any] = {
         "choices": {"kind": "harness", "task": "choices"},
         "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8},
     },
-    "gate": {"alpha": 0.05, "on_inconclusive": "block",
-             "tolerances": {"workflows/task_completion_rate": {"overall": 0.02, "buckets": {"long": 0.05}},
-                            "prose/perplexity_per_token": {"overall": 0.02}},
-             "tripwires": {"prose/kl_nats_per_token": 0.02}},
+    "gate": {
+        "alpha": 0.05,
+        "on_inconclusive": "block",
+        "tolerances": {
+            "workflows/task_completion_rate": {"overall": 0.02, "buckets": {"long": 0.05}},
+            "prose/perplexity_per_token": {"overall": 0.02},
+        },
+        "tripwires": {"prose/kl_nats_per_token": 0.02},
+    },
     "benchmark": {**NO_BENCHMARK, "candidates": ["int4"]},
-}  # fmt: skip
+}
 VALID: dict[str, Any] = {
     "products": {"agent": TEXT},
     "candidates": {
         "reference": {"product": "agent", "checkpoint": "models/agent", "steps": []},
-        "int4": {"product": "agent", "checkpoint": "models/agent", "steps": [
-            {"kind": "gptq", "calibration": CALIBRATION}]},
-        "awq": {"product": "agent", "checkpoint": "models/agent", "steps": [
-            {"kind": "awq", "calibration": CALIBRATION}]},
+        "int4": {
+            "product": "agent",
+            "checkpoint": "models/agent",
+            "steps": [{"kind": "gptq", "calibration": CALIBRATION}],
+        },
+        "awq": {
+            "product": "agent",
+            "checkpoint": "models/agent",
+            "steps": [{"kind": "awq", "calibration": CALIBRATION}],
+        },
     },
-}  # fmt: skip
+}
 VLLM = {"kind": "vllm", "command": ["vllm", "serve"], "version": "0.32.0"}
 REMOVE = object()
 
@@ -129,28 +146,48 @@ STEP = "candidates//int4//steps//0"
         ("serving//threads", 1, f"serving.threads: {UNKNOWN}"),
         ("evals//workflows//turns", 8, f"evals.workflows.turns: {UNKNOWN}"),
         ("gate//beta", 0.1, f"gate.beta: {UNKNOWN}"),
-        ("gate//tolerances//prose/perplexity_per_token//total", 0.1,
-         f"gate.tolerances.prose/perplexity_per_token.total: {UNKNOWN}"),
+        (
+            "gate//tolerances//prose/perplexity_per_token//total",
+            0.1,
+            f"gate.tolerances.prose/perplexity_per_token.total: {UNKNOWN}",
+        ),
         # what would let anything through
         ("gate//alpha", 1e-12, "gate.alpha: expected 0.001 or more, got 1e-12"),
         ("release//0", "reference", "release.0: 'reference' is the reference, and a comparison with itself proves"),
         ("reference", "int4", "candidates.int4.steps: expected none, as it is the reference: what the steps cost"),
         ("candidates//int4//engine", {"kind": "sglang"}, "candidates.int4.engine: expected one of the kinds 'transf"),
-        ("candidates//int4//engine", {"kind": "vllm", "command": [], "version": "1"},
-         "candidates.int4.engine.command: expected 1 or more entries, got []"),
+        (
+            "candidates//int4//engine",
+            {"kind": "vllm", "command": [], "version": "1"},
+            "candidates.int4.engine.command: expected 1 or more entries, got []",
+        ),
         ("candidates//int4//steps", REMOVE, "candidates.int4.steps: expected this key, found none"),
-        ("candidates//int4//engine", VLLM | {"command": ["vllm", "serve", "--seed", "1"]},
-         "candidates.int4.engine.command.2: expected no option behind `serve`, got '--seed'"),
+        (
+            "candidates//int4//engine",
+            VLLM | {"command": ["vllm", "serve", "--seed", "1"]},
+            "candidates.int4.engine.command.2: expected no option behind `serve`, got '--seed'",
+        ),
         ("candidates//int4//engine", VLLM | {"version": "latest"}, "candidates.int4.engine.version: "),
-        ("candidates//int4//engine", VLLM | {"command": ["docker", "run", "-e", "A", "vllm"],
-                                             "environment": {"A": "1", "B": "2"}},
-         "candidates.int4.engine.environment.B: expected `-e B` in engine.command, as a container gets no variable"),
-        ("candidates//int4//engine", {"kind": "openai", "model": "m", "base_url": "http://me:secret@host:8000"},
-         "candidates.int4.engine.base_url: expected no user and password, which would be written into reports"),
-        ("candidates//int4//engine", {"kind": "openai", "model": "m", "base_url": "http://exa mple:1"},
-         "candidates.int4.engine.base_url: expected http://host:port, got 'http://exa mple:1'"),
-        ("candidates//int4//engine", {"kind": "openai", "model": "m", "base_url": "http://host/x?y=1"},
-         "candidates.int4.engine.base_url: expected http://host:port, got 'http://host/x?y=1'"),
+        (
+            "candidates//int4//engine",
+            VLLM | {"command": ["docker", "run", "-e", "A", "vllm"], "environment": {"A": "1", "B": "2"}},
+            "candidates.int4.engine.environment.B: expected `-e B` in engine.command, as a container gets no variable",
+        ),
+        (
+            "candidates//int4//engine",
+            {"kind": "openai", "model": "m", "base_url": "http://me:secret@host:8000"},
+            "candidates.int4.engine.base_url: expected no user and password, which would be written into reports",
+        ),
+        (
+            "candidates//int4//engine",
+            {"kind": "openai", "model": "m", "base_url": "http://exa mple:1"},
+            "candidates.int4.engine.base_url: expected http://host:port, got 'http://exa mple:1'",
+        ),
+        (
+            "candidates//int4//engine",
+            {"kind": "openai", "model": "m", "base_url": "http://host/x?y=1"},
+            "candidates.int4.engine.base_url: expected http://host:port, got 'http://host/x?y=1'",
+        ),
         ("canary//target_rate", 1e-9, "canary.target_rate: expected 0.001 or more, got 1e-09"),
         ("canary//num_prompts", 2, "canary.num_prompts: expected 8 or more, got 2"),
         # missing keys
@@ -173,8 +210,11 @@ STEP = "candidates//int4//steps//0"
         (f"{STEP}//bits", 3, "candidates.int4.steps.0.bits: expected 4 or 8, got 3"),
         (f"{STEP}//group_size", 0, "candidates.int4.steps.0.group_size: "),
         (f"{STEP}//damping_fraction", 1.0, "candidates.int4.steps.0.damping_fraction: expected less than 1, got 1.0"),
-        (f"{STEP}//calibration//sources", [],
-         "candidates.int4.steps.0.calibration.sources: expected 1 or more entries, got []"),
+        (
+            f"{STEP}//calibration//sources",
+            [],
+            "candidates.int4.steps.0.calibration.sources: expected 1 or more entries, got []",
+        ),
         (f"{STEP}//calibration//seed", -1, "candidates.int4.steps.0.calibration.seed: expected 0 or more, got -1"),
         (f"{STEP}//calibration//num_samples", 0, "candidates.int4.steps.0.calibration.num_samples: "),
         ("candidates//awq//steps//0//num_grid_points", 2, "candidates.awq.steps.0.num_grid_points: "),
@@ -185,23 +225,35 @@ STEP = "candidates//int4//steps//0"
         ("gate//on_inconclusive", "ignore", "gate.on_inconclusive: expected 'block' or 'warn'"),
         ("gate//tolerances", {}, "gate.tolerances: "),
         ("gate//tolerances//prose/perplexity_per_token//overall", 0, "gate.tolerances.prose/perplexity_per_token."),
-        ("gate//tolerances//workflows/task_completion_rate//buckets//long", 2.0,
-         "gate.tolerances.workflows/task_completion_rate.buckets.long: "),
+        (
+            "gate//tolerances//workflows/task_completion_rate//buckets//long",
+            2.0,
+            "gate.tolerances.workflows/task_completion_rate.buckets.long: ",
+        ),
         ("gate//tripwires//prose/kl_nats_per_token", -1.0, "gate.tripwires.prose/kl_nats_per_token: "),
         ("release", [], "release: "),
         ("candidates", {}, "candidates: "),
         ("evals", {}, "evals: "),
         # kinds
-        (f"{STEP}//kind", "gguf",
-         "candidates.int4.steps.0: expected one of the kinds 'gptq', 'awq', 'speculative', got 'gguf'"),
+        (
+            f"{STEP}//kind",
+            "gguf",
+            "candidates.int4.steps.0: expected one of the kinds 'gptq', 'awq', 'speculative', got 'gguf'",
+        ),
         (f"{STEP}//kind", REMOVE, "candidates.int4.steps.0: expected a key `kind`, got {"),
         ("evals//prose//kind", "bleu", "evals.prose: expected one of the kinds 'perplexity', 'harness', "),
-        ("candidates//reference//engine", {"kind": "openai", "base_url": "localhost:8000", "model": "m"},
-         "candidates.reference.engine.base_url: expected http://host:port, got 'localhost:8000'"),
-        ("candidates//reference//engine", {"kind": "openai", "base_url": "ftp://localhost", "model": "m"},
-         "candidates.reference.engine.base_url: expected http://host:port, got 'ftp://localhost'"),
+        (
+            "candidates//reference//engine",
+            {"kind": "openai", "base_url": "localhost:8000", "model": "m"},
+            "candidates.reference.engine.base_url: expected http://host:port, got 'localhost:8000'",
+        ),
+        (
+            "candidates//reference//engine",
+            {"kind": "openai", "base_url": "ftp://localhost", "model": "m"},
+            "candidates.reference.engine.base_url: expected http://host:port, got 'ftp://localhost'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: str) -> None:
     assert refusal(edited(path, value)).startswith(said if said.startswith("candidates") else f"products.agent.{said}")
 
@@ -209,50 +261,94 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("reference", "refrence",
-         "reference: expected one of the candidates (reference, int4, awq), got 'refrence'"),
+        ("reference", "refrence", "reference: expected one of the candidates (reference, int4, awq), got 'refrence'"),
         ("release", ["int4", "int8"], "release.1: expected one of the candidates (reference, int4, awq), got 'int8'"),
         ("release", ["int4", "int4"], "release.1: 'int4' is listed twice; remove one"),
-        ("benchmark//candidates", ["reference"],
-         "benchmark.candidates.0: expected one of the candidates beside the reference (int4, awq), got 'reference'"),
+        (
+            "benchmark//candidates",
+            ["reference"],
+            "benchmark.candidates.0: expected one of the candidates beside the reference (int4, awq), got 'reference'",
+        ),
         ("benchmark//candidates", ["int4", "int4"], "benchmark.candidates.1: 'int4' is listed twice; remove one"),
-        ("benchmark//concurrency", [1, 9],
-         "benchmark.concurrency.1: expected distinct numbers up to serving.concurrency (8), got 9"),
+        (
+            "benchmark//concurrency",
+            [1, 9],
+            "benchmark.concurrency.1: expected distinct numbers up to serving.concurrency (8), got 9",
+        ),
         ("benchmark//concurrency", [2, 2], "benchmark.concurrency.1: expected distinct numbers up to "),
-        ("benchmark//prompt_tokens", [[10, 20], [20, 30]],
-         "benchmark.prompt_tokens: expected bands [least, most] that rise and don't overlap, got [[10, 20], [20, 30]]"),
+        (
+            "benchmark//prompt_tokens",
+            [[10, 20], [20, 30]],
+            "benchmark.prompt_tokens: expected bands [least, most] that rise and don't overlap, got [[10, 20], [20, 30]]",
+        ),
         ("benchmark//prompt_tokens", [[20, 10]], "benchmark.prompt_tokens: expected bands [least, most] that rise"),
-        ("benchmark//num_tokens", 453, "benchmark.num_tokens: expected at most 452, as the longest prompts (60 tokens) "
-         "share serving.context_length (512) with the answer, got 453"),
+        (
+            "benchmark//num_tokens",
+            453,
+            "benchmark.num_tokens: expected at most 452, as the longest prompts (60 tokens) "
+            "share serving.context_length (512) with the answer, got 453",
+        ),
         ("benchmark//rounds", 5, "benchmark.rounds: expected 6 or more, got 5"),
         ("benchmark//max_slowdown", 0.0, "benchmark.max_slowdown: expected more than 0, got 0.0"),
-        ("candidates//Int 4", {"product": "agent", "checkpoint": "x", "steps": []},
-         "candidates.Int 4: a name is lower-case letters, digits and dashes"),
+        (
+            "candidates//Int 4",
+            {"product": "agent", "checkpoint": "x", "steps": []},
+            "candidates.Int 4: a name is lower-case letters, digits and dashes",
+        ),
         ("candidates//../up", {"product": "agent", "checkpoint": "x", "steps": []}, "candidates.../up: a name is "),
-        ("evals//a/b", {"kind": "harness", "task": "t"},
-         "evals.a/b: a name is lower-case letters, digits, dashes and underscores"),
-        ("candidates//int4//steps", [{"kind": "gptq", "calibration": CALIBRATION},
-                                     {"kind": "awq", "calibration": CALIBRATION}],
-         "candidates.int4.steps.1: expected one quantising step at most, found awq after gptq: what is quantised "
-         "can't be quantised again; remove one"),
-        (f"{STEP}//calibration//sources", ["prose", "long", "prose"],
-         "candidates.int4.steps.0.calibration.sources.2: 'prose' is listed twice, and counts once; remove one"),
-        ("serving//max_tokens", 512,
-         "serving.max_tokens: expected less than serving.context_length (512), which prompt and answer share, got 512"),
-        ("gate//loosened", {"alpha": {"was": 0.05, "now": 0.1, "why": " " * 12}},
-         "gate.loosened.alpha.why: expected 10 or more characters, got"),
-        ("gate//tolerances//workflows/completion", {"overall": 0.1},
-         "gate.tolerances.workflows/completion: no such metric; the evals give choices/accuracy, "),
-        ("gate//tolerances//essays/perplexity_per_token", {"overall": 0.1},
-         "gate.tolerances.essays/perplexity_per_token: no such metric; "),
-        ("gate//tolerances//prose/kl_nats_per_token", {"overall": 0.1},
-         "gate.tolerances.prose/kl_nats_per_token: no such metric; "),
-        ("gate//tripwires//prose/perplexity_per_token", 0.1,
-         "gate.tripwires.prose/perplexity_per_token: no such metric; "),
-        ("gate//tolerances//choices/accuracy", {},
-         "gate.tolerances.choices/accuracy: expected `overall`, `buckets` or both, got neither"),
+        (
+            "evals//a/b",
+            {"kind": "harness", "task": "t"},
+            "evals.a/b: a name is lower-case letters, digits, dashes and underscores",
+        ),
+        (
+            "candidates//int4//steps",
+            [{"kind": "gptq", "calibration": CALIBRATION}, {"kind": "awq", "calibration": CALIBRATION}],
+            "candidates.int4.steps.1: expected one quantising step at most, found awq after gptq: what is quantised "
+            "can't be quantised again; remove one",
+        ),
+        (
+            f"{STEP}//calibration//sources",
+            ["prose", "long", "prose"],
+            "candidates.int4.steps.0.calibration.sources.2: 'prose' is listed twice, and counts once; remove one",
+        ),
+        (
+            "serving//max_tokens",
+            512,
+            "serving.max_tokens: expected less than serving.context_length (512), which prompt and answer share, got 512",
+        ),
+        (
+            "gate//loosened",
+            {"alpha": {"was": 0.05, "now": 0.1, "why": " " * 12}},
+            "gate.loosened.alpha.why: expected 10 or more characters, got",
+        ),
+        (
+            "gate//tolerances//workflows/completion",
+            {"overall": 0.1},
+            "gate.tolerances.workflows/completion: no such metric; the evals give choices/accuracy, ",
+        ),
+        (
+            "gate//tolerances//essays/perplexity_per_token",
+            {"overall": 0.1},
+            "gate.tolerances.essays/perplexity_per_token: no such metric; ",
+        ),
+        (
+            "gate//tolerances//prose/kl_nats_per_token",
+            {"overall": 0.1},
+            "gate.tolerances.prose/kl_nats_per_token: no such metric; ",
+        ),
+        (
+            "gate//tripwires//prose/perplexity_per_token",
+            0.1,
+            "gate.tripwires.prose/perplexity_per_token: no such metric; ",
+        ),
+        (
+            "gate//tolerances//choices/accuracy",
+            {},
+            "gate.tolerances.choices/accuracy: expected `overall`, `buckets` or both, got neither",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_contradiction_is_named_by_its_path(path: str, value: Any, said: str) -> None:
     assert refusal(edited(path, value)).startswith(said if said.startswith("candidates") else f"products.agent.{said}")
 
@@ -271,10 +367,14 @@ def test_a_candidate_may_end_with_a_speculative_step(steps: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ([DRAFT | {"draft": None}],
-         "0.draft: expected the draft model's checkpoint folder for method draft_model, found none"),
-        ([LOOKUP | {"draft": "models/draft"}],
-         "0.draft: expected none for method prompt_lookup, got 'models/draft'; remove it"),
+        (
+            [DRAFT | {"draft": None}],
+            "0.draft: expected the draft model's checkpoint folder for method draft_model, found none",
+        ),
+        (
+            [LOOKUP | {"draft": "models/draft"}],
+            "0.draft: expected none for method prompt_lookup, got 'models/draft'; remove it",
+        ),
         ([DRAFT, LOOKUP], "0: expected one speculative step at most, found another after it; remove one"),
         ([DRAFT, GPTQ], "0: expected speculative to be the last step, found gptq after it: "),
         ([DRAFT | {"num_tokens": 0}], "0.num_tokens: expected 1 or more, got 0"),
@@ -283,25 +383,37 @@ def test_a_candidate_may_end_with_a_speculative_step(steps: list[Any]) -> None:
         ([DRAFT | {"method": "eagle"}], "0.method: expected one of draft_model, prompt_lookup for engine transf"),
         ([DRAFT | {"drafts": "x"}], f"0.drafts: {UNKNOWN}"),
     ],
-)  # fmt: skip
+)
 def test_a_speculative_step_that_contradicts_itself_is_refused(steps: list[Any], said: str) -> None:
     assert refusal(edited("candidates//int4//steps", steps)).startswith(f"candidates.int4.steps.{said}")
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"method": "eagle3"}, ".method: expected one of draft_model, prompt_lookup for engine transformers, got 'eagle3'"),
-    ({"options": {"disable_padded_drafter_batch": True}}, ".options: expected none for engine transformers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"method": "eagle3"},
+            ".method: expected one of draft_model, prompt_lookup for engine transformers, got 'eagle3'",
+        ),
+        ({"options": {"disable_padded_drafter_batch": True}}, ".options: expected none for engine transformers"),
+    ],
+)
 def test_the_embedded_engine_knows_two_methods(change: dict[str, Any], said: str) -> None:
     assert refusal(edited("candidates//int4//steps", [DRAFT | change])).startswith(f"candidates.int4.steps.0{said}")
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"rejection_sample_method": "fly"}, ".lossy: expected true, as rejection_sample_method 'fly' is not known"),
-    ({"model": "models/other"}, ".options.model: expected an option that the step does not set itself"),
-    ({"posterior_threshold": 0.1}, ".lossy: expected true, as posterior_threshold lets tokens through"),
-    ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}, ".options: expected drafts that are"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rejection_sample_method": "fly"}, ".lossy: expected true, as rejection_sample_method 'fly' is not known"),
+        ({"model": "models/other"}, ".options.model: expected an option that the step does not set itself"),
+        ({"posterior_threshold": 0.1}, ".lossy: expected true, as posterior_threshold lets tokens through"),
+        (
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3},
+            ".options: expected drafts that are",
+        ),
+    ],
+)
 def test_drafts_that_change_answers_are_refused_unless_it_is_said(options: dict[str, Any], said: str) -> None:
     data = edited("candidates//int4//steps", [DRAFT | {"options": options, "lossy": "synthetic" in str(options)}])
     data["candidates"]["int4"]["engine"] = VLLM
@@ -327,21 +439,28 @@ NAME = "a name is lower-case letters, digits and dashes"
         # products
         ("products", REMOVE, "products: expected a mapping from each product's name to its settings, found none"),
         ("products", {}, "products: expected a mapping from each product's name to its settings, found none"),
-        ("products", ["agent"],
-         "products: expected a mapping from each product's name to its settings, got ['agent']"),
+        ("products", ["agent"], "products: expected a mapping from each product's name to its settings, got ['agent']"),
         ("products//agent//kind", REMOVE, f"products.agent.kind: {KINDS}, found none"),
         ("products//agent//kind", "audio", f"products.agent.kind: {KINDS}, got 'audio'"),
         ("products//agent//kind", ["text"], f"products.agent.kind: {KINDS}, got ['text']"),
         ("products//agent", None, f"products.agent.kind: {KINDS}, found none"),
         ("products//agent", "text", f"products.agent.kind: {KINDS}, found none"),
         ("products//other", TEXT, "products.other: expected a candidate that names it as its product, found none"),
-        ("products//agent//name", "agent", "products.agent.name: unknown key; candidates stand in `candidates`, and "
-         "name their product"),
-        ("products//agent//candidates", {"x": PLAIN}, "products.agent.candidates: unknown key; candidates stand in "
-         "`candidates`, and name their product"),
+        (
+            "products//agent//name",
+            "agent",
+            "products.agent.name: unknown key; candidates stand in `candidates`, and name their product",
+        ),
+        (
+            "products//agent//candidates",
+            {"x": PLAIN},
+            "products.agent.candidates: unknown key; candidates stand in `candidates`, and name their product",
+        ),
         # names that are folders
-        *((f"products//{name}", TEXT, f"products.{name}: {NAME}, and not 'env'")
-          for name in ("..", "../up", "/up", "", "my agent", "Agent", "-agent", ".agent", "agent_2", "env")),
+        *(
+            (f"products//{name}", TEXT, f"products.{name}: {NAME}, and not 'env'")
+            for name in ("..", "../up", "/up", "", "my agent", "Agent", "-agent", ".agent", "agent_2", "env")
+        ),
         # candidates
         ("candidates", REMOVE, "candidates: expected a mapping from each candidate's name to its settings, found none"),
         ("candidates", {}, "candidates: expected a mapping from each candidate's name to its settings, found none"),
@@ -354,7 +473,7 @@ NAME = "a name is lower-case letters, digits and dashes"
         ("products//agent//serving//num_servers", 1, f"products.agent.serving.num_servers: {UNKNOWN}"),
         ("products//agent//sampling", {}, f"products.agent.sampling: {UNKNOWN}"),
     ],
-)  # fmt: skip
+)
 def test_a_project_is_products_and_candidates(path: str, value: Any, said: str) -> None:
     assert refusal(edited(path, value)).startswith(said)
 
@@ -363,7 +482,8 @@ def test_a_project_is_products_and_candidates(path: str, value: Any, said: str) 
 def test_what_stands_beside_products_and_candidates_is_refused(key: str) -> None:
     """A gate there would seem to hold for all products, and would hold for none."""
     assert refusal(VALID | {key: TEXT["gate"]}) == (
-        f"{key}: expected products and candidates, got another key; remove it, or move it into a product")
+        f"{key}: expected products and candidates, got another key; remove it, or move it into a product"
+    )
 
 
 def test_a_misspelled_key_is_reported_and_not_the_one_it_stands_for() -> None:
@@ -395,10 +515,12 @@ def test_a_name_that_is_there_twice_is_one_line(tmp_path: Path, name: str) -> No
     """The later of two would hold without a word, and with it another product's weights."""
     path = tmp_path / "params.yaml"
     own = f"  {name}: {{kind: text}}\n"
-    twice = {"agent": f"products:\n{own}{own}candidates: {{}}\n",
-             "shots": "products: {agent: {kind: text}, images: {kind: images}}\ncandidates:\n"
-                      "  shots: {product: agent, checkpoint: x, steps: []}\n"
-                      "  shots: {product: images, checkpoint: y, steps: []}\n"}  # fmt: skip
+    twice = {
+        "agent": f"products:\n{own}{own}candidates: {{}}\n",
+        "shots": "products: {agent: {kind: text}, images: {kind: images}}\ncandidates:\n"
+        "  shots: {product: agent, checkpoint: x, steps: []}\n"
+        "  shots: {product: images, checkpoint: y, steps: []}\n",
+    }
     path.write_text(twice[name])
     with pytest.raises(SettingsError) as caught:
         load_params(path)
@@ -426,17 +548,31 @@ def project() -> dict[str, Any]:
 def test_each_product_has_the_candidates_that_name_it() -> None:
     products = parse_params(project()).products
     assert {name: (type(product), list(product.candidates)) for name, product in products.items()} == {
-        "agent": (TextProduct, ["reference", "int4", "awq"]), "detector": (VisionProduct, ["squares", "half"]),
-        "upscaler": (VisionProduct, ["doubled", "tiled"]), "shots": (ImagesProduct, ["shots", "fp16"])}  # fmt: skip
+        "agent": (TextProduct, ["reference", "int4", "awq"]),
+        "detector": (VisionProduct, ["squares", "half"]),
+        "upscaler": (VisionProduct, ["doubled", "tiled"]),
+        "shots": (ImagesProduct, ["shots", "fp16"]),
+    }
     assert {name: product.name for name, product in products.items()} == {name: name for name in products}
     assert [products["detector"].task, products["upscaler"].task] == ["detection", "upscaling"]  # type: ignore[attr-defined]
     assert len({folder for product in products.values() for folder in (product.build, product.reports)}) == 8
 
 
-@pytest.mark.parametrize(("key", "value", "said"), [
-    ("reference", "int4", "products.detector.reference: expected one of the candidates (squares, half), got 'int4'"),
-    ("release", ["tiled"], "products.detector.release.0: expected one of the candidates (squares, half), got 'tiled'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "reference",
+            "int4",
+            "products.detector.reference: expected one of the candidates (squares, half), got 'int4'",
+        ),
+        (
+            "release",
+            ["tiled"],
+            "products.detector.release.0: expected one of the candidates (squares, half), got 'tiled'",
+        ),
+    ],
+)
 def test_a_candidate_of_another_product_is_none(key: str, value: Any, said: str) -> None:
     """Names are unique in the project, so one that is known at all is easily taken for one of this product."""
     data = project()
@@ -468,28 +604,41 @@ def test_a_product_is_found_by_its_name_and_by_its_candidates() -> None:
     assert check_candidate(params.products["shots"], ["fp16"]) == "fp16"
 
 
-@pytest.mark.parametrize(("find", "said"), [
-    (lambda p: get_product(p, "shots", kind=VisionProduct), "products: expected detector or upscaler, got 'shots'"),
-    (lambda p: get_product(p, "vision", kind=ImagesProduct), "products: expected shots, got 'vision'"),
-    (lambda p: choose_product(p, None, kind=VisionProduct), "expected the name of a product (detector, upscaler)"),
-    (lambda p: choose_product(p, "agent", kind=ImagesProduct), "products: expected shots, got 'agent'"),
-    (lambda p: find_owner(p, "fp16", kind=VisionProduct),
-     "candidates: expected one of squares, half, doubled, tiled, got 'fp16'"),
-    (lambda p: check_candidate(p.products["shots"], ["int4"]), "candidates: expected one of shots, fp16, got 'int4'"),
-    (lambda p: check_candidate(p.products["shots"], []), "candidates: expected one of shots, fp16, got ''"),
-    (lambda p: check_candidate(p.products["shots"], ["shots", "fp16"]),
-     "candidates: expected one of shots, fp16, got 'shots fp16'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("find", "said"),
+    [
+        (lambda p: get_product(p, "shots", kind=VisionProduct), "products: expected detector or upscaler, got 'shots'"),
+        (lambda p: get_product(p, "vision", kind=ImagesProduct), "products: expected shots, got 'vision'"),
+        (lambda p: choose_product(p, None, kind=VisionProduct), "expected the name of a product (detector, upscaler)"),
+        (lambda p: choose_product(p, "agent", kind=ImagesProduct), "products: expected shots, got 'agent'"),
+        (
+            lambda p: find_owner(p, "fp16", kind=VisionProduct),
+            "candidates: expected one of squares, half, doubled, tiled, got 'fp16'",
+        ),
+        (
+            lambda p: check_candidate(p.products["shots"], ["int4"]),
+            "candidates: expected one of shots, fp16, got 'int4'",
+        ),
+        (lambda p: check_candidate(p.products["shots"], []), "candidates: expected one of shots, fp16, got ''"),
+        (
+            lambda p: check_candidate(p.products["shots"], ["shots", "fp16"]),
+            "candidates: expected one of shots, fp16, got 'shots fp16'",
+        ),
+    ],
+)
 def test_a_name_that_is_none_of_its_kind_is_told_with_those_that_are(find: Callable[[Params], Any], said: str) -> None:
     with pytest.raises(SettingsError) as caught:
         find(parse_params(project()))
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize(("kind", "name", "said"), [
-    (TextProduct, "agent", "products: expected one of this kind, got 'agent'"),
-    (TextProduct, None, "expected the name of a product (there is none of this kind)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (TextProduct, "agent", "products: expected one of this kind, got 'agent'"),
+        (TextProduct, None, "expected the name of a product (there is none of this kind)"),
+    ],
+)
 def test_a_project_need_not_have_a_product_of_every_kind(kind: type[Product], name: str | None, said: str) -> None:
     with pytest.raises(SettingsError) as caught:
         choose_product(parse_params(describe_project(make_detector())), name, kind=kind)
@@ -502,8 +651,9 @@ def test_a_benchmark_needs_an_eval_that_chats() -> None:
     product["gate"]["tolerances"] = {"choices/accuracy": {"overall": 0.02}}
     product["evals"] = {"choices": product["evals"]["choices"]}
     product["gate"]["tripwires"] = {}
-    assert refusal(data).startswith("products.agent.benchmark.candidates: the prompts are those of evals of kind "
-                                    "tool_calls or ")  # fmt: skip
+    assert refusal(data).startswith(
+        "products.agent.benchmark.candidates: the prompts are those of evals of kind tool_calls or "
+    )
     product["benchmark"]["candidates"] = []
     assert not parse(data).chat_evals
 
@@ -522,8 +672,10 @@ def test_decoding_tiles_that_can_not_blend_is_refused(window: str, is_refused: b
     step = {"kind": "vae_tiling", "tile": 32, "overlap": 0.0, "window": window}
     data["candidates"]["cut"] = data["candidates"]["vae-tiled"] | {"steps": [step]}
     if is_refused:
-        assert refusal(data).startswith("candidates.cut.steps.0.overlap: expected a pixel or more for window "
-                                        f"{window} to blend, got 0 of a tile of 32")  # fmt: skip
+        assert refusal(data).startswith(
+            "candidates.cut.steps.0.overlap: expected a pixel or more for window "
+            f"{window} to blend, got 0 of a tile of 32"
+        )
     else:
         parse_params(data)
 

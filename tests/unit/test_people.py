@@ -85,8 +85,10 @@ def test_a_box_bounds_the_pixels_that_people_change(seed: int, monkeypatch: pyte
     assert len(scene.boxes) and not outside.any()
 
 
-@pytest.mark.parametrize(("area", "name"), [
-    (SMALL_AREA, "small"), (SMALL_AREA + 1, "medium"), (MEDIUM_AREA, "medium"), (MEDIUM_AREA + 1, "large")])
+@pytest.mark.parametrize(
+    ("area", "name"),
+    [(SMALL_AREA, "small"), (SMALL_AREA + 1, "medium"), (MEDIUM_AREA, "medium"), (MEDIUM_AREA + 1, "large")],
+)
 def test_bounds_belong_to_the_smaller_size(area: int, name: str) -> None:
     assert name_bucket(area) == name
 

@@ -26,8 +26,14 @@ from tests.unit.test_seal import SECTIONS
 
 SIZES = {"detection": {"image": (40, 30)}, "upscaling": {"image": (40, 30), "target": (80, 60)}}
 BOX = {"bbox": [1, 2, 3, 4.5], "category_id": 1, "area": 13.5}
-CARD = {"name": "mine", "version": "1", "licence": "CC0-1.0", "description": "for tests", "made_by": "hand",
-        "cluster": "an image"}  # fmt: skip
+CARD = {
+    "name": "mine",
+    "version": "1",
+    "licence": "CC0-1.0",
+    "description": "for tests",
+    "made_by": "hand",
+    "cluster": "an image",
+}
 
 
 def draw(path: Path, size: tuple[int, int] = (40, 30), mode: str = "RGB", seed: int = 0, **options: Any) -> Path:
@@ -93,8 +99,12 @@ def test_sealing_leaves_the_spelling_of_other_lines_alone(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_picture_under_another_name_is_no_second_case(tmp_path: Path, kind: str) -> None:
-    folder = write(tmp_path / "e", kind, image="images/copy.png", **({"target": "targets/0.png"} if "target" in
-                                                                     SIZES[kind] else {}))  # fmt: skip
+    folder = write(
+        tmp_path / "e",
+        kind,
+        image="images/copy.png",
+        **({"target": "targets/0.png"} if "target" in SIZES[kind] else {}),
+    )
     (folder / "images/copy.png").write_bytes((folder / "images/0.png").read_bytes())
     seal(folder)
     with pytest.raises(EvalsetError, match="case 'c1' asks and expects the same as the case on line 1"):
@@ -104,26 +114,61 @@ def test_a_picture_under_another_name_is_no_second_case(tmp_path: Path, kind: st
 PATH = "expected a path inside the evalset's folder, with '/' between its parts, no '..' and no ':'"
 
 
-@pytest.mark.parametrize(("kind", "replaced", "said"), [
-    ("detection", {"id": "a/b"}, "id: expected letters, digits, "),
-    ("detection", {"annotations": [BOX | {"bbox": [1, 2, 0, 4]}]}, "annotations.0.bbox.2: expected more than 0, got 0"),
-    ("detection", {"annotations": [BOX | {"bbox": [1, 2, 3, -4]}]}, "annotations.0.bbox.3: expected more than 0"),
-    ("detection", {"annotations": [BOX | {"bbox": [1, 2, 3]}]}, "annotations.0.bbox.3: expected this key, found none"),
-    ("detection", {"annotations": [BOX | {"bbox": [float("nan"), 2, 3, 4]}]}, "annotations.0.bbox.0: expected a "),
-    ("detection", {"annotations": [BOX, BOX | {"category_id": -1}]}, "annotations.1.category_id: expected 0 or more"),
-    ("detection", {"annotations": [BOX | {"category_id": 1.5}]}, "annotations.0.category_id: expected a whole number"),
-    ("detection", {"annotations": [BOX | {"area": 0}]}, "annotations.0.area: expected more than 0, got 0"),
-    ("detection", {"annotations": [BOX | {"segmentation": []}]}, "annotations.0.segmentation: unknown key; remove it"),
-    ("detection", {"annotations": None}, "annotations: expected a list, got None"),
-    ("detection", {"target": "images/0.png"}, "target: unknown key; remove it"),
-    ("upscaling", {"target": None}, "target: expected text, got None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "replaced", "said"),
+    [
+        ("detection", {"id": "a/b"}, "id: expected letters, digits, "),
+        (
+            "detection",
+            {"annotations": [BOX | {"bbox": [1, 2, 0, 4]}]},
+            "annotations.0.bbox.2: expected more than 0, got 0",
+        ),
+        ("detection", {"annotations": [BOX | {"bbox": [1, 2, 3, -4]}]}, "annotations.0.bbox.3: expected more than 0"),
+        (
+            "detection",
+            {"annotations": [BOX | {"bbox": [1, 2, 3]}]},
+            "annotations.0.bbox.3: expected this key, found none",
+        ),
+        ("detection", {"annotations": [BOX | {"bbox": [float("nan"), 2, 3, 4]}]}, "annotations.0.bbox.0: expected a "),
+        (
+            "detection",
+            {"annotations": [BOX, BOX | {"category_id": -1}]},
+            "annotations.1.category_id: expected 0 or more",
+        ),
+        (
+            "detection",
+            {"annotations": [BOX | {"category_id": 1.5}]},
+            "annotations.0.category_id: expected a whole number",
+        ),
+        ("detection", {"annotations": [BOX | {"area": 0}]}, "annotations.0.area: expected more than 0, got 0"),
+        (
+            "detection",
+            {"annotations": [BOX | {"segmentation": []}]},
+            "annotations.0.segmentation: unknown key; remove it",
+        ),
+        ("detection", {"annotations": None}, "annotations: expected a list, got None"),
+        ("detection", {"target": "images/0.png"}, "target: unknown key; remove it"),
+        ("upscaling", {"target": None}, "target: expected text, got None"),
+    ],
+)
 def test_a_malformed_case_is_named_by_its_line(tmp_path: Path, kind: str, replaced: dict[str, Any], said: str) -> None:
     assert refusal(write(tmp_path / "e", kind, **replaced)).startswith(f"cases.jsonl:2: {said}")
 
 
-@pytest.mark.parametrize("name", ["../x.png", "images/../../x.png", "/x.png", "images\\0.png", "C:/x.png",
-                                  "images//0.png", "./images/0.png", "images/0\n.png", ""])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.png",
+        "images/../../x.png",
+        "/x.png",
+        "images\\0.png",
+        "C:/x.png",
+        "images//0.png",
+        "./images/0.png",
+        "images/0\n.png",
+        "",
+    ],
+)
 def test_a_case_names_pictures_in_its_own_folder_only(name: str) -> None:
     """Else a set that somebody else wrote has files read that are none of its business."""
     case = {"id": "a", "cluster": "a", "sha256": "0" * 64, "annotations": []}
@@ -139,19 +184,39 @@ def test_a_digest_is_a_sha256(digest: str) -> None:
         UpscalingCase.model_validate(case)
 
 
-@pytest.mark.parametrize(("kind", "replaced", "said"), [
-    ("detection", {"annotations": [BOX, BOX | {"bbox": [40, 0, 5, 5]}]},
-     "case 'c1': annotations.1.bbox: expected left, top, width and height of a box in the image of 40 x 30 pixels, "
-     "got [40.0, 0.0, 5.0, 5.0]"),
-    ("detection", {"annotations": [BOX | {"bbox": [3, -8, 5, 8]}]}, "case 'c1': annotations.0.bbox: expected left, "),
-    ("detection", {"image": "images/gone.png"}, "image: expected a picture in FOLDER, found no file 'images/gone.png'"),
-    ("upscaling", {"target": "targets"}, "target: expected a picture in FOLDER, found no file 'targets'"),
-    ("upscaling", {"target": "images/0.png"}, "case 'c1': expected a target of 2 times the image's sides, as of the "
-     "cases before, got 1 times"),
-    ("upscaling", {"image": "targets/0.png", "target": "images/0.png"},
-     "case 'c1': expected a target whose sides are a whole multiple of the image's 80 x 60 pixels, got 40 x 30"),
-    ("detection", {"image": "card.yaml"}, "case 'c1': card.yaml: expected a picture, got a file in no format that"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "replaced", "said"),
+    [
+        (
+            "detection",
+            {"annotations": [BOX, BOX | {"bbox": [40, 0, 5, 5]}]},
+            "case 'c1': annotations.1.bbox: expected left, top, width and height of a box in the image of 40 x 30 pixels, "
+            "got [40.0, 0.0, 5.0, 5.0]",
+        ),
+        (
+            "detection",
+            {"annotations": [BOX | {"bbox": [3, -8, 5, 8]}]},
+            "case 'c1': annotations.0.bbox: expected left, ",
+        ),
+        (
+            "detection",
+            {"image": "images/gone.png"},
+            "image: expected a picture in FOLDER, found no file 'images/gone.png'",
+        ),
+        ("upscaling", {"target": "targets"}, "target: expected a picture in FOLDER, found no file 'targets'"),
+        (
+            "upscaling",
+            {"target": "images/0.png"},
+            "case 'c1': expected a target of 2 times the image's sides, as of the cases before, got 1 times",
+        ),
+        (
+            "upscaling",
+            {"image": "targets/0.png", "target": "images/0.png"},
+            "case 'c1': expected a target whose sides are a whole multiple of the image's 80 x 60 pixels, got 40 x 30",
+        ),
+        ("detection", {"image": "card.yaml"}, "case 'c1': card.yaml: expected a picture, got a file in no format that"),
+    ],
+)
 def test_what_does_not_fit_the_pictures_is_named_by_its_line(
     tmp_path: Path, kind: str, replaced: dict[str, Any], said: str
 ) -> None:
@@ -178,15 +243,28 @@ def test_reading_checks_the_digest_and_returns_rgb(tmp_path: Path) -> None:
     pixels = read_picture(path, digest_file(path))
     assert pixels.shape == (30, 40, 3) and pixels.dtype == np.uint8 and pixels.flags.writeable
     assert np.array_equal(pixels, np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8))
-    for wrong, said in ((path, f"{path}: expected sha256 000000000000, got "), (tmp_path, f"{tmp_path}: expected a "),
-                        (tmp_path / "b.png", f"{tmp_path}/b.png: expected a picture, found no file")):  # fmt: skip
+    for wrong, said in (
+        (path, f"{path}: expected sha256 000000000000, got "),
+        (tmp_path, f"{tmp_path}: expected a "),
+        (tmp_path / "b.png", f"{tmp_path}/b.png: expected a picture, found no file"),
+    ):
         with pytest.raises(EvalsetError) as caught:
             read_picture(wrong, "0" * 64)
         assert str(caught.value).startswith(said)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("a.png", "L"), ("a.png", "1"), ("a.gif", "P"), ("a.png", "RGBA"),
-                                            ("a.jpg", "CMYK"), ("a.webp", "RGB"), ("a.bmp", "RGB")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("a.png", "L"),
+        ("a.png", "1"),
+        ("a.gif", "P"),
+        ("a.png", "RGBA"),
+        ("a.jpg", "CMYK"),
+        ("a.webp", "RGB"),
+        ("a.bmp", "RGB"),
+    ],
+)
 def test_other_colours_and_formats_become_rgb(tmp_path: Path, name: str, mode: str) -> None:
     path = draw(tmp_path / name, mode=mode)
     assert read_picture(path, digest_file(path)).shape == (30, 40, 3)
@@ -234,15 +312,26 @@ def coco(folder: Path, **replaced: Any) -> tuple[Path, Path, Path]:
     for name in ("one.png", "two/three.png"):
         draw(folder / "photos" / name, seed=len(name))
     data = {
-        "info": {}, "categories": [{"id": 18, "name": "dog"}],
-        "images": [{"id": 7, "file_name": "one.png", "width": 40, "height": 30, "coco_url": "x"},
-                   {"id": 9, "file_name": "two/three.png", "width": 40, "height": 30}],
+        "info": {},
+        "categories": [{"id": 18, "name": "dog"}],
+        "images": [
+            {"id": 7, "file_name": "one.png", "width": 40, "height": 30, "coco_url": "x"},
+            {"id": 9, "file_name": "two/three.png", "width": 40, "height": 30},
+        ],
         "annotations": [
-            {"id": 1, "image_id": 7, "category_id": 18, "bbox": [1, 2, 3, 4], "area": 7.5, "iscrowd": 1,
-             "segmentation": []},
+            {
+                "id": 1,
+                "image_id": 7,
+                "category_id": 18,
+                "bbox": [1, 2, 3, 4],
+                "area": 7.5,
+                "iscrowd": 1,
+                "segmentation": [],
+            },
             {"id": 2, "image_id": 7, "category_id": 18, "bbox": [1, 2, 0, 4], "area": 0},
-            {"id": 3, "image_id": 7, "category_id": 18, "bbox": [5, 6, 7, 8]}],
-    } | replaced  # fmt: skip
+            {"id": 3, "image_id": 7, "category_id": 18, "bbox": [5, 6, 7, 8]},
+        ],
+    } | replaced
     (folder / "instances.json").write_text(json.dumps(data), encoding="utf-8")
     return folder / "instances.json", folder / "photos", folder / "mine"
 
@@ -252,7 +341,8 @@ def test_cocos_annotations_become_an_evalset(tmp_path: Path, capsys: pytest.Capt
     assert from_coco.main([str(annotations), str(images), str(out)]) == 0
     assert capsys.readouterr().out == (
         "mine: 2 cases, 2 clusters, no buckets; card sealed; boxes left out: 1; write licence and description into "
-        f"{out}/card.yaml\n")
+        f"{out}/card.yaml\n"
+    )
     with pytest.raises(EvalsetError, match=r"mine/card.yaml: licence: expected under which terms .*, got 'TODO'; "):
         load_evalset(out)
     card = out / "card.yaml"
@@ -261,19 +351,27 @@ def test_cocos_annotations_become_an_evalset(tmp_path: Path, capsys: pytest.Capt
     check_pictures(out, (one, three))
     assert (one.id, three.image, three.annotations) == ("7", "images/two/three.png", ())
     assert [(a.bbox, a.category_id, a.area, a.iscrowd) for a in one.annotations] == [
-        ((1, 2, 3, 4), 18, 7.5, True), ((5, 6, 7, 8), 18, 56, False)]  # fmt: skip
+        ((1, 2, 3, 4), 18, 7.5, True),
+        ((5, 6, 7, 8), 18, 56, False),
+    ]
     assert (out / three.image).read_bytes() == (images / "two/three.png").read_bytes()
 
 
-@pytest.mark.parametrize(("replaced", "said"), [
-    ({"images": [{"id": 7, "file_name": "gone.png"}]}, "image with id 7: expected PHOTOS/gone.png, found no file"),
-    ({"images": [{"id": 7, "file_name": "../photos/one.png"}]}, f"image with id 7: image: {PATH}, got 'images/../pho"),
-    ({"images": [{"id": "a/b", "file_name": "one.png"}]}, "image with id a/b: id: expected letters, "),
-    ({"images": [{"file_name": "one.png"}]}, "FILE: expected COCO's annotations, got KeyError: 'id'"),
-    ({"images": 3}, "FILE: expected COCO's annotations, got TypeError: "),
-    ({"annotations": [{"image_id": 7, "bbox": []}]}, "FILE: expected COCO's annotations, got IndexError: "),
-    ({"annotations": [{"image_id": 7, "bbox": [1, 2, 3, 4]}]}, "image with id 7: annotations.0.category_id: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("replaced", "said"),
+    [
+        ({"images": [{"id": 7, "file_name": "gone.png"}]}, "image with id 7: expected PHOTOS/gone.png, found no file"),
+        (
+            {"images": [{"id": 7, "file_name": "../photos/one.png"}]},
+            f"image with id 7: image: {PATH}, got 'images/../pho",
+        ),
+        ({"images": [{"id": "a/b", "file_name": "one.png"}]}, "image with id a/b: id: expected letters, "),
+        ({"images": [{"file_name": "one.png"}]}, "FILE: expected COCO's annotations, got KeyError: 'id'"),
+        ({"images": 3}, "FILE: expected COCO's annotations, got TypeError: "),
+        ({"annotations": [{"image_id": 7, "bbox": []}]}, "FILE: expected COCO's annotations, got IndexError: "),
+        ({"annotations": [{"image_id": 7, "bbox": [1, 2, 3, 4]}]}, "image with id 7: annotations.0.category_id: "),
+    ],
+)
 def test_what_is_not_cocos_is_refused_before_anything_is_written(
     tmp_path: Path, replaced: dict[str, Any], said: str
 ) -> None:
@@ -295,9 +393,7 @@ def test_an_evalset_is_never_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_the_example_of_the_readme_seals_and_loads(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_of_the_readme_seals_and_loads(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     files = SECTIONS[kind]
     folder = Path(next(name for name in files if name.endswith("card.yaml"))).parent
@@ -329,15 +425,25 @@ def test_a_shipped_set_is_whole_and_counts_no_case_twice(shipped: dict[str, Eval
 
 def test_sizes_and_buckets(shipped: dict[str, Evalset]) -> None:
     assert {name: len(evalset.cases) for name, evalset in shipped.items()} == {
-        "scenes": 300, "scenes-calibration": 16, "panoramas": 36}  # fmt: skip
+        "scenes": 300,
+        "scenes-calibration": 16,
+        "panoramas": 36,
+    }
     assert shipped["scenes"].card.buckets == {"few_small": 80, "mostly_small": 33, "some_small": 186}
     assert shipped["panoramas"].card.buckets == {"crop": 34, "full_size": 2}
 
 
-@pytest.mark.parametrize(("areas", "bucket"), [
-    ([], []), ([1025] * 3 + [1024], ["few_small"]), ([1025] * 2 + [1024], ["some_small"]),
-    ([1025] + [1024] * 2, ["some_small"]), ([1025] + [1024] * 3, ["mostly_small"]), ([9], ["mostly_small"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("areas", "bucket"),
+    [
+        ([], []),
+        ([1025] * 3 + [1024], ["few_small"]),
+        ([1025] * 2 + [1024], ["some_small"]),
+        ([1025] + [1024] * 2, ["some_small"]),
+        ([1025] + [1024] * 3, ["mostly_small"]),
+        ([9], ["mostly_small"]),
+    ],
+)
 def test_a_bucket_is_the_share_of_small_people(areas: list[int], bucket: list[str]) -> None:
     assert name_buckets(np.array(areas, dtype=np.int64)) == bucket
 

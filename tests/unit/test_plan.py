@@ -33,14 +33,20 @@ def test_sizes_are_cases_and_the_equal_clusters_that_hide_as_much() -> None:
     shares = {None: 1 - math.sqrt(0.05 * 3) / 2, "x": 1 - 2 * math.sqrt(0.05 * 2) / 3}
     hiding = {name: math.log(0.05) / math.log1p(-share) for name, share in shares.items()}
     assert {name: (size.n, size.effective_clusters) for name, size in sizes.items()} == {
-        None: (4, pytest.approx(hiding[None])), "x": (3, pytest.approx(hiding["x"]))}
+        None: (4, pytest.approx(hiding[None])),
+        "x": (3, pytest.approx(hiding["x"])),
+    }
 
 
 def test_without_a_run_flips_are_assumed_and_unknown_suites_say_so() -> None:
     workflows, choices = plan()
     # 50 flips, of which 31 are losses one time in five
-    assert workflows.provable == pytest.approx(tango_bounds(50 / 2 + 0.8416 * 50**0.5 / 2, 25 - 0.8416 * 50**0.5 / 2,
-                                                            1_000, confidence=0.95, correction=0.5)[1], abs=1e-4)
+    assert workflows.provable == pytest.approx(
+        tango_bounds(50 / 2 + 0.8416 * 50**0.5 / 2, 25 - 0.8416 * 50**0.5 / 2, 1_000, confidence=0.95, correction=0.5)[
+            1
+        ],
+        abs=1e-4,
+    )
     assert (workflows.source, choices.n, choices.source) == ("assumed", None, "needs a run")
 
 
@@ -65,11 +71,17 @@ def test_flips_clusters_and_minutes_come_from_the_last_judgement(tmp_path, monke
     assert read_last("text", tmp_path) is None
 
 
-@pytest.mark.parametrize(("size", "said"), [
-    (SuiteSize(60, 60.0), "gate.tolerances.workflows/task_completion_rate.overall: 3 points: 60 cases in 60 effective "
-     "clusters can't prove it whatever the candidate: without a single flip the loss may be 5.79 points; "),
-    (SuiteSize(600, 20.0), "its 600 cases weigh as much as 20 clusters of equal size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (
+            SuiteSize(60, 60.0),
+            "gate.tolerances.workflows/task_completion_rate.overall: 3 points: 60 cases in 60 effective "
+            "clusters can't prove it whatever the candidate: without a single flip the loss may be 5.79 points; ",
+        ),
+        (SuiteSize(600, 20.0), "its 600 cases weigh as much as 20 clusters of equal size"),
+    ],
+)
 def test_an_impossible_tolerance_is_said_before_any_run(size: SuiteSize, said: str) -> None:
     params = make_params(["a"], ["a"], tolerances=TOLERANCES, on_inconclusive="block")
     rows = plan_gate(params, {"workflows": {None: size}}, None)
@@ -79,8 +91,16 @@ def test_an_impossible_tolerance_is_said_before_any_run(size: SuiteSize, said: s
     assert "impossible: " in render_plan(rows)
 
 
-@pytest.mark.parametrize("change", [{"on_inconclusive": "warn"}, {"on_inconclusive": "block", "tolerances": {
-    "workflows/task_completion_rate": {"overall": 0.03, "tier": "supporting"}}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"on_inconclusive": "warn"},
+        {
+            "on_inconclusive": "block",
+            "tolerances": {"workflows/task_completion_rate": {"overall": 0.03, "tier": "supporting"}},
+        },
+    ],
+)
 def test_what_need_not_be_proven_is_a_warning(change) -> None:
     params = make_params(["a"], ["a"], **({"tolerances": TOLERANCES} | change))
     assert len(check_plan(params, plan_gate(params, {"workflows": {None: SuiteSize(60, 60.0)}}, None))) == 1
@@ -100,19 +120,28 @@ def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_
     write_detector_tree(tmp_path, {"same": Change(score=0, box=0)}, num_images=80)
     last = compare_release(make_detector_params(["same"], {"shelves/ap": {"overall": 0.3}}), tmp_path).judgement
     high = last.verdicts[0].comparisons[0].high
-    rows = [plan_gate(make_detector_params(["same"], {"shelves/ap": {"overall": high + step}}), {}, last)[0]
-            for step in (-1e-4, 1e-4)]  # fmt: skip
+    rows = [
+        plan_gate(make_detector_params(["same"], {"shelves/ap": {"overall": high + step}}), {}, last)[0]
+        for step in (-1e-4, 1e-4)
+    ]
     assert [row.least for row in rows] == pytest.approx([high, high])
     assert rows[0].problem.startswith("80 images can't prove it whatever the candidate: without any change the loss ")
     assert rows[0].needed is not None and rows[0].needed > 80 and not rows[1].problem
-    (larger,) = plan_gate(make_detector_params(["same"], {"shelves/ap": {"overall": high - 1e-4}}),
-                          {"shelves": {None: SuiteSize(160, 80.0)}}, last)  # fmt: skip
+    (larger,) = plan_gate(
+        make_detector_params(["same"], {"shelves/ap": {"overall": high - 1e-4}}),
+        {"shelves": {None: SuiteSize(160, 80.0)}},
+        last,
+    )
     assert larger.least == pytest.approx(high / 2, rel=0.02) and not larger.problem
 
 
-@pytest.mark.parametrize(("argv", "code", "said"), [
-    (["--help"], 0, "TRACK"), (["text", "texts"], 1, "expected text or"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--help"], 0, "TRACK"),
+        (["text", "texts"], 1, "expected text or"),
+    ],
+)
 def test_its_command_tells_what_it_takes_before_any_plan(argv: list[str], code: int, said: str) -> None:
     child = subprocess.run([sys.executable, "scripts/plan.py", *argv], cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == code and said in child.stdout + child.stderr and "cases for it" not in child.stdout
@@ -123,8 +152,10 @@ def test_the_chance_that_a_lossless_candidate_is_proven_is_the_gates(tmp_path) -
     rng = np.random.default_rng(5)
     for sizes, tolerance in (([1] * 1_000, 0.025), ([4] * 250, 0.04)):
         n, clusters = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
-        row = plan({"workflows": {None: SuiteSize(n, float(len(sizes)))}}, tolerances={
-            "workflows/task_completion_rate": {"overall": tolerance}})[0]
+        row = plan(
+            {"workflows": {None: SuiteSize(n, float(len(sizes)))}},
+            tolerances={"workflows/task_completion_rate": {"overall": tolerance}},
+        )[0]
         shared = len(sizes) < n  # without a run, cases of a cluster are taken to flip together
         passes = 0
         for _ in range(1_500):
@@ -146,8 +177,10 @@ def test_a_perplexity_that_is_all_room_is_proven_whenever_there_are_documents_en
 
 
 def test_a_release_is_said_to_pass_as_often_as_all_of_its_metrics() -> None:
-    rows = plan({"workflows": {None: SuiteSize(1_000, 1_000.0)}, "choices": {None: SuiteSize(1_000, 1_000.0)}},
-                on_inconclusive="block")
+    rows = plan(
+        {"workflows": {None: SuiteSize(1_000, 1_000.0)}, "choices": {None: SuiteSize(1_000, 1_000.0)}},
+        on_inconclusive="block",
+    )
     powers = [row.power or 0.0 for row in rows]
     said = render_plan(rows).splitlines()[-1]
     assert f"passes all 2 that must be proven {100 * powers[0] * powers[1]:.0f} % of the time" in said

@@ -74,15 +74,25 @@ LAYOUTS = {
 
 
 def propose(layer: str, algorithm: Algorithm, dtype: Dtype = "float16", *, can: bool = True) -> LayerProposal:
-    reason = f"F(4,3)'s input transform reaches 98,000: \"too much\" # for {layer}"
+    reason = f'F(4,3)\'s input transform reaches 98,000: "too much" # for {layer}'
     return LayerProposal(layer, algorithm, dtype, reason, {}, can, 25 if algorithm != "direct" else 100, 100)
 
 
-PROPOSALS = [propose("stem", "direct", can=False), propose("b.0", "winograd_f43"), propose("b.1", "winograd_f23"),
-             propose("b.2", "winograd_f43"), propose("1", "direct", "bfloat16"), propose("null", "direct"),
-             propose("head.1", "direct", "bfloat16", can=False)]  # fmt: skip
-WANTED = [("b.1", "winograd_f23", "float16"), ("1", "direct", "bfloat16"), ("null", "direct", "float16"),
-          ("head.1", "direct", "bfloat16")]  # fmt: skip
+PROPOSALS = [
+    propose("stem", "direct", can=False),
+    propose("b.0", "winograd_f43"),
+    propose("b.1", "winograd_f23"),
+    propose("b.2", "winograd_f43"),
+    propose("1", "direct", "bfloat16"),
+    propose("null", "direct"),
+    propose("head.1", "direct", "bfloat16", can=False),
+]
+WANTED = [
+    ("b.1", "winograd_f23", "float16"),
+    ("1", "direct", "bfloat16"),
+    ("null", "direct", "float16"),
+    ("head.1", "direct", "bfloat16"),
+]
 
 
 def read_step(text: str, candidate: str = "calibrated") -> dict:
@@ -93,9 +103,11 @@ def read_step(text: str, candidate: str = "calibrated") -> dict:
 def check_step(step: dict) -> None:
     assert (step["algorithm"], step["dtype"]) == ("winograd_f43", "float16")
     assert [(rule["layers"], rule["algorithm"], rule["dtype"]) for rule in step["rules"]] == [
-        ([layer], algorithm, dtype) for layer, algorithm, dtype in WANTED]  # fmt: skip
+        ([layer], algorithm, dtype) for layer, algorithm, dtype in WANTED
+    ]
     assert [rule["reason"] for rule in step["rules"]] == [
-        p.reason for p in PROPOSALS if p.layer in [layer for layer, *_ in WANTED]]  # fmt: skip
+        p.reason for p in PROPOSALS if p.layer in [layer for layer, *_ in WANTED]
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,8 +142,10 @@ def test_without_a_layer_apart_the_old_rules_go() -> None:
 
 def test_the_default_is_what_most_layers_with_a_choice_run() -> None:
     """1x1 convolutions, which are direct anyway, would outvote the 3x3 ones."""
-    assert choose_default([propose("a", "winograd_f23"), *(propose(c, "direct", can=False) for c in "bcd")]
-                          ) == "winograd_f23"  # fmt: skip
+    assert (
+        choose_default([propose("a", "winograd_f23"), *(propose(c, "direct", can=False) for c in "bcd")])
+        == "winograd_f23"
+    )
     assert choose_default([propose("a", "direct"), propose("b", "winograd_f43")]) == "winograd_f43"
     assert choose_default([]) == "direct"
     assert not list_rules([propose("a", "direct", can=False)], algorithm="winograd_f43", dtype="float16")
@@ -142,12 +156,15 @@ def test_a_name_that_a_shell_would_read_as_a_pattern_is_a_name() -> None:
     assert rules[0]["layers"] == ["a[[]0]"]
 
 
-@pytest.mark.parametrize(("candidate", "steps", "message"), [
-    ("absent", "      - kind: conv_policy\n", "absent: expected a candidate with a list of steps"),
-    ("calibrated", "      - kind: tiling\n", "expected a step of kind conv_policy, found none"),
-    ("calibrated", "      - kind: conv_policy\n        dtype: float16\n", "expected algorithm in the step"),
-    ("plain", "      - kind: conv_policy\n", "expected a step of kind conv_policy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("candidate", "steps", "message"),
+    [
+        ("absent", "      - kind: conv_policy\n", "absent: expected a candidate with a list of steps"),
+        ("calibrated", "      - kind: tiling\n", "expected a step of kind conv_policy, found none"),
+        ("calibrated", "      - kind: conv_policy\n        dtype: float16\n", "expected algorithm in the step"),
+        ("plain", "      - kind: conv_policy\n", "expected a step of kind conv_policy"),
+    ],
+)
 def test_what_cannot_be_written_is_refused(candidate: str, steps: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         write_policy(BEFORE + steps + AFTER, candidate, "float16", PROPOSALS)
@@ -162,5 +179,7 @@ def test_a_candidate_in_braces_is_refused() -> None:
 def test_the_table_has_a_row_a_layer_and_what_is_saved() -> None:
     lines = tabulate(PROPOSALS).splitlines()
     assert len(lines) == len(PROPOSALS) + 1 and lines[2].split()[:3] == ["b.1", "F(2,3)", "float16"]
-    assert lines[-1] == ("3x3 convolutions with stride 1: 2 F(4,3), 2 direct, 1 F(2,3); 32 % of the multiplications of "
-                         "all 7 convolutions are saved")  # fmt: skip
+    assert lines[-1] == (
+        "3x3 convolutions with stride 1: 2 F(4,3), 2 direct, 1 F(2,3); 32 % of the multiplications of "
+        "all 7 convolutions are saved"
+    )

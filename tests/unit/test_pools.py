@@ -25,8 +25,9 @@ def test_a_pool_proves_what_its_evals_alone_do_not(tmp_path, capsys) -> None:
     sides = write_sides(tmp_path)
     alone, said = run("compare", *sides, "--metric", "score", capsys=capsys)
     assert alone == 10 and said.count("not proven") >= 3
-    code, said = run("compare", *sides, "--pool", "school=algebra,law,logic", "--json", tmp_path / "v.json",
-                     capsys=capsys)
+    code, said = run(
+        "compare", *sides, "--pool", "school=algebra,law,logic", "--json", tmp_path / "v.json", capsys=capsys
+    )
     assert code == 0
     verdict = json.loads((tmp_path / "v.json").read_text())
     comparisons = {(c["metric"], c["bucket"]): c for v in verdict["verdicts"] for c in v["comparisons"]}
@@ -82,11 +83,16 @@ def test_evals_that_are_scored_otherwise_are_no_pool(tmp_path, capsys) -> None:
     assert code == 30 and "only evals that are scored alike are one pool" in said
 
 
-@pytest.mark.parametrize(("pools", "message"), [
-    (["school=algebra"], "expected two evals or more, got algebra"), (["school=algebra,art"], "no eval is named 'art'"),
-    (["law=algebra,logic"], "expected a name of its own"), (["a=algebra,law", "b=l*"], "law is in pool a already"),
-    (["a/b=algebra,law"], "without '/'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        (["school=algebra"], "expected two evals or more, got algebra"),
+        (["school=algebra,art"], "no eval is named 'art'"),
+        (["law=algebra,logic"], "expected a name of its own"),
+        (["a=algebra,law", "b=l*"], "law is in pool a already"),
+        (["a/b=algebra,law"], "without '/'"),
+    ],
+)
 def test_a_pool_that_can_not_be_is_one_line(tmp_path, capsys, pools, message) -> None:
     sides = write_sides(tmp_path)
     code, said = run("compare", *sides, *(word for pool in pools for word in ("--pool", pool)), capsys=capsys)
@@ -95,10 +101,15 @@ def test_a_pool_that_can_not_be_is_one_line(tmp_path, capsys, pools, message) ->
 
 def test_a_bucket_that_bears_another_evals_name_is_refused(tmp_path, capsys) -> None:
     """Sound cases of other evals that call themselves `law` filled its bucket, and its loss passed."""
-    sides = write_sides(tmp_path, losses=(0, 30, 0), gains=(1, 1, 1),
-                        buckets=lambda subject: ["law" if subject != "law" else "other"] * 120)  # fmt: skip
-    code, said = run("compare", *sides, "--pool", "school=*", "--bucket", "law=0.1", "--tolerance", "0.2",
-                     capsys=capsys)  # fmt: skip
+    sides = write_sides(
+        tmp_path,
+        losses=(0, 30, 0),
+        gains=(1, 1, 1),
+        buckets=lambda subject: ["law" if subject != "law" else "other"] * 120,
+    )
+    code, said = run(
+        "compare", *sides, "--pool", "school=*", "--bucket", "law=0.1", "--tolerance", "0.2", capsys=capsys
+    )
     assert code == 30 and "expected buckets that bear no other eval's name, got 'law'" in said
 
 
@@ -114,26 +125,59 @@ def write_samples(folder, task, *, prompt, n=200, lost=(), facts=None, chat=Fals
     """Write lm-eval's samples of one side of a task: `n` documents, those of `lost` wrong."""
     folder.mkdir(exist_ok=True)
     date = "2026-01-01T00-00-00.000000"
-    rows = [{"doc_id": i, "doc": {"q": i}, "target": "x", "resps": [[f"{folder.name} {i}"]], "filter": "none",
-             "arguments": {"gen_args_0": {"arg_0": "chat" if chat else prompt(i), "arg_1": stop or prompt(i)}},
-             "doc_hash": f"{document}{i}", "prompt_hash": prompt(i), "target_hash": "x",
-             "acc": float(i not in lost)} for i in range(n)]  # fmt: skip
+    rows = [
+        {
+            "doc_id": i,
+            "doc": {"q": i},
+            "target": "x",
+            "resps": [[f"{folder.name} {i}"]],
+            "filter": "none",
+            "arguments": {"gen_args_0": {"arg_0": "chat" if chat else prompt(i), "arg_1": stop or prompt(i)}},
+            "doc_hash": f"{document}{i}",
+            "prompt_hash": prompt(i),
+            "target_hash": "x",
+            "acc": float(i not in lost),
+        }
+        for i in range(n)
+    ]
     (folder / f"samples_{task}_{date}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if facts is not None:
         (folder / f"results_{date}.json").write_text(json.dumps({"versions": {name: facts for name in ("q0", "q1")}}))
 
 
-@pytest.mark.parametrize(("prompt", "document", "stop"), [
-    ("question {i}{spaces}", "{t}d", ""), ("template {t} of {i}", "d", ""), ("question {i}", "{t}d", "until {t}"),
-], ids=["one prompt but for spaces", "one document, other templates", "one prompt, other stop strings"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "document", "stop"),
+    [
+        ("question {i}{spaces}", "{t}d", ""),
+        ("template {t} of {i}", "d", ""),
+        ("question {i}", "{t}d", "until {t}"),
+    ],
+    ids=["one prompt but for spaces", "one document, other templates", "one prompt, other stop strings"],
+)
 def test_one_question_in_several_tasks_is_one_cluster(tmp_path, capsys, prompt, document, stop) -> None:
     """Five templates of 200 documents were 1,000 clusters, and losses of a document in all five were five."""
     for side, lost in (("a", ()), ("b", (3, 50, 111))):
         for t in range(5):
-            write_samples(tmp_path / side, f"q{t}", lost=lost, document=document.format(t=t), stop=stop.format(t=t),
-                          prompt=lambda i, t=t: prompt.format(i=i, t=t, spaces=" " * t))
-    code, said = run("compare", tmp_path / "a", tmp_path / "b", "--pool", "all=q*", "--metric", "acc", "--better",
-                     "acc=higher", capsys=capsys)
+            write_samples(
+                tmp_path / side,
+                f"q{t}",
+                lost=lost,
+                document=document.format(t=t),
+                stop=stop.format(t=t),
+                prompt=lambda i, t=t: prompt.format(i=i, t=t, spaces=" " * t),
+            )
+    code, said = run(
+        "compare",
+        tmp_path / "a",
+        tmp_path / "b",
+        "--pool",
+        "all=q*",
+        "--metric",
+        "acc",
+        "--better",
+        "acc=higher",
+        capsys=capsys,
+    )
     assert code == 10 and "1,000 cases in 200 clusters" in said, said
 
 
@@ -142,8 +186,18 @@ def test_tasks_whose_first_argument_is_one_text_keep_their_questions(tmp_path, c
     for side in "ab":
         for t in range(2):
             write_samples(tmp_path / side, f"q{t}", prompt=lambda i, t=t: f"{t} of {i}", chat=True, document=f"{t}d")
-    code, said = run("compare", tmp_path / "a", tmp_path / "b", "--pool", "all=q*", "--metric", "acc", "--better",
-                     "acc=higher", capsys=capsys)
+    code, said = run(
+        "compare",
+        tmp_path / "a",
+        tmp_path / "b",
+        "--pool",
+        "all=q*",
+        "--metric",
+        "acc",
+        "--better",
+        "acc=higher",
+        capsys=capsys,
+    )
     assert code == 0 and "400 cases, " in said.replace(";", ","), said
 
 
@@ -163,6 +217,16 @@ def test_a_pool_compares_the_facts_that_both_sides_tell(tmp_path, capsys, ours, 
     for side, facts in (("a", ours), ("b", theirs)):
         for t in range(2):
             write_samples(tmp_path / side, f"q{t}", prompt=lambda i, t=t: f"{t} of {i}", facts=facts, document=f"{t}d")
-    code, said = run("compare", tmp_path / "a", tmp_path / "b", "--pool", "all=q*", "--metric", "acc", "--better",
-                     "acc=higher", capsys=capsys)
+    code, said = run(
+        "compare",
+        tmp_path / "a",
+        tmp_path / "b",
+        "--pool",
+        "all=q*",
+        "--metric",
+        "acc",
+        "--better",
+        "acc=higher",
+        capsys=capsys,
+    )
     assert code == (30 if refused else 0) and ("version: the reference has 1" in said) == refused, said

@@ -26,27 +26,45 @@ from tests.tiny_llama import write_documents, write_tiny_llama
 
 CALIBRATION = {"sources": ["prose", "long"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
 SETTINGS: dict[str, Any] = {
-    "products": {"agent": {
-        "kind": "text", "reference": "reference", "release": ["int4"],
-        "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
-        "serving": {"dtype": "float32", "continuous_batching": True, "concurrency": 8, "num_threads": 1,
-                    "context_length": 512, "max_tokens": 64},
-        "resources": {"num_servers": 1, "request_timeout_s": 60, "start_timeout_s": 60},
-        "canary": {"num_prompts": 8, "target_rate": 0.3},
-        "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
-                  "choices": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"},
-                  "builtin": {"kind": "harness", "task": "arc_easy"},
-                  "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8}},
-        "gate": {"alpha": 0.05, "on_inconclusive": "block",
-                 "tolerances": {"prose/perplexity_per_token": {"overall": 0.02, "buckets": {"long": 0.05}}}},
-        "benchmark": NO_BENCHMARK,
-    }},
+    "products": {
+        "agent": {
+            "kind": "text",
+            "reference": "reference",
+            "release": ["int4"],
+            "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
+            "serving": {
+                "dtype": "float32",
+                "continuous_batching": True,
+                "concurrency": 8,
+                "num_threads": 1,
+                "context_length": 512,
+                "max_tokens": 64,
+            },
+            "resources": {"num_servers": 1, "request_timeout_s": 60, "start_timeout_s": 60},
+            "canary": {"num_prompts": 8, "target_rate": 0.3},
+            "evals": {
+                "prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
+                "choices": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"},
+                "builtin": {"kind": "harness", "task": "arc_easy"},
+                "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8},
+            },
+            "gate": {
+                "alpha": 0.05,
+                "on_inconclusive": "block",
+                "tolerances": {"prose/perplexity_per_token": {"overall": 0.02, "buckets": {"long": 0.05}}},
+            },
+            "benchmark": NO_BENCHMARK,
+        }
+    },
     "candidates": {
         "reference": {"product": "agent", "checkpoint": "models/tiny", "steps": []},
-        "int4": {"product": "agent", "checkpoint": "models/tiny",
-                 "steps": [{"kind": "gptq", "group_size": 64, "calibration": CALIBRATION}]},
+        "int4": {
+            "product": "agent",
+            "checkpoint": "models/tiny",
+            "steps": [{"kind": "gptq", "group_size": 64, "calibration": CALIBRATION}],
+        },
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +76,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_documents(root / "evalsets/prose", {"short": ["a"], "long": ["b"]})
     write_cases(root / "evalsets/choices", "easy", question="1 + 1 =", choices=["2", "3"], answer=0)
     write_card(root / "evalsets/choices", kind="choices")
-    write_cases(root / "evalsets/workflows", "steps/2-4", messages=[{"role": "user", "content": "Order 2."}],
-                state={"sent": 0}, checks=[{"path": "sent", "equals": 2}])
+    write_cases(
+        root / "evalsets/workflows",
+        "steps/2-4",
+        messages=[{"role": "user", "content": "Order 2."}],
+        state={"sent": 0},
+        checks=[{"path": "sent", "equals": 2}],
+    )
     write_card(root / "evalsets/workflows", kind="trajectories", tools={"order": {"parameters": {}}})
     (root / "evalsets/choices/task.yaml").write_text("task: choices\n")
     (root / "evalsets/cardless").mkdir()
@@ -113,37 +136,70 @@ STEP = "candidates//int4//steps//0"
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("candidates//int4//checkpoint", "models/none",
-         "candidates.int4.checkpoint: expected a checkpoint folder, found none at "),
-        (f"{STEP}//calibration//sources", ["prose", "web"],
-         "candidates.int4.steps.0.calibration.sources: 'web' is no bucket of the calibration texts; they have prose, "
-         "long"),
+        (
+            "candidates//int4//checkpoint",
+            "models/none",
+            "candidates.int4.checkpoint: expected a checkpoint folder, found none at ",
+        ),
+        (
+            f"{STEP}//calibration//sources",
+            ["prose", "web"],
+            "candidates.int4.steps.0.calibration.sources: 'web' is no bucket of the calibration texts; they have prose, "
+            "long",
+        ),
         (f"{STEP}//group_size", 96, "candidates.int4.steps.0: group_size: 96 does not divide the input features of "),
-        (f"{STEP}//exclude", ["lm_head", "model.layers.0.mlp.dwon_proj"],
-         "candidates.int4.steps.0: exclude: 'model.layers.0.mlp.dwon_proj' matches no linear layer; the nearest are "
-         "model.layers.0.mlp.down_proj"),
-        (f"{STEP}//calibration//num_samples", 3,
-         "candidates.int4.steps.0: calibration: 192 tokens can't determine the 256 input features of model.layers.0."
-         "mlp.down_proj; raise num_samples or max_tokens"),
+        (
+            f"{STEP}//exclude",
+            ["lm_head", "model.layers.0.mlp.dwon_proj"],
+            "candidates.int4.steps.0: exclude: 'model.layers.0.mlp.dwon_proj' matches no linear layer; the nearest are "
+            "model.layers.0.mlp.down_proj",
+        ),
+        (
+            f"{STEP}//calibration//num_samples",
+            3,
+            "candidates.int4.steps.0: calibration: 192 tokens can't determine the 256 input features of model.layers.0."
+            "mlp.down_proj; raise num_samples or max_tokens",
+        ),
         (f"{STEP}//exclude", ["re:("], "candidates.int4.steps.0: exclude: 're:(' is not a regular expression"),
-        ("optimize//calibration_texts", "evalsets/none",
-         "optimize.calibration_texts: expected an evalset folder with card.yaml and "),
-        ("optimize//calibration_texts", "evalsets/workflows",
-         "optimize.calibration_texts: expected an evalset of kind 'documents', 'workflows' is of kind 'trajectories'"),
+        (
+            "optimize//calibration_texts",
+            "evalsets/none",
+            "optimize.calibration_texts: expected an evalset folder with card.yaml and ",
+        ),
+        (
+            "optimize//calibration_texts",
+            "evalsets/workflows",
+            "optimize.calibration_texts: expected an evalset of kind 'documents', 'workflows' is of kind 'trajectories'",
+        ),
         ("evals//prose//evalset", "evalsets/none", "evals.prose.evalset: expected an evalset folder with card.yaml"),
-        ("evals//prose//evalset", "evalsets/choices",
-         "evals.prose.evalset: expected an evalset of kind 'documents', 'choices' is of kind 'choices'"),
-        ("evals//workflows//evalset", "evalsets/prose",
-         "evals.workflows.evalset: expected an evalset of kind 'trajectories', 'prose' is of kind 'documents'"),
-        ("evals//choices//include_path", "evalsets/none",
-         "evals.choices.include_path: expected a folder with task YAML, found none at "),
-        ("gate//tolerances//prose/perplexity_per_token//buckets", {"huge": 0.1},
-         "gate.tolerances.prose/perplexity_per_token.buckets.huge: evalset 'prose' has no such bucket; it has short, "
-         "long"),
-        ("gate//tolerances//choices/accuracy", {"buckets": {"hard": 0.1}},
-         "gate.tolerances.choices/accuracy.buckets.hard: evalset 'choices' has no such bucket; it has easy"),
+        (
+            "evals//prose//evalset",
+            "evalsets/choices",
+            "evals.prose.evalset: expected an evalset of kind 'documents', 'choices' is of kind 'choices'",
+        ),
+        (
+            "evals//workflows//evalset",
+            "evalsets/prose",
+            "evals.workflows.evalset: expected an evalset of kind 'trajectories', 'prose' is of kind 'documents'",
+        ),
+        (
+            "evals//choices//include_path",
+            "evalsets/none",
+            "evals.choices.include_path: expected a folder with task YAML, found none at ",
+        ),
+        (
+            "gate//tolerances//prose/perplexity_per_token//buckets",
+            {"huge": 0.1},
+            "gate.tolerances.prose/perplexity_per_token.buckets.huge: evalset 'prose' has no such bucket; it has short, "
+            "long",
+        ),
+        (
+            "gate//tolerances//choices/accuracy",
+            {"buckets": {"hard": 0.1}},
+            "gate.tolerances.choices/accuracy.buckets.hard: evalset 'choices' has no such bucket; it has easy",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_contradiction_is_named_by_its_path(project: Path, path: str, value: Any, said: str) -> None:
     at = "" if said.startswith("candidates") else "products.agent."
     assert refusal(project, path, value).startswith(at + said)
@@ -166,7 +222,8 @@ def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path
     save_file(tensors, copied / "model.safetensors")
     assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
         f"candidates.int4.steps.0: {copied}: expected a model without experts, found {name!r}; a mixture of experts "
-        "can't be quantised here: use it with `steps: []`")
+        "can't be quantised here: use it with `steps: []`"
+    )
     check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
 
 
@@ -192,48 +249,103 @@ def copied(project: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(project / "models/tiny", tmp_path / "copy"))
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    pytest.param(lambda c: (c / "model.safetensors").write_bytes(b"x" * 50), "model.safetensors: not a safetensors",
-                 id="weights"),
-    pytest.param(lambda c: (c / "tokenizer.json").write_text("{"), "tokenizer.json: not readable as JSON",
-                 id="tokenizer"),
-    pytest.param(lambda c: (c / "tokenizer_config.json").unlink(), "tokenizer_config.json: expected a file, found none",
-                 id="no-tokenizer-settings"),
-    pytest.param(lambda c: (c / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: expected a JSON obj",
-                 id="tokenizer-settings"),
-    pytest.param(lambda c: edit_json(c / "tokenizer_config.json", bos_token=None, eos_token=None),
-                 "tokenizer_config.json: expected a bos_token or an eos_token, which perplexity", id="no-first-token"),
-    pytest.param(lambda c: (c / "chat_template.jinja").unlink(),
-                 "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
-                 "from the source, or drop the evals of kind tool_calls and trajectories", id="no-template"),
-    pytest.param(lambda c: move_template(c, "chat_template.json", "{{ messages }}"),
-                 "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
-                 "out of chat_template.json, which no tokenizer reads", id="template-of-a-processor"),
-    pytest.param(lambda c: move_template(c, "tokenizer_config.json", []),
-                 "chat_template.jinja: expected a chat template, found none here", id="empty-list-of-templates"),
-    pytest.param(lambda c: write_template(c, UNCLOSED),
-                 "chat_template.jinja:3: expected a chat template in Jinja, got a syntax error: Encountered unknown "
-                 "tag 'end'. Jinja was looking for the following tags: 'endfor' or 'else'. The innermost block that "
-                 "needs to be closed is 'for'; copy it from the source", id="template"),
-    pytest.param(lambda c: move_template(c, "tokenizer_config.json", UNCLOSED),
-                 "tokenizer_config.json: chat_template:3: expected a chat template in", id="template-in-settings"),
-    pytest.param(lambda c: move_template(c, "tokenizer_config.json", [
-                     {"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": UNCLOSED}]),
-                 "tokenizer_config.json: chat_template.1:3: expected a chat template in Jinja", id="second-template"),
-    pytest.param(lambda c: (c / "generation_config.json").write_text("{"),
-                 "generation_config.json: not readable as JSON", id="generation-settings"),
-    pytest.param(lambda c: (c / "special_tokens_map.json").write_text("[]"),
-                 "special_tokens_map.json: expected a JSON object, got list", id="special-tokens"),
-    pytest.param(lambda c: edit_json(c / "generation_config.json", eos_token_id=[2, 320]),
-                 "generation_config.json: eos_token_id: expected ids below 320, the rows of the embedding, got 320; "
-                 "copy it from the source", id="last-token"),
-    pytest.param(lambda c: edit_json(c / "config.json", eos_token_id=999),
-                 "config.json: eos_token_id: expected ids below 320, ", id="last-token-in-config"),
-    pytest.param(lambda c: edit_json(c / "config.json", hidden_size=64),
-                 "config.json: hidden_size: expected 128, as the stored embedding has, got 64", id="width"),
-    pytest.param(lambda c: edit_json(c / "config.json", vocab_size=512),
-                 "config.json: vocab_size: expected 320, as the stored embedding has, got 512", id="vocabulary"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(
+            lambda c: (c / "model.safetensors").write_bytes(b"x" * 50),
+            "model.safetensors: not a safetensors",
+            id="weights",
+        ),
+        pytest.param(
+            lambda c: (c / "tokenizer.json").write_text("{"), "tokenizer.json: not readable as JSON", id="tokenizer"
+        ),
+        pytest.param(
+            lambda c: (c / "tokenizer_config.json").unlink(),
+            "tokenizer_config.json: expected a file, found none",
+            id="no-tokenizer-settings",
+        ),
+        pytest.param(
+            lambda c: (c / "tokenizer_config.json").write_text("[]"),
+            "tokenizer_config.json: expected a JSON obj",
+            id="tokenizer-settings",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "tokenizer_config.json", bos_token=None, eos_token=None),
+            "tokenizer_config.json: expected a bos_token or an eos_token, which perplexity",
+            id="no-first-token",
+        ),
+        pytest.param(
+            lambda c: (c / "chat_template.jinja").unlink(),
+            "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
+            "from the source, or drop the evals of kind tool_calls and trajectories",
+            id="no-template",
+        ),
+        pytest.param(
+            lambda c: move_template(c, "chat_template.json", "{{ messages }}"),
+            "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
+            "out of chat_template.json, which no tokenizer reads",
+            id="template-of-a-processor",
+        ),
+        pytest.param(
+            lambda c: move_template(c, "tokenizer_config.json", []),
+            "chat_template.jinja: expected a chat template, found none here",
+            id="empty-list-of-templates",
+        ),
+        pytest.param(
+            lambda c: write_template(c, UNCLOSED),
+            "chat_template.jinja:3: expected a chat template in Jinja, got a syntax error: Encountered unknown "
+            "tag 'end'. Jinja was looking for the following tags: 'endfor' or 'else'. The innermost block that "
+            "needs to be closed is 'for'; copy it from the source",
+            id="template",
+        ),
+        pytest.param(
+            lambda c: move_template(c, "tokenizer_config.json", UNCLOSED),
+            "tokenizer_config.json: chat_template:3: expected a chat template in",
+            id="template-in-settings",
+        ),
+        pytest.param(
+            lambda c: move_template(
+                c,
+                "tokenizer_config.json",
+                [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": UNCLOSED}],
+            ),
+            "tokenizer_config.json: chat_template.1:3: expected a chat template in Jinja",
+            id="second-template",
+        ),
+        pytest.param(
+            lambda c: (c / "generation_config.json").write_text("{"),
+            "generation_config.json: not readable as JSON",
+            id="generation-settings",
+        ),
+        pytest.param(
+            lambda c: (c / "special_tokens_map.json").write_text("[]"),
+            "special_tokens_map.json: expected a JSON object, got list",
+            id="special-tokens",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "generation_config.json", eos_token_id=[2, 320]),
+            "generation_config.json: eos_token_id: expected ids below 320, the rows of the embedding, got 320; "
+            "copy it from the source",
+            id="last-token",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", eos_token_id=999),
+            "config.json: eos_token_id: expected ids below 320, ",
+            id="last-token-in-config",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", hidden_size=64),
+            "config.json: hidden_size: expected 128, as the stored embedding has, got 64",
+            id="width",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", vocab_size=512),
+            "config.json: vocab_size: expected 320, as the stored embedding has, got 512",
+            id="vocabulary",
+        ),
+    ],
+)
 def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
     project: Path, copied: Path, change: Callable[[Path], Any], said: str
 ) -> None:
@@ -243,21 +355,34 @@ def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
     assert message.startswith(f"candidates.plain.checkpoint: {copied}/{said}")
 
 
-@pytest.mark.parametrize("change", [
-    pytest.param(lambda c: move_template(c, "tokenizer_config.json", "{{ messages }}"), id="template-in-settings"),
-    pytest.param(lambda c: write_template(c, "{% for m in messages %}{%- generation -%}{{ m.content }}"
-                                             "{% endgeneration %}{% if m.last %}{% break %}{% endif %}{% endfor %}"),
-                 id="tags-that-transformers-adds"),
-    pytest.param(lambda c: edit_json(c / "generation_config.json", eos_token_id=None), id="no-last-token"),
-    pytest.param(lambda c: (c / "generation_config.json").unlink(), id="no-generation-settings"),
-    pytest.param(lambda c: edit_json(c / "config.json", hidden_size=None, vocab_size=None), id="no-sizes"),
-    pytest.param(lambda c: edit_json(c / "config.json", hidden_size=1, text_config={"hidden_size": 128}),
-                 id="composite"),
-    pytest.param(lambda c: edit_json(c / "config.json", hidden_size=256, word_embed_proj_dim=128), id="projected"),
-    pytest.param(lambda c: edit_json(c / "config.json", max_position_embeddings=256,
-                                     rope_parameters={"rope_type": "yarn", "factor": 4.0}), id="stretched-positions"),
-    pytest.param(lambda c: edit_json(c / "config.json", quantization_config={"quant_method": "gptq"}), id="packed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda c: move_template(c, "tokenizer_config.json", "{{ messages }}"), id="template-in-settings"),
+        pytest.param(
+            lambda c: write_template(
+                c,
+                "{% for m in messages %}{%- generation -%}{{ m.content }}"
+                "{% endgeneration %}{% if m.last %}{% break %}{% endif %}{% endfor %}",
+            ),
+            id="tags-that-transformers-adds",
+        ),
+        pytest.param(lambda c: edit_json(c / "generation_config.json", eos_token_id=None), id="no-last-token"),
+        pytest.param(lambda c: (c / "generation_config.json").unlink(), id="no-generation-settings"),
+        pytest.param(lambda c: edit_json(c / "config.json", hidden_size=None, vocab_size=None), id="no-sizes"),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", hidden_size=1, text_config={"hidden_size": 128}), id="composite"
+        ),
+        pytest.param(lambda c: edit_json(c / "config.json", hidden_size=256, word_embed_proj_dim=128), id="projected"),
+        pytest.param(
+            lambda c: edit_json(
+                c / "config.json", max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}
+            ),
+            id="stretched-positions",
+        ),
+        pytest.param(lambda c: edit_json(c / "config.json", quantization_config={"quant_method": "gptq"}), id="packed"),
+    ],
+)
 def test_an_unusual_checkpoint_that_can_be_served_passes(
     project: Path, copied: Path, change: Callable[[Path], Any]
 ) -> None:
@@ -271,7 +396,8 @@ def test_a_context_beyond_the_models_positions_is_refused(project: Path, copied:
     edit_json(copied / "config.json", **({key: limit} if key else limit))
     assert refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []}) == (
         "products.agent.serving.context_length: expected at most 256, the max_position_embeddings of "
-        f"{copied}/config.json, got 512; lower it")
+        f"{copied}/config.json, got 512; lower it"
+    )
 
 
 def test_what_an_endpoint_brings_itself_is_not_checked(project: Path, copied: Path) -> None:
@@ -289,8 +415,10 @@ def test_a_checkpoint_is_checked_without_its_libraries(copied: Path) -> None:
     vocabulary = json.loads((copied / "tokenizer.json").read_text())["model"]["vocab"]
     (copied / "tokenizer.json").unlink()
     (copied / "vocab.json").write_text(json.dumps(vocabulary))
-    code = (f"import sys, pathlib, pipeline.products.text.checkpoints as c; c.open_checkpoint(pathlib.Path({str(copied)!r})); "
-            "print([m for m in ('torch', 'transformers') if m in sys.modules])")  # fmt: skip
+    code = (
+        f"import sys, pathlib, pipeline.products.text.checkpoints as c; c.open_checkpoint(pathlib.Path({str(copied)!r})); "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert child.stdout.strip() == "[]", child.stderr
 
@@ -304,15 +432,27 @@ def test_a_draft_of_the_targets_tokenizer_passes(project: Path, tmp_path: Path) 
     check(project, "candidates//int4//steps", speculative(draft))
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    pytest.param(lambda draft: shutil.rmtree(draft), "expected the draft's checkpoint folder, found none", id="absent"),
-    pytest.param(lambda draft: (draft / "tokenizer.json").unlink(), "expected a file that draft and target share",
-                 id="no-tokenizer"),
-    pytest.param(lambda draft: (draft / "tokenizer.json").write_text("{}"), "expected the same bytes as",
-                 id="another-tokenizer"),
-    pytest.param(lambda draft: write_tiny_llama(draft, vocab_size=512), "expected an embedding of ",
-                 id="another-vocabulary"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(
+            lambda draft: shutil.rmtree(draft), "expected the draft's checkpoint folder, found none", id="absent"
+        ),
+        pytest.param(
+            lambda draft: (draft / "tokenizer.json").unlink(),
+            "expected a file that draft and target share",
+            id="no-tokenizer",
+        ),
+        pytest.param(
+            lambda draft: (draft / "tokenizer.json").write_text("{}"),
+            "expected the same bytes as",
+            id="another-tokenizer",
+        ),
+        pytest.param(
+            lambda draft: write_tiny_llama(draft, vocab_size=512), "expected an embedding of ", id="another-vocabulary"
+        ),
+    ],
+)
 def test_a_draft_that_speaks_other_tokens_is_refused(
     project: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
 ) -> None:
@@ -351,7 +491,8 @@ def test_a_task_that_no_file_defines_is_refused_with_those_that_are(project: Pat
     assert refusal(project, "evals//choices", harness) == (
         f"products.agent.evals.choices.task: expected a task, group or tag that a *.yaml file in {tmp_path} defines, "
         f"got 'elsewhere'; they define inline, all, reading, short; {tmp_path}/broken.yaml is not valid YAML: line 3: "
-        "expected ',' or ']', but got '<stream end>'")
+        "expected ',' or ']', but got '<stream end>'"
+    )
 
 
 def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path: Path) -> None:
@@ -363,8 +504,9 @@ def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("path", [
-    "optimize//calibration_texts", "evals//prose//evalset", "evals//choices//include_path"])
+@pytest.mark.parametrize(
+    "path", ["optimize//calibration_texts", "evals//prose//evalset", "evals//choices//include_path"]
+)
 def test_a_broken_case_is_refused_before_any_work(project: Path, tmp_path: Path, path: str) -> None:
     """A card that is in order says nothing of the lines beside it."""
     folder = write_documents(tmp_path / "broken", {"prose": ["a", "b"], "long": ["c"]})

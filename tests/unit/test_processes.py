@@ -9,22 +9,34 @@ import pytest
 from pipeline.products.text.serving.engines.processes import read_cause
 
 AT = "(APIServer pid=7) ERROR 11-21 19:57:15 [validation.py:151] "
-REFUSED = (f"{AT}RequestValidationError caught. Request id: None\n"
-           f"{AT}fastapi.exceptions.RequestValidationError: 2 validation errors:\n")  # fmt: skip
+REFUSED = (
+    f"{AT}RequestValidationError caught. Request id: None\n"
+    f"{AT}fastapi.exceptions.RequestValidationError: 2 validation errors:\n"
+)
 DEAD = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)."
 AFTER = 'INFO:     127.0.0.1:43676 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error\n'
 
 
-@pytest.mark.parametrize(("log", "said"), [
-    pytest.param(f"{REFUSED}(APIServer pid=7) ERROR 11-21 19:57:22 [vllm_error.py:54] {DEAD}\n{AFTER}", DEAD,
-                 id="an-engine-that-was-killed-leaves-no-root-cause"),
-    pytest.param("(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] ValueError: no kernel for int4\n"
-                 "RuntimeError: Engine core initialization failed. See root cause above.\n",
-                 "ValueError: no kernel for int4", id="root-cause-above-its-pointer"),
-    pytest.param(f"{REFUSED}Traceback (most recent call last):\n  File \"x.py\", line 1\nbye\n", "bye",
-                 id="nothing-named"),
-    pytest.param("", "the log is empty", id="empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        pytest.param(
+            f"{REFUSED}(APIServer pid=7) ERROR 11-21 19:57:22 [vllm_error.py:54] {DEAD}\n{AFTER}",
+            DEAD,
+            id="an-engine-that-was-killed-leaves-no-root-cause",
+        ),
+        pytest.param(
+            "(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] ValueError: no kernel for int4\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+            "ValueError: no kernel for int4",
+            id="root-cause-above-its-pointer",
+        ),
+        pytest.param(
+            f'{REFUSED}Traceback (most recent call last):\n  File "x.py", line 1\nbye\n', "bye", id="nothing-named"
+        ),
+        pytest.param("", "the log is empty", id="empty"),
+    ],
+)
 def test_the_line_that_says_most(tmp_path: Path, log: str, said: str) -> None:
     path = tmp_path / "server.log"
     path.write_text(log)

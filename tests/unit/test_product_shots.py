@@ -100,7 +100,8 @@ def test_the_shipped_tokenizer_and_sampler_are_the_script_s(pipe: Any) -> None:
     assert ids.shape == (192, MAX_TOKENS) and len(ids.unique(dim=0)) == 192
     made = make_scheduler().config
     assert {key: pipe.scheduler.config[key] for key in made if not key.startswith("_")} == {
-        key: value for key, value in made.items() if not key.startswith("_")}  # fmt: skip
+        key: value for key, value in made.items() if not key.startswith("_")
+    }
 
 
 def test_the_text_encoder_is_the_scorers(pipe: Any, clip: Any) -> None:
@@ -118,8 +119,12 @@ def test_the_scorer_finds_the_caption(pipe: Any, clip: Any, pictures: torch.Tens
 @torch.no_grad()
 def test_a_drawing_shows_what_was_asked_for(pipe: Any, clip: Any) -> None:
     cases = load_evalset(ROOT / "evalsets/shots").cases[::48]
-    drawn = pipe(prompt=[case.prompt for case in cases], num_inference_steps=20, output_type="pt",
-                 generator=[torch.Generator().manual_seed(case.seed) for case in cases]).images  # fmt: skip
+    drawn = pipe(
+        prompt=[case.prompt for case in cases],
+        num_inference_steps=20,
+        output_type="pt",
+        generator=[torch.Generator().manual_seed(case.seed) for case in cases],
+    ).images
     assert drawn.shape == (len(cases), 3, SIZE, SIZE) and drawn.isfinite().all()
     found = clip(input_ids=tokenize(pipe.tokenizer_2, [case.prompt for case in cases]), pixel_values=drawn * 2 - 1)
     assert (found.image_embeds * found.text_embeds).sum(dim=1).mean() > 0.85

@@ -88,12 +88,16 @@ def drop_bit(parts: dict[str, Any]) -> None:
     parts["weight_packed"] = parts["weight_packed"] & -0x11111112  # the lowest bit of each nibble
 
 
-@pytest.mark.parametrize(("kind", "change", "said"), [
-    ("awq", stretch, "group 2 of row 3 is .* its scale or its values are wrong"),
-    ("awq", shift_zero, r"\+0.9\d steps from the source's on average.* zero-point is wrong"),
-    ("gptq", shift_zero, r"\+0.9\d steps from the source's on average.* zero-point is wrong"),
-    ("awq", drop_bit, "steps from the source's"),
-], ids=["scale", "zero-point", "zero-point-gptq", "three-bits"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("awq", stretch, "group 2 of row 3 is .* its scale or its values are wrong"),
+        ("awq", shift_zero, r"\+0.9\d steps from the source's on average.* zero-point is wrong"),
+        ("gptq", shift_zero, r"\+0.9\d steps from the source's on average.* zero-point is wrong"),
+        ("awq", drop_bit, "steps from the source's"),
+    ],
+    ids=["scale", "zero-point", "zero-point-gptq", "three-bits"],
+)
 def test_what_rounding_does_not_explain_is_refused(
     tmp_path: Path, source: Path, weight: torch.Tensor, kind: str, change: Callable[[dict[str, Any]], None], said: str
 ) -> None:

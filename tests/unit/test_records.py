@@ -25,15 +25,22 @@ def refuse(*_: object, **__: object) -> None:
 
 def draw(path: Path) -> None:
     policy = describe_policy(make_params(["good"], ["good"]))
-    plot_harm(Judgement(outcome="pass", blocked_by=(), policy=policy, reference_fingerprint="", reference_metrics=(),
-                        verdicts=()), path)
+    plot_harm(
+        Judgement(
+            outcome="pass", blocked_by=(), policy=policy, reference_fingerprint="", reference_metrics=(), verdicts=()
+        ),
+        path,
+    )
 
 
-@pytest.mark.parametrize(("write", "where"), [
-    pytest.param(lambda path: write_text(path, "new"), (os, "fsync"), id="text"),
-    pytest.param(lambda path: write_text(path, "new"), (os, "replace"), id="text-in-place"),
-    pytest.param(draw, (FigureCanvasAgg, "print_png"), id="plot"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("write", "where"),
+    [
+        pytest.param(lambda path: write_text(path, "new"), (os, "fsync"), id="text"),
+        pytest.param(lambda path: write_text(path, "new"), (os, "replace"), id="text-in-place"),
+        pytest.param(draw, (FigureCanvasAgg, "print_png"), id="plot"),
+    ],
+)
 def test_a_full_disk_names_the_file_and_keeps_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], where: tuple[object, str]
 ) -> None:

@@ -19,17 +19,25 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def release(root: Path, *names: str, verdict: str, product: str = PRODUCT) -> list[str]:
-    versions = [ReleasedVersion(name, Path("build", name), {
-        "gate": "pass", "verdict_sha256": verdict, "fingerprint": f"of {name}"}) for name in names]  # fmt: skip
+    versions = [
+        ReleasedVersion(
+            name, Path("build", name), {"gate": "pass", "verdict_sha256": verdict, "fingerprint": f"of {name}"}
+        )
+        for name in names
+    ]
     return register_versions(versions, root, product=product)
 
 
 def read(root: Path) -> dict[str, tuple[str | None, dict[str, Any]]]:
     """Return by model: the version that the alias names, and the tags by version."""
     with open_store(root) as client:
-        return {m.name: (str(m.aliases[RELEASED]) if RELEASED in m.aliases else None, {
-            str(v.version): v.tags for v in client.search_model_versions(f"name = '{m.name}'")})
-            for m in client.search_registered_models()}  # fmt: skip
+        return {
+            m.name: (
+                str(m.aliases[RELEASED]) if RELEASED in m.aliases else None,
+                {str(v.version): v.tags for v in client.search_model_versions(f"name = '{m.name}'")},
+            )
+            for m in client.search_registered_models()
+        }
 
 
 def test_versions_follow_releases(store: Path) -> None:

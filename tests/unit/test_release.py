@@ -158,8 +158,10 @@ def test_a_bundle_that_points_outside_of_itself_is_no_bundle(bundle, tmp_path):
 def test_records_that_an_index_names_elsewhere_are_not_read(bundle, tmp_path):
     """What is wrong with a line was told with the line, whosever file it was."""
     (tmp_path / "elsewhere.jsonl").write_text("a word of nobody's business\n")
-    edit_json(bundle / f"evaluations/{NAME}/evaluation.json",
-              lambda e: e["evals"]["choices"].update(records=str(tmp_path / "elsewhere.jsonl")))  # fmt: skip
+    edit_json(
+        bundle / f"evaluations/{NAME}/evaluation.json",
+        lambda e: e["evals"]["choices"].update(records=str(tmp_path / "elsewhere.jsonl")),
+    )
     write_sums(bundle)
     said = "\n".join(verify_bundle(bundle).problems)
     assert "evaluation.json: expected names of files beside it" in said and "nobody's business" not in said
@@ -189,25 +191,46 @@ def lose_ten(records):
         record["scores"]["completed"] = 0.0
 
 
-@pytest.mark.parametrize(("tamper", "named"), [
-    (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lose_ten),
-     "verdicts.good.comparisons.workflows/task_completion_rate.candidate: says"),
-    (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lambda r: r.__setitem__(1, r[0])),
-     "asks the same as case"),
-    (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lambda r: r.pop()), "expected 80 cases"),
-    (lambda b: edit_json(b / "verdict.json", lambda v: v["verdicts"][0]["comparisons"][0].update(candidate=0.999)),
-     "comparisons.workflows/task_completion_rate.candidate: says 0.999, the scores give"),
-    (lambda b: edit_json(b / "params.yaml", lambda p: p["products"][PRODUCT]["gate"].update(alpha=0.1)),
-     "bundle/params.yaml: the verdict beside it was reached with alpha 0.05, params.yaml says 0.1"),
-    (lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(weights_digest="f" * 64)),
-     "release.0.weights_digest: says 'ffff"),
-    (lambda b: edit_json(b / MANIFEST, lambda m: m["policy"].update(alpha=0.01)), "policy.alpha: says 0.01"),
-    (lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(outcome="fail")), "outcome: says 'fail'"),
-    (lambda b: edit_text(b / "cards/good.md", "**pass**", "**pass** with honours"), "good.md: expected the card that"),
-    (lambda b: (b / "cards/good.md").unlink(), "good.md: expected the card that verdict.json gives, found none"),
-    (lambda b: (b / "cards/best.md").write_text("best"), "best.md: expected the card that verdict.json gives, found"),
-    (lambda b: (b / "benchmarks").mkdir(), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tamper", "named"),
+    [
+        (
+            lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lose_ten),
+            "verdicts.good.comparisons.workflows/task_completion_rate.candidate: says",
+        ),
+        (
+            lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lambda r: r.__setitem__(1, r[0])),
+            "asks the same as case",
+        ),
+        (lambda b: edit_packed(b / f"evaluations/{NAME}/workflows.jsonl.gz", lambda r: r.pop()), "expected 80 cases"),
+        (
+            lambda b: edit_json(
+                b / "verdict.json", lambda v: v["verdicts"][0]["comparisons"][0].update(candidate=0.999)
+            ),
+            "comparisons.workflows/task_completion_rate.candidate: says 0.999, the scores give",
+        ),
+        (
+            lambda b: edit_json(b / "params.yaml", lambda p: p["products"][PRODUCT]["gate"].update(alpha=0.1)),
+            "bundle/params.yaml: the verdict beside it was reached with alpha 0.05, params.yaml says 0.1",
+        ),
+        (
+            lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(weights_digest="f" * 64)),
+            "release.0.weights_digest: says 'ffff",
+        ),
+        (lambda b: edit_json(b / MANIFEST, lambda m: m["policy"].update(alpha=0.01)), "policy.alpha: says 0.01"),
+        (lambda b: edit_json(b / MANIFEST, lambda m: m["release"][0].update(outcome="fail")), "outcome: says 'fail'"),
+        (
+            lambda b: edit_text(b / "cards/good.md", "**pass**", "**pass** with honours"),
+            "good.md: expected the card that",
+        ),
+        (lambda b: (b / "cards/good.md").unlink(), "good.md: expected the card that verdict.json gives, found none"),
+        (
+            lambda b: (b / "cards/best.md").write_text("best"),
+            "best.md: expected the card that verdict.json gives, found",
+        ),
+        (lambda b: (b / "benchmarks").mkdir(), None),
+    ],
+)
 def test_what_agrees_with_its_sums_must_agree_with_the_rest(bundle, tamper, named):
     """Whoever edits a file can write the sums anew, and the verdict no longer follows from the scores."""
     (bundle / SIGNATURE).unlink()
@@ -222,8 +245,12 @@ def test_what_agrees_with_its_sums_must_agree_with_the_rest(bundle, tamper, name
 
 def make_worse_and_judge(root, private_key):
     """Write a bundle that is consistent in itself and about other records."""
-    rewrite_records(root / BUILD, NAME, "choices", lambda records: [
-        r.model_copy(update={"scores": {"accuracy": 1.0}}) for r in records])
+    rewrite_records(
+        root / BUILD,
+        NAME,
+        "choices",
+        lambda records: [r.model_copy(update={"scores": {"accuracy": 1.0}}) for r in records],
+    )
     judge_project(root)
     return bundle_project(root, private_key=private_key)
 
@@ -231,8 +258,12 @@ def make_worse_and_judge(root, private_key):
 def test_only_the_signature_finds_a_bundle_that_is_consistent_in_itself(project, tmp_path):
     shutil.copytree(project / "build", tmp_path / "build")
     shutil.copy(project / "params.yaml", tmp_path)
-    rewrite_records(tmp_path / BUILD, "reference", "choices", lambda records: [
-        r.model_copy(update={"scores": {"accuracy": 1.0}}) for r in records])
+    rewrite_records(
+        tmp_path / BUILD,
+        "reference",
+        "choices",
+        lambda records: [r.model_copy(update={"scores": {"accuracy": 1.0}}) for r in records],
+    )
     forger, _ = write_keys(tmp_path, "forger")
     forged = make_worse_and_judge(tmp_path, forger)
     assert verify_bundle(forged).problems == []
@@ -267,11 +298,14 @@ def test_a_key_that_is_none_is_one_line_and_loses_no_bundle(project, tmp_path):
         verify_bundle(bundle, public_key=tmp_path / "none.pem")
 
 
-@pytest.mark.parametrize(("spoil", "named"), [
-    (lambda root: (root / BUILD / "gate.ok").unlink(), "expected the gate's marker of a pass, found none"),
-    (lambda root: (root / BUILD / "gate.ok").write_text("[]"), "found other content"),
-    (lambda root: edit_json(root / VERDICT, lambda v: v.update(interval_confidence=0.9)), "passed another verdict"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda root: (root / BUILD / "gate.ok").unlink(), "expected the gate's marker of a pass, found none"),
+        (lambda root: (root / BUILD / "gate.ok").write_text("[]"), "found other content"),
+        (lambda root: edit_json(root / VERDICT, lambda v: v.update(interval_confidence=0.9)), "passed another verdict"),
+    ],
+)
 def test_nothing_is_released_that_the_gate_did_not_pass(project, tmp_path, spoil, named):
     root = Path(shutil.copytree(project, tmp_path / "project"))
     spoil(root)
@@ -307,8 +341,12 @@ def test_stripped_outputs_keep_what_the_gate_looks_at(project, tmp_path):
 def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path):
     """Its verdict rests on arrays beside the records; without them nothing could be computed."""
     ways = {"close": Way([{"kind": "precision", "dtype": "bfloat16"}], Change())}
-    wide = {"scenes/ap": {"overall": 0.3}, "scenes/ap_small": {"overall": 0.3}, "scenes/ap_large": {"overall": 0.3},
-            "scenes/finite_output_rate": {"overall": 0.3}}  # fmt: skip
+    wide = {
+        "scenes/ap": {"overall": 0.3},
+        "scenes/ap_small": {"overall": 0.3},
+        "scenes/ap_large": {"overall": 0.3},
+        "scenes/finite_output_rate": {"overall": 0.3},
+    }
     product = make_network_product("detector", ways, wide)
     build = write_detector(tmp_path, product, ways, num_images=32)
     (tmp_path / "params.yaml").write_text(json.dumps(describe_project(make_params([NAME], [NAME]), product)))
@@ -317,8 +355,16 @@ def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path):
     write_record(tmp_path / VERDICT, judgement)
     (tmp_path / "libraries.json").write_text("{}")
     bundle = tmp_path / "release/detector"
-    write_bundle(product, judgement, build=build, params=tmp_path / "params.yaml", verdict=tmp_path / VERDICT,
-                 bundle=bundle, libraries=tmp_path / "libraries.json", private_key=None)
+    write_bundle(
+        product,
+        judgement,
+        build=build,
+        params=tmp_path / "params.yaml",
+        verdict=tmp_path / VERDICT,
+        bundle=bundle,
+        libraries=tmp_path / "libraries.json",
+        private_key=None,
+    )
     assert verify_bundle(bundle).problems == []
 
 
@@ -343,14 +389,25 @@ def lower_quality(records):
         record["scores"]["psnr_db"] -= 0.05
 
 
-@pytest.mark.parametrize(("tamper", "named"), [
-    (lambda b: edit_packed(b / "evaluations/tiled-hann/panoramas.jsonl.gz", lower_quality),
-     "verdicts.tiled-hann.comparisons.panoramas/psnr_db.candidate: says"),
-    (lambda b: edit_json(b / "verdict.json", lambda v: v["policy"].update(track="detector")),
-     "old/params.yaml: the verdict beside it was reached with "),
-    (lambda b: edit_text(b / "params.yaml", "panoramas/psnr_db: {overall: 0.1}", "panoramas/psnr_db: {overall: 0.2}"),
-     "old/params.yaml: the verdict beside it was reached with tolerances.panoramas/psnr_db.overall 0.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tamper", "named"),
+    [
+        (
+            lambda b: edit_packed(b / "evaluations/tiled-hann/panoramas.jsonl.gz", lower_quality),
+            "verdicts.tiled-hann.comparisons.panoramas/psnr_db.candidate: says",
+        ),
+        (
+            lambda b: edit_json(b / "verdict.json", lambda v: v["policy"].update(track="detector")),
+            "old/params.yaml: the verdict beside it was reached with ",
+        ),
+        (
+            lambda b: edit_text(
+                b / "params.yaml", "panoramas/psnr_db: {overall: 0.1}", "panoramas/psnr_db: {overall: 0.2}"
+            ),
+            "old/params.yaml: the verdict beside it was reached with tolerances.panoramas/psnr_db.overall 0.1",
+        ),
+    ],
+)
 def test_an_edit_of_a_bundle_of_before_products_had_names_is_found(old, tamper, named):
     """With its sums as they were, and with sums that were written anew."""
     tamper(old)
@@ -360,13 +417,20 @@ def test_an_edit_of_a_bundle_of_before_products_had_names_is_found(old, tamper, 
     assert named in said and "it was changed" not in said
 
 
-@pytest.mark.parametrize(("name", "kind", "serving", "resources"), [
-    ("text", "text", {"dtype": "float32", "concurrency": 64},
-     {"num_servers": 2, "request_timeout_s": 120.0, "start_timeout_s": 120.0}),
-    ("images", "images", {"num_inference_steps": 20, "batch_size": 16}, {"num_workers": 2}),
-    ("detector", "vision", {"batch_size": 6}, {"num_workers": 2}),
-    ("upscaler", "vision", {"batch_size": 1}, {"num_workers": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind", "serving", "resources"),
+    [
+        (
+            "text",
+            "text",
+            {"dtype": "float32", "concurrency": 64},
+            {"num_servers": 2, "request_timeout_s": 120.0, "start_timeout_s": 120.0},
+        ),
+        ("images", "images", {"num_inference_steps": 20, "batch_size": 16}, {"num_workers": 2}),
+        ("detector", "vision", {"batch_size": 6}, {"num_workers": 2}),
+        ("upscaler", "vision", {"batch_size": 1}, {"num_workers": 2}),
+    ],
+)
 def test_settings_of_before_products_had_names_are_read_as_products(old, name, kind, serving, resources):
     """All four stood in one file, each with candidates and a way of serving of its own."""
     product = load_released(old / "params.yaml", name)
@@ -418,8 +482,9 @@ def test_git_says_where_the_code_stands(tmp_path, monkeypatch):
     assert read_git(tmp_path) is None
 
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True,
-                       capture_output=True)
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True, capture_output=True
+        )
 
     git("init")
     (tmp_path / "code.py").write_text("1")

@@ -19,8 +19,13 @@ FORGED = "x</b></summary></details>\n# `PASS` | ![ok](http://x/p.png) \x1b[2J\x0
 UNPRINTABLE = ("\x1b", "\x00", "\u202e")
 
 
-def judge(build: Path, edit: Callable[[list[CaseRecord]], list[CaseRecord]], *, eval_name: str = "calls",
-          **tolerances: dict[str, object]) -> ReleaseComparison:  # fmt: skip
+def judge(
+    build: Path,
+    edit: Callable[[list[CaseRecord]], list[CaseRecord]],
+    *,
+    eval_name: str = "calls",
+    **tolerances: dict[str, object],
+) -> ReleaseComparison:
     """Judge a candidate that loses a third of `calls` after editing the records of both sides alike."""
     write_tree(build, {"a": Behaviour(loss={"calls": 0.3})}, num_cases=300)
     for name in ("reference", "a"):
@@ -41,28 +46,47 @@ def row_of(report: str, start: str) -> list[str]:
 def test_every_gated_bucket_is_in_the_row_of_its_candidate(tmp_path: Path) -> None:
     """A release blocked by a bucket alone must not look well in the table that is read first."""
     buckets = {"tool/10": 0.05, "tool/9": 0.05, "plain": 0.05}
-    compared = judge(tmp_path, with_buckets(*buckets), **{
-        "calls/tool_call_exact_match": {"overall": 0.02, "buckets": buckets},
-        "workflows/task_completion_rate": {"overall": 0.02}})  # fmt: skip
+    compared = judge(
+        tmp_path,
+        with_buckets(*buckets),
+        **{
+            "calls/tool_call_exact_match": {"overall": 0.02, "buckets": buckets},
+            "workflows/task_completion_rate": {"overall": 0.02},
+        },
+    )
     report = render_report(compared)
     titles = row_of(report, "candidate")[3:-1]
-    assert titles == ["calls<br>tool_call_exact_match", "calls<br>plain", "calls<br>tool/9", "calls<br>tool/10",
-                      "workflows<br>task_completion_rate"], "the headline and its buckets come first"  # fmt: skip
+    assert titles == [
+        "calls<br>tool_call_exact_match",
+        "calls<br>plain",
+        "calls<br>tool/9",
+        "calls<br>tool/10",
+        "workflows<br>task_completion_rate",
+    ], "the headline and its buckets come first"
     assert all(cell.endswith("❌") for cell in row_of(report, "`a`")[3:7])
 
 
 def test_a_bucket_of_two_metrics_says_which_is_which(tmp_path: Path) -> None:
     gated = {"overall": 0.02, "buckets": {"plain": 0.05}}
-    report = render_report(judge(tmp_path, with_buckets("plain"), **{
-        "calls/tool_call_exact_match": gated, "calls/tool_call_accepted_rate": gated}))  # fmt: skip
+    report = render_report(
+        judge(
+            tmp_path,
+            with_buckets("plain"),
+            **{"calls/tool_call_exact_match": gated, "calls/tool_call_accepted_rate": gated},
+        )
+    )
     assert {"calls<br>tool_call_exact_match [plain]", "calls<br>tool_call_accepted_rate [plain]"} <= set(
-        row_of(report, "candidate"))
+        row_of(report, "candidate")
+    )
 
 
 def test_a_table_of_many_columns_is_turned_on_its_side(tmp_path: Path) -> None:
     buckets = {f"tool/{i}": 0.05 for i in range(14)}
-    report = render_report(judge(tmp_path, with_buckets(*buckets), **{
-        "calls/tool_call_exact_match": {"overall": 0.02, "buckets": buckets}}))  # fmt: skip
+    report = render_report(
+        judge(
+            tmp_path, with_buckets(*buckets), **{"calls/tool_call_exact_match": {"overall": 0.02, "buckets": buckets}}
+        )
+    )
     assert row_of(report, "candidate") == ["candidate", "`reference`", "`a`"]
     assert row_of(report, "verdict") == ["verdict", "reference", "❌ fail"]
     assert all(row_of(report, f"calls<br>{bucket}")[2].endswith("❌") for bucket in buckets)
@@ -90,8 +114,12 @@ def test_documents_that_lost_most_and_failures_are_escaped(tmp_path: Path) -> No
     write_tree(tmp_path, {"a": Behaviour(nll_shift=0.2)}, num_cases=300)
     rewrite_records(tmp_path, "a", "choices", fail)
     for name in ("reference", "a"):
-        rewrite_records(tmp_path, name, "prose", lambda records: [
-            r.model_copy(update={"case_id": f"{r.case_id}{FORGED}"}) for r in records])  # fmt: skip
+        rewrite_records(
+            tmp_path,
+            name,
+            "prose",
+            lambda records: [r.model_copy(update={"case_id": f"{r.case_id}{FORGED}"}) for r in records],
+        )
     report = render_report(compare_release(make_params(["a"], ["a"]), tmp_path))
     assert "Cases that lost most" in report and "evaluator: x&lt;/b>" in report
     for raw in (*UNPRINTABLE, "x</b>", "\n# `PASS`", "](http"):
@@ -111,8 +139,11 @@ def test_a_bucket_that_looks_like_a_formula_is_drawn_as_it_is_written(tmp_path: 
 
 @pytest.mark.parametrize("character", UNPRINTABLE)
 def test_outputs_are_shown_without_what_steers_a_terminal(tmp_path: Path, character: str) -> None:
-    report = render_report(judge(tmp_path, lambda records: [
-        r.model_copy(update={"prompt": f"first\n\tsecond{character}"}) for r in records]))  # fmt: skip
+    report = render_report(
+        judge(
+            tmp_path, lambda records: [r.model_copy(update={"prompt": f"first\n\tsecond{character}"}) for r in records]
+        )
+    )
     assert character not in report
     assert f"\nfirst\n\tsecond{character.encode('unicode_escape').decode()}\n```" in report
 

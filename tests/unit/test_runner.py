@@ -25,15 +25,23 @@ CASES = [DocumentCase(id=f"c{i}", cluster="c", text=f"text {i}") for i in range(
 
 
 def judged(case: DocumentCase, score: float = 1.0) -> CaseRecord:
-    return CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, prompt=case.text,
-                      output="", scores={"exact": score}, fingerprint="f")  # fmt: skip
+    return CaseRecord(
+        case_id=case.id,
+        input_digest=case.digest,
+        cluster=case.cluster,
+        prompt=case.text,
+        output="",
+        scores={"exact": score},
+        fingerprint="f",
+    )
 
 
 def make_context(journal: Any, concurrency: int = 4, check_alive: Any = lambda: None, watch: Any = None) -> Any:
     """Return what the runner reads of an EvalContext."""
     client = SimpleNamespace(check_alive=check_alive)
-    return SimpleNamespace(name="e", journal=journal, concurrency=concurrency, fingerprint="f", client=client,
-                           watch=watch)
+    return SimpleNamespace(
+        name="e", journal=journal, concurrency=concurrency, fingerprint="f", client=client, watch=watch
+    )
 
 
 def open_journal(folder: Path) -> Journal:

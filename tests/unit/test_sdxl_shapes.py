@@ -8,10 +8,13 @@ import torch
 from benchmarks.sdxl_models import UNET_CONFIG, VAE_CONFIG
 
 
-@pytest.mark.parametrize(("name", "config", "expected"), [
-    ("UNet2DConditionModel", UNET_CONFIG, 2_567_463_684),  # of stabilityai/stable-diffusion-xl-base-1.0
-    ("AutoencoderKL", VAE_CONFIG, 83_653_863),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        ("UNet2DConditionModel", UNET_CONFIG, 2_567_463_684),  # of stabilityai/stable-diffusion-xl-base-1.0
+        ("AutoencoderKL", VAE_CONFIG, 83_653_863),
+    ],
+)
 def test_the_shapes_have_as_many_parameters_as_the_release(name: str, config: dict, expected: int) -> None:
     diffusers = pytest.importorskip("diffusers")
     with torch.device("meta"):

@@ -34,8 +34,10 @@ made_by: hand
 description: For tests.
 cluster: a pair of notes
 """
-CASES = [{"id": f"n{i}", "cluster": f"c{i // 2}", "buckets": ["zeta", "zeta"] if i else ["alpha"], "text": f"text {i}"}
-         for i in range(3)]  # fmt: skip
+CASES = [
+    {"id": f"n{i}", "cluster": f"c{i // 2}", "buckets": ["zeta", "zeta"] if i else ["alpha"], "text": f"text {i}"}
+    for i in range(3)
+]
 
 
 def write(folder: Path, card: str = CARD, cases: str | None = None) -> Path:
@@ -62,7 +64,8 @@ def test_a_card_gets_its_seal_and_loads(tmp_path: Path) -> None:
     card = seal(folder)
     assert (folder / "card.yaml").read_text() == CARD + (
         f"num_cases: 3\nsha256: {digest_file(folder / 'cases.jsonl')}\nnum_clusters: 2\n"
-        "buckets:\n  alpha: 1\n  zeta: 2\n")  # a case is in a bucket once
+        "buckets:\n  alpha: 1\n  zeta: 2\n"
+    )  # a case is in a bucket once
     assert load_evalset(folder).card == card
     assert describe(card) == "notes: 3 cases, 2 clusters, buckets alpha 1, zeta 2; card sealed"
 
@@ -83,8 +86,12 @@ description: For tests.
 cluster: a pair of notes
 # end
 """
-BUCKETS = {"kept": "\n  alpha: 7  # hot\n  zeta: 7", "gone": "\n  alpha: 7  # hot\n  zulu: 7", "flow": " {{alpha: 7}}",
-           "none": " {{}}"}  # fmt: skip
+BUCKETS = {
+    "kept": "\n  alpha: 7  # hot\n  zeta: 7",
+    "gone": "\n  alpha: 7  # hot\n  zulu: 7",
+    "flow": " {{alpha: 7}}",
+    "none": " {{}}",
+}
 
 
 @pytest.mark.parametrize("old", BUCKETS)
@@ -117,12 +124,14 @@ def test_what_can_not_be_sealed_is_said_and_the_card_stays(tmp_path: Path) -> No
     unfinished = write(tmp_path / "c", "kind: trajectories\nname: notes\nversion: 1.0\nlicense: CC0-1.0\n")
     assert refusal(unfinished) == (
         "card.yaml: expected licence, description, made_by, cluster, tools, found none; unknown license, remove or "
-        "correct the spelling; version: expected text, got 1.0")
+        "correct the spelling; version: expected text, got 1.0"
+    )
     folder = write(tmp_path / "d")
     (folder / "card.yaml").unlink()
     assert refusal(folder) == (
         "card.yaml: expected an evalset card, found no file; write one with name, version, licence, kind, description, "
-        f"made_by, cluster, and for trajectories tools, then run `python -m evalsets.seal {folder}`")
+        f"made_by, cluster, and for trajectories tools, then run `python -m evalsets.seal {folder}`"
+    )
     (folder / "card.yaml").mkdir()
     with pytest.raises(EvalsetError, match="card.yaml"):  # as an OSError it would tell the user to run `dvc repro`
         main([str(folder)])
@@ -139,7 +148,8 @@ def test_the_command_prints_one_line(tmp_path: Path) -> None:
     assert sealed.stdout == "notes: 3 cases, 2 clusters, buckets alpha 1, zeta 2; card sealed\n"
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == (
-        "quantgate seal: expected one evalset folder, got []; usage: python -m evalsets.seal FOLDER\n")
+        "quantgate seal: expected one evalset folder, got []; usage: python -m evalsets.seal FOLDER\n"
+    )
 
 
 # The examples of evalsets/README.md.

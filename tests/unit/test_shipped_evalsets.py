@@ -74,12 +74,19 @@ def test_the_shipped_files_are_what_the_command_writes(made: tuple[Path, Any], n
 
 
 def test_sizes(shipped: dict[str, Evalset]) -> None:
-    least = {"workflows": 1000, "tool_calls": 2000, "prose": 100, "choices": 500, "calibration": 500,
-             "shots": 192}
+    least = {"workflows": 1000, "tool_calls": 2000, "prose": 100, "choices": 500, "calibration": 500, "shots": 192}
     assert {name: len(e.cases) >= least[name] for name, e in shipped.items()} == dict.fromkeys(EVALSETS, True)
     buckets = shipped["workflows"].card.buckets
-    assert {"steps/2-4", "steps/5-8", "steps/9-12", "length/short", "length/medium", "length/long",
-            "constraint_retention", "abstention"} == set(buckets)  # fmt: skip
+    assert {
+        "steps/2-4",
+        "steps/5-8",
+        "steps/9-12",
+        "length/short",
+        "length/medium",
+        "length/long",
+        "constraint_retention",
+        "abstention",
+    } == set(buckets)
     assert min(buckets.values()) >= 200
 
 

@@ -61,8 +61,14 @@ def test_passes_that_do_not_make_the_answer_are_an_error(fed: list[list[int]]) -
 def test_counts_add_up_over_requests_and_none_is_nothing() -> None:
     one, two = count([[*PROMPT, 1, 2]], [1, 2, 3]), count([[*PROMPT, 9], [1]], [1, 2])
     total = sum_speculation([one, None, two])
-    assert total == SpeculationCounts(method="prompt_lookup", num_tokens=3, num_target_forwards=3,
-                                      num_completion_tokens=5, num_drafted=3, accepted_by_position=(1, 1, 0))
+    assert total == SpeculationCounts(
+        method="prompt_lookup",
+        num_tokens=3,
+        num_target_forwards=3,
+        num_completion_tokens=5,
+        num_drafted=3,
+        accepted_by_position=(1, 1, 0),
+    )
     assert sum_speculation([None]) is None
 
 
@@ -76,8 +82,9 @@ def test_counts_that_can_not_be_are_refused(change: dict[str, Any]) -> None:
 def make_params(draft: str | None, **step: Any) -> Params:
     """Return the shipped settings with a candidate that is served with drafts."""
     params = load_params(ROOT / "params.yaml")
-    speculative = SpeculativeStep(**{"kind": "speculative", "method": "draft_model", "draft": draft, "num_tokens": 5}
-                                  | step)  # fmt: skip
+    speculative = SpeculativeStep(
+        **{"kind": "speculative", "method": "draft_model", "draft": draft, "num_tokens": 5} | step
+    )
     candidate = params.candidates["reference"].model_copy(update={"checkpoint": "tiny", "steps": [speculative]})
     return params.model_copy(update={"candidates": params.candidates | {"fast": candidate}})
 
@@ -98,7 +105,8 @@ def test_a_speculative_step_changes_how_a_checkpoint_is_served_and_not_its_weigh
     candidate = build(project, make_params("draft"))
     assert candidate.checkpoint.digest == digest_checkpoint(project / "tiny")
     assert candidate.serving.speculative == SpeculativeConfig(
-        method="draft_model", num_tokens=5, draft_digest=digest_checkpoint(project / "draft"), draft_path="draft")
+        method="draft_model", num_tokens=5, draft_digest=digest_checkpoint(project / "draft"), draft_path="draft"
+    )
     assert not candidate.serving.continuous_batching
     assert [path.name for path in (project / "build/candidates/fast").iterdir()] == ["candidate.json"]
 
@@ -107,8 +115,10 @@ def test_the_fingerprint_covers_draft_tokens_and_method_and_not_the_path(project
     first = build(project, make_params("draft"))
     (project / "draft").rename(project / "moved")
     assert build(project, make_params("moved")).fingerprint == first.fingerprint
-    others = [build(project, make_params("moved", num_tokens=4)),
-              build(project, make_params(None, method="prompt_lookup"))]  # fmt: skip
+    others = [
+        build(project, make_params("moved", num_tokens=4)),
+        build(project, make_params(None, method="prompt_lookup")),
+    ]
     write_tiny_llama(project / "moved", seed=2)
     others.append(build(project, make_params("moved")))
     assert len({c.fingerprint for c in [first, *others]}) == 4

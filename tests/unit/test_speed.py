@@ -40,30 +40,51 @@ def params_of(**benchmark: Any) -> Params:
 def make_cell(concurrency: int, band: tuple[int, int], ratios: Sequence[float]) -> Cell:
     """A machine that gets slower from round to round, and a candidate that keeps its distance."""
     ours = [100.0 * concurrency * 0.7**number for number in range(len(ratios))]
-    reference, candidate = ([Batch(throughput_tokens_per_s=t, ttft_ms=1000 / t, inter_token_latency_ms=100 / t)
-                             for t in side] for side in (ours, [r * t for r, t in zip(ratios, ours, strict=True)]))
-    return Cell(concurrency=concurrency, prompt_tokens=band, num_requests=4, reference=tuple(reference),
-                candidate=tuple(candidate))  # fmt: skip
+    reference, candidate = (
+        [Batch(throughput_tokens_per_s=t, ttft_ms=1000 / t, inter_token_latency_ms=100 / t) for t in side]
+        for side in (ours, [r * t for r, t in zip(ratios, ours, strict=True)])
+    )
+    return Cell(
+        concurrency=concurrency,
+        prompt_tokens=band,
+        num_requests=4,
+        reference=tuple(reference),
+        candidate=tuple(candidate),
+    )
 
 
 def make_probes(*ratios: float, num_probes: int = NUM_PROBES) -> tuple[Probe, ...]:
     """In both bands, ratios in turn."""
-    return tuple(Probe(prompt_tokens=band, known_ttft_ms=50 * ratios[i % len(ratios)], fresh_ttft_ms=50)
-                 for band in ((10, 20), (30, 60)) for i in range(num_probes))  # fmt: skip
+    return tuple(
+        Probe(prompt_tokens=band, known_ttft_ms=50 * ratios[i % len(ratios)], fresh_ttft_ms=50)
+        for band in ((10, 20), (30, 60))
+        for i in range(num_probes)
+    )
 
 
 def make_benchmark(*ratios: Sequence[float], **changes: Any) -> Benchmark:
     """One list of ratios for each cell of the grid, in its order."""
     places = [(c, (low, high)) for low, high in ((10, 20), (30, 60)) for c in (1, 4)]
     reference, candidate = (
-        Side(fingerprint=make_candidate(name).fingerprint, peak_memory_mib=peak, num_requests=96, num_changed=0,
-             probes=make_probes(0.9, 1.1), repeat_ttft_ratio=0.3)
-        for name, peak in (("reference", 512.0), ("a", 1280.0)))  # fmt: skip
+        Side(
+            fingerprint=make_candidate(name).fingerprint,
+            peak_memory_mib=peak,
+            num_requests=96,
+            num_changed=0,
+            probes=make_probes(0.9, 1.1),
+            repeat_ttft_ratio=0.3,
+        )
+        for name, peak in (("reference", 512.0), ("a", 1280.0))
+    )
     benchmark = Benchmark(
-        name="a", work=describe_work(params_of().benchmark), machine=HERE, definitions="TTFT is so and so.",
-        reference=reference, candidate=candidate,
+        name="a",
+        work=describe_work(params_of().benchmark),
+        machine=HERE,
+        definitions="TTFT is so and so.",
+        reference=reference,
+        candidate=candidate,
         cells=tuple(make_cell(*place, found) for place, found in zip(places, ratios, strict=True)),
-    )  # fmt: skip
+    )
     return benchmark.model_copy(update=changes)
 
 
@@ -92,7 +113,8 @@ def test_a_cell_is_faster_or_slower_when_its_whole_interval_is() -> None:
     assert [cell.outcome for cell in speed.cells] == ["faster", "no difference shown", "slower", "faster"]
     assert describe_speed(speed) == (
         "faster in 2 of 4 cells (1 in flight, 10 to 20 prompt tokens; 4 in flight, 30 to 60 prompt tokens), "
-        "slower in 1 of 4 cells (1 in flight, 30 to 60 prompt tokens)")  # fmt: skip
+        "slower in 1 of 4 cells (1 in flight, 30 to 60 prompt tokens)"
+    )
     assert speed.confidence == 0.96875
     assert (speed.reference_peak_memory_mib, speed.candidate_peak_memory_mib) == (512, 1280)
 
@@ -109,12 +131,21 @@ def cut(**change: Any) -> Benchmark:
     return MIXED.model_copy(update=change)
 
 
-@pytest.mark.parametrize(("benchmark", "said"), [
-    (cut(cells=()), "expected the cells"), (cut(cells=MIXED.cells[1:]), "expected the cells"),
-    (cut(cells=(*MIXED.cells, MIXED.cells[0])), "expected the cells"),
-    (cut(cells=(MIXED.cells[0].model_copy(update={"reference": MIXED.cells[0].reference[:5]}), *MIXED.cells[1:])),
-     "expected 6 rounds of both sides, got 5 and 6"),
-], ids=["empty", "a-cell-gone", "a-cell-twice", "a-round-gone"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("benchmark", "said"),
+    [
+        (cut(cells=()), "expected the cells"),
+        (cut(cells=MIXED.cells[1:]), "expected the cells"),
+        (cut(cells=(*MIXED.cells, MIXED.cells[0])), "expected the cells"),
+        (
+            cut(
+                cells=(MIXED.cells[0].model_copy(update={"reference": MIXED.cells[0].reference[:5]}), *MIXED.cells[1:])
+            ),
+            "expected 6 rounds of both sides, got 5 and 6",
+        ),
+    ],
+    ids=["empty", "a-cell-gone", "a-cell-twice", "a-round-gone"],
+)
 def test_a_grid_with_a_gap_is_refused(build: Path, benchmark: Benchmark, said: str) -> None:
     """A cell that is too slow must not be left out."""
     _, verdict = judge(build, benchmark, max_slowdown=0.1)
@@ -132,21 +163,32 @@ def test_a_cell_surely_slower_than_tolerated_fails(build: Path, limit: float, ou
     """0.80 to 0.86 is surely below 0.9, and not surely below 0.85."""
     compared, verdict = judge(build, max_slowdown=limit)
     assert verdict.outcome == outcome
-    said = ("1 in flight, 30 to 60 prompt tokens: throughput is 0.83 (0.80 to 0.86) of the reference's (96.9% "
-            "interval), expected 0.9 or more (benchmark.max_slowdown)")  # fmt: skip
+    said = (
+        "1 in flight, 30 to 60 prompt tokens: throughput is 0.83 (0.80 to 0.86) of the reference's (96.9% "
+        "interval), expected 0.9 or more (benchmark.max_slowdown)"
+    )
     assert (f"fail: speed: {said}" in verdict.reasons) == (outcome == "fail")
     assert (f"  fail         speed: {said}" in render_gate(compared.judgement).splitlines()) == (outcome == "fail")
 
 
-@pytest.mark.parametrize(("benchmark", "said"), [
-    (None, "a.json: expected a Benchmark, found no file; run `dvc repro`"),
-    (MIXED.model_copy(update={"refusal": "candidate, 1 in flight: expected 8 completion tokens, got 7"}),
-     "benchmark of a: candidate, 1 in flight: expected 8 completion tokens, got 7"),
-    (MIXED.model_copy(update={"work": MIXED.work.model_copy(update={"num_tokens": 9})}), "timed on the work that "),
-    (MIXED.model_copy(update={"name": "b"}), "expected 'a' timed on the work that params.yaml asks for, got 'b' on "),
-    (MIXED.model_copy(update={"reference": MIXED.candidate}), "expected the reference that was evaluated"),
-    (MIXED.model_copy(update={"candidate": MIXED.reference}), "expected the candidate that was evaluated"),
-], ids=["missing", "unequal-work", "other-work", "other-name", "other-reference", "other-candidate"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("benchmark", "said"),
+    [
+        (None, "a.json: expected a Benchmark, found no file; run `dvc repro`"),
+        (
+            MIXED.model_copy(update={"refusal": "candidate, 1 in flight: expected 8 completion tokens, got 7"}),
+            "benchmark of a: candidate, 1 in flight: expected 8 completion tokens, got 7",
+        ),
+        (MIXED.model_copy(update={"work": MIXED.work.model_copy(update={"num_tokens": 9})}), "timed on the work that "),
+        (
+            MIXED.model_copy(update={"name": "b"}),
+            "expected 'a' timed on the work that params.yaml asks for, got 'b' on ",
+        ),
+        (MIXED.model_copy(update={"reference": MIXED.candidate}), "expected the reference that was evaluated"),
+        (MIXED.model_copy(update={"candidate": MIXED.reference}), "expected the candidate that was evaluated"),
+    ],
+    ids=["missing", "unequal-work", "other-work", "other-name", "other-reference", "other-candidate"],
+)
 def test_a_benchmark_that_is_not_fit_refuses(build: Path, benchmark: Benchmark | None, said: str) -> None:
     _, verdict = judge(build, benchmark)
     assert (verdict.outcome, verdict.speed) == ("refused", None)
@@ -162,16 +204,26 @@ def test_a_server_that_knew_the_prompts_refuses_whatever_the_record_says_of_it(b
     """Judged from the probes: the stage may have been another version, or the file edited."""
     _, verdict = judge(build, with_side(role, probes=make_probes(0.05, 0.06)))
     assert (verdict.outcome, verdict.speed) == ("refused", None)
-    assert (f"{role}, 10 to 20 prompt tokens: the server knew the timed prompts, which take 0.06 (0.05 to 0.06) of the "
-            "TTFT of prompts that nobody had asked, expected 0.9 or more; ") in verdict.reasons[0]
+    assert (
+        f"{role}, 10 to 20 prompt tokens: the server knew the timed prompts, which take 0.06 (0.05 to 0.06) of the "
+        "TTFT of prompts that nobody had asked, expected 0.9 or more; "
+    ) in verdict.reasons[0]
     assert verdict.reasons[0].endswith("then run `dvc repro -f -s benchmark@a`")
 
 
-@pytest.mark.parametrize(("probes", "outcome"), [
-    (make_probes(0.5, 1.01), "pass"), (make_probes(0.82, 0.9), "pass"), (make_probes(0.6, 0.89), "refused"),
-    (make_probes(0.05, *[1.0] * 5), "pass"), ((), "refused"), (make_probes(1.0, num_probes=19), "refused"),
-    (make_probes(1.0)[: NUM_PROBES], "refused"),
-], ids=["not-surely", "hardly", "surely", "a-few", "none", "too-few", "a-band-without"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("probes", "outcome"),
+    [
+        (make_probes(0.5, 1.01), "pass"),
+        (make_probes(0.82, 0.9), "pass"),
+        (make_probes(0.6, 0.89), "refused"),
+        (make_probes(0.05, *[1.0] * 5), "pass"),
+        ((), "refused"),
+        (make_probes(1.0, num_probes=19), "refused"),
+        (make_probes(1.0)[:NUM_PROBES], "refused"),
+    ],
+    ids=["not-surely", "hardly", "surely", "a-few", "none", "too-few", "a-band-without"],
+)
 def test_only_what_was_surely_known_is_refused_and_so_is_what_was_not_probed(
     build: Path, probes: tuple[Probe, ...], outcome: str
 ) -> None:
@@ -188,25 +240,46 @@ def test_a_time_that_is_none_refuses_the_candidate_and_no_more(build: Path, name
     assert edited != text
     path.write_text(edited, encoding="utf-8")
     (verdict,) = compare_release(params_of(), build).judgement.verdicts
-    assert verdict.outcome == "refused" and f"a.json: not a valid Benchmark: cells.0.reference.0.{name}" in (
-        verdict.reasons[0])  # fmt: skip
+    assert (
+        verdict.outcome == "refused"
+        and f"a.json: not a valid Benchmark: cells.0.reference.0.{name}" in (verdict.reasons[0])
+    )
 
 
 def count(num_accepted: int) -> SpeculationCounts:
-    return SpeculationCounts(method="draft_model", num_tokens=1, num_target_forwards=100, num_completion_tokens=130,
-                             num_drafted=100, accepted_by_position=(num_accepted,))  # fmt: skip
+    return SpeculationCounts(
+        method="draft_model",
+        num_tokens=1,
+        num_target_forwards=100,
+        num_completion_tokens=130,
+        num_drafted=100,
+        accepted_by_position=(num_accepted,),
+    )
 
 
 @pytest.mark.parametrize(("accepted", "warned"), [(54, True), (95, False)])
 def test_drafts_of_the_timed_work_are_shown_beside_those_of_the_evals(accepted: int, warned: bool) -> None:
     """Answers go on past their end in the timed work: drafts there say little of the served one."""
     benchmark = with_side("candidate", speculation=count(accepted))
-    cases = [CaseRecord(case_id=str(n), input_digest="d", cluster="c", prompt="p", output="one\ntwo", fingerprint="f",
-                        num_completion_tokens=26, speculation=count(99)) for n in range(3)]  # fmt: skip
+    cases = [
+        CaseRecord(
+            case_id=str(n),
+            input_digest="d",
+            cluster="c",
+            prompt="p",
+            output="one\ntwo",
+            fingerprint="f",
+            num_completion_tokens=26,
+            speculation=count(99),
+        )
+        for n in range(3)
+    ]
     said = describe_measurement(benchmark, judge_speed(benchmark), None, cases)[-1]
     assert said.startswith(f"Drafted tokens accepted: {accepted}.0% in the timed work, 99.0% in the evals.")
-    assert ("**The timed work is not the served one**: it decodes 8 tokens a request, the evaluated answers have 13 "
-            "(median)" in said) == warned
+    assert (
+        "**The timed work is not the served one**: it decodes 8 tokens a request, the evaluated answers have 13 "
+        "(median)" in said
+    ) == warned
     assert ("set benchmark.num_tokens nearer to 13." in said) == warned
 
 
@@ -228,10 +301,13 @@ def test_the_gate_sees_a_slow_verdict_that_was_edited_into_a_pass(
         check_outcomes(edited)
 
 
-@pytest.mark.parametrize(("asked", "said"), [
-    ({"max_slowdown": 0.2}, "judged with max_slowdown None, params.yaml says 0.2"),
-    ({"candidates": []}, r"judged with benchmarked \['a'\], params.yaml says \[\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"max_slowdown": 0.2}, "judged with max_slowdown None, params.yaml says 0.2"),
+        ({"candidates": []}, r"judged with benchmarked \['a'\], params.yaml says \[\]"),
+    ],
+)
 def test_a_judgement_under_another_limit_is_refused(build: Path, asked: dict[str, Any], said: str) -> None:
     judgement = judge(build)[0].judgement
     assert judgement.policy == describe_policy(params_of())
@@ -246,11 +322,15 @@ def test_the_gate_stops_a_slow_release(build: Path, tmp_path: Path, monkeypatch:
     assert stages.gate.main([]) == 1 and not Path("build", stages.gate.MARKER).exists()
 
 
-@pytest.mark.parametrize(("machine", "said"), [
-    (HERE, "Measured on Nice CPU, 2 cores: the machine that wrote this report."),
-    (HERE.model_copy(update={"num_cores": 64}), "**another machine** than the one that wrote this report."),
-    (None, "which may not be the machine that wrote this report."),
-], ids=["here", "elsewhere", "unknown"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (HERE, "Measured on Nice CPU, 2 cores: the machine that wrote this report."),
+        (HERE.model_copy(update={"num_cores": 64}), "**another machine** than the one that wrote this report."),
+        (None, "which may not be the machine that wrote this report."),
+    ],
+    ids=["here", "elsewhere", "unknown"],
+)
 def test_the_report_shows_the_grid_and_says_where_it_was_measured(
     build: Path, machine: Machine | None, said: str
 ) -> None:
@@ -289,8 +369,11 @@ def test_speeds_are_drawn_and_so_is_that_there_are_none(build: Path, tmp_path: P
 def test_a_verdict_without_speed_is_no_pass_where_slowness_is_limited(build: Path) -> None:
     judgement = judge(build, max_slowdown=0.9)[0].judgement
     (verdict,) = judgement.verdicts
-    hidden = judgement.model_copy(update={
-        "policy": judgement.policy.model_copy(update={"benchmarked": ()}),
-        "verdicts": (verdict.model_copy(update={"outcome": "pass", "reasons": (), "speed": None}),)})  # fmt: skip
+    hidden = judgement.model_copy(
+        update={
+            "policy": judgement.policy.model_copy(update={"benchmarked": ()}),
+            "verdicts": (verdict.model_copy(update={"outcome": "pass", "reasons": (), "speed": None}),),
+        }
+    )
     with pytest.raises(EvidenceError, match="a: the verdict contradicts the numbers or the policy beside it"):
         check_outcomes(hidden)

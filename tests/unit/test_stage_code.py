@@ -35,22 +35,36 @@ def _digest(root: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str) -> dict[tu
 
 
 def test_follows_every_way_to_run_a_file(tmp_path: Path) -> None:
-    root = _project(tmp_path, {
-        "stages/__init__.py": "", "stages/cli.py": "",
-        "stages/demo.py": "from stages.cli import run\nfrom pipeline.top import f\nimport json",
-        "pipeline/top.py": "def f():\n    from pipeline.package import lazy\n    page, tables = 'page.jinja', 'tables'",
-        "pipeline/page.jinja": "", "pipeline/other.jinja": "", "pipeline/tables/a.json": "{}",
-        "pipeline/package/__init__.py": "",
-        "pipeline/package/lazy.py": "import pipeline.deep\n",
-        "pipeline/deep.py": "COMMAND = ['python', '-m', 'pipeline.started']\n",
-        "pipeline/started.py": "", "pipeline/unused.py": "import pipeline.deep",
-    })  # fmt: skip
+    root = _project(
+        tmp_path,
+        {
+            "stages/__init__.py": "",
+            "stages/cli.py": "",
+            "stages/demo.py": "from stages.cli import run\nfrom pipeline.top import f\nimport json",
+            "pipeline/top.py": "def f():\n    from pipeline.package import lazy\n    page, tables = 'page.jinja', 'tables'",
+            "pipeline/page.jinja": "",
+            "pipeline/other.jinja": "",
+            "pipeline/tables/a.json": "{}",
+            "pipeline/package/__init__.py": "",
+            "pipeline/package/lazy.py": "import pipeline.deep\n",
+            "pipeline/deep.py": "COMMAND = ['python', '-m', 'pipeline.started']\n",
+            "pipeline/started.py": "",
+            "pipeline/unused.py": "import pipeline.deep",
+        },
+    )
     assert list_stages(root) == ["demo"]
     assert _list_own("demo", root) == [
-        "pipeline/deep.py", "pipeline/package/__init__.py", "pipeline/package/lazy.py", "pipeline/page.jinja",
-        "pipeline/started.py", "pipeline/tables/a.json", "pipeline/top.py", "stages/__init__.py", "stages/cli.py",
+        "pipeline/deep.py",
+        "pipeline/package/__init__.py",
+        "pipeline/package/lazy.py",
+        "pipeline/page.jinja",
+        "pipeline/started.py",
+        "pipeline/tables/a.json",
+        "pipeline/top.py",
+        "stages/__init__.py",
+        "stages/cli.py",
         "stages/demo.py",
-    ]  # fmt: skip
+    ]
 
 
 def test_ends_on_a_cycle(tmp_path: Path) -> None:
@@ -60,28 +74,41 @@ def test_ends_on_a_cycle(tmp_path: Path) -> None:
 
 def test_what_only_a_type_checker_imports_is_not_run(tmp_path: Path) -> None:
     """The interface of kinds names the gate's types: every stage would hang on the gate's code."""
-    root = _project(tmp_path, {
-        "stages/a.py": "if TYPE_CHECKING:\n    from pipeline.typed import T\nelse:\n    from pipeline.run import T",
-        "pipeline/typed.py": "", "pipeline/run.py": "",
-    })  # fmt: skip
+    root = _project(
+        tmp_path,
+        {
+            "stages/a.py": "if TYPE_CHECKING:\n    from pipeline.typed import T\nelse:\n    from pipeline.run import T",
+            "pipeline/typed.py": "",
+            "pipeline/run.py": "",
+        },
+    )
     assert _list_own("a", root) == ["pipeline/run.py", "stages/a.py"]
 
 
 def test_of_a_kind_the_methods_count_that_the_stage_calls(tmp_path: Path) -> None:
     """Too few: an edit goes unnoticed. Too many: an edit of the report would quantise anew."""
-    kind = ("from pipeline.shared import Settings\nclass Toy:\n    settings = Settings\n"
-            "    def make(self):\n        from pipeline.making import make\n        make()\n"
-            "    def judge(self):\n        from pipeline.judging import judge\n        judge()\n")  # fmt: skip
-    root = _project(tmp_path, {
-        "stages/make.py": "from pipeline.products import KINDS\nKINDS['toy'].make()",
-        "stages/judge.py": "from pipeline.listed import judge_all",
-        "pipeline/listed.py": "from pipeline.products import KINDS\ndef judge_all():\n    KINDS['toy'].judge()",
-        "pipeline/products/__init__.py": "import pipeline.products.toy\nimport pipeline.products.other",
-        f"pipeline/products/{KIND}/__init__.py": kind,
-        "pipeline/products/other/__init__.py": kind.replace("pipeline.", "pipeline.other_"),
-        "pipeline/shared.py": "", "pipeline/making.py": "import pipeline.deep", "pipeline/judging.py": "",
-        "pipeline/deep.py": "", "pipeline/other_making.py": "", "pipeline/other_shared.py": "",
-    })  # fmt: skip
+    kind = (
+        "from pipeline.shared import Settings\nclass Toy:\n    settings = Settings\n"
+        "    def make(self):\n        from pipeline.making import make\n        make()\n"
+        "    def judge(self):\n        from pipeline.judging import judge\n        judge()\n"
+    )
+    root = _project(
+        tmp_path,
+        {
+            "stages/make.py": "from pipeline.products import KINDS\nKINDS['toy'].make()",
+            "stages/judge.py": "from pipeline.listed import judge_all",
+            "pipeline/listed.py": "from pipeline.products import KINDS\ndef judge_all():\n    KINDS['toy'].judge()",
+            "pipeline/products/__init__.py": "import pipeline.products.toy\nimport pipeline.products.other",
+            f"pipeline/products/{KIND}/__init__.py": kind,
+            "pipeline/products/other/__init__.py": kind.replace("pipeline.", "pipeline.other_"),
+            "pipeline/shared.py": "",
+            "pipeline/making.py": "import pipeline.deep",
+            "pipeline/judging.py": "",
+            "pipeline/deep.py": "",
+            "pipeline/other_making.py": "",
+            "pipeline/other_shared.py": "",
+        },
+    )
     own = [f"pipeline/products/{KIND}/__init__.py", "pipeline/shared.py"]
     assert list_code("make", KIND, root) == ["pipeline/deep.py", "pipeline/making.py", *own, "stages/make.py"]
     assert list_code("judge", KIND, root) == ["pipeline/judging.py", "pipeline/listed.py", *own, "stages/judge.py"]
@@ -105,18 +132,21 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("edited", "changed"), [
-    ("pipeline/products/images/rendering.py", {("optimize", "images"), ("evaluate", "images")}),
-    ("pipeline/products/images/steps.py", {("optimize", "images")}),
-    ("pipeline/products/images/scoring.py", {("evaluate", "images")}),
-    ("pipeline/products/vision/loading.py", {("optimize", "vision"), ("evaluate", "vision")}),
-    ("pipeline/products/text/optimize/gptq.py", {("optimize", "text")}),
-    ("pipeline/products/text/evals/perplexity.py", {("evaluate", "text")}),
-    ("pipeline/products/text/benchmark/rounds.py", {("benchmark", "text")}),
-    ("pipeline/report/markdown_report.py", {("compare", kind) for kind in KINDS}),
-    ("pipeline/gate/decision.py", {(stage, kind) for kind in KINDS for stage in ("compare", "track", "release")}),
-    ("pipeline/gate/standing.py", {("gate", kind) for kind in KINDS}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edited", "changed"),
+    [
+        ("pipeline/products/images/rendering.py", {("optimize", "images"), ("evaluate", "images")}),
+        ("pipeline/products/images/steps.py", {("optimize", "images")}),
+        ("pipeline/products/images/scoring.py", {("evaluate", "images")}),
+        ("pipeline/products/vision/loading.py", {("optimize", "vision"), ("evaluate", "vision")}),
+        ("pipeline/products/text/optimize/gptq.py", {("optimize", "text")}),
+        ("pipeline/products/text/evals/perplexity.py", {("evaluate", "text")}),
+        ("pipeline/products/text/benchmark/rounds.py", {("benchmark", "text")}),
+        ("pipeline/report/markdown_report.py", {("compare", kind) for kind in KINDS}),
+        ("pipeline/gate/decision.py", {(stage, kind) for kind in KINDS for stage in ("compare", "track", "release")}),
+        ("pipeline/gate/standing.py", {("gate", kind) for kind in KINDS}),
+    ],
+)
 def test_an_edit_reaches_its_own_kind_and_stage_alone(
     edited: str, changed: set[tuple[str, str]], copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

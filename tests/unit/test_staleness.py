@@ -23,19 +23,39 @@ pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")
 RUNS_HERE = {"env", "gate"}
 KEPT = {"cache": False, "persist": True}
 STAGES: dict[str, Any] = {
-    "env": {"cmd": "mkdir -p build && cp code.json build", "always_changed": True,
-            "outs": [{"build/code.json": {"persist": True}}]},
-    "make": {"foreach": ["a", "b"], "do": {
-        "cmd": "mkdir -p build/made/${item} && cp data.txt build/made/${item}", "deps": ["data.txt"],
-        "params": ["steps", {"build/code.json": ["make"]}], "outs": ["build/made/${item}"]}},
-    "compare": {"cmd": "cat build/made/*/* > verdict.json && cp verdict.json report.md", "deps": ["build/made"],
-                "params": ["limit", {"build/code.json": ["compare"]}],
-                "outs": [{"verdict.json": KEPT}, {"report.md": KEPT}]},
-    "gate": {"cmd": "cp verdict.json build/gate.ok", "deps": ["verdict.json"],
-             "params": ["limit", {"build/code.json": ["gate"]}], "outs": ["build/gate.ok"]},
-    "release": {"cmd": "cp build/gate.ok bundle.json", "deps": ["build/gate.ok", "verdict.json"],
-                "params": [{"build/code.json": ["release"]}], "outs": [{"bundle.json": KEPT}]},
-}  # fmt: skip
+    "env": {
+        "cmd": "mkdir -p build && cp code.json build",
+        "always_changed": True,
+        "outs": [{"build/code.json": {"persist": True}}],
+    },
+    "make": {
+        "foreach": ["a", "b"],
+        "do": {
+            "cmd": "mkdir -p build/made/${item} && cp data.txt build/made/${item}",
+            "deps": ["data.txt"],
+            "params": ["steps", {"build/code.json": ["make"]}],
+            "outs": ["build/made/${item}"],
+        },
+    },
+    "compare": {
+        "cmd": "cat build/made/*/* > verdict.json && cp verdict.json report.md",
+        "deps": ["build/made"],
+        "params": ["limit", {"build/code.json": ["compare"]}],
+        "outs": [{"verdict.json": KEPT}, {"report.md": KEPT}],
+    },
+    "gate": {
+        "cmd": "cp verdict.json build/gate.ok",
+        "deps": ["verdict.json"],
+        "params": ["limit", {"build/code.json": ["gate"]}],
+        "outs": ["build/gate.ok"],
+    },
+    "release": {
+        "cmd": "cp build/gate.ok bundle.json",
+        "deps": ["build/gate.ok", "verdict.json"],
+        "params": [{"build/code.json": ["release"]}],
+        "outs": [{"bundle.json": KEPT}],
+    },
+}
 ALL = ["make@a", "make@b", "compare", "gate", "release"]
 JUDGING = ALL[2:]
 
@@ -98,27 +118,35 @@ def test_what_was_made_here_is_compared_too(project, tmp_path):
     assert list(find(root)) == ["make@b", "compare", "gate", "release"]
 
 
-@pytest.mark.parametrize(("name", "change", "stale"), [
-    ("params.yaml", lambda p: p.update(steps=[2]), ALL),
-    ("params.yaml", lambda p: p.update(limit=0.2), ["compare", "gate", "release"]),
-    ("params.yaml", lambda p: p.pop("limit"), ["compare", "gate", "release"]),
-    ("params.yaml", lambda p: p.update(other=2), []),
-    ("code.json", lambda c: c.update(make="2", compare="2"), ALL),
-    ("code.json", lambda c: c.update(compare="2"), ["compare", "gate", "release"]),
-    ("code.json", lambda c: c.update(compare="2", release="2"), ["compare", "gate", "release"]),
-    ("code.json", lambda c: c.update(release="2"), ["release"]),
-    ("code.json", lambda c: c.update(gate="2"), []),  # it runs here
-    ("code.json", lambda c: c.update(other="2"), []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change", "stale"),
+    [
+        ("params.yaml", lambda p: p.update(steps=[2]), ALL),
+        ("params.yaml", lambda p: p.update(limit=0.2), ["compare", "gate", "release"]),
+        ("params.yaml", lambda p: p.pop("limit"), ["compare", "gate", "release"]),
+        ("params.yaml", lambda p: p.update(other=2), []),
+        ("code.json", lambda c: c.update(make="2", compare="2"), ALL),
+        ("code.json", lambda c: c.update(compare="2"), ["compare", "gate", "release"]),
+        ("code.json", lambda c: c.update(compare="2", release="2"), ["compare", "gate", "release"]),
+        ("code.json", lambda c: c.update(release="2"), ["release"]),
+        ("code.json", lambda c: c.update(gate="2"), []),  # it runs here
+        ("code.json", lambda c: c.update(other="2"), []),
+    ],
+)
 def test_a_setting_or_code_makes_its_stages_and_all_behind_them_stale(clone, name, change, stale):
     edit(clone, name, change)
     assert list(find(clone)) == stale
 
 
-@pytest.mark.parametrize(("name", "stale"), [
-    ("data.txt", ALL), ("report.md", ["compare", "gate", "release"]), ("verdict.json", ["compare", "gate", "release"]),
-    ("bundle.json", ["release"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "stale"),
+    [
+        ("data.txt", ALL),
+        ("report.md", ["compare", "gate", "release"]),
+        ("verdict.json", ["compare", "gate", "release"]),
+        ("bundle.json", ["release"]),
+    ],
+)
 @pytest.mark.parametrize("is_deleted", [False, True])
 def test_a_committed_file_that_is_another_one_or_gone_is_stale(clone, name, stale, is_deleted):
     """DVC itself skips a stage whose committed report was deleted."""
@@ -129,20 +157,28 @@ def test_a_committed_file_that_is_another_one_or_gone_is_stale(clone, name, stal
     assert list(find(clone)) == stale
 
 
-@pytest.mark.parametrize(("stage", "change", "stale", "said"), [
-    ("make@a", lambda s: s["outs"][0].update(md5="0" * 32 + ".dir", size=9), JUDGING, "of make@a, make@b together"),
-    ("make@a", lambda s: s["outs"][0].pop("md5"), ["make@a", *JUDGING], "dvc.lock has no digest of it"),
-    ("make@b", lambda s: s.update(cmd="true"), ["make@b", *JUDGING], "dvc.lock has 'true'"),
-    ("make@b", lambda s: s["params"]["params.yaml"].update(steps=[2]), ["make@b", *JUDGING], "steps modified"),
-    ("make@b", lambda s: s["params"]["params.yaml"].update(limit=0.1), ["make@b", *JUDGING], "limit not in dvc.yaml"),
-    ("compare", lambda s: s["deps"][0].update(nfiles=3), JUDGING, "of make@a, make@b together"),
-    ("compare", lambda s: s.pop("deps"), JUDGING, "deps: build/made not in dvc.lock"),
-    ("compare", lambda s: s["outs"].pop(), JUDGING, "not in dvc.lock"),
-    ("release", lambda s: of("deps", "build/gate.ok")(s).update(md5="0" * 32), ["release"], "dvc.lock has of gate"),
-    ("release", lambda s: of("deps", "build/gate.ok")(s).pop("md5"), ["release"], "no digest of it"),
-    ("gate", lambda s: s["outs"][0].update(md5="0" * 32), ["release"], "dvc.lock has of gate"),
-    ("gate", lambda s: s.update(cmd="true"), ["gate", "release"], "dvc.lock has 'true'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "change", "stale", "said"),
+    [
+        ("make@a", lambda s: s["outs"][0].update(md5="0" * 32 + ".dir", size=9), JUDGING, "of make@a, make@b together"),
+        ("make@a", lambda s: s["outs"][0].pop("md5"), ["make@a", *JUDGING], "dvc.lock has no digest of it"),
+        ("make@b", lambda s: s.update(cmd="true"), ["make@b", *JUDGING], "dvc.lock has 'true'"),
+        ("make@b", lambda s: s["params"]["params.yaml"].update(steps=[2]), ["make@b", *JUDGING], "steps modified"),
+        (
+            "make@b",
+            lambda s: s["params"]["params.yaml"].update(limit=0.1),
+            ["make@b", *JUDGING],
+            "limit not in dvc.yaml",
+        ),
+        ("compare", lambda s: s["deps"][0].update(nfiles=3), JUDGING, "of make@a, make@b together"),
+        ("compare", lambda s: s.pop("deps"), JUDGING, "deps: build/made not in dvc.lock"),
+        ("compare", lambda s: s["outs"].pop(), JUDGING, "not in dvc.lock"),
+        ("release", lambda s: of("deps", "build/gate.ok")(s).update(md5="0" * 32), ["release"], "dvc.lock has of gate"),
+        ("release", lambda s: of("deps", "build/gate.ok")(s).pop("md5"), ["release"], "no digest of it"),
+        ("gate", lambda s: s["outs"][0].update(md5="0" * 32), ["release"], "dvc.lock has of gate"),
+        ("gate", lambda s: s.update(cmd="true"), ["gate", "release"], "dvc.lock has 'true'"),
+    ],
+)
 def test_an_entry_of_dvc_lock_that_does_not_fit_the_others_is_stale(clone, stage, change, stale, said):
     """As a merge by "ours" leaves it."""
     edit(clone, "dvc.lock", lambda lock: change(lock["stages"][stage]))
@@ -150,8 +186,10 @@ def test_an_entry_of_dvc_lock_that_does_not_fit_the_others_is_stale(clone, stage
     assert list(found) == stale and said in found[stale[0]][0], found
 
 
-@pytest.mark.parametrize(("stage", "stale"), [("make@b", ["make@b", *JUDGING]), ("compare", JUDGING),
-                                              ("gate", ["gate", "release"]), ("release", ["release"])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "stale"),
+    [("make@b", ["make@b", *JUDGING]), ("compare", JUDGING), ("gate", ["gate", "release"]), ("release", ["release"])],
+)
 def test_a_stage_that_dvc_lock_does_not_have_is_stale(clone, stage, stale):
     edit(clone, "dvc.lock", lambda lock: lock["stages"].pop(stage))
     found = find(clone)
@@ -167,24 +205,31 @@ def define(name: str, **changed: Any) -> Change:
     return lambda file: (file["stages"][name].get("do") or file["stages"][name]).update(changed)
 
 
-@pytest.mark.parametrize(("change", "stale", "said"), [
-    (define("make", frozen=True), ALL, "frozen"),
-    (define("gate", frozen=True), ["gate", "release"], "frozen"),
-    (define("env", frozen=True), ["env", *ALL], "frozen"),
-    (define("compare", cmd="true"), JUDGING, "cmd is 'true'"),
-    (define("gate", cmd="true"), ["gate", "release"], "cmd is 'true'"),
-    (define("env", cmd="true"), ["env", *ALL], "cmd is 'true'"),
-    (define("compare", params=["limit"]), JUDGING, "params: build/code.json not in dvc.yaml"),
-    (define("compare", params=[{"build/code.json": ["compare"]}]), JUDGING, "params: params.yaml not in dvc.yaml"),
-    (define("compare", params=["limit", "other", {"build/code.json": ["compare"]}]), JUDGING, "other not in dvc.lock"),
-    (define("compare", deps=["build/made", "data.txt"]), JUDGING, "data.txt not in dvc.lock"),
-    (define("compare", deps=[]), JUDGING, "deps: build/made not in dvc.yaml"),
-    (define("compare", outs=[{"verdict.json": KEPT}]), JUDGING, "report.md not in dvc.yaml"),
-    (define("release", deps=["verdict.json"]), ["release"], "build/gate.ok not in dvc.yaml"),
-    (define("compare", always_changed=True), JUDGING, "always changed"),
-    (lambda file: file["stages"].pop("make"), JUDGING, "build/made is missing, and no stage makes it"),
-    (lambda file: file["stages"].pop("gate"), ["release"], "build/gate.ok is missing, and no stage makes it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "stale", "said"),
+    [
+        (define("make", frozen=True), ALL, "frozen"),
+        (define("gate", frozen=True), ["gate", "release"], "frozen"),
+        (define("env", frozen=True), ["env", *ALL], "frozen"),
+        (define("compare", cmd="true"), JUDGING, "cmd is 'true'"),
+        (define("gate", cmd="true"), ["gate", "release"], "cmd is 'true'"),
+        (define("env", cmd="true"), ["env", *ALL], "cmd is 'true'"),
+        (define("compare", params=["limit"]), JUDGING, "params: build/code.json not in dvc.yaml"),
+        (define("compare", params=[{"build/code.json": ["compare"]}]), JUDGING, "params: params.yaml not in dvc.yaml"),
+        (
+            define("compare", params=["limit", "other", {"build/code.json": ["compare"]}]),
+            JUDGING,
+            "other not in dvc.lock",
+        ),
+        (define("compare", deps=["build/made", "data.txt"]), JUDGING, "data.txt not in dvc.lock"),
+        (define("compare", deps=[]), JUDGING, "deps: build/made not in dvc.yaml"),
+        (define("compare", outs=[{"verdict.json": KEPT}]), JUDGING, "report.md not in dvc.yaml"),
+        (define("release", deps=["verdict.json"]), ["release"], "build/gate.ok not in dvc.yaml"),
+        (define("compare", always_changed=True), JUDGING, "always changed"),
+        (lambda file: file["stages"].pop("make"), JUDGING, "build/made is missing, and no stage makes it"),
+        (lambda file: file["stages"].pop("gate"), ["release"], "build/gate.ok is missing, and no stage makes it"),
+    ],
+)
 def test_a_stage_that_dvc_yaml_defines_otherwise_than_it_ran_is_stale(clone, change, stale, said):
     edit(clone, "dvc.yaml", change)
     found = find(clone)
@@ -199,12 +244,21 @@ def test_a_stage_may_not_be_moved_to_a_folder_where_nothing_changes(clone):
     assert any(problem.startswith("wdir: ") for problem in find(clone)["compare"])
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("dvc.yaml", "stages: ["), ("dvc.yaml", "stages: {compare: 3}"), ("dvc.lock", "schema: '2.0'\nstages: ["),
-    ("dvc.lock", "<<<<<<< ours\n"), ("params.yaml", "steps: ["),
-    ("dvc.yaml", '{"stages": {"a": {"cmd": "true", "deps": ["x"], "outs": ["y"]}, '
-                 '"b": {"cmd": "true", "deps": ["y"], "outs": ["x"]}}}'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dvc.yaml", "stages: ["),
+        ("dvc.yaml", "stages: {compare: 3}"),
+        ("dvc.lock", "schema: '2.0'\nstages: ["),
+        ("dvc.lock", "<<<<<<< ours\n"),
+        ("params.yaml", "steps: ["),
+        (
+            "dvc.yaml",
+            '{"stages": {"a": {"cmd": "true", "deps": ["x"], "outs": ["y"]}, '
+            '"b": {"cmd": "true", "deps": ["y"], "outs": ["x"]}}}',
+        ),
+    ],
+)
 def test_what_dvc_can_not_read_is_not_up_to_date(clone, name, text):
     (clone / name).write_text(text)
     with pytest.raises(EvidenceError) as found:
@@ -221,8 +275,9 @@ def test_commands_are_those_of_the_file(clone):
         assert read_commands(clone) == {"gate": expected}
 
 
-@pytest.mark.parametrize("text", ["stages: [", *(
-    f'{{"stages": {{"gate": {{"cmd": {cmd}}}}}}}' for cmd in ("true", "3", "null"))])  # a boolean was a traceback
+@pytest.mark.parametrize(
+    "text", ["stages: [", *(f'{{"stages": {{"gate": {{"cmd": {cmd}}}}}}}' for cmd in ("true", "3", "null"))]
+)  # a boolean was a traceback
 def test_what_is_no_command_is_one_line(clone, text):
     (clone / "dvc.yaml").write_text(text)
     with pytest.raises(EvidenceError, match=r"dvc.yaml: expected stages that DVC can compare .*Error") as found:
@@ -233,6 +288,11 @@ def test_what_is_no_command_is_one_line(clone, text):
 def test_a_foreach_over_the_settings_names_its_stages(clone):
     """As that of the project does: a product that is there has stages, and one that is not has none."""
     edit(clone, "params.yaml", lambda params: params.update(products={"one": {"folder": "x"}, "two": {"folder": "y"}}))
-    edit(clone, "dvc.yaml", lambda file: file.update(stages={"gate": {
-        "foreach": "${products}", "do": {"cmd": "judge ${key} ${item.folder}"}}}))
+    edit(
+        clone,
+        "dvc.yaml",
+        lambda file: file.update(
+            stages={"gate": {"foreach": "${products}", "do": {"cmd": "judge ${key} ${item.folder}"}}}
+        ),
+    )
     assert read_commands(clone) == {"gate@one": ["judge one x"], "gate@two": ["judge two y"]}

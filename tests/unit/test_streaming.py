@@ -62,8 +62,9 @@ def ask(behave: Behaviour, *, num_tokens: int = 9, **options: Any) -> tuple[stre
 def test_tokens_are_those_of_the_usage_and_not_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under speculation a chunk holds several tokens: counted by chunks, drafts would make latency look worse."""
     monkeypatch.setattr(streaming, "time", Clock())
-    timed, body = ask(stream(chunk("", role="assistant"), chunk("abcd"), chunk("efghi"), chunk(finish="length"),
-                             usage(9)))  # fmt: skip
+    timed, body = ask(
+        stream(chunk("", role="assistant"), chunk("abcd"), chunk("efghi"), chunk(finish="length"), usage(9))
+    )
     assert (timed.reply.text, timed.reply.num_completion_tokens) == ("abcdefghi", 9)
     # events arrive at 1, 3, 5, 7, 9 s; the first has a role and no content, the fourth ends the answer
     assert timed.ttft_ms == 3000
@@ -81,29 +82,47 @@ def test_tokens_without_text_at_the_end_take_their_time_too(monkeypatch: pytest.
 
 def test_a_tool_call_in_pieces_is_one_call_and_counts_as_content(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "time", Clock())
-    pieces = [{"index": 0, "function": {"name": "order", "arguments": ""}},
-              {"index": 0, "function": {"arguments": '{"n":'}}, {"index": 0, "function": {"arguments": "2}"}}]
-    timed, body = ask(stream(*(chunk(tool_calls=[piece]) for piece in pieces), chunk(finish="tool_calls"), usage(5)),
-                      tools=[{"type": "function"}])  # fmt: skip
+    pieces = [
+        {"index": 0, "function": {"name": "order", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"n":'}},
+        {"index": 0, "function": {"arguments": "2}"}},
+    ]
+    timed, body = ask(
+        stream(*(chunk(tool_calls=[piece]) for piece in pieces), chunk(finish="tool_calls"), usage(5)),
+        tools=[{"type": "function"}],
+    )
     assert timed.reply.tool_calls == ({"function": {"name": "order", "arguments": '{"n":2}'}},)
     assert timed.ttft_ms == 1000 and body["tools"] == [{"type": "function"}]
 
 
 def test_counts_of_speculation_come_along() -> None:
-    counts = {"method": "prompt_lookup", "num_tokens": 2, "num_target_forwards": 4, "num_completion_tokens": 9,
-              "num_drafted": 6, "accepted_by_position": [3, 2]}  # fmt: skip
+    counts = {
+        "method": "prompt_lookup",
+        "num_tokens": 2,
+        "num_target_forwards": 4,
+        "num_completion_tokens": 9,
+        "num_drafted": 6,
+        "accepted_by_position": [3, 2],
+    }
     timed, _ = ask(stream(chunk("ab"), chunk(finish="length"), usage(9, speculation=counts)))
     assert timed.reply.speculation is not None and timed.reply.speculation.num_accepted == 5
 
 
-@pytest.mark.parametrize(("behave", "said"), [
-    (answer(400, {"error": {"message": "unsupported field 'ignore_eos'"}}), "HTTP 400: unsupported field 'ignore_eos'"),
-    (stream(chunk("a"), chunk(finish="length")), "expected a chat completion with its usage"),
-    (stream(chunk("a"), usage(9)), "an end, got 'a' with 9 tokens, finish_reason None"),
-    (stream(chunk(finish="length"), usage(9)), "expected a stream with content"),
-    (stream('{"error": "out of memory"}'), "expected a chunk of a chat, got \"{'error': 'out of memory'}\""),
-    (stream("oops"), "expected JSON, got 'oops'"),
-], ids=["refused", "no-usage", "no-end", "no-content", "error-half-way", "no-json"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("behave", "said"),
+    [
+        (
+            answer(400, {"error": {"message": "unsupported field 'ignore_eos'"}}),
+            "HTTP 400: unsupported field 'ignore_eos'",
+        ),
+        (stream(chunk("a"), chunk(finish="length")), "expected a chat completion with its usage"),
+        (stream(chunk("a"), usage(9)), "an end, got 'a' with 9 tokens, finish_reason None"),
+        (stream(chunk(finish="length"), usage(9)), "expected a stream with content"),
+        (stream('{"error": "out of memory"}'), "expected a chunk of a chat, got \"{'error': 'out of memory'}\""),
+        (stream("oops"), "expected JSON, got 'oops'"),
+    ],
+    ids=["refused", "no-usage", "no-end", "no-content", "error-half-way", "no-json"],
+)
 def test_what_is_no_whole_answer_ends_the_benchmark_in_one_line(behave: Behaviour, said: str) -> None:
     with pytest.raises(EngineError) as caught:
         ask(behave)

@@ -29,17 +29,33 @@ NUM_PROMPTS = 96
 
 
 def make_track(**gate: Any) -> ImagesProduct:
-    return ImagesProduct.model_validate({
-        "name": "shots", "kind": "images", "reference": "shots", "release": ["half"],
-        "candidates": {"shots": {"checkpoint": "models/product-shots", "steps": []},
-                       "half": {"checkpoint": "models/product-shots",
-                                "steps": [{"kind": "vae_precision", "dtype": "float16"}]}},
-        "serving": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_threads": 1},
-        "resources": {"num_workers": 1},
-        "evals": {"shots": {"kind": "images", "evalset": "evalsets/shots", "clip": "models/product-shots-clip"}},
-        "gate": {"alpha": 0.05, "on_inconclusive": "block", "tolerances": {
-            "shots/saturated_pixel_fraction": {"overall": 0.01}, "shots/clip_similarity": {"overall": 0.01}}} | gate,
-    })  # fmt: skip
+    return ImagesProduct.model_validate(
+        {
+            "name": "shots",
+            "kind": "images",
+            "reference": "shots",
+            "release": ["half"],
+            "candidates": {
+                "shots": {"checkpoint": "models/product-shots", "steps": []},
+                "half": {
+                    "checkpoint": "models/product-shots",
+                    "steps": [{"kind": "vae_precision", "dtype": "float16"}],
+                },
+            },
+            "serving": {"num_inference_steps": 2, "guidance": {"scale": 5}, "batch_size": 4, "num_threads": 1},
+            "resources": {"num_workers": 1},
+            "evals": {"shots": {"kind": "images", "evalset": "evalsets/shots", "clip": "models/product-shots-clip"}},
+            "gate": {
+                "alpha": 0.05,
+                "on_inconclusive": "block",
+                "tolerances": {
+                    "shots/saturated_pixel_fraction": {"overall": 0.01},
+                    "shots/clip_similarity": {"overall": 0.01},
+                },
+            }
+            | gate,
+        }
+    )
 
 
 def make_sweep(settings: list[GuidanceStep]) -> ImagesProduct:
@@ -51,21 +67,50 @@ def write_tree(build: Path, product: ImagesProduct, shown: dict[str, tuple[float
     noise = np.random.default_rng(0).normal(0, 0.004, NUM_PROMPTS)
     for name, (saturated, similar) in shown.items():
         built = BuiltCandidate(
-            name=name, libraries={"torch": "2.13.0"},
-            steps=tuple(step.model_dump(mode="json") | {"serving": {"guidance_scale": step.scale}}
-                        for step in product.candidates[name].steps if isinstance(step, GuidanceStep)),
-            checkpoint=Checkpoint(path="models/product-shots", kind="StableDiffusionXLPipeline", format="diffusers",
-                                  dtype="float32", num_parameters=1, num_bytes=4, digest=digest_text(name)),
-        )  # fmt: skip
+            name=name,
+            libraries={"torch": "2.13.0"},
+            steps=tuple(
+                step.model_dump(mode="json") | {"serving": {"guidance_scale": step.scale}}
+                for step in product.candidates[name].steps
+                if isinstance(step, GuidanceStep)
+            ),
+            checkpoint=Checkpoint(
+                path="models/product-shots",
+                kind="StableDiffusionXLPipeline",
+                format="diffusers",
+                dtype="float32",
+                num_parameters=1,
+                num_bytes=4,
+                digest=digest_text(name),
+            ),
+        )
         write_record(build / "candidates" / name / "candidate.json", built)
         candidate, folder = serve(built, product), build / "evaluations" / name
-        records = [CaseRecord(
-            case_id=f"shot-{i}", input_digest=digest_text(str(i)), cluster=str(i), prompt="a ball",
-            output=f"{name} {i}", fingerprint=candidate.fingerprint, scores={
-                "sound": 1.0, "saturated": min(max(saturated + float(noise[i]), 0.0), 1.0), "std_ratio": 1.5,
-                "oversaturated": float(saturated > 0.05),
-                "clip": similar + float(noise[-i]), "seam_levels": 0.0, "ssim": 1.0, "psnr_db": 100.0, "clipped": 0.0,
-                "nonfinite": 0.0, "black": 0.0, "latents_out_of_range": 0.0}) for i in range(NUM_PROMPTS)]  # fmt: skip
+        records = [
+            CaseRecord(
+                case_id=f"shot-{i}",
+                input_digest=digest_text(str(i)),
+                cluster=str(i),
+                prompt="a ball",
+                output=f"{name} {i}",
+                fingerprint=candidate.fingerprint,
+                scores={
+                    "sound": 1.0,
+                    "saturated": min(max(saturated + float(noise[i]), 0.0), 1.0),
+                    "std_ratio": 1.5,
+                    "oversaturated": float(saturated > 0.05),
+                    "clip": similar + float(noise[-i]),
+                    "seam_levels": 0.0,
+                    "ssim": 1.0,
+                    "psnr_db": 100.0,
+                    "clipped": 0.0,
+                    "nonfinite": 0.0,
+                    "black": 0.0,
+                    "latents_out_of_range": 0.0,
+                },
+            )
+            for i in range(NUM_PROMPTS)
+        ]
         write_image_evaluation(folder, candidate, product, records, {"decoder": {}})
 
 
@@ -76,12 +121,15 @@ def test_a_setting_without_threshold_has_no_maximum_and_comes_once() -> None:
     assert names[3] == "scale-12-rescale-0-7" and names[-1] == "scale-12-rescale-0-7-percentile-99-5-max-4"
 
 
-@pytest.mark.parametrize(("asked", "said"), [
-    (([0.5], [0.0], [None], [1.0]), "scale: expected 1 or more, got 0.5"),
-    (([5.0], [1.5], [None], [1.0]), "rescale: expected 1 or less, got 1.5"),
-    (([5.0], [0.0], [100.0], [1.0]), "dynamic_threshold_percentile: expected less than 100, got 100.0"),
-    (([5.0], [0.0], [99.5], [0.5]), "sample_max_value: expected 1 or more, got 0.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (([0.5], [0.0], [None], [1.0]), "scale: expected 1 or more, got 0.5"),
+        (([5.0], [1.5], [None], [1.0]), "rescale: expected 1 or less, got 1.5"),
+        (([5.0], [0.0], [100.0], [1.0]), "dynamic_threshold_percentile: expected less than 100, got 100.0"),
+        (([5.0], [0.0], [99.5], [0.5]), "sample_max_value: expected 1 or more, got 0.5"),
+    ],
+)
 def test_a_number_out_of_range_is_one_line(asked: tuple[Any, ...], said: str) -> None:
     with pytest.raises(SettingsError, match=f"^{said}$"):
         list_settings(*asked)
@@ -106,8 +154,10 @@ def test_pareto_set_is_what_nothing_beats() -> None:
 def test_pareto_set_is_that_of_the_definition(seed: int) -> None:
     points = np.random.default_rng(seed).integers(0, 6, (2, 12)) / 10
     found = find_pareto_set(points[0], points[1]).tolist()
-    wanted = [not any(s <= points[0, i] and c >= points[1, i] and (s, c) != tuple(points[:, i]) for s, c in points.T)
-              for i in range(12)]  # fmt: skip
+    wanted = [
+        not any(s <= points[0, i] and c >= points[1, i] and (s, c) != tuple(points[:, i]) for s, c in points.T)
+        for i in range(12)
+    ]
     assert found == wanted and any(found)
 
 
@@ -133,14 +183,21 @@ def test_whole_clusters_are_drawn() -> None:
 
 def test_table_has_a_row_a_setting_with_the_gates_own_verdicts(tmp_path: Path) -> None:
     product = make_sweep(list_settings([5, 12], [0, 0.7], [None], [1]))
-    shown = {"shots": (0.02, 0.95), "scale-5-rescale-0-7": (0.015, 0.95), "scale-12-rescale-0": (0.08, 0.80),
-             "scale-12-rescale-0-7": (0.025, 0.90)}  # fmt: skip
+    shown = {
+        "shots": (0.02, 0.95),
+        "scale-5-rescale-0-7": (0.015, 0.95),
+        "scale-12-rescale-0": (0.08, 0.80),
+        "scale-12-rescale-0-7": (0.025, 0.90),
+    }
     write_tree(tmp_path, product, shown)
     rows = {row.name: row for row in judge_sweep(product, tmp_path)}
     assert [name for name, row in rows.items() if row.is_pareto] == ["scale-5-rescale-0-7"]
     assert rows["scale-5-rescale-0-7"].pareto_share == 1 and rows["shots"].verdict is None
     assert {name: row.verdict.outcome for name, row in rows.items() if row.verdict} == {
-        "scale-5-rescale-0-7": "pass", "scale-12-rescale-0": "fail", "scale-12-rescale-0-7": "fail"}  # fmt: skip
+        "scale-5-rescale-0-7": "pass",
+        "scale-12-rescale-0": "fail",
+        "scale-12-rescale-0-7": "fail",
+    }
     over, none = (rows[name].estimates["oversaturated_image_rate"] for name in ("scale-12-rescale-0", "shots"))
     assert over.value == 1 and over.low < 1 and none.value == 0
 

@@ -29,9 +29,14 @@ from tests.unit.test_evaluate import FakeEngine
 CASES = [{"question": f"What is {i}?", "answer": f"a{i}"} for i in range(4)]
 EDITED = [CASES[0] | {"question": "Who is 0 ?"}, *CASES[1:]]  # of the same length, so a file keeps its size
 TASK = {
-    "task": "mine", "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
-    "doc_to_choice": ["yes", "no"], "doc_to_target": 0, "metric_list": [{"metric": "acc"}],
-}  # fmt: skip
+    "task": "mine",
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": ["yes", "no"],
+    "doc_to_target": 0,
+    "metric_list": [{"metric": "acc"}],
+}
 Write = Callable[[Path, list[dict[str, str]]], None]
 
 
@@ -43,8 +48,10 @@ class FakeEndpoint(ChatEndpoint):
 
     async def score(self, batch: list[list[int]], **_: Any) -> list[TokenScores]:
         self.asked += [str(ids) for ids in batch]
-        return [TokenScores(np.zeros(len(b) - 1, "f4"), np.ones((len(b) - 1, 1), "i4"), np.zeros((len(b) - 1, 1), "f4"))
-                for b in batch]  # fmt: skip
+        return [
+            TokenScores(np.zeros(len(b) - 1, "f4"), np.ones((len(b) - 1, 1), "i4"), np.zeros((len(b) - 1, 1), "f4"))
+            for b in batch
+        ]
 
     @contextlib.asynccontextmanager
     async def start(self, *_: Any, **__: Any) -> AsyncIterator[tuple[FakeEngine, FakeEndpoint]]:
@@ -82,9 +89,12 @@ def write_gzip(path: Path, cases: list[dict[str, str]]) -> None:
 
 
 FORMATS: dict[str, tuple[str, Write]] = {
-    "json": ("json", write_list), "csv": ("csv", write_csv),
-    "parquet": ("parquet", write_parquet), "txt": ("text", write_text), "json.gz": ("json", write_gzip),
-}  # fmt: skip
+    "json": ("json", write_list),
+    "csv": ("csv", write_csv),
+    "parquet": ("parquet", write_parquet),
+    "txt": ("text", write_text),
+    "json.gz": ("json", write_gzip),
+}
 
 
 def replace_quietly(path: Path, edit: Callable[[], None]) -> None:
@@ -168,7 +178,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "a pattern": {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data/t*.jsonl"}}},
     "a folder of data": {"dataset_path": "json", "dataset_kwargs": {"data_dir": "data"}},
     "a data set's folder": {"dataset_path": "data"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("keys", NAMES.values(), ids=NAMES)
@@ -205,14 +215,25 @@ def read_results(document, results):
 
 @pytest.mark.parametrize(
     ("file", "text", "keys"),
-    [("tasks/code.py", CODE.replace("phrases.START +", "phrases.START*1+"), "doc_to_text: !function code.write_prompt"),
-     ("tasks/right.txt", "no!", "process_results: !function code.read_results"),
-     ("data/phrases.py", "START = 'Dear '", "doc_to_text: !function code.write_prompt"),
-     ("data/text", "Why?", "process_docs: !function code.read_documents"),
-     ("data/base.yaml", 'description: "To be"', "include: ../data/base.yaml")],
-    ids=["the task's own code", "a file beside it that judges", "what the code imports", "what the code reads",
-         "an include"],
-)  # fmt: skip
+    [
+        (
+            "tasks/code.py",
+            CODE.replace("phrases.START +", "phrases.START*1+"),
+            "doc_to_text: !function code.write_prompt",
+        ),
+        ("tasks/right.txt", "no!", "process_results: !function code.read_results"),
+        ("data/phrases.py", "START = 'Dear '", "doc_to_text: !function code.write_prompt"),
+        ("data/text", "Why?", "process_docs: !function code.read_documents"),
+        ("data/base.yaml", 'description: "To be"', "include: ../data/base.yaml"),
+    ],
+    ids=[
+        "the task's own code",
+        "a file beside it that judges",
+        "what the code imports",
+        "what the code reads",
+        "an include",
+    ],
+)
 def test_all_that_makes_a_prompt_or_a_score_counts(
     project: Project, monkeypatch: pytest.MonkeyPatch, file: str, text: str, keys: str
 ) -> None:

@@ -12,15 +12,18 @@ from pipeline.evalsets.cards import Tool
 from pipeline.products.text.evals.tools import ToolError, call_tool, read_path, render_result
 
 STATE: dict[str, Any] = {
-    "stock": {"lamp": {"north": 5, "note": "old"}}, "orders": [], "sent": 0, "owner": "Ada", "flags": {"open": True},
-}  # fmt: skip
+    "stock": {"lamp": {"north": 5, "note": "old"}},
+    "orders": [],
+    "sent": 0,
+    "owner": "Ada",
+    "flags": {"open": True},
+}
 
 
 def tool(*effects: dict[str, Any], required: tuple[str, ...] = (), **settings: Any) -> Tool:
     """Return a tool with text, count and optional arguments, of which some are required."""
     properties = {"item": {"type": "string"}, "n": {"type": "integer", "minimum": 1}, "note": {"type": "string"}}
-    parameters = {"type": "object", "properties": properties, "required": list(required),
-                  "additionalProperties": False}  # fmt: skip
+    parameters = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
     return Tool(parameters=parameters, effects=effects, **settings)
 
 
@@ -42,8 +45,11 @@ def effect(do: str, path: str, value: Any = None) -> dict[str, Any]:
         (effect("set", "owner", "{item}"), "owner", "lamp"),
         (effect("set", "fresh", {"who": "{item}", "n": "{n}"}), "fresh", {"who": "lamp", "n": 2}),
         (effect("set", "stock.{item}.south", "{n}"), "stock.lamp.south", 2),
-        (effect("append", "orders", {"item": "{item}", "n": "{n}", "by": "post"}), "orders",
-         [{"item": "lamp", "n": 2, "by": "post"}]),
+        (
+            effect("append", "orders", {"item": "{item}", "n": "{n}", "by": "post"}),
+            "orders",
+            [{"item": "lamp", "n": 2, "by": "post"}],
+        ),
         (effect("append", "orders", ["{item}", "{n}", "x"]), "orders", [["lamp", 2, "x"]]),
         (effect("append", "new_log", "{n}"), "new_log", [2]),
         (effect("add", "sent", "{n}"), "sent", 2),
@@ -51,7 +57,7 @@ def effect(do: str, path: str, value: Any = None) -> dict[str, Any]:
         (effect("subtract", "stock.{item}.north", "{n}"), "stock.lamp.north", 3),
         (effect("subtract", "stock.lamp.north", 5), "stock.lamp.north", 0),
     ],
-)  # fmt: skip
+)
 def test_an_effect_changes_its_path_and_nothing_else(given: dict[str, Any], path: str, expected: Any) -> None:
     after, result = call(tool(given, returns="done"), item="lamp", n=2)
     assert result == "done"
@@ -82,10 +88,13 @@ def test_an_optional_argument_that_was_left_out_leaves_its_key_out() -> None:
         ([effect("append", "owner", "{item}")], {"item": "x"}, "owner is not a list"),
         ([effect("set", "owner", "{note}")], {}, "missing argument note"),
         # what comes first is undone too
-        ([effect("append", "orders", "{item}"), effect("subtract", "stock.lamp.north", 9)], {"item": "lamp"},
-         "not enough"),
+        (
+            [effect("append", "orders", "{item}"), effect("subtract", "stock.lamp.north", 9)],
+            {"item": "lamp"},
+            "not enough",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_refused_call_changes_nothing_and_says_why(effects: Any, arguments: dict[str, Any], reason: str) -> None:
     after, result = call(tool(*effects), **arguments)
     assert after is STATE

@@ -59,11 +59,23 @@ def test_headline_is_the_first_gated_metric(runs: list[RunContents]) -> None:
 
 
 def test_names_say_the_scale_and_mlflow_takes_them(runs: list[RunContents]) -> None:
-    named = name_metrics((metric("w/task_completion_rate", 0.5), metric("p/kl_nats_per_token", 0.002, unit="nat/token"),
-                          metric("p/bits_per_byte", 1.25, unit="bit/byte"), metric("p/perplexity_per_token", 4.5),
-                          metric("w/task_completion_rate", 0.25, "steps: 2/4")), headline="")  # fmt: skip
-    assert named == {"w/task_completion_percent": 50, "p/kl_millinats_per_token": 2, "p/millibits_per_byte": 1250,
-                     "p/perplexity_per_token": 4.5, "w by bucket/steps_ 2_4 task_completion_percent": 25}  # fmt: skip
+    named = name_metrics(
+        (
+            metric("w/task_completion_rate", 0.5),
+            metric("p/kl_nats_per_token", 0.002, unit="nat/token"),
+            metric("p/bits_per_byte", 1.25, unit="bit/byte"),
+            metric("p/perplexity_per_token", 4.5),
+            metric("w/task_completion_rate", 0.25, "steps: 2/4"),
+        ),
+        headline="",
+    )
+    assert named == {
+        "w/task_completion_percent": 50,
+        "p/kl_millinats_per_token": 2,
+        "p/millibits_per_byte": 1250,
+        "p/perplexity_per_token": 4.5,
+        "w by bucket/steps_ 2_4 task_completion_percent": 25,
+    }
     names = [name for run in runs for name in run.metrics]
     assert all(re.fullmatch(r"[\w.\- ]+/[\w.\- ]+", name) for name in names), "one level of section, no other slash"
 
@@ -77,8 +89,13 @@ def test_buckets_that_mlflow_would_spell_alike_stay_apart() -> None:
 
 
 def test_the_longest_bucket_of_an_evalset_fits() -> None:
-    longest = name_metrics((metric("w" * 60 + "/tool_call_accepted_rate", 0.5, "b/" * 50),
-                            metric("w" * 60 + "/tool_call_accepted_rate", 0.5, "b_" * 50)), headline="")  # fmt: skip
+    longest = name_metrics(
+        (
+            metric("w" * 60 + "/tool_call_accepted_rate", 0.5, "b/" * 50),
+            metric("w" * 60 + "/tool_call_accepted_rate", 0.5, "b_" * 50),
+        ),
+        headline="",
+    )
     assert max(map(len, longest)) <= 250, "MLflow's limit"
 
 
@@ -117,10 +134,13 @@ def test_selection_keeps_late_flips_when_cases_are_many() -> None:
 
 def test_missing_failed_and_long_cases_are_told_apart() -> None:
     failed = case("2", failure="infrastructure: timeout")
-    tables = select_predictions({
-        "reference": {"calls": {k: (case(k, "x" * (MAX_TEXT + 5)), True) for k in ("1", "2")}},
-        "a": {"calls": {"2": (failed, None)}},
-    }, "reference")  # fmt: skip
+    tables = select_predictions(
+        {
+            "reference": {"calls": {k: (case(k, "x" * (MAX_TEXT + 5)), True) for k in ("1", "2")}},
+            "a": {"calls": {"2": (failed, None)}},
+        },
+        "reference",
+    )
     assert sorted(tables["a"]["ok"]) == ["infrastructure: timeout", "missing"]
     assert all(text.endswith("characters)") for text in tables["reference"]["output"])
 
@@ -166,7 +186,7 @@ def test_logging_twice_adds_nothing_and_a_new_verdict_replaces(runs: list[RunCon
     log_runs([changed], tmp_path, product=PRODUCT, dvc_experiment="sweep-1")
     assert sorted(list_names(tmp_path)) == ["awq-long", "gptq-short", "gptq-short (sweep-1)", "reference"]
 
-    other, = log_runs([runs[1]], tmp_path, product="other")
+    (other,) = log_runs([runs[1]], tmp_path, product="other")
     assert other.is_new and list_names(tmp_path, "other") == ["gptq-short"], "another product has its own experiment"
     assert sorted(list_names(tmp_path)) == ["awq-long", "gptq-short", "gptq-short (sweep-1)", "reference"]
 

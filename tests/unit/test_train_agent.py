@@ -84,16 +84,27 @@ def test_a_document_longer_than_a_row_is_left_out(fast: Any) -> None:
     long = (np.ones(300, np.int16), np.ones(300, np.int16))
     given = documents(fast, 80, 256)
     first, second = (list(pack_rows(iter(d), 256)) for d in (given, [long, *given]))
-    assert first and all(np.array_equal(a, b) for x, y in zip(first, second, strict=True)
-                         for a, b in zip(x, y, strict=True))  # fmt: skip
+    assert first and all(
+        np.array_equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True)
+    )
 
 
 def tiny_model(**settings: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{
-        "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True,
-    } | settings)).eval()  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **{
+                "vocab_size": 1024,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": True,
+            }
+            | settings
+        )
+    ).eval()
 
 
 def test_documents_in_a_row_do_not_see_each_other(fast: Any) -> None:

@@ -21,22 +21,43 @@ from pipeline.running.journal import Journal
 TOOLS = {
     "order": {
         "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
-        "effects": [{"do": "subtract", "path": "stock", "value": "{n}"},
-                    {"do": "append", "path": "orders", "value": "{n}"}],
+        "effects": [
+            {"do": "subtract", "path": "stock", "value": "{n}"},
+            {"do": "append", "path": "orders", "value": "{n}"},
+        ],
         "returns": {"left": "state:stock"},
     },
-    "finish": {"parameters": {"type": "object"}, "effects": [{"do": "set", "path": "finished", "value": True}],
-               "is_final": True},
-}  # fmt: skip
-CASE = TrajectoryCase.model_validate({
-    "id": "w1", "cluster": "depot", "buckets": ["steps/2-4"], "messages": [{"role": "user", "content": "Order 2."}],
-    "state": {"stock": 5, "orders": [], "finished": False},
-    "checks": [{"path": "orders", "equals": [2]}, {"path": "finished", "equals": True}],
-})  # fmt: skip
-CARD = Card.model_validate({
-    "name": "w", "version": "1", "licence": "CC0-1.0", "kind": "trajectories", "description": "", "made_by": "",
-    "num_cases": 1, "sha256": "", "cluster": "", "num_clusters": 1, "tools": TOOLS,
-})  # fmt: skip
+    "finish": {
+        "parameters": {"type": "object"},
+        "effects": [{"do": "set", "path": "finished", "value": True}],
+        "is_final": True,
+    },
+}
+CASE = TrajectoryCase.model_validate(
+    {
+        "id": "w1",
+        "cluster": "depot",
+        "buckets": ["steps/2-4"],
+        "messages": [{"role": "user", "content": "Order 2."}],
+        "state": {"stock": 5, "orders": [], "finished": False},
+        "checks": [{"path": "orders", "equals": [2]}, {"path": "finished", "equals": True}],
+    }
+)
+CARD = Card.model_validate(
+    {
+        "name": "w",
+        "version": "1",
+        "licence": "CC0-1.0",
+        "kind": "trajectories",
+        "description": "",
+        "made_by": "",
+        "num_cases": 1,
+        "sha256": "",
+        "cluster": "",
+        "num_clusters": 1,
+        "tools": TOOLS,
+    }
+)
 ORDER, FINISH = '{"name":"order","arguments":{"n":2}}', '{"name":"finish","arguments":{}}'
 
 
@@ -54,8 +75,15 @@ class ListedClient:
         if isinstance(answer, Exception):
             raise answer
         text, calls = (answer, ()) if isinstance(answer, str) else ("", (answer,))
-        return Reply(text=text, tool_calls=calls, finish_reason="stop", num_prompt_tokens=9,
-                     num_completion_tokens=3, latency_s=0.5, fingerprint="f")  # fmt: skip
+        return Reply(
+            text=text,
+            tool_calls=calls,
+            finish_reason="stop",
+            num_prompt_tokens=9,
+            num_completion_tokens=3,
+            latency_s=0.5,
+            fingerprint="f",
+        )
 
     async def tokenize(self, texts: list[str], **_: Any) -> list[list[int]]:
         return [[0] for _ in texts]
@@ -72,9 +100,17 @@ def run(folder: Path, client: ListedClient, context_length: int = 1024, **settin
     options = TrajectoriesEval(kind="trajectories", evalset="w", **{"max_turns": 4} | settings)
     with Journal(folder / "w.jsonl", fingerprint="f", key="s") as journal:
         context: Any = SimpleNamespace(
-            name="w", settings=options, evalset=Evalset(card=CARD, cases=(CASE,), digest="d"), client=client,
-            journal=journal, concurrency=1, max_tokens=64, context_length=context_length, fingerprint="f", watch=None,
-        )  # fmt: skip
+            name="w",
+            settings=options,
+            evalset=Evalset(card=CARD, cases=(CASE,), digest="d"),
+            client=client,
+            journal=journal,
+            concurrency=1,
+            max_tokens=64,
+            context_length=context_length,
+            fingerprint="f",
+            watch=None,
+        )
         (record,) = asyncio.run(evaluate(context))
     return record
 

@@ -28,17 +28,28 @@ NOTHING = "nothing was proven: none of the 2 gated comparisons of same is shown 
 SOME = "not all was proven: 1 of the 2 gated comparisons of same is not shown to be within its tolerance"
 
 
-def judge(root: Path, num_images: int, *, tiers: tuple[str, str] = ("supporting", "supporting"),
-          on_inconclusive: str = "block", finite: float = 1.0) -> ReleaseComparison:  # fmt: skip
+def judge(
+    root: Path,
+    num_images: int,
+    *,
+    tiers: tuple[str, str] = ("supporting", "supporting"),
+    on_inconclusive: str = "block",
+    finite: float = 1.0,
+) -> ReleaseComparison:
     ways = {"same": Way(by=SAME)}
-    tolerances = {"scenes/ap": {"overall": 0.05, "tier": tiers[0]},
-                  "scenes/finite_output_rate": {"overall": 0.05, "tier": tiers[1]}}
+    tolerances = {
+        "scenes/ap": {"overall": 0.05, "tier": tiers[0]},
+        "scenes/finite_output_rate": {"overall": 0.05, "tier": tiers[1]},
+    }
     product = make_network_product("detector", ways, tolerances)
     gate = product.gate.model_copy(update={"on_inconclusive": on_inconclusive})
     build = write_detector(root, product, ways, num_images=num_images)
     if finite < 1:
-        edit_records(build / "evaluations/same", "scenes",
-                     lambda r: r.model_copy(update={"scores": r.scores | {"finite": finite}}))
+        edit_records(
+            build / "evaluations/same",
+            "scenes",
+            lambda r: r.model_copy(update={"scores": r.scores | {"finite": finite}}),
+        )
     compared = compare_release(product.model_copy(update={"gate": gate}), build)
     check_outcomes(compared.judgement)
     return compared
@@ -46,14 +57,19 @@ def judge(root: Path, num_images: int, *, tiers: tuple[str, str] = ("supporting"
 
 def render_all(compared: ReleaseComparison) -> dict[str, str]:
     judgement, explanation = compared.judgement, Explanation(candidates=())
-    return {"terminal": render_gate(judgement), "report": render_report(compared),
-            "summary": render_summary(judgement, explanation), "html": render_html(judgement, explanation, {}),
-            "junit": render_junit(judgement),
-            "annotations": "\n".join(render_annotations(judgement, "{}"))}  # fmt: skip
+    return {
+        "terminal": render_gate(judgement),
+        "report": render_report(compared),
+        "summary": render_summary(judgement, explanation),
+        "html": render_html(judgement, explanation, {}),
+        "junit": render_junit(judgement),
+        "annotations": "\n".join(render_annotations(judgement, "{}")),
+    }
 
 
-@pytest.mark.parametrize("how", [{"on_inconclusive": "block"}, {"tiers": ("critical", "critical"),
-                                                                "on_inconclusive": "warn"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "how", [{"on_inconclusive": "block"}, {"tiers": ("critical", "critical"), "on_inconclusive": "warn"}]
+)
 def test_a_release_in_which_nothing_was_proven_says_so_on_top(tmp_path: Path, how: dict[str, Any]) -> None:
     """Every comparison was open and the page said in green that nothing blocks."""
     compared = judge(tmp_path, 6, **how)
@@ -94,26 +110,30 @@ def test_a_network_whose_every_output_is_nan_fails_however_few_there_are(tmp_pat
 
 def test_a_detector_that_finds_nothing_at_all_fails_however_few_pictures_there_are(tmp_path: Path) -> None:
     ways = {"blind": Way(by=Change(score=0, box=0, drop=1.0))}
-    product = make_network_product("detector", ways, {"scenes/ap": {"overall": 0.05},
-                                                      "scenes/finite_output_rate": {"overall": 0.05}})
+    product = make_network_product(
+        "detector", ways, {"scenes/ap": {"overall": 0.05}, "scenes/finite_output_rate": {"overall": 0.05}}
+    )
     verdict = compare_release(product, write_detector(tmp_path, product, ways, num_images=3)).judgement.verdicts[0]
     assert verdict.outcome == "fail"
     assert any("scenes/ap: no valid output" in reason for reason in verdict.reasons)
 
 
-@pytest.mark.parametrize(("metric", "bucket", "reference", "candidate", "expected"), [
-    ("shots/sound_image_rate", None, 1.0, 0.0, True),
-    ("shots/sound_image_rate", "night", 0.5, 0.0, True),
-    ("shots/sound_image_rate", None, 1.0, 0.01, False),
-    ("shots/sound_image_rate", None, 0.4, 0.0, False),
-    ("shots/oversaturated_image_rate", None, 0.0, 1.0, True),
-    ("shots/oversaturated_image_rate", None, 1.0, 0.0, False),
-    ("shots/oversaturated_image_rate", None, 0.6, 1.0, False),
-    ("scenes/ap", None, 0.7, 0.0, True),
-    ("scenes/ap", "person", 0.7, 0.0, False),
-    ("scenes/ap_small", None, 0.7, 0.0, False),
-    ("tools/tool_call_accepted_rate", None, 1.0, 0.0, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("metric", "bucket", "reference", "candidate", "expected"),
+    [
+        ("shots/sound_image_rate", None, 1.0, 0.0, True),
+        ("shots/sound_image_rate", "night", 0.5, 0.0, True),
+        ("shots/sound_image_rate", None, 1.0, 0.01, False),
+        ("shots/sound_image_rate", None, 0.4, 0.0, False),
+        ("shots/oversaturated_image_rate", None, 0.0, 1.0, True),
+        ("shots/oversaturated_image_rate", None, 1.0, 0.0, False),
+        ("shots/oversaturated_image_rate", None, 0.6, 1.0, False),
+        ("scenes/ap", None, 0.7, 0.0, True),
+        ("scenes/ap", "person", 0.7, 0.0, False),
+        ("scenes/ap_small", None, 0.7, 0.0, False),
+        ("tools/tool_call_accepted_rate", None, 1.0, 0.0, False),
+    ],
+)
 def test_facts_about_outputs_are_told_from_answers_that_chance_may_turn(
     metric: str, bucket: str | None, reference: float, candidate: float, expected: bool
 ) -> None:
@@ -123,6 +143,9 @@ def test_facts_about_outputs_are_told_from_answers_that_chance_may_turn(
 
 def test_the_rate_of_sound_outputs_may_not_be_advisory() -> None:
     """It had to have a tolerance, and one that stops nothing was one."""
-    product = make_network_product("detector", {"same": Way()}, {
-        "scenes/ap": {"overall": 0.05}, "scenes/finite_output_rate": {"overall": 0.05, "tier": "advisory"}})
+    product = make_network_product(
+        "detector",
+        {"same": Way()},
+        {"scenes/ap": {"overall": 0.05}, "scenes/finite_output_rate": {"overall": 0.05, "tier": "advisory"}},
+    )
     assert any("scenes/finite_output_rate" in problem for problem in find_network_problems(product))

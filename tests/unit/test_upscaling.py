@@ -37,8 +37,12 @@ def read(path: Path) -> torch.Tensor:
 def plant(target: torch.Tensor, rows: list[int], columns: list[int], levels: float, sign: str) -> torch.Tensor:
     """Return the picture with a step at each line: tiles that are brighter and darker in turn."""
     height, width = target.shape[-2:]
-    down, across = (torch.bucketize(torch.arange(size), torch.tensor(lines), right=True) if lines
-                    else torch.zeros(size, dtype=torch.int64) for size, lines in ((height, rows), (width, columns)))
+    down, across = (
+        torch.bucketize(torch.arange(size), torch.tensor(lines), right=True)
+        if lines
+        else torch.zeros(size, dtype=torch.int64)
+        for size, lines in ((height, rows), (width, columns))
+    )
     parity = down[:, None] + across[None] if sign == "chessboard" else across[None].expand(height, width)
     return target + levels / 255 * (parity % 2)
 
@@ -70,7 +74,8 @@ def test_a_planted_step_is_found_in_its_size(target: torch.Tensor) -> None:
     assert len(rows) == 3 and len(columns) == 4
     enlarged = plant(blur(target), rows, columns, 4.0, "chessboard")
     found = measure_seam_excess(enlarged, target, GIVEN, TILING) - measure_seam_excess(
-        blur(target), target, GIVEN, TILING)  # fmt: skip
+        blur(target), target, GIVEN, TILING
+    )
     assert found == pytest.approx(4, rel=0.05)
 
 
@@ -94,8 +99,10 @@ def test_colours_that_cancel_are_a_seam(target: torch.Tensor) -> None:
 def test_steps_elsewhere_are_no_seam(target: torch.Tensor) -> None:
     """What the network does to every line, tiled or not, is not the tiles' doing."""
     stitches = list_stitches(GIVEN, TILING, FACTOR)
-    rows, columns = ([(low + high) // 2 // FACTOR * FACTOR for low, high in zip([0, *lines], [*lines, size],
-                      strict=True)] for lines, size in zip(stitches, (384, 512), strict=True))  # fmt: skip
+    rows, columns = (
+        [(low + high) // 2 // FACTOR * FACTOR for low, high in zip([0, *lines], [*lines, size], strict=True)]
+        for lines, size in zip(stitches, (384, 512), strict=True)
+    )
     assert measure_seam_excess(plant(target, rows, columns, 4.0, "chessboard"), target, GIVEN, TILING) < 0.1
     everywhere = target + 4 / 255 * (torch.arange(512) % 2)
     assert abs(measure_seam_excess(everywhere, target, GIVEN, TILING)) < 0.3
@@ -129,8 +136,13 @@ def test_equal_pictures_have_a_finite_score() -> None:
     """An infinite ratio would be refused where it is written."""
     picture = PICTURE.repeat(4, 4, 1)
     scores = judge_picture("c", picture, picture.numpy(), SMALL.repeat(4, 0).repeat(4, 1), is_finite=True, tiling=None)
-    assert scores == {"finite": 1.0, "psnr_db": MAX_PSNR_DB, "ssim": pytest.approx(1), "seam_levels": 0.0,
-                      "worst_seam_levels": 0.0}  # fmt: skip
+    assert scores == {
+        "finite": 1.0,
+        "psnr_db": MAX_PSNR_DB,
+        "ssim": pytest.approx(1),
+        "seam_levels": 0.0,
+        "worst_seam_levels": 0.0,
+    }
 
 
 def test_a_picture_that_was_not_finite_is_the_worst_there_is() -> None:
@@ -145,8 +157,15 @@ def to_pixels(picture: torch.Tensor) -> torch.Tensor:
 
 def judge_seams(picture: torch.Tensor, whole: torch.Tensor | None, target: torch.Tensor) -> dict[str, float]:
     given = np.zeros((*GIVEN, 3), dtype=np.uint8)
-    return judge_picture("c", to_pixels(picture), to_pixels(target).numpy(), given, is_finite=True, tiling=TILING,
-                         whole=None if whole is None else to_pixels(whole))  # fmt: skip
+    return judge_picture(
+        "c",
+        to_pixels(picture),
+        to_pixels(target).numpy(),
+        given,
+        is_finite=True,
+        tiling=TILING,
+        whole=None if whole is None else to_pixels(whole),
+    )
 
 
 def test_what_the_network_does_at_a_stitch_without_tiles_is_no_seam(target: torch.Tensor) -> None:
@@ -173,17 +192,21 @@ def test_a_reference_of_another_shape_is_said(whole: Any) -> None:
         judge_picture("c7", PICTURE, PICTURE.numpy(), given, is_finite=True, tiling=tiling, whole=whole)
 
 
-@pytest.mark.parametrize(("picture", "came"), [
-    (PICTURE[:, :-1], "torch.uint8 of shape (8, 9, 3)"),
-    (PICTURE[..., :1], "torch.uint8 of shape (8, 10, 1)"),
-    (PICTURE.permute(2, 0, 1), "torch.uint8 of shape (3, 8, 10)"),
-    (PICTURE.float(), "torch.float32 of shape (8, 10, 3)"),
-    (PICTURE.numpy(), "'ndarray'"),
-    (PICTURE.tolist(), "'list'"),
-    (None, "'NoneType'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("picture", "came"),
+    [
+        (PICTURE[:, :-1], "torch.uint8 of shape (8, 9, 3)"),
+        (PICTURE[..., :1], "torch.uint8 of shape (8, 10, 1)"),
+        (PICTURE.permute(2, 0, 1), "torch.uint8 of shape (3, 8, 10)"),
+        (PICTURE.float(), "torch.float32 of shape (8, 10, 3)"),
+        (PICTURE.numpy(), "'ndarray'"),
+        (PICTURE.tolist(), "'list'"),
+        (None, "'NoneType'"),
+    ],
+)
 def test_another_shape_or_type_is_said(picture: object, came: str) -> None:
     with pytest.raises(EngineError) as caught:
         judge_picture("c7", picture, PICTURE.numpy(), SMALL, is_finite=True, tiling=None)
-    assert str(caught.value).startswith(f"case 'c7': postprocess() returned {came}, expected a tensor of uint8 of the "
-                                        "target's shape (8, 10, 3)")  # fmt: skip
+    assert str(caught.value).startswith(
+        f"case 'c7': postprocess() returned {came}, expected a tensor of uint8 of the target's shape (8, 10, 3)"
+    )

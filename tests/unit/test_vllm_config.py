@@ -35,8 +35,11 @@ def test_the_file_is_the_engines_own_with_its_nested_speculative_config() -> Non
     config = build_config(make(context_length=1022, options={"enforce-eager": True}), needs_scores=True)
     read = YAML(typ="safe").load(io.StringIO(render_config(config)))
     assert read == config
-    assert read["speculative-config"] == {"method": "draft_model", "num_speculative_tokens": 5,
-                                          "model": "models/agent-draft"}  # fmt: skip
+    assert read["speculative-config"] == {
+        "method": "draft_model",
+        "num_speculative_tokens": 5,
+        "model": "models/agent-draft",
+    }
     assert (read["max-model-len"], read["dtype"], read["enforce-eager"]) == (1024, "float32", True)
     assert read["fingerprint-value"] == make(context_length=1022, options={"enforce-eager": True}).fingerprint
     check(config)
@@ -49,12 +52,18 @@ def test_prompt_lookup_has_another_name_there_and_takes_options() -> None:
     check(config)
 
 
-@pytest.mark.parametrize(("candidate", "said"), [
-    (make(options={"enforce-eagerly": True}), "vLLM 0.32.0 does not take options: Additional properties"),
-    (make(options={"max-num-seqs": "many"}), "does not take max-num-seqs: 'many' is not of type 'integer'"),
-    (make(DRAFT.model_copy(update={"method": "eagle9"})), "does not take speculative-config.method: 'eagle9' is not"),
-    (make(DRAFT.model_copy(update={"options": {"lookahead": 2}})), "does not take speculative-config: Additional"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("candidate", "said"),
+    [
+        (make(options={"enforce-eagerly": True}), "vLLM 0.32.0 does not take options: Additional properties"),
+        (make(options={"max-num-seqs": "many"}), "does not take max-num-seqs: 'many' is not of type 'integer'"),
+        (
+            make(DRAFT.model_copy(update={"method": "eagle9"})),
+            "does not take speculative-config.method: 'eagle9' is not",
+        ),
+        (make(DRAFT.model_copy(update={"options": {"lookahead": 2}})), "does not take speculative-config: Additional"),
+    ],
+)
 def test_what_the_recorded_release_does_not_take_is_refused_before_it_starts(candidate: Candidate, said: str) -> None:
     with pytest.raises(SettingsError) as caught:
         check(build_config(candidate, needs_scores=False))
@@ -76,15 +85,22 @@ def test_an_option_that_names_a_file_is_refused() -> None:
     check_options({"generation-config": "vllm"}, where="candidates.a")
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"options": {"enforce-eagerly": True}}, "candidates.fast: vLLM 0.32.0 does not take options: Additional prop"),
-    ({"method": "eagle9"}, "candidates.fast: vLLM 0.32.0 does not take speculative-config.method: 'eagle9' is not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"options": {"enforce-eagerly": True}}, "candidates.fast: vLLM 0.32.0 does not take options: Additional prop"),
+        ({"method": "eagle9"}, "candidates.fast: vLLM 0.32.0 does not take speculative-config.method: 'eagle9' is not"),
+    ],
+)
 def test_the_stage_env_tells_before_any_work(change: dict[str, Any], said: str) -> None:
     data = YAML(typ="safe").load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     engine = {"kind": "vllm", "command": ["vllm", "serve"], "version": "0.32.0", "options": change.get("options", {})}
-    step = {"kind": "speculative", "method": change.get("method", "draft_model"), "draft": "models/agent-draft",
-            "num_tokens": 5}  # fmt: skip
+    step = {
+        "kind": "speculative",
+        "method": change.get("method", "draft_model"),
+        "draft": "models/agent-draft",
+        "num_tokens": 5,
+    }
     data["candidates"]["fast"] = {"checkpoint": "models/agent", "steps": [step], "engine": engine}
     with pytest.raises(SettingsError) as caught:
         check_project(parse_params(data), ROOT)

@@ -100,8 +100,11 @@ def test_a_policy_leaves_other_kernels_and_strides_direct(policy: winograd_speed
 def test_a_policy_adds_up_each_layer_by_its_own_algorithm() -> None:
     """Of equal layers each counts, and a layer that a rule names costs what direct costs."""
     layers = make_layers()
-    times = {(layer.shape, name): [cost, 10 * cost] for layer in layers
-             for name, cost in (("direct", 1.0), ("winograd_f23", 0.5), ("winograd_f43", 0.25))}  # fmt: skip
+    times = {
+        (layer.shape, name): [cost, 10 * cost]
+        for layer in layers
+        for name, cost in (("direct", 1.0), ("winograd_f23", 0.5), ("winograd_f43", 0.25))
+    }
     assert add_up(DIRECT, layers, times) == [26, 260]
     assert add_up(F43, layers, times) == [10 + 16 / 4, 100 + 160 / 4]
     assert add_up(CALIBRATED, layers, times) == [10 + 14 / 4 + 2 / 2, 100 + 140 / 4 + 20 / 2]

@@ -7,20 +7,39 @@ import pytest
 from pipeline.gate.wording import escape_markdown, format_value
 
 
-@pytest.mark.parametrize(("right", "n", "said"), [
-    (2000, 2000, "100.0 %"), (1999, 2000, "99.95 %"), (29_999, 30_000, "99.997 %"), (1998, 2000, "99.9 %"),
-    (0, 2000, "0.0 %"), (1, 2500, "0.04 %"), (1, 2000, "0.1 %"), (833, 1000, "83.3 %"),
-])
+@pytest.mark.parametrize(
+    ("right", "n", "said"),
+    [
+        (2000, 2000, "100.0 %"),
+        (1999, 2000, "99.95 %"),
+        (29_999, 30_000, "99.997 %"),
+        (1998, 2000, "99.9 %"),
+        (0, 2000, "0.0 %"),
+        (1, 2500, "0.04 %"),
+        (1, 2000, "0.1 %"),
+        (833, 1000, "83.3 %"),
+    ],
+)
 def test_all_and_none_are_said_only_of_all_and_none(right: int, n: int, said: str) -> None:
     assert format_value("workflows/task_completion_rate", right / n) == said
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("steps/2-4 task_completion_rate", "steps/2-4 task_completion_rate"), ("p <1e-6", "p <1e-6"),
-    ("<b>A & B</b>", "&lt;b>A &amp; B&lt;/b>"), ("ends with <", "ends with &lt;"), ("&lt;", "&amp;lt;"),
-    ("a|b", "a&#124;b"), ("a\\|b", "a\\&#124;b"), ("**PASS** $x$", "&#42;&#42;PASS&#42;&#42; &#36;x&#36;"),
-    ("run `dvc repro`", "run 'dvc repro'"), ("![x](y)", "![x]&#40;y)"),
-    ("a\r\n\tb\u2028c\x00", "a\\r\\n\\tb\\u2028c\\x00"), ("Ça va, 東京\u3000駅 ❌", "Ça va, 東京\u3000駅 ❌"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("steps/2-4 task_completion_rate", "steps/2-4 task_completion_rate"),
+        ("p <1e-6", "p <1e-6"),
+        ("<b>A & B</b>", "&lt;b>A &amp; B&lt;/b>"),
+        ("ends with <", "ends with &lt;"),
+        ("&lt;", "&amp;lt;"),
+        ("a|b", "a&#124;b"),
+        ("a\\|b", "a\\&#124;b"),
+        ("**PASS** $x$", "&#42;&#42;PASS&#42;&#42; &#36;x&#36;"),
+        ("run `dvc repro`", "run 'dvc repro'"),
+        ("![x](y)", "![x]&#40;y)"),
+        ("a\r\n\tb\u2028c\x00", "a\\r\\n\\tb\\u2028c\\x00"),
+        ("Ça va, 東京\u3000駅 ❌", "Ça va, 東京\u3000駅 ❌"),
+    ],
+)
 def test_a_text_stays_in_its_line_of_markdown(text: str, said: str) -> None:
     assert escape_markdown(text) == said

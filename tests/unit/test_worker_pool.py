@@ -41,10 +41,13 @@ def test_a_worker_can_keep_the_memory_that_it_frees() -> None:
         assert pool.submit(count_new_pages, 64 * 2**20).result() < 16, "even huge pages are 32"
 
 
-@pytest.mark.parametrize(("order", "error", "said"), [
-    ("quantgate", CheckpointError, "^models/x: expected weights, found none$"),
-    ("bug", ZeroDivisionError, "^a mistake of ours$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("order", "error", "said"),
+    [
+        ("quantgate", CheckpointError, "^models/x: expected weights, found none$"),
+        ("bug", ZeroDivisionError, "^a mistake of ours$"),
+    ],
+)
 def test_what_keeps_a_worker_from_loading_is_what_its_tasks_raise(
     order: str, error: type[Exception], said: str
 ) -> None:

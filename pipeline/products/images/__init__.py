@@ -32,7 +32,8 @@ class ImagesKind:
 
         shared = digest_material(product, root) | {
             "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
-            "serving": product.serving.model_dump(mode="json")}  # fmt: skip
+            "serving": product.serving.model_dump(mode="json"),
+        }
         optimize = {name: shared | candidate.model_dump(mode="json") for name, candidate in product.candidates.items()}
         return Inputs(optimize, dict.fromkeys(product.candidates, shared | {"reference": product.reference}))
 

@@ -40,20 +40,32 @@ def run_channels_last(
     found = [measure_layout(pipe, part, batch, serving, rounds=ROUNDS) for part in sorted(set(step.parts))]
     kept = tuple(m.part for m in found if m.decision == "keep")
     fallbacks = tuple(_explain(m) for m in found if m.decision != "keep")
-    return StepResult(serving.model_copy(update={"channels_last": kept}),
-                      {"layout": {m.part: _describe(m) for m in found}}, fallbacks)  # fmt: skip
+    return StepResult(
+        serving.model_copy(update={"channels_last": kept}), {"layout": {m.part: _describe(m) for m in found}}, fallbacks
+    )
 
 
 def _describe(measured: LayoutMeasurement) -> dict[str, Any]:
-    return {"decision": measured.decision, "ratio": measured.ratio.model_dump(),
-            "channels_first_s": measured.channels_first_s, "channels_last_s": measured.channels_last_s,
-            "difference": measured.difference, "tolerance": measured.tolerance}  # fmt: skip
+    return {
+        "decision": measured.decision,
+        "ratio": measured.ratio.model_dump(),
+        "channels_first_s": measured.channels_first_s,
+        "channels_last_s": measured.channels_last_s,
+        "difference": measured.difference,
+        "tolerance": measured.tolerance,
+    }
 
 
 def _explain(measured: LayoutMeasurement) -> Fallback:
     ratio = measured.ratio
     took = f"it takes {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}) of the time with channels first"
-    differs = ("" if measured.difference <= measured.tolerance else
-               f", and its output differs by {measured.difference:.2g} of its standard deviation")
-    return Fallback(layer=measured.part, reason=f"channels-last is left off: {took}{differs}; it is kept where it "
-                    f"surely takes under {GAIN_BELOW} and changes nothing but rounding")  # fmt: skip
+    differs = (
+        ""
+        if measured.difference <= measured.tolerance
+        else f", and its output differs by {measured.difference:.2g} of its standard deviation"
+    )
+    return Fallback(
+        layer=measured.part,
+        reason=f"channels-last is left off: {took}{differs}; it is kept where it "
+        f"surely takes under {GAIN_BELOW} and changes nothing but rounding",
+    )

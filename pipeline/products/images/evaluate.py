@@ -71,8 +71,9 @@ def _run_eval(
     start = time.monotonic()
     # rounding depends on who shares a batch: the same ones do after a kill
     batches = list(_batch(evalset.cases, candidate))
-    left = [(batch, category) for batch, category in batches
-            if any(journal.find(case.digest) is None for case in batch)]  # fmt: skip
+    left = [
+        (batch, category) for batch, category in batches if any(journal.find(case.digest) is None for case in batch)
+    ]
     _render(name, left, pool, journal)
     records = []
     (folder / name).mkdir()
@@ -84,7 +85,8 @@ def _run_eval(
     write_cases(folder / f"{name}.jsonl", records)
     noted = [journal.find_text(_name_batch(batch)) for batch, _ in batches]
     notes = _describe([json.loads(text) for text in noted if text is not None], candidate) | {
-        "decode_peak_mib": round(pool.submit(weigh_decode, candidate.serving.batch_size).result(), 2)}
+        "decode_peak_mib": round(pool.submit(weigh_decode, candidate.serving.batch_size).result(), 2)
+    }
     write_text(folder / f"{name}.json", json.dumps(notes, indent=1) + "\n")
     sound = sum(r.scores["sound"] for r in records)
     print(f"  {name}: n={len(records)}, {sound:.0f} sound, {time.monotonic() - start:.1f} s", file=sys.stderr)
@@ -154,4 +156,6 @@ def digest_judges(product: ImagesProduct, settings: ImagesEval, root: Path) -> d
 
 def digest_work(settings: ImagesEval, evalset: Evalset, judges: Mapping[Path, str]) -> str:
     """Return the key of an eval's records: the digest of its settings, prompts, judges, and the code that judges."""
-    return digest_json([settings.model_dump(), evalset.digest, list(judges.values()), digest_code("evaluate", "images")])
+    return digest_json(
+        [settings.model_dump(), evalset.digest, list(judges.values()), digest_code("evaluate", "images")]
+    )

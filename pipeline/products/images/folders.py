@@ -37,13 +37,17 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX_FILE
     index = _read_json(path, "a diffusers pipeline folder's index")
     if (name := index.get("_class_name")) not in PIPELINES:
-        raise CheckpointError(f"{path}: _class_name: expected a pipeline from text to an image with a U-Net, "
-                              f"{' or '.join(PIPELINES)}, got {name!r}; others are not supported")  # fmt: skip
+        raise CheckpointError(
+            f"{path}: _class_name: expected a pipeline from text to an image with a U-Net, "
+            f"{' or '.join(PIPELINES)}, got {name!r}; others are not supported"
+        )
     parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[0]}
     for name in _NEEDED:
         if name not in parts:
-            raise CheckpointError(f"{path}: expected a component {name!r}, found {', '.join(parts) or 'none'}; save "
-                                  "the pipeline again with all of its components")  # fmt: skip
+            raise CheckpointError(
+                f"{path}: expected a component {name!r}, found {', '.join(parts) or 'none'}; save "
+                "the pipeline again with all of its components"
+            )
     return {"_class_name": index.get("_class_name"), **parts}
 
 
@@ -60,8 +64,9 @@ def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
     for name in list_components(folder):
         part = folder / name
         if not part.is_dir():
-            raise CheckpointError(f"{part}: expected the component that {folder / INDEX_FILE} names, found no folder; "
-                                  "copy it again")  # fmt: skip
+            raise CheckpointError(
+                f"{part}: expected the component that {folder / INDEX_FILE} names, found no folder; copy it again"
+            )
         if not name.startswith(_WITHOUT_WEIGHTS):
             _read_json(part / "config.json", f"the config of component {name!r}")
             tensors[name] = read_header(find_weights(part))
@@ -86,11 +91,16 @@ def find_weights(part: Path) -> Path:
         return found
     pickles = sorted(p.name for p in part.glob("*") if p.suffix in _PICKLES)
     if pickles:
-        raise CheckpointError(f"{part}: expected safetensors weights, found pickle weights {pickles[0]!r}, which run "
-                              "code when opened; convert them to safetensors")  # fmt: skip
+        raise CheckpointError(
+            f"{part}: expected safetensors weights, found pickle weights {pickles[0]!r}, which run "
+            "code when opened; convert them to safetensors"
+        )
     others = sorted(p.name for p in part.glob("*.safetensors*"))
-    do = ("save the component again in one file: save_pretrained(..., max_shard_size='100GB', variant=None)" if others
-          else "copy the component again")
+    do = (
+        "save the component again in one file: save_pretrained(..., max_shard_size='100GB', variant=None)"
+        if others
+        else "copy the component again"
+    )
     raise CheckpointError(f"{part}: expected {' or '.join(_WEIGHTS)}, found {', '.join(others) or 'neither'}; {do}")
 
 
@@ -109,13 +119,16 @@ def read_shape(folder: Path) -> ImageShape:
     Raises:
         CheckpointError: the configs don't say it, or the images are not square.
     """
-    unet, vae = (_read_json(folder / part / "config.json", f"the config of component {part!r}")
-                 for part in ("unet", "vae"))  # fmt: skip
+    unet, vae = (
+        _read_json(folder / part / "config.json", f"the config of component {part!r}") for part in ("unet", "vae")
+    )
     size, blocks = unet.get("sample_size"), vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
     if not isinstance(size, int) or not isinstance(blocks, list):
-        raise CheckpointError(f"{folder}: expected a number as unet/config.json's sample_size and a list as "
-                              f"vae/config.json's block_out_channels, got {size!r} and {blocks!r}; images that are not "
-                              "square are not supported")  # fmt: skip
+        raise CheckpointError(
+            f"{folder}: expected a number as unet/config.json's sample_size and a list as "
+            f"vae/config.json's block_out_channels, got {size!r} and {blocks!r}; images that are not "
+            "square are not supported"
+        )
     factor = 2 ** (len(blocks) - 1)
     return ImageShape(size * factor, int(vae.get("latent_channels", 4)), factor)
 

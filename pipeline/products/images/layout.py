@@ -26,7 +26,6 @@ Decision = Literal["keep", "leave off"]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-
 @dataclass(frozen=True)
 class LayoutMeasurement:
     """What channels-last does to one part."""
@@ -56,9 +55,14 @@ def decide_layout(ratio: MedianInterval, *, difference: float, tolerance: float)
 
 
 def measure_layout(
-    pipe: Any, part: Part, prompts: Sequence[Prompt], serving: PipelineServing, *, rounds: int = 20,
+    pipe: Any,
+    part: Part,
+    prompts: Sequence[Prompt],
+    serving: PipelineServing,
+    *,
+    rounds: int = 20,
     wrap: Wrap = lambda call: call,
-) -> LayoutMeasurement:  # fmt: skip
+) -> LayoutMeasurement:
     """Time one part with channels first and last, on what rendering the prompts feeds it.
 
     Args:
@@ -80,16 +84,29 @@ def measure_layout(
         difference = compare_outputs(last(), first())
         model = getattr(pipe, part)
         tolerance = find_tolerance(model.dtype, model.device)
-        return measure_runs(part, first, last, rounds=rounds, difference=difference, tolerance=tolerance,
-                            clock=functools.partial(read_seconds, model.device))  # fmt: skip
+        return measure_runs(
+            part,
+            first,
+            last,
+            rounds=rounds,
+            difference=difference,
+            tolerance=tolerance,
+            clock=functools.partial(read_seconds, model.device),
+        )
     finally:
         torch.set_num_threads(threads)
 
 
 def measure_runs(
-    part: Part, first: Run, last: Run, *, rounds: int, difference: float, tolerance: float,
+    part: Part,
+    first: Run,
+    last: Run,
+    *,
+    rounds: int,
+    difference: float,
+    tolerance: float,
     clock: Callable[[], float] = time.process_time,
-) -> LayoutMeasurement:  # fmt: skip
+) -> LayoutMeasurement:
     """Time two runs in pairs whose order alternates, after some that are not counted.
 
     Args:
@@ -128,7 +145,8 @@ def _record_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     handle = pipe.unet.register_forward_pre_hook(
-        lambda _module, arguments, named: calls.append((arguments, dict(named))), with_kwargs=True)  # fmt: skip
+        lambda _module, arguments, named: calls.append((arguments, dict(named))), with_kwargs=True
+    )
     try:
         latents = make_latents(pipe, prompts, serving)
     finally:

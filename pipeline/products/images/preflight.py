@@ -26,14 +26,18 @@ def check_images(product: ImagesProduct, root: Path) -> None:
         SettingsError: with the path of the key, what it names, and what there is.
         EvalsetError: with file and line.
     """
-    evalsets = {name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), "prompts")
-                for name, e in product.evals.items()}  # fmt: skip
+    evalsets = {
+        name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), "prompts")
+        for name, e in product.evals.items()
+    }
     buckets = {bucket for evalset in evalsets.values() for bucket in evalset.card.buckets}
     for name, settings in product.evals.items():
         for file in _CLIP_FILES:
             if not (root / settings.clip / file).is_file():
-                raise SettingsError(f"{product.locate('evals')}.{name}.clip: expected a CLIP checkpoint folder with {file}, found "
-                                    f"none in {settings.clip!r}; correct the path, or save model and processor there")
+                raise SettingsError(
+                    f"{product.locate('evals')}.{name}.clip: expected a CLIP checkpoint folder with {file}, found "
+                    f"none in {settings.clip!r}; correct the path, or save model and processor there"
+                )
     check_buckets(product, evalsets)
     cases = [case for evalset in evalsets.values() for case in evalset.cases]
     check = cache(open_pipeline)  # most candidates share a folder
@@ -41,9 +45,11 @@ def check_images(product: ImagesProduct, root: Path) -> None:
     for name, candidate in product.candidates.items():
         shape = _read_shape(product, name, root, check)
         if shape != wanted:
-            raise SettingsError(f"candidates.{name}.checkpoint: expected images as the reference draws them, "
-                                f"{wanted.pixels} pixels from {wanted.latent_channels} latent channels, got "
-                                f"{shape.pixels} from {shape.latent_channels}; they can't be compared")  # fmt: skip
+            raise SettingsError(
+                f"candidates.{name}.checkpoint: expected images as the reference draws them, "
+                f"{wanted.pixels} pixels from {wanted.latent_channels} latent channels, got "
+                f"{shape.pixels} from {shape.latent_channels}; they can't be compared"
+            )
         for i, step in enumerate(candidate.steps):
             where = f"candidates.{name}.steps.{i}"
             if isinstance(step, GuidanceStep):
@@ -64,23 +70,31 @@ def _read_shape(product: ImagesProduct, name: str, root: Path, check: Callable[[
 def _check_tiles(where: str, step: VaeTilingStep, shape: ImageShape) -> None:
     """Refuse tiles that cut nothing, or whose window has no whole latent pixel to blend."""
     if step.tile >= shape.pixels or step.tile % shape.factor:
-        raise SettingsError(f"{where}.tile: expected less than the images' {shape.pixels} pixels, which one "
-                            f"tile would hold, and a multiple of {shape.factor}, got {step.tile}")  # fmt: skip
+        raise SettingsError(
+            f"{where}.tile: expected less than the images' {shape.pixels} pixels, which one "
+            f"tile would hold, and a multiple of {shape.factor}, got {step.tile}"
+        )
     if step.window != "none" and step.tile * step.overlap < shape.factor:
-        raise SettingsError(f"{where}.overlap: expected a latent pixel ({shape.factor} pixels) or more for window "
-                            f"{step.window} to blend, got {step.overlap:g} of a tile of {step.tile}; raise it, or set "
-                            "window: none")  # fmt: skip
+        raise SettingsError(
+            f"{where}.overlap: expected a latent pixel ({shape.factor} pixels) or more for window "
+            f"{step.window} to blend, got {step.overlap:g} of a tile of {step.tile}; raise it, or set "
+            "window: none"
+        )
 
 
 def _check_categories(where: str, step: GuidanceStep, buckets: set[str], cases: Sequence[PromptCase]) -> None:
     for category in step.by_category:
         if category not in buckets:
-            raise SettingsError(f"{where}.by_category.{category}: the evalsets have no such bucket; they have "
-                                f"{', '.join(sorted(buckets)) or 'none'}")  # fmt: skip
+            raise SettingsError(
+                f"{where}.by_category.{category}: the evalsets have no such bucket; they have "
+                f"{', '.join(sorted(buckets)) or 'none'}"
+            )
     for case in cases:
         if len(own := [bucket for bucket in case.buckets if bucket in step.by_category]) > 1:
-            raise SettingsError(f"{where}.by_category: expected one guidance for a prompt, got those of "
-                                f"{' and '.join(own)} for case {case.id!r}; name fewer buckets")  # fmt: skip
+            raise SettingsError(
+                f"{where}.by_category: expected one guidance for a prompt, got those of "
+                f"{' and '.join(own)} for case {case.id!r}; name fewer buckets"
+            )
 
 
 def digest_material(product: ImagesProduct, root: Path) -> dict[str, Any]:

@@ -60,11 +60,14 @@ def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
     dtypes = {"default": getattr(torch, serving.unet_dtype), "vae": getattr(torch, serving.vae_dtype)}
     try:
         pipe = diffusers.DiffusionPipeline.from_pretrained(
-            folder, dtype=dtypes, use_safetensors=True, local_files_only=True)  # fmt: skip
+            folder, dtype=dtypes, use_safetensors=True, local_files_only=True
+        )
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{folder}: expected a pipeline that diffusers {diffusers.__version__} loads, got: "
-                              f"{reason}; save it again with that version") from None  # fmt: skip
+        raise CheckpointError(
+            f"{folder}: expected a pipeline that diffusers {diffusers.__version__} loads, got: "
+            f"{reason}; save it again with that version"
+        ) from None
     _check_complete(folder, pipe)
     _follow_pipeline(pipe.vae, pipe)
     pipe.set_progress_bar_config(disable=True)
@@ -88,8 +91,10 @@ def load_exact_vae(folder: Path) -> Any:
         vae = getattr(diffusers, index["vae"][1]).from_pretrained(folder / "vae", torch_dtype=torch.float32)
         pipeline = getattr(diffusers, index["_class_name"])
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / 'vae'}: expected a VAE that diffusers {diffusers.__version__} loads, got: "
-                              f"{' '.join(str(error).split())[:300]}; save it again with that version") from None
+        raise CheckpointError(
+            f"{folder / 'vae'}: expected a VAE that diffusers {diffusers.__version__} loads, got: "
+            f"{' '.join(str(error).split())[:300]}; save it again with that version"
+        ) from None
     _follow_pipeline(vae, pipeline)
     return vae.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -108,11 +113,16 @@ def _check_complete(folder: Path, pipe: Any) -> None:
     for part, stored in open_pipeline(folder).items():
         state = getattr(pipe, part).state_dict()
         held = {state[name].data_ptr() for name in stored if name in state and not state[name].is_meta}
-        missing = [name for name, tensor in state.items()
-                   if name not in stored and (tensor.is_meta or tensor.data_ptr() not in held)]
+        missing = [
+            name
+            for name, tensor in state.items()
+            if name not in stored and (tensor.is_meta or tensor.data_ptr() not in held)
+        ]
         if len(missing) > sum(name not in state for name in stored):
-            raise CheckpointError(f"{find_weights(folder / part)}: expected the tensor {missing[0]!r}, found none of "
-                                  f"that name; {len(missing)} are missing: save the component again")  # fmt: skip
+            raise CheckpointError(
+                f"{find_weights(folder / part)}: expected the tensor {missing[0]!r}, found none of "
+                f"that name; {len(missing)} are missing: save the component again"
+            )
 
 
 @torch.inference_mode()
@@ -153,8 +163,10 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             output_type="latent",
         ).images
     except (ValueError, TypeError, RuntimeError) as error:
-        raise EngineError(f"rendering: {type(pipe).__name__} refused {len(prompts)} prompts, first "
-                          f"{prompts[0].text[:60]!r}: {' '.join(str(error).split())[:300]}") from None  # fmt: skip
+        raise EngineError(
+            f"rendering: {type(pipe).__name__} refused {len(prompts)} prompts, first "
+            f"{prompts[0].text[:60]!r}: {' '.join(str(error).split())[:300]}"
+        ) from None
     finally:
         handle.remove()
     return Latents(values.float(), ratios)
@@ -172,6 +184,7 @@ def decode_latents(vae: Any, latents: torch.Tensor, tiling: Tiling | None = None
     Returns:
         (n, 3, height, width), float32, meant to lie in [-1, 1]; unclamped, and with NaN where the decoder made NaN.
     """
+
     def decode(part: torch.Tensor) -> torch.Tensor:
         return vae.decode(part.to(vae.dtype), return_dict=False)[0].float()
 
@@ -193,8 +206,10 @@ def list_stitches(vae: Any, latents: torch.Tensor, tiling: Tiling | None) -> tup
     tile, overlap, factor = _place(vae, tiling)
     rows, columns = (find_stitches(size, tile, overlap, factor=factor) for size in latents.shape[-2:])
     if not rows and not columns:
-        raise SettingsError(f"vae_tiling.tile: expected less than the images' {latents.shape[-1] * factor} pixels, got "
-                            f"{tiling.tile}: no image of the evalset would be tiled; lower it")  # fmt: skip
+        raise SettingsError(
+            f"vae_tiling.tile: expected less than the images' {latents.shape[-1] * factor} pixels, got "
+            f"{tiling.tile}: no image of the evalset would be tiled; lower it"
+        )
     return columns, rows
 
 

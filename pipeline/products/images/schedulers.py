@@ -26,13 +26,17 @@ def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
     name = str(config.get("_class_name"))
     own = read_options(name)
     if own is None:
-        raise CheckpointError(f"{path}: _class_name: expected a scheduler of diffusers, got {name!r}; correct it or "
-                              "save the pipeline again")  # fmt: skip
+        raise CheckpointError(
+            f"{path}: _class_name: expected a scheduler of diffusers, got {name!r}; correct it or "
+            "save the pipeline again"
+        )
     for option in config:
         if option not in own and not option.startswith("_") and option not in _read_all_options():
             near = difflib.get_close_matches(option, own, n=1)
-            raise CheckpointError(f"{path}: {option}: expected an option of {name}, which would ignore this one"
-                                  f"{f'; did you mean {near[0]!r}?' if near else '; remove it'}")  # fmt: skip
+            raise CheckpointError(
+                f"{path}: {option}: expected an option of {name}, which would ignore this one"
+                f"{f'; did you mean {near[0]!r}?' if near else '; remove it'}"
+            )
 
 
 def read_options(name: str) -> frozenset[str] | None:
@@ -45,20 +49,28 @@ def read_options(name: str) -> frozenset[str] | None:
 def _read_sources() -> tuple[str, ...]:
     found = importlib.util.find_spec("diffusers")
     folders = [Path(place) / "schedulers" for place in (found.submodule_search_locations or [])] if found else []
-    return tuple(file.read_text(encoding="utf-8") for folder in folders
-                 for file in sorted(folder.rglob("scheduling_*.py")))  # fmt: skip
+    return tuple(
+        file.read_text(encoding="utf-8") for folder in folders for file in sorted(folder.rglob("scheduling_*.py"))
+    )
 
 
 @cache
 def _read_all_options() -> frozenset[str]:
-    return frozenset(option for text in _read_sources() for options in _parse_options(text).values()
-                     for option in options)  # fmt: skip
+    return frozenset(
+        option for text in _read_sources() for options in _parse_options(text).values() for option in options
+    )
 
 
 @cache
 def _parse_options(text: str) -> dict[str, frozenset[str]]:
     """Return the arguments of each class's constructor."""
-    return {node.name: frozenset(a.arg for function in node.body
-                                 if isinstance(function, ast.FunctionDef) and function.name == "__init__"
-                                 for a in (*function.args.args, *function.args.kwonlyargs))
-            for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}  # fmt: skip
+    return {
+        node.name: frozenset(
+            a.arg
+            for function in node.body
+            if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+            for a in (*function.args.args, *function.args.kwonlyargs)
+        )
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef)
+    }

@@ -42,8 +42,10 @@ class ClipScorer:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{folder}: expected a CLIP checkpoint with tokenizer and image processor, got: "
-                                  f"{' '.join(str(error).split())[:300]}") from None  # fmt: skip
+            raise CheckpointError(
+                f"{folder}: expected a CLIP checkpoint with tokenizer and image processor, got: "
+                f"{' '.join(str(error).split())[:300]}"
+            ) from None
 
     @torch.inference_mode()
     def score(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
@@ -63,9 +65,15 @@ class ClipScorer:
 
 
 def score_images(
-    raw: torch.Tensor, exact: torch.Tensor, latents: torch.Tensor, clip: torch.Tensor, std_ratios: torch.Tensor,
-    stitches: tuple[list[int], list[int]], *, oversaturated_above: float,
-) -> list[dict[str, float]]:  # fmt: skip
+    raw: torch.Tensor,
+    exact: torch.Tensor,
+    latents: torch.Tensor,
+    clip: torch.Tensor,
+    std_ratios: torch.Tensor,
+    stitches: tuple[list[int], list[int]],
+    *,
+    oversaturated_above: float,
+) -> list[dict[str, float]]:
     """Return the scores of a batch.
 
     Args:
@@ -94,14 +102,24 @@ def score_images(
     is_wild = (~latents.isfinite()).flatten(1).any(1) | (latents.abs().flatten(1).amax(1) > LATENT_LIMIT)
     scores = []
     for i in range(len(raw)):
-        flags = {"nonfinite": not finite[i], "black": bool(black[i]) and bool(finite[i]),
-                 "latents_out_of_range": bool(is_wild[i])}  # fmt: skip
+        flags = {
+            "nonfinite": not finite[i],
+            "black": bool(black[i]) and bool(finite[i]),
+            "latents_out_of_range": bool(is_wild[i]),
+        }
         judged = {name: float(values[i]) for name, values in numbers.items()} if is_comparable[i] else worst
         ratio = float(std_ratios[i])
-        flags |= {"sound": not flags["nonfinite"] and not flags["black"],
-                  "oversaturated": judged["saturated"] > oversaturated_above}  # fmt: skip
-        scores.append({"std_ratio": ratio if math.isfinite(ratio) else _WORST_STD_RATIO, **judged,
-                       **{name: float(flag) for name, flag in flags.items()}})  # fmt: skip
+        flags |= {
+            "sound": not flags["nonfinite"] and not flags["black"],
+            "oversaturated": judged["saturated"] > oversaturated_above,
+        }
+        scores.append(
+            {
+                "std_ratio": ratio if math.isfinite(ratio) else _WORST_STD_RATIO,
+                **judged,
+                **{name: float(flag) for name, flag in flags.items()},
+            }
+        )
     return scores
 
 
@@ -142,16 +160,28 @@ def describe_activations(
     Headroom is that of the format it ran in, and of float16, which another candidate may ask for. Infinite numbers
     become None: of a module that overflowed, or wrote nothing but zeros.
     """
-    ranges = {name: reduce(_widen, (batch[name] for batch in batches if name in batch))
-              for name in dict.fromkeys(name for batch in batches for name in batch)}  # fmt: skip
-    return {name: {"absmax": _finite(r.absmax), "headroom_bits": _finite(r.headroom_bits(getattr(torch, dtype))),
-                   "headroom_bits_float16": _finite(r.headroom_bits(torch.float16)),
-                   "nonfinite_count": r.nonfinite_count} for name, r in ranges.items()}  # fmt: skip
+    ranges = {
+        name: reduce(_widen, (batch[name] for batch in batches if name in batch))
+        for name in dict.fromkeys(name for batch in batches for name in batch)
+    }
+    return {
+        name: {
+            "absmax": _finite(r.absmax),
+            "headroom_bits": _finite(r.headroom_bits(getattr(torch, dtype))),
+            "headroom_bits_float16": _finite(r.headroom_bits(torch.float16)),
+            "nonfinite_count": r.nonfinite_count,
+        }
+        for name, r in ranges.items()
+    }
 
 
 def _widen(first: ModuleRange, second: ModuleRange) -> ModuleRange:
-    return ModuleRange(max(first.absmax, second.absmax), first.nonfinite_count + second.nonfinite_count,
-                       first.nonfinite_calls + second.nonfinite_calls, first.calls + second.calls)  # fmt: skip
+    return ModuleRange(
+        max(first.absmax, second.absmax),
+        first.nonfinite_count + second.nonfinite_count,
+        first.nonfinite_calls + second.nonfinite_calls,
+        first.calls + second.calls,
+    )
 
 
 def _finite(value: float) -> float | None:

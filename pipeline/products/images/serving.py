@@ -16,8 +16,11 @@ from pipeline.records.serving import PipelineServing
 def sample_plainly(product: ImagesProduct) -> PipelineServing:
     """Return the serving config of a candidate without steps."""
     guidance = product.serving.guidance
-    return PipelineServing(guidance_scale=guidance.scale, guidance_rescale=guidance.rescale,
-                           **product.serving.model_dump(exclude={"guidance"}))  # fmt: skip
+    return PipelineServing(
+        guidance_scale=guidance.scale,
+        guidance_rescale=guidance.rescale,
+        **product.serving.model_dump(exclude={"guidance"}),
+    )
 
 
 def serve(built: BuiltCandidate, product: ImagesProduct) -> ImageCandidate:

@@ -135,8 +135,11 @@ def find_image_problems(product: ImagesProduct) -> list[str]:
     """Return what contradicts itself in a product, one line each, starting with the key's path."""
     problems = find_product_problems(product) + find_metric_problems(product)
     problems += find_unwatched_evals(product, "sound_image_rate", "black images and NaN")
-    problems += [f"candidates.{name}.{problem}" for name, candidate in product.candidates.items()
-                 for problem in _step_problems(candidate.steps)]
+    problems += [
+        f"candidates.{name}.{problem}"
+        for name, candidate in product.candidates.items()
+        for problem in _step_problems(candidate.steps)
+    ]
     return problems
 
 
@@ -144,6 +147,8 @@ def _step_problems(steps: list[ImageStep]) -> list[str]:
     kinds = [step.kind for step in steps]
     problems = find_repeated_steps(steps)
     if "vae_range_fix" in kinds and kinds.index("vae_range_fix") != 0:
-        problems.append(f"steps.{kinds.index('vae_range_fix')}: expected vae_range_fix to be the first step, found "
-                        f"{kinds[0]} before it; it rewrites weights, which must be final: move it to the front")
+        problems.append(
+            f"steps.{kinds.index('vae_range_fix')}: expected vae_range_fix to be the first step, found "
+            f"{kinds[0]} before it; it rewrites weights, which must be final: move it to the front"
+        )
     return problems + find_window_problems(steps)

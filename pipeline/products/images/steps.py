@@ -46,14 +46,25 @@ def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) 
         path = folder / "scheduler" / "scheduler_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         if "dynamic_thresholding_ratio" not in config:
-            raise SettingsError(f"dynamic_threshold_percentile: expected a scheduler with dynamic thresholding (DDIM, "
-                                f"DPM-Solver++, UniPC), got {config.get('_class_name')}; remove it or change the "
-                                "pipeline's scheduler")  # fmt: skip
-        _edit(path, {"thresholding": True, "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100,
-                     "sample_max_value": step.sample_max_value})  # fmt: skip
+            raise SettingsError(
+                f"dynamic_threshold_percentile: expected a scheduler with dynamic thresholding (DDIM, "
+                f"DPM-Solver++, UniPC), got {config.get('_class_name')}; remove it or change the "
+                "pipeline's scheduler"
+            )
+        _edit(
+            path,
+            {
+                "thresholding": True,
+                "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100,
+                "sample_max_value": step.sample_max_value,
+            },
+        )
     by_category = {name: guidance.model_dump() for name, guidance in step.by_category.items()}
-    return StepResult(serving.model_copy(update={"guidance_scale": step.scale, "guidance_rescale": step.rescale,
-                                                 "guidance_by_category": by_category}))  # fmt: skip
+    return StepResult(
+        serving.model_copy(
+            update={"guidance_scale": step.scale, "guidance_rescale": step.rescale, "guidance_by_category": by_category}
+        )
+    )
 
 
 def run_vae_tiling(folder: Path, serving: PipelineServing, *, step: VaeTilingStep) -> StepResult:

@@ -41,8 +41,10 @@ def run_vae_range_fix(
         SettingsError: there are too few prompts.
     """
     if len(prompts) < _FEWEST:
-        raise SettingsError(f"vae_range_fix: expected {_FEWEST} prompts or more in the first eval, half of them to "
-                            f"measure and half to prove, got {len(prompts)}; add some")  # fmt: skip
+        raise SettingsError(
+            f"vae_range_fix: expected {_FEWEST} prompts or more in the first eval, half of them to "
+            f"measure and half to prove, got {len(prompts)}; add some"
+        )
     plain = serving.model_copy(update={"unet_dtype": "float32", "vae_dtype": "float32", "tiling": None})
     pipe = load_pipeline(folder, plain)
     latents = _collect_latents(pipe, spread(prompts, step.num_prompts), plain)
@@ -51,8 +53,9 @@ def run_vae_range_fix(
     plan = plan_range_fix(pipe.vae, ranges, target=step.target_absmax)
     fixed = copy.deepcopy(pipe.vae)
     apply_range_fix(fixed, plan)
-    proof = prove_range_fix(pipe.vae, fixed, unseen, plan=plan, tolerance=step.max_difference,
-                            min_headroom_bits=step.min_headroom)  # fmt: skip
+    proof = prove_range_fix(
+        pipe.vae, fixed, unseen, plan=plan, tolerance=step.max_difference, min_headroom_bits=step.min_headroom
+    )
     stored = find_weights(folder / "vae")
     fixed.save_pretrained(folder / "vae", safe_serialization=True)
     assert stored.is_file()
@@ -82,5 +85,3 @@ def _collect_latents(pipe: Any, prompts: list[Prompt], serving: PipelineServing)
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     made = [make_latents(pipe, batch, serving).values for batch in batches]
     return unscale_latents(pipe.vae, torch.cat(made))
-
-

@@ -48,8 +48,9 @@ class Rendered:
 
     def describe(self) -> dict[str, Any]:
         """Return all but records and pictures as JSON, for a journal."""
-        kept = {field.name: getattr(self, field.name) for field in fields(self)
-                if field.name not in ("records", "pictures")}  # fmt: skip
+        kept = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("records", "pictures")
+        }
         return kept | {"ranges": {name: astuple(found) for name, found in self.ranges.items()}}
 
 
@@ -68,8 +69,11 @@ class _Loaded:
 
 def start_renderers(order: Order, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
     """Start processes that render; see `worker_pool.start_workers`."""
-    died = (f"{order.candidate.name}: a rendering process ended by itself, perhaps for lack of memory; lower "
-            "serving.batch_size or resources.num_workers of its product; finished batches are kept, run `dvc repro` to go on")
+    died = (
+        f"{order.candidate.name}: a rendering process ended by itself, perhaps for lack of memory; lower "
+        "serving.batch_size or resources.num_workers of its product; finished batches are kept, run "
+        "`dvc repro` to go on"
+    )
     return start_workers(_load, order, num_workers, died=died)
 
 
@@ -101,10 +105,18 @@ def _load(order: Order) -> _Loaded:
     pipe = load_pipeline(order.root / candidate.checkpoint.path, serving)
     for key, part in (("unet_dtype", pipe.unet), ("vae_dtype", pipe.vae)):
         if (dtype := str(part.dtype).removeprefix("torch.")) != getattr(serving, key):
-            raise EngineError(f"serving.{key}: the candidate says {getattr(serving, key)!r}, the pipeline loaded "
-                              f"{dtype!r}; diffusers keeps some parts in another format: correct the step")
-    loaded = _Loaded(candidate, pipe, load_exact_vae(order.source), ClipScorer(order.root / order.settings.clip),
-                     order.settings.oversaturated_above, candidate.facts | read_machine_facts())  # fmt: skip
+            raise EngineError(
+                f"serving.{key}: the candidate says {getattr(serving, key)!r}, the pipeline loaded "
+                f"{dtype!r}; diffusers keeps some parts in another format: correct the step"
+            )
+    loaded = _Loaded(
+        candidate,
+        pipe,
+        load_exact_vae(order.source),
+        ClipScorer(order.root / order.settings.clip),
+        order.settings.oversaturated_above,
+        candidate.facts | read_machine_facts(),
+    )
     _check_files(order)  # after they were read: what is digested is what runs
     return loaded
 
@@ -115,8 +127,10 @@ def _check_files(order: Order) -> None:
     found = digest_files(order.root / checkpoint.path)
     if digest_json(found) != checkpoint.digest:
         changed = name_changed_file(checkpoint.files, found)
-        raise EngineError(f"{checkpoint.path}: expected the files that candidate {order.candidate.name!r} was built "
-                          f"of, {changed}; run `dvc repro` to build it again")  # fmt: skip
+        raise EngineError(
+            f"{checkpoint.path}: expected the files that candidate {order.candidate.name!r} was built "
+            f"of, {changed}; run `dvc repro` to build it again"
+        )
     for folder, digest in order.judges.items():
         if digest_checkpoint(folder) != digest:
             raise EngineError(f"{folder}: its files changed while this ran; run `dvc repro` again")
@@ -144,19 +158,40 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
     raw = blank(raw, is_broken, float("nan"))
     pixels = to_bytes(raw).cpu()
     clip = loaded.clip.score(pixels, [case.prompt for case in batch])
-    scores = score_images(raw.cpu(), exact.cpu(), latents.values.cpu(), clip,
-                          latents.mean_std_ratios(), list_stitches(vae, values, tiling),
-                          oversaturated_above=loaded.oversaturated_above)  # fmt: skip
+    scores = score_images(
+        raw.cpu(),
+        exact.cpu(),
+        latents.values.cpu(),
+        clip,
+        latents.mean_std_ratios(),
+        list_stitches(vae, values, tiling),
+        oversaturated_above=loaded.oversaturated_above,
+    )
     records = tuple(
-        CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
-                   prompt=case.prompt, output=hashlib.sha256(pixels[i].numpy().tobytes()).hexdigest(),
-                   scores=scores[i] | {"cut_tokens": float(count_cut_tokens(loaded.pipe, case.prompt))},
-                   latency_s=(denoise_s + decode_s) / len(batch), fingerprint=fingerprint(loaded.facts))
+        CaseRecord(
+            case_id=case.id,
+            input_digest=case.digest,
+            cluster=case.cluster,
+            buckets=case.buckets,
+            prompt=case.prompt,
+            output=hashlib.sha256(pixels[i].numpy().tobytes()).hexdigest(),
+            scores=scores[i] | {"cut_tokens": float(count_cut_tokens(loaded.pipe, case.prompt))},
+            latency_s=(denoise_s + decode_s) / len(batch),
+            fingerprint=fingerprint(loaded.facts),
+        )
         for i, case in enumerate(batch)
-    )  # fmt: skip
+    )
     ratios = tuple(float(step.nanmean()) for step in latents.std_ratios)
-    return Rendered(records, tuple(_write_png(p) for p in pixels), ranges, ratios, denoise_s, decode_s, exact_decode_s,
-                    resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)  # fmt: skip
+    return Rendered(
+        records,
+        tuple(_write_png(p) for p in pixels),
+        ranges,
+        ratios,
+        denoise_s,
+        decode_s,
+        exact_decode_s,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
 
 
 def _decode_both_ways(loaded: _Loaded, latents: Any) -> tuple[Any, Any, float, float, dict[str, Any]]:
@@ -172,8 +207,10 @@ def _decode_both_ways(loaded: _Loaded, latents: Any) -> tuple[Any, Any, float, f
     vae, tiling = loaded.pipe.vae, loaded.candidate.serving.tiling
     with ActivationWatch(vae.decoder) as watch:  # also warms up what is timed
         decode_latents(vae, latents, tiling)
-    runs = {"ours": lambda: decode_latents(vae, latents, tiling),
-            "exact": lambda: decode_latents(loaded.exact_vae, latents)}  # fmt: skip
+    runs = {
+        "ours": lambda: decode_latents(vae, latents, tiling),
+        "exact": lambda: decode_latents(loaded.exact_vae, latents),
+    }
     loaded.num_batches += 1
     timed = {name: time_call(runs[name], vae.device) for name in sorted(runs, reverse=bool(loaded.num_batches % 2))}
     (raw, decode_s), (exact, exact_decode_s) = timed["ours"], timed["exact"]

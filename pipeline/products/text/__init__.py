@@ -37,9 +37,12 @@ class TextKind:
         from pipeline.records.digests import digest_checkpoint, digest_folder
 
         texts = digest_folder(root / product.optimize.calibration_texts, ignore=NOTES)
-        shared = {"evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
-                  "cases": digest_evalsets(product, root), "serving": product.serving.model_dump(mode="json"),
-                  "canary": product.canary.num_prompts}  # fmt: skip
+        shared = {
+            "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
+            "cases": digest_evalsets(product, root),
+            "serving": product.serving.model_dump(mode="json"),
+            "canary": product.canary.num_prompts,
+        }
         optimize: dict[str, Watched] = {}
         evaluate: dict[str, Watched] = {}
         for name, candidate in product.candidates.items():
@@ -60,9 +63,11 @@ class TextKind:
 
         candidate = build_candidate(name, product, root=root, build=build)
         checkpoint = candidate.checkpoint
-        return (f"{checkpoint.format} {checkpoint.dtype}, {checkpoint.num_parameters / 1e6:.2f} M parameters in "
-                f"{checkpoint.num_bytes / 1e6:.2f} MB, {sum(layer.asked for layer in candidate.coverage)} layers "
-                f"quantised, {len(candidate.fallbacks)} fallbacks")
+        return (
+            f"{checkpoint.format} {checkpoint.dtype}, {checkpoint.num_parameters / 1e6:.2f} M parameters in "
+            f"{checkpoint.num_bytes / 1e6:.2f} MB, {sum(layer.asked for layer in candidate.coverage)} layers "
+            f"quantised, {len(candidate.fallbacks)} fallbacks"
+        )
 
     def evaluate(self, name: str, product: TextProduct, *, root: Path, build: Path) -> None:
         """Ask a candidate's endpoint all evals."""
@@ -83,5 +88,7 @@ class TextKind:
         """Return task completion by bucket, and speed."""
         from pipeline.report.plots import plot_completion, plot_speed
 
-        return {"completion.png": lambda compared, path: plot_completion(compared.judgement, path),
-                "speed.png": lambda compared, path: plot_speed(compared.judgement, path)}  # fmt: skip
+        return {
+            "completion.png": lambda compared, path: plot_completion(compared.judgement, path),
+            "speed.png": lambda compared, path: plot_speed(compared.judgement, path),
+        }

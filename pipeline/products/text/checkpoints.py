@@ -31,8 +31,14 @@ _FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PACKED = (".weight_packed", ".qweight")
 _SIDE_TENSORS = (
-    ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qzeros", ".scales", ".g_idx",
-)  # fmt: skip
+    ".weight_scale",
+    ".weight_zero_point",
+    ".weight_shape",
+    ".weight_g_idx",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+)
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "embed_positions", "tok_embeddings")
 # (model_type, name in the file) -> name in memory; transformers renames when it loads and back when it saves
 _RENAMED_LAYERS = {("gpt_neox", "embed_out"): "lm_head"}
@@ -205,9 +211,13 @@ def load_model(folder: Path, *, dtype: str) -> Any:
     try:
         with hide_progress_bars():
             model, info = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True,
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below; its own error only points at a table on stderr
-            )  # fmt: skip
+            )
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise CheckpointError(f"{folder}: transformers can't load it: {_one_line(error)}") from error
     for problem in ("missing", "mismatched", "unexpected"):
@@ -289,8 +299,10 @@ def _check_copied(folder: Path) -> None:
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         for eos in found if isinstance(found, list) else [found]:
             if isinstance(eos, int) and rows is not None and eos >= rows:
-                raise CheckpointError(f"{folder / name}: eos_token_id: expected ids below {rows}, the rows of the "
-                                      f"embedding, got {eos}; copy it from the source")  # fmt: skip
+                raise CheckpointError(
+                    f"{folder / name}: eos_token_id: expected ids below {rows}, the rows of the "
+                    f"embedding, got {eos}; copy it from the source"
+                )
 
 
 def _tokenizer_size(folder: Path) -> int | None:

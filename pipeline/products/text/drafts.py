@@ -27,12 +27,16 @@ def check_draft(draft: Path, *, target: Path) -> None:
         if not (folder / TOKENIZER).is_file():
             raise CheckpointError(f"{folder / TOKENIZER}: expected a file that draft and target share, found none")
     if digest_file(draft / TOKENIZER) != digest_file(target / TOKENIZER):
-        raise CheckpointError(f"{draft / TOKENIZER}: expected the same bytes as {target / TOKENIZER}, found others; a "
-                              "draft must use the target's tokenizer")  # fmt: skip
+        raise CheckpointError(
+            f"{draft / TOKENIZER}: expected the same bytes as {target / TOKENIZER}, found others; a "
+            "draft must use the target's tokenizer"
+        )
     rows, expected = embedding_rows(draft), embedding_rows(target)
     if rows != expected:
-        raise CheckpointError(f"{draft}: expected an embedding of {expected} tokens, as the target has, got {rows}; "
-                              "use a draft of the same vocabulary")  # fmt: skip
+        raise CheckpointError(
+            f"{draft}: expected an embedding of {expected} tokens, as the target has, got {rows}; "
+            "use a draft of the same vocabulary"
+        )
 
 
 def digest_drafts(product: TextProduct, root: Path) -> dict[str, str]:

@@ -74,7 +74,9 @@ class Drift:
     changed: tuple[Changed, ...]
 
 
-async def check_drift(candidate: Candidate, product: TextProduct, client: Client, *, root: Path, num_cases: int) -> Drift:
+async def check_drift(
+    candidate: Candidate, product: TextProduct, client: Client, *, root: Path, num_cases: int
+) -> Drift:
     """Compare a live endpoint with the last evaluation of a candidate.
 
     Args:
@@ -104,11 +106,17 @@ async def check_drift(candidate: Candidate, product: TextProduct, client: Client
             changed += await _ask_again(client, name, asked, recorded, product, tools, echoes)
             num_asked += len(asked)
     if not num_asked:
-        raise EvidenceError(f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
-                            f"{', '.join(evaluation.evals) or 'none'}; a canary needs an eval that chats")
+        raise EvidenceError(
+            f"{folder}: expected an evaluation of kind tool_calls or trajectories, found "
+            f"{', '.join(evaluation.evals) or 'none'}; a canary needs an eval that chats"
+        )
     config = product.build / "evaluations" / candidate.name / "config" / CONFIG_FILE
-    return Drift(_compare_fingerprints(candidate, evaluation, server, echoes, config=config), num_asked,
-                 _count_explained(evaluation, candidate, product, num_asked), tuple(changed))
+    return Drift(
+        _compare_fingerprints(candidate, evaluation, server, echoes, config=config),
+        num_asked,
+        _count_explained(evaluation, candidate, product, num_asked),
+        tuple(changed),
+    )
 
 
 def _count_explained(evaluation: Evaluation, candidate: Candidate, product: TextProduct, num_asked: int) -> int:
@@ -124,8 +132,10 @@ def _compare_fingerprints(
 ) -> Comparison:
     """Compare what a server told, and what its replies carried, with what was evaluated."""
     evaluated = evaluation.served_by
-    differences = [f"{d.field}: evaluated {d.expected!r}, the endpoint has {d.found!r}"
-                   for d in find_differences(evaluated, server)]
+    differences = [
+        f"{d.field}: evaluated {d.expected!r}, the endpoint has {d.found!r}"
+        for d in find_differences(evaluated, server)
+    ]
     compared = {section for section in SECTIONS if section in evaluated and section in server}
     is_echoed = False
     if compared != set(SECTIONS) and (covered := _list_echoed(candidate, evaluated)):
@@ -133,8 +143,12 @@ def _compare_fingerprints(
         is_echoed = echoes == {expected}
         compared |= set(covered) if is_echoed else set()
         differences += _name_wrong_echo(candidate, expected, echoes, config)
-    return Comparison(tuple(differences), tuple(s for s in SECTIONS if s in compared),
-                      tuple(s for s in SECTIONS if s not in compared), is_echoed)
+    return Comparison(
+        tuple(differences),
+        tuple(s for s in SECTIONS if s in compared),
+        tuple(s for s in SECTIONS if s not in compared),
+        is_echoed,
+    )
 
 
 def _list_echoed(candidate: Candidate, evaluated: dict[str, Any]) -> list[str]:
@@ -159,10 +173,16 @@ def _name_wrong_echo(candidate: Candidate, expected: str, echoes: set[str], conf
 
 
 async def _ask_again(
-    client: Client, eval_name: str, cases: list[ToolCallCase | TrajectoryCase], recorded: dict[str, str],
-    product: TextProduct, tools: list[dict[str, Any]] | None, echoes: set[str],
+    client: Client,
+    eval_name: str,
+    cases: list[ToolCallCase | TrajectoryCase],
+    recorded: dict[str, str],
+    product: TextProduct,
+    tools: list[dict[str, Any]] | None,
+    echoes: set[str],
 ) -> list[Changed]:
     """Return the cases that are answered otherwise; what the replies say has answered is added to `echoes`."""
+
     async def ask(case: ToolCallCase | TrajectoryCase) -> Changed | None:
         messages = [message.model_dump() for message in case.messages]
         reply = await client.chat(messages, max_tokens=product.serving.max_tokens, tools=tools)

@@ -19,8 +19,9 @@ def load_evaluated(settings: ChatEval, file: EvalFile, root: Path) -> Evalset:
     """
     evalset = load_evalset(root / settings.evalset)
     if evalset.digest != file.evalset_digest:
-        raise EvidenceError(f"{root / settings.evalset}: expected the cases that were evaluated, found others; run "
-                            "`dvc repro`")
+        raise EvidenceError(
+            f"{root / settings.evalset}: expected the cases that were evaluated, found others; run `dvc repro`"
+        )
     return evalset
 
 

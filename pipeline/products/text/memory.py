@@ -58,8 +58,11 @@ def estimate_needs(product: TextProduct, root: Path) -> list[MemoryNeed]:
             draft = measure_weights(read_tensors(root / step.draft)).num_weights if step and step.draft else 0
             served = WeightSizes(sizes.num_weights + draft, sizes.max_in_features)
             needs.append(_serving_need(name, candidate.checkpoint, served, product))
-            needs += [_quantising_need(name, candidate.checkpoint, sizes, step.calibration)
-                      for step in candidate.steps if not isinstance(step, SpeculativeStep)]  # fmt: skip
+            needs += [
+                _quantising_need(name, candidate.checkpoint, sizes, step.calibration)
+                for step in candidate.steps
+                if not isinstance(step, SpeculativeStep)
+            ]
     return needs
 
 
@@ -67,8 +70,13 @@ def _serving_need(name: str, checkpoint: str, sizes: WeightSizes, product: TextP
     # a quarter of the weights again for the key-value cache and one layer's unpacked copy
     num_servers = product.resources.num_servers
     weights = sizes.num_weights * _DTYPE_BYTES[product.serving.dtype] / _MIB
-    return MemoryNeed(name, checkpoint, "serving", weights_mib=math.ceil(weights * num_servers),
-                      other_mib=math.ceil((_PROCESS_MIB + weights / 4) * num_servers))  # fmt: skip
+    return MemoryNeed(
+        name,
+        checkpoint,
+        "serving",
+        weights_mib=math.ceil(weights * num_servers),
+        other_mib=math.ceil((_PROCESS_MIB + weights / 4) * num_servers),
+    )
 
 
 def _quantising_need(name: str, checkpoint: str, sizes: WeightSizes, calibration: Calibration) -> MemoryNeed:
@@ -76,8 +84,13 @@ def _quantising_need(name: str, checkpoint: str, sizes: WeightSizes, calibration
     tokens = calibration.num_samples * calibration.max_tokens
     activations = tokens * sizes.max_in_features * 4 * 2
     hessians = _LINEARS_PER_BLOCK * sizes.max_in_features**2 * 4
-    return MemoryNeed(name, checkpoint, "quantising", weights_mib=math.ceil(sizes.num_weights * 4 / _MIB),
-                      other_mib=math.ceil((activations + hessians) / _MIB) + _PROCESS_MIB)  # fmt: skip
+    return MemoryNeed(
+        name,
+        checkpoint,
+        "quantising",
+        weights_mib=math.ceil(sizes.num_weights * 4 / _MIB),
+        other_mib=math.ceil((activations + hessians) / _MIB) + _PROCESS_MIB,
+    )
 
 
 def check_needs(needs: list[MemoryNeed], *, total_mib: int, available_mib: int) -> list[str]:
@@ -90,13 +103,17 @@ def check_needs(needs: list[MemoryNeed], *, total_mib: int, available_mib: int) 
     for need in needs:
         where = f"candidates.{need.candidate} ({need.checkpoint})"
         if need.weights_mib > total_mib:
-            raise CheckpointError(f"{where}: {need.activity} takes {need.weights_mib:,} MiB for the weights alone and "
-                                  f"this machine has {total_mib:,} MiB; use a larger machine")  # fmt: skip
+            raise CheckpointError(
+                f"{where}: {need.activity} takes {need.weights_mib:,} MiB for the weights alone and "
+                f"this machine has {total_mib:,} MiB; use a larger machine"
+            )
         peak = need.weights_mib + need.other_mib
         if peak > available_mib:
             lever = "resources.num_servers" if need.activity == "serving" else "calibration.num_samples"
-            warnings.append(f"{where}: {need.activity} takes about {peak:,} MiB ({need.weights_mib:,} of them weights) "
-                            f"and {available_mib:,} MiB are free; it may be killed: close programs, or lower {lever}")
+            warnings.append(
+                f"{where}: {need.activity} takes about {peak:,} MiB ({need.weights_mib:,} of them weights) "
+                f"and {available_mib:,} MiB are free; it may be killed: close programs, or lower {lever}"
+            )
     return warnings
 
 

@@ -52,11 +52,16 @@ def check_text(product: TextProduct, root: Path) -> None:
         EvalsetError: with file and line, what `load_evalset` refuses.
     """
     load = cache(load_evalset)  # two evals may name one folder
-    texts = load_kind(load, root / product.optimize.calibration_texts, product.locate("optimize.calibration_texts"), "documents")
+    texts = load_kind(
+        load, root / product.optimize.calibration_texts, product.locate("optimize.calibration_texts"), "documents"
+    )
     check_folder = cache(lambda folder, is_served: _check_folder(folder, product, is_served))  # most share one
     for name, candidate in product.candidates.items():
         _check_candidate(f"candidates.{name}", candidate, texts.card, root, check_folder)
-    evalsets = {name: _check_eval(load, product.locate(f"evals.{name}"), settings, root) for name, settings in product.evals.items()}
+    evalsets = {
+        name: _check_eval(load, product.locate(f"evals.{name}"), settings, root)
+        for name, settings in product.evals.items()
+    }
     check_buckets(product, evalsets)
 
 
@@ -78,8 +83,10 @@ def check_buckets(
         evalset, own = evalsets[eval_name], (objects or {}).get(metric, [])
         for bucket in tolerance.buckets:
             if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
-                raise SettingsError(f"{product.locate('gate')}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
-                                    f"no such bucket; it has {', '.join(known) or 'none'}")
+                raise SettingsError(
+                    f"{product.locate('gate')}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
+                    f"no such bucket; it has {', '.join(known) or 'none'}"
+                )
 
 
 def _check_candidate(
@@ -109,8 +116,9 @@ def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) ->
     check_options(engine.options, where=where)
     config: dict[str, Any] = dict(engine.options)
     if step is not None:
-        drafts = SpeculativeConfig(method=step.method, num_tokens=step.num_tokens, options=step.options,
-                                   draft_path=step.draft)  # fmt: skip
+        drafts = SpeculativeConfig(
+            method=step.method, num_tokens=step.num_tokens, options=step.options, draft_path=step.draft
+        )
         config["speculative-config"] = build_speculative_config(drafts)
     check_config(config, version=engine.version, where=where)
 
@@ -122,8 +130,10 @@ def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
     path = folder / "tokenizer_config.json"
     tokenizer = read_json(path) if path.is_file() or "perplexity" in kinds else {}
     if "perplexity" in kinds and not (tokenizer.get("bos_token") or tokenizer.get("eos_token")):
-        raise CheckpointError(f"{path}: expected a bos_token or an eos_token, which perplexity puts before each text, "
-                              "found neither; name the one that the model was trained with")  # fmt: skip
+        raise CheckpointError(
+            f"{path}: expected a bos_token or an eos_token, which perplexity puts before each text, "
+            "found neither; name the one that the model was trained with"
+        )
     if is_served:
         _check_context(folder, product)
     if is_served and kinds & {"tool_calls", "trajectories"}:
@@ -138,8 +148,10 @@ def _check_context(folder: Path, product: TextProduct) -> None:
     limit = config.get("max_position_embeddings")
     # a stretched position encoding reaches further than the number in its config may say
     if isinstance(limit, int) and "factor" not in rope and asked > limit:
-        raise SettingsError(f"{product.locate('serving')}.context_length: expected at most {limit}, the max_position_embeddings of "
-                            f"{folder / CONFIG_FILE}, got {asked}; lower it")
+        raise SettingsError(
+            f"{product.locate('serving')}.context_length: expected at most {limit}, the max_position_embeddings of "
+            f"{folder / CONFIG_FILE}, got {asked}; lower it"
+        )
 
 
 def _check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
@@ -151,8 +163,10 @@ def _check_chat_template(folder: Path, tokenizer: dict[str, Any]) -> None:
             # line breaks inside a tag are kept, so that the error's line is the file's
             grammar.parse(_GENERATION_TAG.sub(lambda tag: "\n" * tag[0].count("\n"), text))
         except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"{where}:{error.lineno}: expected a chat template in Jinja, got a syntax error: "
-                                  f"{str(error.message).rstrip('.')}; copy it from the source") from None  # fmt: skip
+            raise CheckpointError(
+                f"{where}:{error.lineno}: expected a chat template in Jinja, got a syntax error: "
+                f"{str(error.message).rstrip('.')}; copy it from the source"
+            ) from None
 
 
 def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -171,17 +185,21 @@ def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tu
     elif isinstance(found, str):
         yield where, found
     else:
-        hint = ("copy it out of chat_template.json, which no tokenizer reads"
-                if (folder / "chat_template.json").is_file()
-                else "copy it from the source, or drop the evals of kind tool_calls and trajectories")
+        hint = (
+            "copy it out of chat_template.json, which no tokenizer reads"
+            if (folder / "chat_template.json").is_file()
+            else "copy it from the source, or drop the evals of kind tool_calls and trajectories"
+        )
         raise CheckpointError(f"{path}: expected a chat template, found none here or in tokenizer_config.json; {hint}")
 
 
 def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
     for source in asked.sources:
         if source not in calibration.buckets:
-            raise SettingsError(f"{where}: {source!r} is no bucket of the calibration texts; "
-                                f"they have {', '.join(calibration.buckets) or 'none'}")  # fmt: skip
+            raise SettingsError(
+                f"{where}: {source!r} is no bucket of the calibration texts; "
+                f"they have {', '.join(calibration.buckets) or 'none'}"
+            )
 
 
 def _check_folders(step: Step, folder: Path, root: Path) -> None:
@@ -226,8 +244,10 @@ def _check_task(where: str, task: str, folder: Path) -> None:
         except YAMLError as error:
             broken += f"; {path} is not valid YAML: {describe_yaml_error(error)}"
     if task not in names:
-        raise SettingsError(f"{where}: expected a task, group or tag that a *.yaml file in {folder} defines, got "
-                            f"{task!r}; they define {', '.join(names) or 'none'}{broken}")  # fmt: skip
+        raise SettingsError(
+            f"{where}: expected a task, group or tag that a *.yaml file in {folder} defines, got "
+            f"{task!r}; they define {', '.join(names) or 'none'}{broken}"
+        )
 
 
 def _task_names(data: Any) -> Iterator[str]:

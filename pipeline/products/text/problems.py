@@ -23,27 +23,46 @@ from pipeline.settings.base import find_metric_problems, find_product_problems
 TRANSFORMERS_METHODS = ("draft_model", "prompt_lookup")
 # ways of verifying drafts that keep a token only when it is the target's own, or drawn as the target would draw it
 LOSSLESS_REJECTION = ("standard", "strict", "block")
-LOSSY_OPTIONS = ("posterior_threshold", "posterior_alpha", "typical_acceptance_sampler_posterior_threshold",
-                 "assistant_ensemble_weight")  # fmt: skip
+LOSSY_OPTIONS = (
+    "posterior_threshold",
+    "posterior_alpha",
+    "typical_acceptance_sampler_posterior_threshold",
+    "assistant_ensemble_weight",
+)
 
 
 def find_text_problems(product: TextProduct) -> list[str]:
     """Return what contradicts itself in the text product, one line each, starting with the key's path."""
     problems = find_product_problems(product)
-    problems += [f"candidates.{name}.steps.{i}{problem}" for name, c in product.candidates.items()
-                 for i, step in enumerate(c.steps) if isinstance(step, SpeculativeStep)
-                 for problem in _speculative_problems(step, c.engine, c.steps[i + 1:])]
-    problems += [f"candidates.{name}.{problem}" for name, c in product.candidates.items()
-                 for problem in _quantising_problems(c.steps)]
-    problems += [f"candidates.{name}.engine.{problem}" for name, c in product.candidates.items()
-                 for problem in _engine_problems(c.engine)]
-    problems += [f"candidates.{name}.exact: expected an eval of kind tool_calls or trajectories, whose answers show "
-                 "whether it is, found none; add one, or remove exact"
-                 for name, c in product.candidates.items() if c.exact and not product.chat_evals]
+    problems += [
+        f"candidates.{name}.steps.{i}{problem}"
+        for name, c in product.candidates.items()
+        for i, step in enumerate(c.steps)
+        if isinstance(step, SpeculativeStep)
+        for problem in _speculative_problems(step, c.engine, c.steps[i + 1 :])
+    ]
+    problems += [
+        f"candidates.{name}.{problem}"
+        for name, c in product.candidates.items()
+        for problem in _quantising_problems(c.steps)
+    ]
+    problems += [
+        f"candidates.{name}.engine.{problem}"
+        for name, c in product.candidates.items()
+        for problem in _engine_problems(c.engine)
+    ]
+    problems += [
+        f"candidates.{name}.exact: expected an eval of kind tool_calls or trajectories, whose answers show "
+        "whether it is, found none; add one, or remove exact"
+        for name, c in product.candidates.items()
+        if c.exact and not product.chat_evals
+    ]
     if product.serving.max_tokens >= product.serving.context_length:
-        problems.append(f"serving.max_tokens: expected less than serving.context_length "
-                        f"({product.serving.context_length}), which prompt and answer share, got "
-                        f"{product.serving.max_tokens}; lower it")
+        problems.append(
+            f"serving.max_tokens: expected less than serving.context_length "
+            f"({product.serving.context_length}), which prompt and answer share, got "
+            f"{product.serving.max_tokens}; lower it"
+        )
     problems += find_metric_problems(product)
     problems += [f"benchmark.{problem}" for problem in _benchmark_problems(product)]
     return problems
@@ -54,29 +73,39 @@ def _benchmark_problems(product: TextProduct) -> list[str]:
     for i, name in enumerate(benchmark.candidates):
         if name not in product.candidates or name == product.reference:
             others = ", ".join(c for c in product.candidates if c != product.reference)
-            problems.append(f"candidates.{i}: expected one of the candidates beside the reference ({others}), "
-                            f"got {name!r}")
+            problems.append(
+                f"candidates.{i}: expected one of the candidates beside the reference ({others}), got {name!r}"
+            )
         if name in benchmark.candidates[:i]:
             problems.append(f"candidates.{i}: {name!r} is listed twice; remove one")
     untimed = [name for name in product.release if name not in benchmark.candidates and name in product.candidates]
     if benchmark.max_slowdown is not None and untimed:
-        problems.append(f"max_slowdown: expected every released candidate among benchmark.candidates, as a limit asks "
-                        f"for its time, found no {untimed[0]!r}; add it, or remove the limit")
+        problems.append(
+            f"max_slowdown: expected every released candidate among benchmark.candidates, as a limit asks "
+            f"for its time, found no {untimed[0]!r}; add it, or remove the limit"
+        )
     if benchmark.candidates and not product.chat_evals:
-        problems.append("candidates: the prompts are those of evals of kind tool_calls or trajectories, found none; "
-                        "add one, or list no candidate")
+        problems.append(
+            "candidates: the prompts are those of evals of kind tool_calls or trajectories, found none; "
+            "add one, or list no candidate"
+        )
     for i, number in enumerate(benchmark.concurrency):
         if number > serving.concurrency or number in benchmark.concurrency[:i]:
-            problems.append(f"concurrency.{i}: expected distinct numbers up to serving.concurrency "
-                            f"({serving.concurrency}), got {number}")
+            problems.append(
+                f"concurrency.{i}: expected distinct numbers up to serving.concurrency "
+                f"({serving.concurrency}), got {number}"
+            )
     ends = [end for band in benchmark.prompt_tokens for end in band]
     if ends != sorted(ends) or any(ends[i] == ends[i + 1] for i in range(1, len(ends) - 1, 2)):
-        problems.append("prompt_tokens: expected bands [least, most] that rise and don't overlap, got "
-                        f"{benchmark.prompt_tokens}")
+        problems.append(
+            f"prompt_tokens: expected bands [least, most] that rise and don't overlap, got {benchmark.prompt_tokens}"
+        )
     if ends[-1] + benchmark.num_tokens > serving.context_length:
-        problems.append(f"num_tokens: expected at most {serving.context_length - ends[-1]}, as the longest prompts "
-                        f"({ends[-1]} tokens) share serving.context_length ({serving.context_length}) with the answer, "
-                        f"got {benchmark.num_tokens}")
+        problems.append(
+            f"num_tokens: expected at most {serving.context_length - ends[-1]}, as the longest prompts "
+            f"({ends[-1]} tokens) share serving.context_length ({serving.context_length}) with the answer, "
+            f"got {benchmark.num_tokens}"
+        )
     return problems
 
 
@@ -89,12 +118,19 @@ def _engine_problems(engine: EngineSettings) -> list[str]:
 def _command_problems(engine: VllmEngine) -> list[str]:
     command = engine.command
     first = command.index("serve") + 1 if "serve" in command else len(command)
-    problems = [f"command.{i}: expected no option behind `serve`, got {command[i]!r}: put it into engine.options, or "
-                "into a speculative step" for i in range(first, len(command))]
+    problems = [
+        f"command.{i}: expected no option behind `serve`, got {command[i]!r}: put it into engine.options, or "
+        "into a speculative step"
+        for i in range(first, len(command))
+    ]
     if Path(command[0]).name in ("docker", "podman"):
         passed = {word.partition("=")[0] for flag, word in pairwise(command) if flag in ("-e", "--env")}
-        problems += [f"environment.{name}: expected `-e {name}` in engine.command, as a container gets no variable of "
-                     "its client by itself; add it" for name in engine.environment if name not in passed]
+        problems += [
+            f"environment.{name}: expected `-e {name}` in engine.command, as a container gets no variable of "
+            "its client by itself; add it"
+            for name in engine.environment
+            if name not in passed
+        ]
     return problems
 
 
@@ -105,23 +141,32 @@ def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: 
     if step.method == "prompt_lookup" and step.draft is not None:
         problems.append(f".draft: expected none for method prompt_lookup, got {step.draft!r}; remove it")
     if isinstance(engine, TransformersEngine) and step.method not in TRANSFORMERS_METHODS:
-        problems.append(f".method: expected one of {', '.join(TRANSFORMERS_METHODS)} for engine transformers, got "
-                        f"{step.method!r}; name another engine")
+        problems.append(
+            f".method: expected one of {', '.join(TRANSFORMERS_METHODS)} for engine transformers, got "
+            f"{step.method!r}; name another engine"
+        )
     if isinstance(engine, TransformersEngine) and step.options:
         problems.append(f".options: expected none for engine transformers, got {step.options!r}; remove them")
     own = [key for key in step.options if key in ("method", "model", "num_speculative_tokens")]
-    problems += [f".options.{key}: expected an option that the step does not set itself; it is method, draft or "
-                 "num_tokens: remove it" for key in own]
+    problems += [
+        f".options.{key}: expected an option that the step does not set itself; it is method, draft or "
+        "num_tokens: remove it"
+        for key in own
+    ]
     if reason := _name_loss(step):
         problems.append(f".lossy: expected true, as {reason}, got false; say so, or remove the option")
     if any(key.startswith("synthetic") for key in step.options) or "synthetic" in step.options.values():
-        problems.append(".options: expected drafts that are verified, got synthetic acceptance, which accepts tokens "
-                        "without looking at them; remove it")
+        problems.append(
+            ".options: expected drafts that are verified, got synthetic acceptance, which accepts tokens "
+            "without looking at them; remove it"
+        )
     if later and later[0].kind == "speculative":
         problems.append(": expected one speculative step at most, found another after it; remove one")
     elif later:
-        problems.append(f": expected speculative to be the last step, found {later[0].kind} after it: it changes how "
-                        "the weights are served, so they must be final; move it to the end")
+        problems.append(
+            f": expected speculative to be the last step, found {later[0].kind} after it: it changes how "
+            "the weights are served, so they must be final; move it to the end"
+        )
     return problems
 
 
@@ -139,12 +184,17 @@ def _name_loss(step: SpeculativeStep) -> str | None:
 def _quantising_problems(steps: list[Step]) -> list[str]:
     problems, found = [], [(i, step) for i, step in enumerate(steps) if not isinstance(step, SpeculativeStep)]
     if len(found) > 1:
-        problems.append(f"steps.{found[1][0]}: expected one quantising step at most, found {found[1][1].kind} after "
-                        f"{found[0][1].kind}: what is quantised can't be quantised again; remove one")
+        problems.append(
+            f"steps.{found[1][0]}: expected one quantising step at most, found {found[1][1].kind} after "
+            f"{found[0][1].kind}: what is quantised can't be quantised again; remove one"
+        )
     for i, step in found:
         sources = step.calibration.sources
-        problems += [f"steps.{i}.calibration.sources.{n}: {source!r} is listed twice, and counts once; remove one"
-                     for n, source in enumerate(sources) if source in sources[:n]]
+        problems += [
+            f"steps.{i}.calibration.sources.{n}: {source!r} is listed twice, and counts once; remove one"
+            for n, source in enumerate(sources)
+            if source in sources[:n]
+        ]
     return problems
 
 
@@ -159,6 +209,8 @@ def find_address_problems(url: str) -> list[str]:
     if not is_address or parts.query or parts.fragment or any(ch.isspace() for ch in url):
         return [f"base_url: expected http://host:port, got {url!r}"]
     if parts.username is not None or parts.password is not None:
-        return ["base_url: expected no user and password, which would be written into reports and records; put a key "
-                "into an environment variable and name it in api_key_env"]
+        return [
+            "base_url: expected no user and password, which would be written into reports and records; put a key "
+            "into an environment variable and name it in api_key_env"
+        ]
     return []

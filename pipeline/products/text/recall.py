@@ -42,12 +42,16 @@ def find_recall(probes: Sequence[Probe], bands: Sequence[tuple[int, int]], *, ro
     for band in bands:
         where = f"{role}, {band[0]} to {band[1]} prompt tokens"
         if (found := sum(probe.prompt_tokens == band for probe in probes)) != NUM_PROBES:
-            return (f"{where}: expected {NUM_PROBES} probes of whether the server knew the prompts, got {found}; run "
-                    "`dvc repro`")
+            return (
+                f"{where}: expected {NUM_PROBES} probes of whether the server knew the prompts, got {found}; run "
+                "`dvc repro`"
+            )
         ratio = bound_recall(probes, band)
         if ratio.high < LEAST_RATIO:
-            return (f"{where}: the server knew the timed prompts, which take {ratio.median:.2f} ({ratio.low:.2f} to "
-                    f"{ratio.high:.2f}) of the TTFT of prompts that nobody had asked, expected {LEAST_RATIO:g} or "
-                    "more; turn its prefix cache off, or restart it after the evals, then run "
-                    f"`dvc repro -f -s benchmark@{name}`")
+            return (
+                f"{where}: the server knew the timed prompts, which take {ratio.median:.2f} ({ratio.low:.2f} to "
+                f"{ratio.high:.2f}) of the TTFT of prompts that nobody had asked, expected {LEAST_RATIO:g} or "
+                "more; turn its prefix cache off, or restart it after the evals, then run "
+                f"`dvc repro -f -s benchmark@{name}`"
+            )
     return None

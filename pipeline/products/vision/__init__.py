@@ -30,10 +30,14 @@ class VisionKind:
         from pipeline.products.vision.preflight import digest_material
 
         material = digest_material(product, root)
-        optimize = {name: {"adapter": [product.adapter, material["adapter"]], **candidate.model_dump(mode="json")}
-                    for name, candidate in product.candidates.items()}  # fmt: skip
-        shared = material | {"evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
-                             "serving": product.serving.model_dump(mode="json")}  # fmt: skip
+        optimize = {
+            name: {"adapter": [product.adapter, material["adapter"]], **candidate.model_dump(mode="json")}
+            for name, candidate in product.candidates.items()
+        }
+        shared = material | {
+            "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
+            "serving": product.serving.model_dump(mode="json"),
+        }
         return Inputs(optimize, dict.fromkeys(product.candidates, shared))
 
     def optimize(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> str:
@@ -62,6 +66,9 @@ class VisionKind:
         from pipeline.gate.network_plots import plot_buckets, plot_layers
 
         if product.task == "detection":
-            return {"buckets.png": lambda compared, path: plot_buckets(compared.judgement, path),
-                    "worst.png": plot_found, "layers.png": plot_layers}  # fmt: skip
+            return {
+                "buckets.png": lambda compared, path: plot_buckets(compared.judgement, path),
+                "worst.png": plot_found,
+                "layers.png": plot_layers,
+            }
         return {"worst.png": plot_worst_images, "seams.png": plot_seams, "layers.png": plot_layers}

@@ -59,8 +59,10 @@ def load_adapter(path: Path) -> Adapter:
         raise CheckpointError(f"{path}: the adapter can't be imported: {tell_error(error, path)}") from None
     missing = [function for function in FUNCTIONS if not callable(getattr(module, function, None))]
     if missing:
-        raise CheckpointError(f"{path}: expected the functions {', '.join(FUNCTIONS)}, found no {missing[0]}; see "
-                              "docs of `pipeline/products/vision/adapters.py`")  # fmt: skip
+        raise CheckpointError(
+            f"{path}: expected the functions {', '.join(FUNCTIONS)}, found no {missing[0]}; see "
+            "docs of `pipeline/products/vision/adapters.py`"
+        )
     functions = {name: _guard(path, name, getattr(module, name)) for name in FUNCTIONS}
     return Adapter(path=path, digest=hashlib.sha256(source).hexdigest(), **functions)
 
@@ -81,7 +83,8 @@ def _guard(path: Path, name: str, function: Callable[..., Any]) -> Callable[...,
         try:
             return function(*arguments)
         except (Exception, SystemExit) as error:
-            raise EngineError(f"{path}: {name}() failed: {tell_error(error, path)}; correct the adapter, or what it is "
-                              "given") from None  # fmt: skip
+            raise EngineError(
+                f"{path}: {name}() failed: {tell_error(error, path)}; correct the adapter, or what it is given"
+            ) from None
 
     return call

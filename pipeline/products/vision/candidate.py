@@ -72,16 +72,31 @@ def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
         if isinstance(step, ConvPolicyStep):
             coverage, found = _resolve(step, network, f"candidates.{name}.steps.{i}")
             fallbacks += found
-            record["serving"] = {"conv_policy": {layer.layer: dict(zip(("algorithm", "dtype"), layer.format.split(),
-                                                                       strict=True)) for layer in coverage}}
+            record["serving"] = {
+                "conv_policy": {
+                    layer.layer: dict(zip(("algorithm", "dtype"), layer.format.split(), strict=True))
+                    for layer in coverage
+                }
+            }
         if isinstance(step, CompileStep) and shutil.which("g++") is None and network.device.type == "cpu":
-            fallbacks.append(Fallback(layer="(all)", reason="torch.compile needs a C++ compiler on a CPU, and there is "
-                                      "no g++: it runs without; install one"))  # fmt: skip
+            fallbacks.append(
+                Fallback(
+                    layer="(all)",
+                    reason="torch.compile needs a C++ compiler on a CPU, and there is "
+                    "no g++: it runs without; install one",
+                )
+            )
             record["serving"] = {}
         records.append(step.model_dump(mode="json") | record)
     versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
-    return BuiltCandidate(name=name, checkpoint=checkpoint, steps=tuple(records), coverage=coverage,
-                          fallbacks=tuple(fallbacks), libraries=versions | {"adapter": adapter.digest})  # fmt: skip
+    return BuiltCandidate(
+        name=name,
+        checkpoint=checkpoint,
+        steps=tuple(records),
+        coverage=coverage,
+        fallbacks=tuple(fallbacks),
+        libraries=versions | {"adapter": adapter.digest},
+    )
 
 
 def _describe_step(step: Any) -> dict[str, Any]:
@@ -95,20 +110,32 @@ def _describe_step(step: Any) -> dict[str, Any]:
     return {"tiling": Tiling(**step.model_dump(exclude={"kind"})).model_dump()} if step.kind == "tiling" else {}
 
 
-def _resolve(
-    step: ConvPolicyStep, network: Network, where: str
-) -> tuple[tuple[LayerCoverage, ...], list[Fallback]]:
+def _resolve(step: ConvPolicyStep, network: Network, where: str) -> tuple[tuple[LayerCoverage, ...], list[Fallback]]:
     """Return what each convolution ends in, and where another algorithm was asked for than it can have."""
     try:
-        policy = resolve_policy(network.module, algorithm=step.algorithm, dtype=step.dtype,
-                                rules=[(rule.layers, rule.algorithm, rule.dtype) for rule in step.rules])
+        policy = resolve_policy(
+            network.module,
+            algorithm=step.algorithm,
+            dtype=step.dtype,
+            rules=[(rule.layers, rule.algorithm, rule.dtype) for rule in step.rules],
+        )
     except SettingsError as error:
         raise SettingsError(f"{where}.{error}") from None
     if not policy.layers:
-        raise SettingsError(f"{where}: expected convolutions that a policy covers, found none in this network; remove "
-                            "the step")  # fmt: skip
-    sizes = {name: sum(p.numel() * p.element_size() for p in module.parameters())
-             for name, module in network.module.named_modules()}  # fmt: skip
-    layers = tuple(LayerCoverage(layer=name, format=f"{c.algorithm} {c.dtype}", num_bytes=sizes[name],
-                                 asked=name not in dict(policy.fallbacks)) for name, c in policy.layers.items())
+        raise SettingsError(
+            f"{where}: expected convolutions that a policy covers, found none in this network; remove the step"
+        )
+    sizes = {
+        name: sum(p.numel() * p.element_size() for p in module.parameters())
+        for name, module in network.module.named_modules()
+    }
+    layers = tuple(
+        LayerCoverage(
+            layer=name,
+            format=f"{c.algorithm} {c.dtype}",
+            num_bytes=sizes[name],
+            asked=name not in dict(policy.fallbacks),
+        )
+        for name, c in policy.layers.items()
+    )
     return layers, [Fallback(layer=layer, reason=reason) for layer, reason in policy.fallbacks]

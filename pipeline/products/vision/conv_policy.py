@@ -86,8 +86,16 @@ def convolve(conv: nn.Conv2d, x: torch.Tensor, arithmetic: ConvArithmetic) -> to
     padding = conv.padding
     if conv.padding_mode != "zeros":  # as Conv2d does
         x, padding = F.pad(x.float(), conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
-    return direct_conv2d(x, conv.weight, conv.bias, dtype=dtype, padding=padding, stride=conv.stride,
-                         dilation=conv.dilation, groups=conv.groups)  # fmt: skip
+    return direct_conv2d(
+        x,
+        conv.weight,
+        conv.bias,
+        dtype=dtype,
+        padding=padding,
+        stride=conv.stride,
+        dilation=conv.dilation,
+        groups=conv.groups,
+    )
 
 
 def list_convolutions(network: nn.Module) -> dict[str, nn.Conv2d]:
@@ -173,8 +181,10 @@ def apply_policy(network: nn.Module, policy: Mapping[str, ConvArithmetic]) -> No
         if name not in covered:
             raise SettingsError(_describe_miss(name, covered, _list_others(network)))
         if arithmetic.algorithm != "direct" and (reason := explain_no_winograd(covered[name])):
-            raise NumericsError(f"{name}: expected a 3x3 convolution with stride 1 for {arithmetic.algorithm}, "
-                                f"got {reason}; `resolve_policy` finds what a layer can run")  # fmt: skip
+            raise NumericsError(
+                f"{name}: expected a 3x3 convolution with stride 1 for {arithmetic.algorithm}, "
+                f"got {reason}; `resolve_policy` finds what a layer can run"
+            )
     for name, arithmetic in policy.items():
         # the class and not a closure as `forward`: a deep copy of the network would go on reading these weights
         covered[name].__class__ = EmulatedConv2d
@@ -185,9 +195,12 @@ def _is_covered(module: nn.Module) -> bool:
     """Say whether a module is a Conv2d that computes as Conv2d does."""
     if isinstance(module, EmulatedConv2d):
         return True
-    return (isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward
-            and type(module)._conv_forward is nn.Conv2d._conv_forward
-            and not parametrize.is_parametrized(module))  # fmt: skip
+    return (
+        isinstance(module, nn.Conv2d)
+        and type(module).forward is nn.Conv2d.forward
+        and type(module)._conv_forward is nn.Conv2d._conv_forward
+        and not parametrize.is_parametrized(module)
+    )
 
 
 def _list_others(network: nn.Module) -> dict[str, nn.Module]:
@@ -210,8 +223,10 @@ def _check_patterns(rules: Sequence[Rule], covered: Mapping[str, nn.Module], oth
     for i, (patterns, *_) in enumerate(rules):
         named = {name for name in covered if any(fnmatchcase(name, pattern) for pattern in patterns)}
         if named <= taken:
-            raise SettingsError(f"rules.{i}: every layer that it names is named by a rule before it, and the first "
-                                "that matches holds; move it forward, or remove it")  # fmt: skip
+            raise SettingsError(
+                f"rules.{i}: every layer that it names is named by a rule before it, and the first "
+                "that matches holds; move it forward, or remove it"
+            )
         taken |= named
 
 
@@ -224,8 +239,10 @@ def _list_patterns(rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:
 def _describe_miss(pattern: str, covered: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> str:
     """Say what a pattern that matches no covered convolution does match, or would nearly."""
     if found := next((name for name in others if fnmatchcase(name, pattern)), None):
-        return (f"{pattern!r} matches {found}, a {type(others[found]).__name__}, which a policy does not cover: it "
-                "runs as torch runs it; remove the pattern")  # fmt: skip
+        return (
+            f"{pattern!r} matches {found}, a {type(others[found]).__name__}, which a policy does not cover: it "
+            "runs as torch runs it; remove the pattern"
+        )
     if not covered:
         return f"{pattern!r} matches no convolution: this network has none"
     nearest = difflib.get_close_matches(pattern, list(covered), n=_NUM_NEAREST, cutoff=0)

@@ -49,7 +49,12 @@ def choose_baseline(serving: NetworkServing) -> NetworkServing | None:
 
 
 def measure_costs(
-    load: Load, network: Network, timed: torch.Tensor, largest: torch.Tensor, batches: Iterable[torch.Tensor], *,
+    load: Load,
+    network: Network,
+    timed: torch.Tensor,
+    largest: torch.Tensor,
+    batches: Iterable[torch.Tensor],
+    *,
     load_reference: Load | None = None,
 ) -> dict[str, Any]:
     """Return what is noted of a candidate's costs, as JSON.
@@ -103,13 +108,20 @@ def _check_repeats(network: Network, pixels: torch.Tensor) -> None:
     outputs = [[t.float().nan_to_num() for t in list_tensors(network.run(x))] for _ in range(2)]
     tolerance = find_tolerance(getattr(torch, network.serving.dtype), network.device)
     if (difference := differ(*outputs).max()) > tolerance:
-        raise EngineError(f"{network.adapter.path}: two runs of the same pictures differ by {difference:.2g} of the "
-                          f"outputs' standard deviation, expected at most {tolerance:g}; take what is random out of "
-                          "the module")  # fmt: skip
+        raise EngineError(
+            f"{network.adapter.path}: two runs of the same pictures differ by {difference:.2g} of the "
+            f"outputs' standard deviation, expected at most {tolerance:g}; take what is random out of "
+            "the module"
+        )
 
 
 def measure_speed(
-    load: Load, serving: NetworkServing, base: NetworkServing, pixels: torch.Tensor, network: Network | None = None, *,
+    load: Load,
+    serving: NetworkServing,
+    base: NetworkServing,
+    pixels: torch.Tensor,
+    network: Network | None = None,
+    *,
     load_base: Load | None = None,
 ) -> dict[str, Any]:
     """Return the times of a candidate and of its baseline on one batch, in CPU seconds and by the wall clock, as JSON.
@@ -120,8 +132,12 @@ def measure_speed(
     """
     ours, theirs = network or load(serving), (load_base or load)(base)
     x, y = ours.prepare(pixels), theirs.prepare(pixels)
-    found: dict[str, Any] = {"baseline": f"the reference, {base.summary}" if load_base else base.summary,
-                             "difference": None, "tolerance": None, "timed": None}  # fmt: skip
+    found: dict[str, Any] = {
+        "baseline": f"the reference, {base.summary}" if load_base else base.summary,
+        "difference": None,
+        "tolerance": None,
+        "timed": None,
+    }
     if load_base is None and base.tiling == serving.tiling:
         differences = differ(ours.run(x), theirs.run(y))
         exact = load(serving.model_copy(update=_LAYOUT | {"dtype": "float32", "autocast": False}))
@@ -139,11 +155,19 @@ def measure_speed(
     # [round, theirs or ours, clock]
     pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock))
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
-    return found | {"timed": {name: {
-        "baseline_ms": bound_median((1e3 * pairs[:, 0, i] / len(pixels)).tolist()).model_dump(),
-        "candidate_ms": bound_median((1e3 * pairs[:, 1, i] / len(pixels)).tolist()).model_dump(),
-        "ratio": bound_median((pairs[:, 1, i] / pairs[:, 0, i]).tolist()).model_dump(),
-    } for i, name in enumerate(names)}, "clock": names[0], "batch": len(pixels), "rounds": rounds}  # fmt: skip
+    return found | {
+        "timed": {
+            name: {
+                "baseline_ms": bound_median((1e3 * pairs[:, 0, i] / len(pixels)).tolist()).model_dump(),
+                "candidate_ms": bound_median((1e3 * pairs[:, 1, i] / len(pixels)).tolist()).model_dump(),
+                "ratio": bound_median((pairs[:, 1, i] / pairs[:, 0, i]).tolist()).model_dump(),
+            }
+            for i, name in enumerate(names)
+        },
+        "clock": names[0],
+        "batch": len(pixels),
+        "rounds": rounds,
+    }
 
 
 def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
@@ -170,10 +194,17 @@ def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> di
         graphs.append(counters["stats"]["unique_graphs"])
         breaks.append(len(graph_break_reasons))  # the counter of that name leaves data-dependent branches out
         over.append(sum(n for why, n in counters["unimplemented"].items() if why.startswith(_LIMIT_REACHED)))
-    return {"mode": network.serving.compile_mode, "num_graphs": graphs[0], "num_recompilations": graphs[-1] - graphs[0],
-            "num_graph_breaks": breaks[0], "num_shapes": len(graphs), "first_call_s": round(seconds[0], 2),
-            "limit": config.recompile_limit, "num_over_limit": over[-1],
-            "shape_over_limit": next((i for i, num in enumerate(over, start=1) if num), None)}  # fmt: skip
+    return {
+        "mode": network.serving.compile_mode,
+        "num_graphs": graphs[0],
+        "num_recompilations": graphs[-1] - graphs[0],
+        "num_graph_breaks": breaks[0],
+        "num_shapes": len(graphs),
+        "first_call_s": round(seconds[0], 2),
+        "limit": config.recompile_limit,
+        "num_over_limit": over[-1],
+        "shape_over_limit": next((i for i, num in enumerate(over, start=1) if num), None),
+    }
 
 
 def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> dict[str, Any] | None:
@@ -186,9 +217,13 @@ def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) ->
     x = {name: network.prepare(pixels) for name, network in networks.items()}
     for name, network in networks.items():
         network.run(x[name])  # compiles, and reorders weights
-    return {"other_formats": list_other_formats(eager.module, lambda: eager.run(x["last"])),
-            "num_reorders": {name: count_reorders(log_onednn(partial(network.run, x[name])), weights)
-                             for name, network in networks.items()}}  # fmt: skip
+    return {
+        "other_formats": list_other_formats(eager.module, lambda: eager.run(x["last"])),
+        "num_reorders": {
+            name: count_reorders(log_onednn(partial(network.run, x[name])), weights)
+            for name, network in networks.items()
+        },
+    }
 
 
 def _weigh(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> float | None:

@@ -65,8 +65,11 @@ def describe_categories(
     numbers = sorted({a.category_id for case in cases for a in case.annotations})
     present = {a.category_id for case in cases for a in case.annotations if not a.iscrowd}
     named = name_categories(settings, names, present)
-    return Categories(numbers=tuple(numbers), known=frozenset(numbers) | frozenset(names.values()),
-                      buckets={name: numbers.index(number) for name, number in named.items()})  # fmt: skip
+    return Categories(
+        numbers=tuple(numbers),
+        known=frozenset(numbers) | frozenset(names.values()),
+        buckets={name: numbers.index(number) for name, number in named.items()},
+    )
 
 
 def judge_results(
@@ -92,36 +95,50 @@ def judge_results(
     return output, scores | {"finite": float(is_finite and len(sound) == len(read))}
 
 
-def match_output(
-    case: DetectionCase, output: str, *, settings: DetectionEval, categories: Categories
-) -> MatchTable:
+def match_output(case: DetectionCase, output: str, *, settings: DetectionEval, categories: Categories) -> MatchTable:
     """Match the results that a record holds with what is on its picture."""
     places = {category: number for number, category in enumerate(categories.numbers)}
     results = [r for r in json.loads(output) if r["category_id"] in places]
-    found = Detections(np.array([r["bbox"] for r in results], dtype=np.float64).reshape(-1, 4),
-                       np.array([places[r["category_id"]] for r in results], dtype=np.int64),
-                       np.array([r["score"] for r in results], dtype=np.float64))  # fmt: skip
+    found = Detections(
+        np.array([r["bbox"] for r in results], dtype=np.float64).reshape(-1, 4),
+        np.array([places[r["category_id"]] for r in results], dtype=np.int64),
+        np.array([r["score"] for r in results], dtype=np.float64),
+    )
     marked = case.annotations
-    there = Objects(np.array([a.bbox for a in marked], dtype=np.float64).reshape(-1, 4),
-                    np.array([places[a.category_id] for a in marked], dtype=np.int64),
-                    np.array([a.area for a in marked], dtype=np.float64),
-                    np.array([a.iscrowd for a in marked], dtype=bool))  # fmt: skip
+    there = Objects(
+        np.array([a.bbox for a in marked], dtype=np.float64).reshape(-1, 4),
+        np.array([places[a.category_id] for a in marked], dtype=np.int64),
+        np.array([a.area for a in marked], dtype=np.float64),
+        np.array([a.iscrowd for a in marked], dtype=bool),
+    )
     return match_image(there, found, num_classes=len(places), areas=settings.all_areas, categories=categories.buckets)
 
 
 def save_tables(
-    path: Path, cases: Sequence[DetectionCase], records: Sequence[CaseRecord], settings: DetectionEval,
+    path: Path,
+    cases: Sequence[DetectionCase],
+    records: Sequence[CaseRecord],
+    settings: DetectionEval,
     categories: Categories,
 ) -> None:
     """Write the matched detections of all records."""
-    save_matches(path, join_tables([match_output(case, record.output, settings=settings, categories=categories)
-                                    for case, record in zip(cases, records, strict=True)]))  # fmt: skip
+    save_matches(
+        path,
+        join_tables(
+            [
+                match_output(case, record.output, settings=settings, categories=categories)
+                for case, record in zip(cases, records, strict=True)
+            ]
+        ),
+    )
 
 
 def _as_list(case_id: str, results: Any) -> list[Any]:
     if not isinstance(results, list):
-        raise EngineError(f"case {case_id!r}: postprocess() returned {type(results).__name__!r} for a picture, "
-                          "expected a list of COCO results; correct the adapter")  # fmt: skip
+        raise EngineError(
+            f"case {case_id!r}: postprocess() returned {type(results).__name__!r} for a picture, "
+            "expected a list of COCO results; correct the adapter"
+        )
     return results
 
 
@@ -129,15 +146,19 @@ def _read_result(case_id: str, result: Any) -> dict[str, Any]:
     """Return a result as JSON; nine digits hold a float32 exactly."""
     try:
         bbox = [_read_number(side) for side in result["bbox"]]
-        read = {"bbox": bbox, "score": _read_number(result["score"]),
-                "category_id": _read_category(result["category_id"])}  # fmt: skip
+        read = {
+            "bbox": bbox,
+            "score": _read_number(result["score"]),
+            "category_id": _read_category(result["category_id"]),
+        }
         is_negative = all(map(math.isfinite, bbox)) and min(bbox[2:], default=0) < 0
         if isinstance(result["bbox"], (Mapping, Set, *_BYTES)) or len(bbox) != 4 or is_negative:
             raise ValueError("a box has left, top, width and height, the last two 0 or more")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise EngineError(f"case {case_id!r}: postprocess() returned {str(result)[:120]!r}, expected a COCO result "
-                          f"with bbox, score and category_id ({' '.join(str(error).split())}); correct the adapter"
-                          ) from None  # fmt: skip
+        raise EngineError(
+            f"case {case_id!r}: postprocess() returned {str(result)[:120]!r}, expected a COCO result "
+            f"with bbox, score and category_id ({' '.join(str(error).split())}); correct the adapter"
+        ) from None
     return read
 
 

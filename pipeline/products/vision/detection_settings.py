@@ -57,14 +57,27 @@ def name_categories(settings: DetectionEval, names: Mapping[str, int], present: 
 
 def find_bucket_problems(settings: DetectionEval) -> list[str]:
     """Return what is wrong with the areas and categories of an eval, one line each, starting with the key's path."""
-    problems = [f"areas.{name}: expected another name than COCO's own ({', '.join(AREAS)}); rename it"
-                for name in settings.areas if name in AREAS]
-    problems += [f"{section}.{name}: expected another name than those of scores at one IoU (50, 75); rename it"
-                 for section in ("areas", "categories") for name in getattr(settings, section) if name in AT_ONE_IOU]
-    problems += [f"areas.{name}: expected the smaller area first, got {list(bounds)!r}; swap them"
-                 for name, bounds in settings.areas.items() if bounds[0] >= bounds[1]]
-    problems += [f"categories.{name}: expected another name than an area's ({', '.join(settings.all_areas)}); rename it"
-                 for name in settings.categories if name in settings.all_areas]
+    problems = [
+        f"areas.{name}: expected another name than COCO's own ({', '.join(AREAS)}); rename it"
+        for name in settings.areas
+        if name in AREAS
+    ]
+    problems += [
+        f"{section}.{name}: expected another name than those of scores at one IoU (50, 75); rename it"
+        for section in ("areas", "categories")
+        for name in getattr(settings, section)
+        if name in AT_ONE_IOU
+    ]
+    problems += [
+        f"areas.{name}: expected the smaller area first, got {list(bounds)!r}; swap them"
+        for name, bounds in settings.areas.items()
+        if bounds[0] >= bounds[1]
+    ]
+    problems += [
+        f"categories.{name}: expected another name than an area's ({', '.join(settings.all_areas)}); rename it"
+        for name in settings.categories
+        if name in settings.all_areas
+    ]
     named: dict[int, str] = {}
     for name, number in settings.categories.items():
         if named.setdefault(number, name) != name:

@@ -65,8 +65,11 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
     with make_evaluation(candidate, build) as working:
         for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
-            categories = (describe_categories(evalset.cases, evalset.card.categories, settings)
-                          if isinstance(settings, DetectionEval) else None)  # fmt: skip
+            categories = (
+                describe_categories(evalset.cases, evalset.card.categories, settings)
+                if isinstance(settings, DetectionEval)
+                else None
+            )
             order = Order(candidate, product.name, root, product.adapter, source, settings, categories)
             key = digest_work(product, settings, evalset, root)
             # what one process compiles, another would compile again
@@ -74,16 +77,32 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
             with start_runners(order, num_workers, cache=working.path / ".compiled") as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
-                    _run_eval(name, settings, evalset, pool, journal, working.path, candidate.serving.batch_size,
-                              root / settings.evalset, categories)  # fmt: skip
+                    _run_eval(
+                        name,
+                        settings,
+                        evalset,
+                        pool,
+                        journal,
+                        working.path,
+                        candidate.serving.batch_size,
+                        root / settings.evalset,
+                        categories,
+                    )
             files[name] = working.describe_eval(name, settings, evalset, key=key)
         return working.finish(files, facts, proof="loaded and run by the processes that judged")
 
 
 def _run_eval(
-    name: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, pool: ProcessPoolExecutor, journal: Journal,
-    working: Path, batch_size: int, pictures: Path, categories: Categories | None,
-) -> None:  # fmt: skip
+    name: str,
+    settings: DetectionEval | UpscalingEval,
+    evalset: Evalset,
+    pool: ProcessPoolExecutor,
+    journal: Journal,
+    working: Path,
+    batch_size: int,
+    pictures: Path,
+    categories: Categories | None,
+) -> None:
     """Run what the journal does not hold, and write the eval's records, tables or pictures, and notes to a folder."""
     start = time.monotonic()
     groups = _group(evalset.cases, pictures)
@@ -146,10 +165,15 @@ def _pick_shapes(groups: Groups, size: int) -> list[ShapeBatch]:
     return shapes
 
 
-def digest_work(
-    product: VisionProduct, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path
-) -> str:
+def digest_work(product: VisionProduct, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path) -> str:
     """Return the key of an eval's records: the digest of its settings, cases, adapter, reference, and the code."""
     reference = digest_checkpoint(root / product.candidates[product.reference].checkpoint)
-    return digest_json([settings.model_dump(), evalset.digest, digest_file(root / product.adapter), reference,
-                        digest_code("evaluate", "vision")])
+    return digest_json(
+        [
+            settings.model_dump(),
+            evalset.digest,
+            digest_file(root / product.adapter),
+            reference,
+            digest_code("evaluate", "vision"),
+        ]
+    )

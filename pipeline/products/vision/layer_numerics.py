@@ -103,9 +103,13 @@ def compare_layers(
     if not num_inputs:
         raise NumericsError("layer numerics: expected one input or more, got none")
     ranges = watch.read()
-    return {name: LayerNumerics(errors[name].read(), seen.absmax, seen.nonfinite_count,
-                                seen.headroom_bits(dtypes.get(name, torch.float32)))
-            for name in names if (seen := ranges.get(name))}  # fmt: skip
+    return {
+        name: LayerNumerics(
+            errors[name].read(), seen.absmax, seen.nonfinite_count, seen.headroom_bits(dtypes.get(name, torch.float32))
+        )
+        for name in names
+        if (seen := ranges.get(name))
+    }
 
 
 def describe_layers(numerics: Mapping[str, LayerNumerics]) -> dict[str, Any]:
@@ -130,14 +134,17 @@ def _collect(layers: Mapping[str, nn.Module], run: Run) -> dict[str, list[torch.
 
 
 def _add(
-    errors: Mapping[str, RunningError], expected: Mapping[str, list[torch.Tensor]],
+    errors: Mapping[str, RunningError],
+    expected: Mapping[str, list[torch.Tensor]],
     found: Mapping[str, list[torch.Tensor]],
-) -> None:  # fmt: skip
+) -> None:
     for name, difference in errors.items():
         shapes = [[tuple(t.shape) for t in written[name]] for written in (expected, found)]
         if shapes[0] != shapes[1]:
-            raise NumericsError(f"{name}: expected the reference's output shapes {shapes[0]}, got {shapes[1]}; layers "
-                                "are compared on whole inputs, without tiles")  # fmt: skip
+            raise NumericsError(
+                f"{name}: expected the reference's output shapes {shapes[0]}, got {shapes[1]}; layers "
+                "are compared on whole inputs, without tiles"
+            )
         for pair in zip(expected[name], found[name], strict=True):
             difference.add(*pair)
 

@@ -51,8 +51,10 @@ class Network:
         x = self.adapter.preprocess(pixels.to(self.device))
         if not isinstance(x, torch.Tensor) or x.ndim != 4 or len(x) != len(pixels):
             came = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise EngineError(f"{self.adapter.path}: preprocess() returned {came!r}, expected a tensor of shape "
-                              f"({len(pixels)}, channels, rows, columns)")  # fmt: skip
+            raise EngineError(
+                f"{self.adapter.path}: preprocess() returned {came!r}, expected a tensor of shape "
+                f"({len(pixels)}, channels, rows, columns)"
+            )
         return x.to(torch.float32 if self.serving.autocast else self._dtype).contiguous(memory_format=self._format)
 
     @torch.inference_mode()
@@ -70,8 +72,10 @@ class Network:
         except QuantgateError as error:
             raise EngineError(f"{self.adapter.path}: {error}") from None
         except Exception as error:
-            raise EngineError(f"{self.adapter.path}: the module failed on an input of shape {tuple(x.shape)}: "
-                              f"{tell_error(error, self.adapter.path)}") from None  # fmt: skip
+            raise EngineError(
+                f"{self.adapter.path}: the module failed on an input of shape {tuple(x.shape)}: "
+                f"{tell_error(error, self.adapter.path)}"
+            ) from None
 
     def finish(self, outputs: Any) -> Any:
         """Return the adapter's results from what the module returned."""
@@ -100,13 +104,15 @@ def load_network(folder: Path, adapter: Adapter, serving: NetworkServing) -> Net
     try:
         module.load_state_dict(dict(iterate_weights(folder)))
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: expected the weights of what {adapter.path} builds: "
-                              f"{' '.join(str(error).split())[:300]}") from None  # fmt: skip
+        raise CheckpointError(
+            f"{folder}: expected the weights of what {adapter.path} builds: {' '.join(str(error).split())[:300]}"
+        ) from None
     return Network(module.float().eval().requires_grad_(False), config, adapter, serving)
 
 
 def to_float(outputs: Any) -> Any:
     """Return a module's outputs, a tensor or tensors in lists and dictionaries, on the CPU; fractions in float32."""
+
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf

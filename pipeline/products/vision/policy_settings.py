@@ -36,14 +36,14 @@ def choose_default(proposals: Sequence[LayerProposal]) -> Algorithm:
 
 def list_rules(proposals: Sequence[LayerProposal], *, algorithm: Algorithm, dtype: Dtype) -> list[dict[str, Any]]:
     """Return a rule for each layer that the default would run otherwise than is proposed."""
-    return [{"layers": [escape(p.layer)], "algorithm": p.algorithm, "dtype": p.dtype, "reason": p.reason}
-            for p in proposals
-            if (p.algorithm, p.dtype) != (algorithm if p.can_run_winograd else "direct", dtype)]  # fmt: skip
+    return [
+        {"layers": [escape(p.layer)], "algorithm": p.algorithm, "dtype": p.dtype, "reason": p.reason}
+        for p in proposals
+        if (p.algorithm, p.dtype) != (algorithm if p.can_run_winograd else "direct", dtype)
+    ]
 
 
-def write_policy(
-    text: str, candidate: str, dtype: Dtype, proposals: Sequence[LayerProposal]
-) -> str:
+def write_policy(text: str, candidate: str, dtype: Dtype, proposals: Sequence[LayerProposal]) -> str:
     """Return params.yaml with a candidate's `conv_policy` step set to what is proposed.
 
     Args:
@@ -56,8 +56,12 @@ def write_policy(
         SettingsError: there is no such step, or it is laid out so that it can't be replaced alone.
     """
     algorithm = choose_default(proposals)
-    settings = {"kind": _KIND, "algorithm": algorithm, "dtype": dtype,
-                "rules": list_rules(proposals, algorithm=algorithm, dtype=dtype)}  # fmt: skip
+    settings = {
+        "kind": _KIND,
+        "algorithm": algorithm,
+        "dtype": dtype,
+        "rules": list_rules(proposals, algorithm=algorithm, dtype=dtype),
+    }
     where = f"candidates.{candidate}"
     steps_key, steps = _find_steps(text, where)
     index = _find_step(steps, where)
@@ -102,8 +106,10 @@ def _find_step(steps: SequenceNode, where: str) -> int:
     for index, step in enumerate(steps.value):
         if isinstance(step, MappingNode) and any(k.value == "kind" and v.value == _KIND for k, v in step.value):
             return index
-    raise SettingsError(f"{where}.steps: expected a step of kind {_KIND}, found none; add "
-                        f"`- {{kind: {_KIND}, algorithm: direct, dtype: float32}}`")  # fmt: skip
+    raise SettingsError(
+        f"{where}.steps: expected a step of kind {_KIND}, found none; add "
+        f"`- {{kind: {_KIND}, algorithm: direct, dtype: float32}}`"
+    )
 
 
 def _replace_sequence(text: str, key: Node, steps: SequenceNode, index: int, settings: Mapping[str, Any]) -> Edit:
@@ -120,8 +126,11 @@ def _edit_step(text: str, step: MappingNode, settings: Mapping[str, Any], where:
     found = {key.value: (key, value) for key, value in step.value}
     if missing := [name for name in ("algorithm", "dtype") if name not in found]:
         raise SettingsError(f"{where}.steps: expected {missing[0]} in the step {_KIND}, found none; add it")
-    edits = [(value.start_mark.index, value.end_mark.index, settings[name])
-             for name, (_, value) in found.items() if name in ("algorithm", "dtype")]  # fmt: skip
+    edits = [
+        (value.start_mark.index, value.end_mark.index, settings[name])
+        for name, (_, value) in found.items()
+        if name in ("algorithm", "dtype")
+    ]
     rules = _render_rules(settings["rules"], step.start_mark.column)
     if "rules" in found:
         key, value = found["rules"]
@@ -158,8 +167,12 @@ def _render_rules(rules: Sequence[Mapping[str, Any]], column: int) -> str:
     lines = ["rules:"]
     for rule in rules:
         names = ", ".join(name if _PLAIN.fullmatch(name) else json.dumps(name) for name in rule["layers"])
-        lines += [f"{_INDENT}- layers: [{names}]", f"{_INDENT}  algorithm: {rule['algorithm']}",
-                  f"{_INDENT}  dtype: {rule['dtype']}", f"{_INDENT}  reason: {json.dumps(rule['reason'])}"]  # fmt: skip
+        lines += [
+            f"{_INDENT}- layers: [{names}]",
+            f"{_INDENT}  algorithm: {rule['algorithm']}",
+            f"{_INDENT}  dtype: {rule['dtype']}",
+            f"{_INDENT}  reason: {json.dumps(rule['reason'])}",
+        ]
     return f"\n{' ' * column}".join(lines)
 
 
@@ -170,5 +183,7 @@ def _check(text: str, where: str, index: int, settings: Mapping[str, Any]) -> No
         node = node[name]
     found: dict[str, Any] = {"rules": []} | dict(node["steps"][index])
     if found != dict(settings):
-        raise SettingsError(f"{where}.steps.{index}: expected a layout that can be rewritten, read back {found!r}; put "
-                            "each key on a line of its own")  # fmt: skip
+        raise SettingsError(
+            f"{where}.steps.{index}: expected a layout that can be rewritten, read back {found!r}; put "
+            "each key on a line of its own"
+        )

@@ -37,13 +37,19 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         EvalsetError: with file and line.
     """
     _check_adapter(product, root)
-    evalsets = {name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), e.kind)
-                for name, e in product.evals.items()}  # fmt: skip
+    evalsets = {
+        name: load_kind(load_evalset, root / e.evalset, product.locate(f"evals.{name}.evalset"), e.kind)
+        for name, e in product.evals.items()
+    }
     for name, evalset in evalsets.items():
         _check_evalset(product.locate(f"evals.{name}"), product.evals[name], evalset, root)
-    own = {f"{name}/{metric.name}": [*e.areas, *e.categories] for name, e in product.evals.items()
-           if isinstance(e, DetectionEval) for metric in METRICS_BY_EVAL_KIND[e.kind]
-           if metric.estimator == "average_precision" and metric.area == "all"}  # fmt: skip
+    own = {
+        f"{name}/{metric.name}": [*e.areas, *e.categories]
+        for name, e in product.evals.items()
+        if isinstance(e, DetectionEval)
+        for metric in METRICS_BY_EVAL_KIND[e.kind]
+        if metric.estimator == "average_precision" and metric.area == "all"
+    }
     check_buckets(product, evalsets, own)
     _check_sizes(product, evalsets)
     if product.calibration_images is not None:
@@ -57,18 +63,31 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
             if isinstance(step, TilingStep):
                 _check_seams_are_gated(product)
                 _check_tiling(f"candidates.{name}.steps.{i}.tile", step, evalsets, product, root)
-    return [warning for name, e in product.evals.items() if isinstance(e, DetectionEval)
-            for warning in _find_unnamed(product.locate(f"evals.{name}"), e, evalsets[name])]  # fmt: skip
+    return [
+        warning
+        for name, e in product.evals.items()
+        if isinstance(e, DetectionEval)
+        for warning in _find_unnamed(product.locate(f"evals.{name}"), e, evalsets[name])
+    ]
 
 
 def describe_slow_formats(product: VisionProduct, machine: Machine) -> list[str]:
     """Warn of candidates in 16 bits on a CPU for which torch has no such convolutions but a plain loop."""
     if machine.gpu_proof is not None or {"avx2", "avx512f"} & {*machine.instruction_sets} != {"avx2"}:
         return []
-    slow = [name for name, candidate in product.candidates.items()
-            if any(isinstance(s, PrecisionStep) and s.dtype != "float32" for s in candidate.steps)]  # fmt: skip
-    return [f"candidates: {', '.join(slow)}: this CPU has no AVX-512, and without it torch convolves in "
-            "16 bits by a plain loop: expect minutes where float32 takes seconds"] if slow else []
+    slow = [
+        name
+        for name, candidate in product.candidates.items()
+        if any(isinstance(s, PrecisionStep) and s.dtype != "float32" for s in candidate.steps)
+    ]
+    return (
+        [
+            f"candidates: {', '.join(slow)}: this CPU has no AVX-512, and without it torch convolves in "
+            "16 bits by a plain loop: expect minutes where float32 takes seconds"
+        ]
+        if slow
+        else []
+    )
 
 
 def _list_categories(evalset: Evalset) -> list[int]:
@@ -78,16 +97,28 @@ def _list_categories(evalset: Evalset) -> list[int]:
 def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list[str]:
     """Say which categories are held by too few clusters to be judged, where there are several: AP hides their loss."""
     found = _list_categories(evalset)
-    clusters = {number: {case.cluster for case in evalset.cases for a in case.annotations
-                         if a.category_id == number and not a.iscrowd} for number in found}  # fmt: skip
-    few = [name for name, number in name_categories(settings, evalset.card.categories, found).items()
-           if len(clusters[number]) < MIN_CATEGORY_CLUSTERS]  # fmt: skip
+    clusters = {
+        number: {
+            case.cluster
+            for case in evalset.cases
+            for a in case.annotations
+            if a.category_id == number and not a.iscrowd
+        }
+        for number in found
+    }
+    few = [
+        name
+        for name, number in name_categories(settings, evalset.card.categories, found).items()
+        if len(clusters[number]) < MIN_CATEGORY_CLUSTERS
+    ]
     if len(found) < 2 or not few:
         return []
     listed = ", ".join(few[:5]) + (" ..." if len(few) > 5 else "")
-    return [f"{where}.categories: AP is the mean of {len(found)} categories, and {len(few)} of them ({listed}) are in "
-            f"fewer than {MIN_CATEGORY_CLUSTERS} clusters each, so that one that is lost, 1/{len(found)} of AP, may "
-            "not show; add pictures of those that matter"]
+    return [
+        f"{where}.categories: AP is the mean of {len(found)} categories, and {len(few)} of them ({listed}) are in "
+        f"fewer than {MIN_CATEGORY_CLUSTERS} clusters each, so that one that is lost, 1/{len(found)} of AP, may "
+        "not show; add pictures of those that matter"
+    ]
 
 
 def _check_sizes(product: VisionProduct, evalsets: dict[str, Evalset]) -> None:
@@ -106,18 +137,24 @@ def _check_sizes(product: VisionProduct, evalsets: dict[str, Evalset]) -> None:
             where = product.locate(f"gate.tolerances.{metric}")
             if count and (tolerance is None or tolerance.overall is None or tolerance.tier == "advisory"):
                 found = "an advisory one" if tolerance and tolerance.overall else "none"
-                raise SettingsError(f"{where}: expected an overall tolerance that can stop a release, as "
-                                    f"{settings.evalset!r} has {count} such objects, found {found}: what nothing gates "
-                                    "may fall unseen; set one")
+                raise SettingsError(
+                    f"{where}: expected an overall tolerance that can stop a release, as "
+                    f"{settings.evalset!r} has {count} such objects, found {found}: what nothing gates "
+                    "may fall unseen; set one"
+                )
             for bucket in tolerance.buckets if tolerance else ():
                 least, most = settings.areas.get(bucket, AREAS["all"])
                 if not any(least <= area <= most for area in areas):
-                    raise SettingsError(f"{where}.buckets.{bucket}: evalset {evalsets[name].card.name!r} has no "
-                                        f"object of {least:g} to {most:g} square pixels, and an empty bucket proves "
-                                        "nothing; remove it, or add pictures")  # fmt: skip
+                    raise SettingsError(
+                        f"{where}.buckets.{bucket}: evalset {evalsets[name].card.name!r} has no "
+                        f"object of {least:g} to {most:g} square pixels, and an empty bucket proves "
+                        "nothing; remove it, or add pictures"
+                    )
             if not count and tolerance is not None:
-                raise SettingsError(f"{where}: evalset {evalsets[name].card.name!r} has no object of that size, and an "
-                                    "empty bucket proves nothing; remove it, or add pictures")  # fmt: skip
+                raise SettingsError(
+                    f"{where}: evalset {evalsets[name].card.name!r} has no object of that size, and an "
+                    "empty bucket proves nothing; remove it, or add pictures"
+                )
 
 
 def _check_adapter(product: VisionProduct, root: Path) -> None:
@@ -125,13 +162,17 @@ def _check_adapter(product: VisionProduct, root: Path) -> None:
     try:
         _check_functions(product.locate("adapter"), path, ast.parse(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise SettingsError(f"{product.locate('adapter')}: expected a Python file with build, preprocess and postprocess, "
-                            f"found none at {str(path)!r}") from None  # fmt: skip
+        raise SettingsError(
+            f"{product.locate('adapter')}: expected a Python file with build, preprocess and postprocess, "
+            f"found none at {str(path)!r}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{product.locate('adapter')}: expected a Python file, got {error}") from None
     except SyntaxError as error:
-        raise SettingsError(f"{product.locate('adapter')}: {path}{f':{error.lineno}' if error.lineno else ''}: expected "
-                            f"Python: {error.msg}") from None  # fmt: skip
+        raise SettingsError(
+            f"{product.locate('adapter')}: {path}{f':{error.lineno}' if error.lineno else ''}: expected "
+            f"Python: {error.msg}"
+        ) from None
 
 
 def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset: Evalset, root: Path) -> None:
@@ -143,19 +184,25 @@ def _check_evalset(where: str, settings: DetectionEval | UpscalingEval, evalset:
     if not isinstance(settings, DetectionEval):
         return
     if not any(case.annotations for case in evalset.cases):
-        raise SettingsError(f"{where}.evalset: expected an object on some picture, evalset {evalset.card.name!r} has "
-                            "none, and AP is about nothing; annotate what should be found")  # fmt: skip
+        raise SettingsError(
+            f"{where}.evalset: expected an object on some picture, evalset {evalset.card.name!r} has "
+            "none, and AP is about nothing; annotate what should be found"
+        )
     known = _list_categories(evalset)
     _check_card(folder / CARD_FILE, settings, evalset)
     named = name_categories(settings, evalset.card.categories, known)
     for bucket in sorted((settings.all_areas.keys() | named.keys()) & set(evalset.card.buckets)):
         key, what = ("categories", "a category") if bucket in named else ("areas", "an area")
-        raise SettingsError(f"{where}.{key}: {bucket!r} is {what} of objects, and a bucket of pictures in evalset "
-                            f"{evalset.card.name!r}; rename one")  # fmt: skip
+        raise SettingsError(
+            f"{where}.{key}: {bucket!r} is {what} of objects, and a bucket of pictures in evalset "
+            f"{evalset.card.name!r}; rename one"
+        )
     for bucket, number in settings.categories.items():
         if number not in known:
-            raise SettingsError(f"{where}.categories.{bucket}: expected a category that evalset {evalset.card.name!r} "
-                                f"has ({', '.join(map(str, known))}), got {number}")  # fmt: skip
+            raise SettingsError(
+                f"{where}.categories.{bucket}: expected a category that evalset {evalset.card.name!r} "
+                f"has ({', '.join(map(str, known))}), got {number}"
+            )
 
 
 def _check_card(path: Path, settings: DetectionEval, evalset: Evalset) -> None:
@@ -163,35 +210,54 @@ def _check_card(path: Path, settings: DetectionEval, evalset: Evalset) -> None:
     names = evalset.card.categories
     for name, number in names.items():
         if name in settings.all_areas or name in AT_ONE_IOU:
-            raise EvalsetError(f"{path}: categories.{name}: expected another name than an area's or a threshold's; "
-                               "rename it")  # fmt: skip
+            raise EvalsetError(
+                f"{path}: categories.{name}: expected another name than an area's or a threshold's; rename it"
+            )
         if (first := next(other for other, same in names.items() if same == number)) != name:
             raise EvalsetError(f"{path}: categories.{name}: category {number} is {first!r} already; remove one")
-    strangers = [(case.id, a.category_id) for case in evalset.cases for a in case.annotations
-                 if a.category_id not in names.values()] if names else []  # fmt: skip
+    strangers = (
+        [
+            (case.id, a.category_id)
+            for case in evalset.cases
+            for a in case.annotations
+            if a.category_id not in names.values()
+        ]
+        if names
+        else []
+    )
     if strangers:
-        raise EvalsetError(f"{path}: categories: {len(strangers)} annotations have a category_id that is not there, "
-                           f"first {strangers[0][1]} of case {strangers[0][0]!r}; add it, or correct the case")
+        raise EvalsetError(
+            f"{path}: categories: {len(strangers)} annotations have a category_id that is not there, "
+            f"first {strangers[0][1]} of case {strangers[0][0]!r}; add it, or correct the case"
+        )
 
 
 def _check_functions(where: str, path: Path, tree: ast.Module) -> None:
     """Refuse a file that can't define the functions, as far as that is seen without running it."""
     words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     words |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    words |= {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
-              for alias in node.names}  # fmt: skip
+    words |= {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
     missing = [name for name in ADAPTER_FUNCTIONS if name not in words]
     if missing and "*" not in words:
-        raise SettingsError(f"{where}: expected {', '.join(ADAPTER_FUNCTIONS)} in {path}, found no {missing[0]}; see "
-                            "pipeline/products/vision/adapters.py")
+        raise SettingsError(
+            f"{where}: expected {', '.join(ADAPTER_FUNCTIONS)} in {path}, found no {missing[0]}; see "
+            "pipeline/products/vision/adapters.py"
+        )
 
 
 def _check_distinct_pictures(path: Path, evalset: Evalset) -> None:
     seen: dict[str, int] = {}
     for number, case in enumerate(evalset.cases, start=1):
         if (first := seen.setdefault(case.sha256, number)) != number:
-            raise EvalsetError(f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
-                               "every picture may count once: remove one")  # fmt: skip
+            raise EvalsetError(
+                f"{path}:{number}: case {case.id!r} shows the same picture as the case on line {first}; "
+                "every picture may count once: remove one"
+            )
 
 
 def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset]) -> None:
@@ -199,15 +265,18 @@ def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset])
     own = {case.sha256: case.id for case in calibration.cases}
     for evalset in evalsets.values():
         if shared := [case.id for case in evalset.cases if case.sha256 in own]:
-            raise SettingsError(f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
-                                f"{evalset.card.name!r}, {shared[0]!r} first; a policy fitted to them would look "
-                                "better than it is")  # fmt: skip
+            raise SettingsError(
+                f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
+                f"{evalset.card.name!r}, {shared[0]!r} first; a policy fitted to them would look "
+                "better than it is"
+            )
 
 
 def _check_folder(where: str, folder: Path) -> None:
     if not folder.is_dir():
-        raise SettingsError(f"{where}: expected a folder with config.json and model.safetensors, found none at "
-                            f"{str(folder)!r}")  # fmt: skip
+        raise SettingsError(
+            f"{where}: expected a folder with config.json and model.safetensors, found none at {str(folder)!r}"
+        )
     try:
         read_config(folder)
         read_tensors(folder)
@@ -219,9 +288,11 @@ def _check_seams_are_gated(product: VisionProduct) -> None:
     for name in product.evals:
         tolerance = product.gate.tolerances.get(f"{name}/seam_step_levels")
         if tolerance is None or tolerance.overall is None or tolerance.tier == "advisory":
-            raise SettingsError(f"{product.locate('gate')}.tolerances.{name}/seam_step_levels: expected an overall tolerance "
-                                "that can stop a release, as a candidate runs in tiles, found none: a seam must not "
-                                "pass for want of one")  # fmt: skip
+            raise SettingsError(
+                f"{product.locate('gate')}.tolerances.{name}/seam_step_levels: expected an overall tolerance "
+                "that can stop a release, as a candidate runs in tiles, found none: a seam must not "
+                "pass for want of one"
+            )
 
 
 def _check_tiling(
@@ -231,14 +302,19 @@ def _check_tiling(
     for name, evalset in evalsets.items():
         sizes = [measure_picture(root / product.evals[name].evalset / case.image) for case in evalset.cases]
         if all(max(size) <= step.tile for size in sizes):
-            raise SettingsError(f"{where}: expected a picture larger than a tile in evalset {evalset.card.name!r}, got "
-                                f"{step.tile} pixels, and its largest has {max(map(max, sizes))}: no seam could show; "
-                                "add pictures of the size that is served, or tile smaller")  # fmt: skip
+            raise SettingsError(
+                f"{where}: expected a picture larger than a tile in evalset {evalset.card.name!r}, got "
+                f"{step.tile} pixels, and its largest has {max(map(max, sizes))}: no seam could show; "
+                "add pictures of the size that is served, or tile smaller"
+            )
 
 
 def digest_material(product: VisionProduct, root: Path) -> dict[str, Any]:
     """Return the digests of what results depend on beside candidates."""
     folders = {e.evalset: digest_folder(root / e.evalset, ignore=_NOTES) for e in product.evals.values()}
     reference = product.candidates[product.reference].checkpoint
-    return {"evalsets": folders, "adapter": digest_file(root / product.adapter),
-            "reference": digest_checkpoint(root / reference)}  # fmt: skip
+    return {
+        "evalsets": folders,
+        "adapter": digest_file(root / product.adapter),
+        "reference": digest_checkpoint(root / reference),
+    }

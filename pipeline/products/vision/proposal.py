@@ -84,15 +84,25 @@ class _Trial:
 
     def describe(self) -> dict[str, Any]:
         """Return the numbers as JSON, to five significant digits; None for what is not finite."""
-        return {"largest": shorten(self.largest), "largest_at": self.step, "headroom_bits": shorten(self.headroom_bits),
-                "nonfinite_count": self.nonfinite_count, "relative_error": shorten(self.error.read())}  # fmt: skip
+        return {
+            "largest": shorten(self.largest),
+            "largest_at": self.step,
+            "headroom_bits": shorten(self.headroom_bits),
+            "nonfinite_count": self.nonfinite_count,
+            "relative_error": shorten(self.error.read()),
+        }
 
 
 @torch.no_grad()
 def propose_policy(
-    network: nn.Module, inputs: Iterable[torch.Tensor], *, dtype: Dtype, max_relative_error: float = 0.01,
-    min_headroom_bits: float = 1.0, run: Callable[[torch.Tensor], object] | None = None,
-) -> list[LayerProposal]:  # fmt: skip
+    network: nn.Module,
+    inputs: Iterable[torch.Tensor],
+    *,
+    dtype: Dtype,
+    max_relative_error: float = 0.01,
+    min_headroom_bits: float = 1.0,
+    run: Callable[[torch.Tensor], object] | None = None,
+) -> list[LayerProposal]:
     """Try every algorithm on every convolution and keep the cheapest that is sound.
 
     Args:
@@ -123,8 +133,9 @@ def propose_policy(
             num_inputs += 1
     if not num_inputs:
         raise NumericsError("a proposal: expected one calibration image or more, got none")
-    return [_propose(name, layers[name], tried, max_relative_error, min_headroom_bits) for name, tried in
-            trials.items()]  # fmt: skip
+    return [
+        _propose(name, layers[name], tried, max_relative_error, min_headroom_bits) for name, tried in trials.items()
+    ]
 
 
 def make_policy(proposals: Sequence[LayerProposal]) -> dict[str, ConvArithmetic]:
@@ -150,8 +161,10 @@ def _make_hook(name: str, trials: Sequence[_Trial]) -> Callable[[nn.Module, Any,
     def hook(conv: nn.Module, given: Any, output: torch.Tensor) -> None:
         x, output = (values if values.dim() == 4 else values[None] for values in (given[0], output))
         if not output.isfinite().all():
-            raise NumericsError(f"{name}: expected finite numbers in float32 on a calibration image, got NaN or "
-                                "infinity; correct the network or the image first")  # fmt: skip
+            raise NumericsError(
+                f"{name}: expected finite numbers in float32 on a calibration image, got NaN or "
+                "infinity; correct the network or the image first"
+            )
         for trial in trials:
             trial.run(conv, x, output)
 
@@ -164,8 +177,9 @@ def _list_stored(
     """Return what an algorithm stores, as large as float32 has it, which does not overflow."""
     if algorithm == "direct":
         return ("input", x), ("output", output)
-    return store_winograd(x, conv.weight, conv.bias, tile=TILES[algorithm], dtype=torch.float32,
-                          padding=find_padding(conv))  # fmt: skip
+    return store_winograd(
+        x, conv.weight, conv.bias, tile=TILES[algorithm], dtype=torch.float32, padding=find_padding(conv)
+    )
 
 
 def _count_multiplications(conv: nn.Conv2d, output: torch.Tensor, algorithm: Algorithm) -> int:
@@ -185,8 +199,9 @@ def _propose(
     direct = next(t for t in trials if t.arithmetic.algorithm == "direct")
     why_direct = explain_no_winograd(conv)
     if not direct.multiplications:
-        return LayerProposal(name, "direct", "float32", "no calibration image reached it, so float32", {},
-                             not why_direct, 0, 0)  # fmt: skip
+        return LayerProposal(
+            name, "direct", "float32", "no calibration image reached it, so float32", {}, not why_direct, 0, 0
+        )
     error = direct.error.read()
     limit = max_relative_error
     if error is None or error > max_relative_error:
@@ -198,9 +213,15 @@ def _propose(
             break
         said.append(objection)
     return LayerProposal(
-        name, kept.arithmetic.algorithm, kept.arithmetic.dtype, "; ".join([*said, _praise(kept)]),
-        {key: trial.describe() for key, trial in by_name.items()}, not why_direct, kept.multiplications,
-        direct.multiplications)  # fmt: skip
+        name,
+        kept.arithmetic.algorithm,
+        kept.arithmetic.dtype,
+        "; ".join([*said, _praise(kept)]),
+        {key: trial.describe() for key, trial in by_name.items()},
+        not why_direct,
+        kept.multiplications,
+        direct.multiplications,
+    )
 
 
 def _object(trial: _Trial, limit: float, min_headroom_bits: float) -> str:
@@ -220,8 +241,10 @@ def _object(trial: _Trial, limit: float, min_headroom_bits: float) -> str:
 def _praise(trial: _Trial) -> str:
     error = trial.error.read()
     wide = f" in {trial.arithmetic.dtype}" if trial.arithmetic.algorithm == "direct" else ""
-    return (f"{NAMES[trial.arithmetic.algorithm]}{wide} leaves {trial.headroom_bits:.1f} doublings, "
-            f"error {'unknown' if error is None else _percent(error)}")  # fmt: skip
+    return (
+        f"{NAMES[trial.arithmetic.algorithm]}{wide} leaves {trial.headroom_bits:.1f} doublings, "
+        f"error {'unknown' if error is None else _percent(error)}"
+    )
 
 
 def _say(value: float) -> str:

@@ -51,8 +51,9 @@ def differ(ours: Any, theirs: Any) -> Floats:
 
 
 def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> list[float]:
-    channels = [(ours, theirs)] if ours.ndim < 3 else list(
-        zip(ours.transpose(0, 1), theirs.transpose(0, 1), strict=True))  # fmt: skip
+    channels = (
+        [(ours, theirs)] if ours.ndim < 3 else list(zip(ours.transpose(0, 1), theirs.transpose(0, 1), strict=True))
+    )
     return [0.0 if torch.equal(x, y) else compare_outputs(x, y) for x, y in channels]
 
 

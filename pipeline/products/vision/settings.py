@@ -145,13 +145,23 @@ def find_network_problems(product: VisionProduct) -> list[str]:
     """Return what contradicts itself in a product, one line each, starting with the key's path."""
     problems = find_product_problems(product) + find_metric_problems(product)
     problems += find_unwatched_evals(product, "finite_output_rate", "NaN and infinity")
-    problems += [f"evals.{name}.kind: expected {product.task}, as the first eval has, got {settings.kind}: an adapter "
-                 "gives boxes or pictures; make it a product of its own" for name, settings in product.evals.items()
-                 if settings.kind != product.task]
-    problems += [f"candidates.{name}.{problem}" for name, candidate in product.candidates.items()
-                 for problem in _step_problems(candidate.steps, product.task)]
-    problems += [f"evals.{name}.{problem}" for name, settings in product.evals.items()
-                 if isinstance(settings, DetectionEval) for problem in find_bucket_problems(settings)]
+    problems += [
+        f"evals.{name}.kind: expected {product.task}, as the first eval has, got {settings.kind}: an adapter "
+        "gives boxes or pictures; make it a product of its own"
+        for name, settings in product.evals.items()
+        if settings.kind != product.task
+    ]
+    problems += [
+        f"candidates.{name}.{problem}"
+        for name, candidate in product.candidates.items()
+        for problem in _step_problems(candidate.steps, product.task)
+    ]
+    problems += [
+        f"evals.{name}.{problem}"
+        for name, settings in product.evals.items()
+        if isinstance(settings, DetectionEval)
+        for problem in find_bucket_problems(settings)
+    ]
     return problems
 
 
@@ -160,13 +170,20 @@ def _step_problems(steps: list[Any], task: str) -> list[str]:
     problems = find_repeated_steps(steps)
     if "conv_policy" in kinds:
         # an emulation's own speed and number format say nothing
-        problems += [f"steps.{i}: expected no {kind} beside conv_policy, which is emulated in float32 and says for "
-                     "each layer in which arithmetic; remove one of them" for i, kind in enumerate(kinds)
-                     if kind in ("precision", "channels_last", "compile")]
+        problems += [
+            f"steps.{i}: expected no {kind} beside conv_policy, which is emulated in float32 and says for "
+            "each layer in which arithmetic; remove one of them"
+            for i, kind in enumerate(kinds)
+            if kind in ("precision", "channels_last", "compile")
+        ]
     if "tiling" in kinds and task == "detection":
-        problems.append(f"steps.{kinds.index('tiling')}: expected a step that a detector knows, got tiling: a box may "
-                        "lie in two tiles; remove it")
-    problems += [f"steps.{i}.autocast: expected bfloat16 or float16 with it, got float32; remove autocast"
-                 for i, step in enumerate(steps)
-                 if isinstance(step, PrecisionStep) and step.autocast and step.dtype == "float32"]
+        problems.append(
+            f"steps.{kinds.index('tiling')}: expected a step that a detector knows, got tiling: a box may "
+            "lie in two tiles; remove it"
+        )
+    problems += [
+        f"steps.{i}.autocast: expected bfloat16 or float16 with it, got float32; remove autocast"
+        for i, step in enumerate(steps)
+        if isinstance(step, PrecisionStep) and step.autocast and step.dtype == "float32"
+    ]
     return problems + find_window_problems(steps)

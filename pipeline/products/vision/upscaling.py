@@ -29,9 +29,15 @@ _WORST = {"psnr_db": 0.0, "ssim": 0.0, "seam_levels": _LEVELS, "worst_seam_level
 
 
 def judge_picture(
-    case_id: str, picture: Any, target: NDArray, given: NDArray, *, is_finite: bool, tiling: Tiling | None,
+    case_id: str,
+    picture: Any,
+    target: NDArray,
+    given: NDArray,
+    *,
+    is_finite: bool,
+    tiling: Tiling | None,
     whole: Any = None,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return the scores of one enlarged picture.
 
     Args:
@@ -55,17 +61,26 @@ def judge_picture(
         _check_picture(case_id, whole, target)
         beside = _to_unit(whole)
     psnr = peak_signal_to_noise_db(ours, wanted).clamp(max=MAX_PSNR_DB)
-    return {"finite": 1.0, "psnr_db": float(psnr), "ssim": float(structural_similarity(ours, wanted)),
-            "seam_levels": measure_seam_excess(ours, beside, given.shape[:2], tiling),
-            "worst_seam_levels": measure_worst_stitch(ours, beside, given.shape[:2], tiling)}  # fmt: skip
+    return {
+        "finite": 1.0,
+        "psnr_db": float(psnr),
+        "ssim": float(structural_similarity(ours, wanted)),
+        "seam_levels": measure_seam_excess(ours, beside, given.shape[:2], tiling),
+        "worst_seam_levels": measure_worst_stitch(ours, beside, given.shape[:2], tiling),
+    }
 
 
 def _check_picture(case_id: str, picture: Any, target: NDArray) -> None:
     if not isinstance(picture, torch.Tensor) or picture.dtype != torch.uint8 or tuple(picture.shape) != target.shape:
-        came = (f"{picture.dtype} of shape {tuple(picture.shape)}" if isinstance(picture, torch.Tensor)
-                else f"{type(picture).__name__!r}")  # fmt: skip
-        raise EngineError(f"case {case_id!r}: postprocess() returned {came}, expected a tensor of uint8 of the "
-                          f"target's shape {target.shape}; correct the adapter or the evalset")  # fmt: skip
+        came = (
+            f"{picture.dtype} of shape {tuple(picture.shape)}"
+            if isinstance(picture, torch.Tensor)
+            else f"{type(picture).__name__!r}"
+        )
+        raise EngineError(
+            f"case {case_id!r}: postprocess() returned {came}, expected a tensor of uint8 of the "
+            f"target's shape {target.shape}; correct the adapter or the evalset"
+        )
 
 
 def measure_seam_excess(
@@ -85,8 +100,9 @@ def measure_seam_excess(
         return 0.0
     controls = _between(columns, picture.shape[3], factor), _between(rows, picture.shape[2], factor)
     # not the steps of each, made absolute: where the picture has an edge of its own, a seam may make it smaller
-    at_stitches, at_controls = (boundary_steps(picture - beside, *lines, cuts=(columns, rows)).mean()
-                                for lines in ((columns, rows), controls))  # fmt: skip
+    at_stitches, at_controls = (
+        boundary_steps(picture - beside, *lines, cuts=(columns, rows)).mean() for lines in ((columns, rows), controls)
+    )
     return _LEVELS * float(at_stitches - at_controls)
 
 

@@ -82,9 +82,11 @@ def start_runners(order: Order, num_workers: int, *, cache: Path) -> Iterator[Pr
         num_workers: processes.
         cache: folder for what they compile, gone when they are.
     """
-    died = (f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
-            f"as {order.adapter} ends it; lower products.{order.product}.serving.batch_size or resources.num_workers; finished pictures are "
-            "kept, run `dvc repro` to go on")
+    died = (
+        f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
+        f"as {order.adapter} ends it; lower products.{order.product}.serving.batch_size or "
+        "resources.num_workers; finished pictures are kept, run `dvc repro` to go on"
+    )
     with _compile_into(cache), start_workers(_load, order, num_workers, died=died) as pool:
         yield pool
 
@@ -109,14 +111,18 @@ def _load(order: Order) -> _Loaded:
     torch.set_num_threads(candidate.serving.num_threads)
     adapter = load_adapter(order.root / order.adapter)
     if adapter.digest != candidate.libraries.get("adapter"):
-        raise EngineError(f"{adapter.path}: expected the adapter that candidate {candidate.name!r} was built with, "
-                          "found another; run `dvc repro` to build it again")  # fmt: skip
+        raise EngineError(
+            f"{adapter.path}: expected the adapter that candidate {candidate.name!r} was built with, "
+            "found another; run `dvc repro` to build it again"
+        )
     network = load_network(order.root / candidate.checkpoint.path, adapter, candidate.serving)
     found = digest_files(order.root / candidate.checkpoint.path)  # after it was read: what is digested is what runs
     if digest_json(found) != candidate.checkpoint.digest:
         changed = name_changed_file(candidate.checkpoint.files, found)
-        raise EngineError(f"{candidate.checkpoint.path}: expected the files that candidate {candidate.name!r} was "
-                          f"built of, {changed}; run `dvc repro` to build it again")  # fmt: skip
+        raise EngineError(
+            f"{candidate.checkpoint.path}: expected the files that candidate {candidate.name!r} was "
+            f"built of, {changed}; run `dvc repro` to build it again"
+        )
     return _Loaded(order, adapter, network, candidate.facts | read_machine_facts())
 
 
@@ -137,15 +143,24 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
     results = _finish(network, outputs, finite)
     if (num := _count(results)) != len(cases):
         came = f"{type(results).__name__!r}" + ("" if num is None else f" of {num}")
-        raise EngineError(f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
-                          f"{len(cases)} pictures; correct the adapter")  # fmt: skip
+        raise EngineError(
+            f"{loaded.adapter.path}: postprocess() returned {came}, expected results of each of "
+            f"{len(cases)} pictures; correct the adapter"
+        )
     mark, wholes = fingerprint(loaded.facts), _enlarge_whole(loaded, pixels)
     judged = []
     for case, result, whole, given, is_finite in zip(cases, results, wholes, pixels, finite, strict=True):
         output, scores, picture = _judge(loaded, case, result, given, is_finite, whole)
-        record = CaseRecord(case_id=case.id, input_digest=case.digest, cluster=case.cluster, buckets=case.buckets,
-                            prompt=f"{loaded.order.settings.evalset}/{case.image}", output=output, scores=scores,
-                            fingerprint=mark)  # fmt: skip
+        record = CaseRecord(
+            case_id=case.id,
+            input_digest=case.digest,
+            cluster=case.cluster,
+            buckets=case.buckets,
+            prompt=f"{loaded.order.settings.evalset}/{case.image}",
+            output=output,
+            scores=scores,
+            fingerprint=mark,
+        )
         judged.append((record, picture))
     return judged
 
@@ -172,8 +187,12 @@ def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
             raise
     num, results = len(finite), []
     for i, is_finite in enumerate(finite):
-        part = tree_map(lambda leaf, i=i: leaf[i : i + 1] if isinstance(leaf, torch.Tensor) and leaf.ndim
-                        and len(leaf) == num else leaf, outputs)  # fmt: skip
+        part = tree_map(
+            lambda leaf, i=i: (
+                leaf[i : i + 1] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == num else leaf
+            ),
+            outputs,
+        )
         try:
             results.append(network.finish(part)[0])
         except EngineError:
@@ -194,13 +213,15 @@ def _judge(
     if isinstance(case, DetectionCase):
         assert isinstance(order.settings, DetectionEval) and order.categories is not None
         found = [] if result is _UNTAKEN else result
-        output, scores = judge_results(case, found, is_finite=is_finite, settings=order.settings,
-                                       categories=order.categories)  # fmt: skip
+        output, scores = judge_results(
+            case, found, is_finite=is_finite, settings=order.settings, categories=order.categories
+        )
         return output, scores, None
     target = read_picture(order.root / order.settings.evalset / case.target, case.target_sha256)
     result = torch.zeros(target.shape, dtype=torch.uint8) if result is _UNTAKEN else result
-    scores = judge_picture(case.id, result, target, given, is_finite=is_finite, tiling=order.candidate.serving.tiling,
-                           whole=whole)  # fmt: skip
+    scores = judge_picture(
+        case.id, result, target, given, is_finite=is_finite, tiling=order.candidate.serving.tiling, whole=whole
+    )
     pixels = result.numpy()
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=3)
@@ -215,8 +236,10 @@ def find_finite(adapter: Adapter, outputs: Any, num: int) -> list[bool]:
         EngineError: there is no tensor to look into: NaN would pass unseen.
     """
     if tree_leaves(outputs) and not list_tensors(outputs):
-        raise EngineError(f"{adapter.path}: the module returned {type(outputs).__name__!r} without a tensor in it, "
-                          "expected a tensor, or tensors in lists, tuples and dictionaries; correct its forward()")
+        raise EngineError(
+            f"{adapter.path}: the module returned {type(outputs).__name__!r} without a tensor in it, "
+            "expected a tensor, or tensors in lists, tuples and dictionaries; correct its forward()"
+        )
     finite = torch.ones(num, dtype=torch.bool)
     for tensor in list_tensors(outputs):
         is_finite = tensor.isfinite().cpu()
@@ -258,11 +281,18 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
     timed, order = read(common.cases), loaded.order
     is_other = Path(order.candidate.checkpoint.path) != Path(order.source)
     load_reference = partial(loaded.load, folder=order.source) if is_other else None
-    return {"layers": _compare_layers(loaded, cases),
-            "shapes": {"num_shapes": len(shapes), "timed": list(timed.shape[:3]), "num_timed": common.num_pictures,
-                       "num_pictures": sum(shape.num_pictures for shape in shapes)},
-            **measure_costs(loaded.load, loaded.network, timed, read(largest), map(read, batches),
-                            load_reference=load_reference)}  # fmt: skip
+    return {
+        "layers": _compare_layers(loaded, cases),
+        "shapes": {
+            "num_shapes": len(shapes),
+            "timed": list(timed.shape[:3]),
+            "num_timed": common.num_pictures,
+            "num_pictures": sum(shape.num_pictures for shape in shapes),
+        },
+        **measure_costs(
+            loaded.load, loaded.network, timed, read(largest), map(read, batches), load_reference=load_reference
+        ),
+    }
 
 
 def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:

@@ -112,8 +112,15 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     reference, finds_boxes = policy.reference, "detection" in policy.eval_kinds.values()
     folders = {name: build / "evaluations" / name for name in scored}
     ordered = sorted(judgement.verdicts, key=lambda v: not v.is_release)  # stable
-    worst = {v.candidate: case for v in ordered if (case := find_worst(
-        scored[reference], scored[v.candidate], judgement, (folders[reference], folders[v.candidate])))}  # fmt: skip
+    worst = {
+        v.candidate: case
+        for v in ordered
+        if (
+            case := find_worst(
+                scored[reference], scored[v.candidate], judgement, (folders[reference], folders[v.candidate])
+            )
+        )
+    }
     keys = name_cases(worst)
     by_use = sorted(ordered, key=lambda v: not v.is_release and v.candidate not in worst)
     columns = order_columns([reference, *(v.candidate for v in by_use)])
@@ -121,8 +128,11 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     for name, own in scored.items():
         sides = Sides(policy.kind, finds_boxes, (folders[reference], folders[name]), (scored[reference], own))
         is_same = _list_outputs(own) == _list_outputs(scored[reference])
-        note = _name_owners(keys, worst) if name == reference else _name_worst(
-            keys, worst.get(name), "" if not is_same else "boxes" if finds_boxes else "pixels")  # fmt: skip
+        note = (
+            _name_owners(keys, worst)
+            if name == reference
+            else _name_worst(keys, worst.get(name), "" if not is_same else "boxes" if finds_boxes else "pixels")
+        )
         cases = [image for case, key in keys.items() if (image := _show_case(sides, case, key))]
         shown = (*cases, *_list_own(sides, worst.get(name), is_reference=name == reference))
         costs = _read_costs(folders[name], own) if policy.kind == "images" else read_network_costs(folders[name], own)
@@ -130,9 +140,7 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     return contents
 
 
-def find_worst(
-    reference: Scored, candidate: Scored, judgement: Judgement, folders: tuple[Path, Path]
-) -> Case | None:
+def find_worst(reference: Scored, candidate: Scored, judgement: Judgement, folders: tuple[Path, Path]) -> Case | None:
     """Return the case in which a candidate is worst; None where no case can be paired or no output is another one.
 
     Of a detector, that in which most objects are lost; None where none is.
@@ -152,8 +160,14 @@ def find_worst(
             continue  # the verdict was refused for it
     is_detector = "detection" in judgement.policy.eval_kinds.values()
     ranked = rank_losses(pairs, folders) if is_detector else list_worst_images(pairs, judgement.policy.eval_kinds)
-    return next(((eval_name, pairs[eval_name].reference[i].case_id) for eval_name, i in ranked
-                 if pairs[eval_name].reference[i].output != pairs[eval_name].candidate[i].output), None)  # fmt: skip
+    return next(
+        (
+            (eval_name, pairs[eval_name].reference[i].case_id)
+            for eval_name, i in ranked
+            if pairs[eval_name].reference[i].output != pairs[eval_name].candidate[i].output
+        ),
+        None,
+    )
 
 
 def name_cases(worst: Mapping[str, Case]) -> dict[Case, str]:
@@ -189,20 +203,45 @@ def describe_view(runs: Sequence[Sequence[Shown]]) -> dict[str, Any]:
         runs: the images of each run.
     """
     keys = sorted({image.key for shown in runs for image in shown})
-    grid = {"type": "IMAGE", "uuid": VIEW, "metricSectionId": VIEW, "runsCountToCompare": _MAX_COLUMNS,
-            "deleted": False, "isGenerated": False, "imageKeys": keys, "step": 0, "showRunParams": False}
-    section = {"uuid": VIEW, "name": "images side by side", "display": True, "isReordered": True, "deleted": False,
-               "isGenerated": False, "columns": 1, "cardHeight": _ROW_HEIGHT * len(keys) + _MARGINS}
-    return {"compareRunCharts": [grid], "compareRunSections": [section], "isAccordionReordered": True,
-            "runListHidden": True, "orderByKey": f"tags.`{COLUMN}`", "orderByAsc": True}
+    grid = {
+        "type": "IMAGE",
+        "uuid": VIEW,
+        "metricSectionId": VIEW,
+        "runsCountToCompare": _MAX_COLUMNS,
+        "deleted": False,
+        "isGenerated": False,
+        "imageKeys": keys,
+        "step": 0,
+        "showRunParams": False,
+    }
+    section = {
+        "uuid": VIEW,
+        "name": "images side by side",
+        "display": True,
+        "isReordered": True,
+        "deleted": False,
+        "isGenerated": False,
+        "columns": 1,
+        "cardHeight": _ROW_HEIGHT * len(keys) + _MARGINS,
+    }
+    return {
+        "compareRunCharts": [grid],
+        "compareRunSections": [section],
+        "isAccordionReordered": True,
+        "runListHidden": True,
+        "orderByKey": f"tags.`{COLUMN}`",
+        "orderByAsc": True,
+    }
 
 
 def _show_case(sides: Sides, case: Case, key: str) -> Shown | None:
     """Return what a run shows of a case; None where it has no such case."""
     eval_name, case_id = case
     if sides.finds_boxes:
-        ours, theirs = (judge_boxes(folder, eval_name, scored, case_id)
-                        for folder, scored in zip(sides.folders, sides.scored, strict=True))  # fmt: skip
+        ours, theirs = (
+            judge_boxes(folder, eval_name, scored, case_id)
+            for folder, scored in zip(sides.folders, sides.scored, strict=True)
+        )
         return ShownBoxes(key, ours, theirs) if ours and theirs else None
     image = sides.locate(1, case)
     return None if image is None else ShownImage(key, (image,))
@@ -218,8 +257,10 @@ def _list_own(sides: Sides, worst: Case | None, *, is_reference: bool) -> list[S
         gain = DIFFERENCE_GAIN if sides.kind == "images" else SEAM_GAIN
         own.append(ShownImage(f"{SECTION}/difference x {gain}", both, caption=both[0].path.stem, gain=gain))
     if sides.kind == "images":
-        own += [ShownImage(f"{SECTION}/headroom", notes=sides.folders[1] / f"{eval_name}.json")
-                for eval_name in list(sides.scored[1])[:1]]  # fmt: skip
+        own += [
+            ShownImage(f"{SECTION}/headroom", notes=sides.folders[1] / f"{eval_name}.json")
+            for eval_name in list(sides.scored[1])[:1]
+        ]
     elif not is_reference and (stitch := find_stitch(sides.folders, *sides.scored, SECTION)):
         own.append(stitch)
     return own
@@ -233,8 +274,11 @@ def _name_owners(keys: Mapping[Case, str], worst: Mapping[str, Case]) -> str:
 
 
 def _list_outputs(scored: Scored) -> dict[Case, str]:
-    return {(eval_name, case_id): record.output for eval_name, cases in scored.items()
-            for case_id, (record, _) in cases.items()}  # fmt: skip
+    return {
+        (eval_name, case_id): record.output
+        for eval_name, cases in scored.items()
+        for case_id, (record, _) in cases.items()
+    }
 
 
 def _name_worst(keys: Mapping[Case, str], case: Case | None, same: str) -> str:
@@ -253,8 +297,10 @@ def _read_costs(folder: Path, scored: Scored) -> dict[str, float]:
     for eval_name in list(scored)[:1]:
         try:
             notes = json.loads((folder / f"{eval_name}.json").read_text(encoding="utf-8"))
-            numbers = {f"cost/{key}": float(notes[key]) for key in
-                       ("step_ms_per_image", "decode_ms_per_image", "decode_peak_mib")}  # fmt: skip
+            numbers = {
+                f"cost/{key}": float(notes[key])
+                for key in ("step_ms_per_image", "decode_ms_per_image", "decode_peak_mib")
+            }
             if ratio := notes["decode_to_float32"]:
                 numbers["cost/decode_percent_of_float32"] = 100 * ratio["median"]
             room = min(map(headroom, notes["decoder"].values()), default=None)

@@ -77,8 +77,9 @@ def rank_losses(pairs: Mapping[str, PairedCases], folders: tuple[Path, Path]) ->
     found = []
     for eval_name, paired in pairs.items():
         try:
-            ours, theirs = (load_matches(folder / f"{eval_name}.npz", num_images=len(paired.reference))
-                            for folder in folders)  # fmt: skip
+            ours, theirs = (
+                load_matches(folder / f"{eval_name}.npz", num_images=len(paired.reference)) for folder in folders
+            )
             losses = list_losses(replace(paired, tables=(ours, theirs.at(paired.candidate_order))))
         except EvidenceError:
             continue  # the verdict was refused for it
@@ -89,9 +90,12 @@ def rank_losses(pairs: Mapping[str, PairedCases], folders: tuple[Path, Path]) ->
 def find_stitch(folders: tuple[Path, Path], reference: Scored, candidate: Scored, section: str) -> ShownStitch | None:
     """Return a stitch of the case with the largest seam; None where a candidate does not run in tiles."""
     tiling = _read_tiling(folders[1])
-    cases = [(-record.scores.get("worst_seam_levels", 0.0), eval_name, case_id)
-             for eval_name, found in candidate.items() for case_id, (record, _) in found.items()
-             if case_id in reference.get(eval_name, {})]  # fmt: skip
+    cases = [
+        (-record.scores.get("worst_seam_levels", 0.0), eval_name, case_id)
+        for eval_name, found in candidate.items()
+        for case_id, (record, _) in found.items()
+        if case_id in reference.get(eval_name, {})
+    ]
     if tiling is None or not cases:
         return None
     _, eval_name, case_id = min(cases)
@@ -128,9 +132,12 @@ def _name_costs(notes: NetworkNotes) -> dict[str, float]:
     if notes.peak_mib is not None:
         numbers["peak_mib"] = notes.peak_mib
     if notes.compile:
-        numbers |= {"num_graphs": notes.compile.num_graphs + notes.compile.num_recompilations,
-                    "num_graph_breaks": notes.compile.num_graph_breaks, "first_call_s": notes.compile.first_call_s,
-                    "num_recompilations": notes.compile.num_recompilations}  # fmt: skip
+        numbers |= {
+            "num_graphs": notes.compile.num_graphs + notes.compile.num_recompilations,
+            "num_graph_breaks": notes.compile.num_graph_breaks,
+            "first_call_s": notes.compile.first_call_s,
+            "num_recompilations": notes.compile.num_recompilations,
+        }
     if notes.layout:
         numbers["num_other_formats"] = len(notes.layout.other_formats)
         numbers |= {f"num_reorders_{key}": num for key, num in notes.layout.num_reorders.items()}

@@ -65,8 +65,9 @@ def _choose_cases(eval_name: str, scored: dict[str, Scored], reference: str) -> 
     return sorted(base, key=lambda case_id: -count_flips(case_id))[:MAX_CASES_PER_EVAL]  # stable: ties in evalset order
 
 
-def _append_row(table: dict[str, list[str]], eval_name: str, record: CaseRecord, ok: bool | None, *,
-                is_missing: bool) -> None:  # fmt: skip
+def _append_row(
+    table: dict[str, list[str]], eval_name: str, record: CaseRecord, ok: bool | None, *, is_missing: bool
+) -> None:
     failure = "missing" if is_missing else record.failure or "not judged"
     words = ("NOT FINITE", "finite") if "finite" in record.scores else ("WRONG", "right")
     mark = failure if ok is None else words[ok]
@@ -85,8 +86,10 @@ def describe_output(record: CaseRecord) -> str:
     """Return what the table shows of an output: boxes and the digests of pictures are no text, their scores are."""
     scores = record.scores
     if {"found_50", "objects", "false_alarms"} <= scores.keys():
-        return (f"{scores['found_50']:g} of {scores['objects']:g} objects found at IoU 0.5, "
-                f"{scores['false_alarms']:g} false alarms")  # fmt: skip
+        return (
+            f"{scores['found_50']:g} of {scores['objects']:g} objects found at IoU 0.5, "
+            f"{scores['false_alarms']:g} false alarms"
+        )
     if {"psnr_db", "ssim", "seam_levels", "finite"} <= scores.keys():
         return f"{scores['psnr_db']:.2f} dB, SSIM {scores['ssim']:.4f}, seams of {scores['seam_levels']:.2f} levels"
     return record.output

@@ -25,8 +25,14 @@ from pipeline.report.mlflow_runs.image_contents import ImageContents, Shown, cho
 from pipeline.report.mlflow_runs.predictions import read_scored, select_predictions
 
 # Bars and dots: a reviewer tells the verdict by the colour.
-_COLORS = {"reference": "#57606a", "pass": "#1a7f37", "inconclusive": "#d4a72c", "fail": "#cf222e",
-           "refused": "#8250df", "no gain": "#6e7781"}  # fmt: skip
+_COLORS = {
+    "reference": "#57606a",
+    "pass": "#1a7f37",
+    "inconclusive": "#d4a72c",
+    "fail": "#cf222e",
+    "refused": "#8250df",
+    "no gain": "#6e7781",
+}
 _STEP_WORDS = ("algorithm", "dtype", "mode", "tile", "window")  # of a step that say enough without their names
 
 
@@ -66,8 +72,10 @@ def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
     tables = select_predictions(scored, judgement.policy.reference)
     images = choose_images(judgement, scored, build) if judgement.policy.kind != "text" else {}
-    return [_describe_run(judgement, build, name, tables[name], images.get(name, ImageContents()), problems[name])
-            for name in names]  # fmt: skip
+    return [
+        _describe_run(judgement, build, name, tables[name], images.get(name, ImageContents()), problems[name])
+        for name in names
+    ]
 
 
 def _describe_run(
@@ -83,8 +91,11 @@ def _describe_run(
     return RunContents(
         candidate=name,
         key=digest_json([*says, is_reference, predictions["id"], *(image.identity for image in images.shown)]),
-        metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline) | describe_gate(verdict)
-        | describe_speed(verdict.speed if verdict else None) | describe_path(verdict, evaluation) | images.costs,
+        metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline)
+        | describe_gate(verdict)
+        | describe_speed(verdict.speed if verdict else None)
+        | describe_path(verdict, evaluation)
+        | images.costs,
         params={"gate": describe_role(verdict, is_reference)} | describe_candidate(candidate, evaluation),
         predictions=predictions,
         note=_write_note(verdict, is_reference) + images.note + problem,
@@ -106,8 +117,11 @@ def _tripwires(verdict: Verdict | None) -> list[Metric]:
     if verdict is None:
         return []
     known = {(m.name, m.bucket) for m in verdict.metrics}
-    return [Metric(name=c.metric, bucket=c.bucket, value=c.candidate, unit=c.unit, better="lower", n=c.n)
-            for c in verdict.comparisons if (c.metric, c.bucket) not in known and c.tolerance is None]  # fmt: skip
+    return [
+        Metric(name=c.metric, bucket=c.bucket, value=c.candidate, unit=c.unit, better="lower", n=c.n)
+        for c in verdict.comparisons
+        if (c.metric, c.bucket) not in known and c.tolerance is None
+    ]
 
 
 def name_metrics(metrics: tuple[Metric, ...], *, headline: str) -> dict[str, float]:
@@ -119,8 +133,10 @@ def name_metrics(metrics: tuple[Metric, ...], *, headline: str) -> dict[str, flo
     order = sorted(metrics, key=lambda m: (m.bucket is not None, m.name != headline, m.name.split("/")[0]))
     spelled = {bucket: _clean(bucket) for bucket in dict.fromkeys(m.bucket for m in order) if bucket is not None}
     counts = Counter(spelled.values())
-    spelled = {bucket: clean if counts[clean] == 1 or clean == bucket else f"{clean} {digest_text(bucket)[:8]}"
-               for bucket, clean in spelled.items()}  # fmt: skip
+    spelled = {
+        bucket: clean if counts[clean] == 1 or clean == bucket else f"{clean} {digest_text(bucket)[:8]}"
+        for bucket, clean in spelled.items()
+    }
     return dict(_name_metric(metric, spelled) for metric in order)
 
 
@@ -224,8 +240,10 @@ def _describe_calibration(step: dict[str, Any]) -> str:
     if not calibration:
         return ""
     sources = "+".join(calibration["sources"])
-    return (f"{calibration['num_samples']} x {calibration['max_tokens']} tokens of {sources}, "
-            f"length^{calibration['length_exponent']:g}")  # fmt: skip
+    return (
+        f"{calibration['num_samples']} x {calibration['max_tokens']} tokens of {sources}, "
+        f"length^{calibration['length_exponent']:g}"
+    )
 
 
 def _describe_coverage(candidate: BuiltCandidate) -> str:

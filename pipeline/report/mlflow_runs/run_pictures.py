@@ -117,8 +117,10 @@ def _read_scarcest(notes: Path) -> list[tuple[str, float]]:
     try:
         return list_scarcest(json.loads(notes.read_text(encoding="utf-8"))["decoder"], limit=_MODULES_SHOWN)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EvidenceError(f"{notes}: expected the ranges of a decoder's modules, got {type(error).__name__} while "
-                            "reading them; run `dvc repro`") from None  # fmt: skip
+        raise EvidenceError(
+            f"{notes}: expected the ranges of a decoder's modules, got {type(error).__name__} while "
+            "reading them; run `dvc repro`"
+        ) from None
 
 
 def _draw_headroom(scarcest: Sequence[tuple[str, float]]) -> Image:
@@ -127,8 +129,13 @@ def _draw_headroom(scarcest: Sequence[tuple[str, float]]) -> Image:
 
     figure = Figure(figsize=(4, 4), dpi=100, layout="constrained")
     axis = figure.subplots()
-    axis.barh(range(len(scarcest)), [bits for _, bits in scarcest], height=0.9, alpha=0.55,
-              color=[SCARCE if bits < SCARCE_BITS else AMPLE for _, bits in scarcest])  # fmt: skip
+    axis.barh(
+        range(len(scarcest)),
+        [bits for _, bits in scarcest],
+        height=0.9,
+        alpha=0.55,
+        color=[SCARCE if bits < SCARCE_BITS else AMPLE for _, bits in scarcest],
+    )
     for height, (name, _) in enumerate(scarcest):
         axis.text(LEAST_BITS + 0.3, height, name, va="center", fontsize=14, parse_math=False)
     axis.axvline(0, color="#000000", linewidth=1)

@@ -55,7 +55,11 @@ def name_experiment(product: str) -> str:
 
 
 def log_runs(
-    runs: list[RunContents], root: Path, *, product: str, attachments: Iterable[Path] = (),
+    runs: list[RunContents],
+    root: Path,
+    *,
+    product: str,
+    attachments: Iterable[Path] = (),
     dvc_experiment: str = "",
 ) -> list[LoggedRun]:
     """Log every run that MLflow does not hold yet and bin those they replace.
@@ -93,14 +97,18 @@ def open_store(root: Path) -> Iterator[Any]:
         with FileLock(root / LOCK_FILE, timeout=LOCK_TIMEOUT_S):
             yield open_client(tracking_uri=f"sqlite:///{(root / STORE_FILE).resolve()}")
     except Timeout:
-        raise JournalError(f"{root / LOCK_FILE}: another process has been writing to MLflow for {LOCK_TIMEOUT_S} s; "
-                           "wait for it or end it") from None  # fmt: skip
+        raise JournalError(
+            f"{root / LOCK_FILE}: another process has been writing to MLflow for {LOCK_TIMEOUT_S} s; "
+            "wait for it or end it"
+        ) from None
     except errors as error:
         reason = str(error).strip().splitlines()[0].partition(". ")[0]  # then comes advice on other databases
         # without --force DVC may take the stage's output from its cache and not run it
-        raise JournalError(f"{root / STORE_FILE}: expected a store that MLflow can write, got {type(error).__name__}: "
-                           f"{reason}; if it is damaged or of another version, move it away and run `dvc repro "
-                           "--single-item --force track`, which writes the runs of the last verdict again") from None
+        raise JournalError(
+            f"{root / STORE_FILE}: expected a store that MLflow can write, got {type(error).__name__}: "
+            f"{reason}; if it is damaged or of another version, move it away and run `dvc repro "
+            "--single-item --force track`, which writes the runs of the last verdict again"
+        ) from None
 
 
 def _import_mlflow() -> tuple[Any, tuple[type[Exception], ...]]:
@@ -142,8 +150,13 @@ def _log_once(client: Any, experiment_id: str, run: RunContents, files: list[Pat
     name = f"{run.candidate} ({dvc_experiment})" if dvc_experiment else run.candidate
     pictures, problems = draw_pictures(run.images)
     note = "".join([run.note, *(f"\n- not shown: {escape_markdown(problem)}" for problem in problems)])
-    tags = {PIPELINE: "quantgate", _KEY: run.key, GROUP: group, "mlflow.note.content": note,
-            "mlflow.runColor": run.color} | _place(run, dvc_experiment)  # fmt: skip
+    tags = {
+        PIPELINE: "quantgate",
+        _KEY: run.key,
+        GROUP: group,
+        "mlflow.note.content": note,
+        "mlflow.runColor": run.color,
+    } | _place(run, dvc_experiment)
     run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
     _fill(client, run_id, run, files)
     for key, picture in pictures.items():
@@ -162,8 +175,9 @@ def _save_view(client: Any, experiment_id: str, runs: list[RunContents]) -> None
     shown = [run.images for run in runs]
     if any(shown):
         # as MLflow's page keeps what its users save under "Views"; it does not show the times
-        view = json.dumps({"name": VIEW.replace("-", " "), "createdAt": 0, "updatedAt": 0,
-                           "state": json.dumps(describe_view(shown))})  # fmt: skip
+        view = json.dumps(
+            {"name": VIEW.replace("-", " "), "createdAt": 0, "updatedAt": 0, "state": json.dumps(describe_view(shown))}
+        )
         if client.get_experiment(experiment_id).tags.get(f"{_VIEWS}{VIEW}") != view:
             client.set_experiment_tag(experiment_id, f"{_VIEWS}{VIEW}", view)
 
@@ -199,8 +213,11 @@ def write_pages(logged: list[LoggedRun], root: Path, *, product: str, has_pictur
     experiment_id = logged[0].experiment_id
     experiments = quote(f'["{experiment_id}"]')
     runs = f"#/experiments/{experiment_id}/runs?compareRunsMode"
-    lines = [f"compare      #/compare-runs?runs={ids}&experiments={experiments}",
-             f"charts       {runs}=CHART", f"predictions  {runs}=ARTIFACT"]  # fmt: skip
+    lines = [
+        f"compare      #/compare-runs?runs={ids}&experiments={experiments}",
+        f"charts       {runs}=CHART",
+        f"predictions  {runs}=ARTIFACT",
+    ]
     if has_pictures:
         lines.append(f"images       {runs}=CHART&viewStateShareKey={VIEW}")
     write_text(root / ARTIFACTS_FOLDER / f"pages-{product}.txt", "\n".join(lines) + "\n")

@@ -1,1 +1,1 @@
-"""The guidance sweep: the image product's reference under a grid of guidance settings, judged by the gate's own rule."""
+"""The guidance sweep: an image product's reference under a grid of guidance settings, judged by the gate's own rule."""

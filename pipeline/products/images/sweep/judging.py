@@ -78,17 +78,26 @@ def judge_sweep(product: ImagesProduct, build: Path) -> list[SweepRow]:
     (eval_name,) = product.evals
     records = {name: _read_records(compared.measured[name], eval_name) for name in product.candidates}
     clusters = number_clusters(records[product.reference])
-    saturated, similar = (np.array([read_scores(rows, score, where=name) for name, rows in records.items()])
-                          for score in ("saturated", "clip"))  # fmt: skip
+    saturated, similar = (
+        np.array([read_scores(rows, score, where=name) for name, rows in records.items()])
+        for score in ("saturated", "clip")
+    )
     pareto = find_pareto_set(saturated.mean(1), similar.mean(1))
     shares = resample_pareto_set(saturated, similar, clusters)
     verdicts = {verdict.candidate: verdict for verdict in compared.judgement.verdicts}
     rows = []
     for i, name in enumerate(product.candidates):
-        rows.append(SweepRow(
-            name=name, step=read_setting(product, name), num_prompts=len(clusters), is_pareto=bool(pareto[i]),
-            pareto_share=float(shares[i]), estimates=_read_estimates(compared.measured[name]),
-            verdict=verdicts.get(name)))  # fmt: skip
+        rows.append(
+            SweepRow(
+                name=name,
+                step=read_setting(product, name),
+                num_prompts=len(clusters),
+                is_pareto=bool(pareto[i]),
+                pareto_share=float(shares[i]),
+                estimates=_read_estimates(compared.measured[name]),
+                verdict=verdicts.get(name),
+            )
+        )
     return rows
 
 
@@ -135,8 +144,11 @@ def _read_records(measured: Measured, eval_name: str) -> list[CaseRecord]:
 def _read_estimates(measured: Measured) -> dict[str, Estimate]:
     names = (SATURATION, OVERSATURATION, SIMILARITY, STD_RATIO)
     found = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None}
-    return {name: Estimate(m.value, m.low if m.low is not None else m.value, m.high if m.high is not None else m.value)
-            for name in names if (m := found[name])}  # fmt: skip
+    return {
+        name: Estimate(m.value, m.low if m.low is not None else m.value, m.high if m.high is not None else m.value)
+        for name in names
+        if (m := found[name])
+    }
 
 
 def list_pareto(rows: Sequence[SweepRow]) -> list[SweepRow]:

@@ -30,16 +30,30 @@ def plot_sweep(rows: Sequence[SweepRow], product: ImagesProduct, path: Path) -> 
     """Draw every setting, the Pareto set as a line, and what the gate tolerates of the reference as a shaded area."""
     figure = Figure(figsize=(9.5, 6.2), dpi=_DPI, layout="constrained")
     axis = figure.subplots()
-    colours, markers = (dict(zip(sorted({getattr(r.step, key) for r in rows}), kinds * len(rows), strict=False))
-                        for key, kinds in (("scale", _COLOURS), ("rescale", _MARKERS)))  # fmt: skip
+    colours, markers = (
+        dict(zip(sorted({getattr(r.step, key) for r in rows}), kinds * len(rows), strict=False))
+        for key, kinds in (("scale", _COLOURS), ("rescale", _MARKERS))
+    )
     for row in rows:
         _draw_point(axis, row, colours[row.step.scale], markers[row.step.rescale])
     front = list_pareto(rows)
-    axis.plot([100 * r.estimates[SATURATION].value for r in front], [r.estimates[SIMILARITY].value for r in front],
-              color="#000000", linewidth=2, zorder=4)  # fmt: skip
+    axis.plot(
+        [100 * r.estimates[SATURATION].value for r in front],
+        [r.estimates[SIMILARITY].value for r in front],
+        color="#000000",
+        linewidth=2,
+        zorder=4,
+    )
     reference = rows[0].estimates
-    axis.plot(100 * reference[SATURATION].value, reference[SIMILARITY].value, marker="o", color="#000000",
-              markersize=14, markerfacecolor="none", zorder=2)  # fmt: skip
+    axis.plot(
+        100 * reference[SATURATION].value,
+        reference[SIMILARITY].value,
+        marker="o",
+        color="#000000",
+        markersize=14,
+        markerfacecolor="none",
+        zorder=2,
+    )
     _shade_tolerated(axis, rows, product)
     most = max(100 * row.estimates[SATURATION].high for row in rows)
     axis.set_xscale("function", functions=(_root, np.square))  # what may ship lies near 0, and 0 itself is possible
@@ -48,8 +62,9 @@ def plot_sweep(rows: Sequence[SweepRow], product: ImagesProduct, path: Path) -> 
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g} %")
     axis.set_xlabel("saturated pixels, left is better (square-root scale)", fontsize=9)
     axis.set_ylabel("CLIP similarity, up is better", fontsize=9)
-    axis.set_title(f"{len(rows)} settings, {rows[0].num_prompts} prompts each; bars: 95 % intervals by cluster",
-                   fontsize=10)  # fmt: skip
+    axis.set_title(
+        f"{len(rows)} settings, {rows[0].num_prompts} prompts each; bars: 95 % intervals by cluster", fontsize=10
+    )
     _add_legend(figure, rows, colours, markers)
     save_figure(figure, path)
 
@@ -62,10 +77,17 @@ def _draw_point(axis: Axes, row: SweepRow, colour: str, marker: str) -> None:
     saturated, similar = row.estimates[SATURATION], row.estimates[SIMILARITY]
     is_hollow = row.step.dynamic_threshold_percentile is not None
     axis.errorbar(
-        100 * saturated.value, similar.value, xerr=_reach(saturated, 100, least=0), yerr=_reach(similar, 1, least=-1),
-        marker=marker, markersize=7, color=colour, markerfacecolor="#FFFFFF" if is_hollow else colour, elinewidth=0.7,
+        100 * saturated.value,
+        similar.value,
+        xerr=_reach(saturated, 100, least=0),
+        yerr=_reach(similar, 1, least=-1),
+        marker=marker,
+        markersize=7,
+        color=colour,
+        markerfacecolor="#FFFFFF" if is_hollow else colour,
+        elinewidth=0.7,
         zorder=3,
-    )  # fmt: skip
+    )
 
 
 def _reach(estimate: Estimate, factor: float, *, least: float) -> list[list[float]]:
@@ -78,8 +100,11 @@ def _shade_tolerated(axis: Axes, rows: Sequence[SweepRow], product: ImagesProduc
     allowed = [product.gate.tolerances.get(f"{eval_name}/{metric}") for metric in (SATURATION, SIMILARITY)]
     if any(a is None or a.overall is None for a in allowed):
         return
-    most, least = (reference.estimates[metric].value + sign * (a.overall or 0.0) for metric, sign, a in
-                   ((SATURATION, 1, allowed[0]), (SIMILARITY, -1, allowed[1])) if a)  # fmt: skip
+    most, least = (
+        reference.estimates[metric].value + sign * (a.overall or 0.0)
+        for metric, sign, a in ((SATURATION, 1, allowed[0]), (SIMILARITY, -1, allowed[1]))
+        if a
+    )
     axis.fill_between([0, 100 * most], least, 1.0, color="#000000", alpha=0.07, linewidth=0, zorder=0)
     top = max(row.estimates[SIMILARITY].high for row in rows)
     axis.set_ylim(top=min(1.0, top + 0.02))
@@ -93,8 +118,18 @@ def _add_legend(figure: Figure, rows: Sequence[SweepRow], colours: dict[float, s
     handles += [dot("#4D4D4D", marker, f"rescale {rescale:g}") for rescale, marker in markers.items()]
     if any(row.step.dynamic_threshold_percentile is not None for row in rows):
         handles.append(dot("#4D4D4D", "o", "thresholded", "#FFFFFF"))
-    handles += [Line2D([], [], color="#000000", marker="o", markersize=12, markerfacecolor="none", linestyle="",
-                       label="the reference"),
-                Line2D([], [], color="#000000", linewidth=2, label="Pareto set")]  # fmt: skip
+    handles += [
+        Line2D(
+            [],
+            [],
+            color="#000000",
+            marker="o",
+            markersize=12,
+            markerfacecolor="none",
+            linestyle="",
+            label="the reference",
+        ),
+        Line2D([], [], color="#000000", linewidth=2, label="Pareto set"),
+    ]
     handles.append(Line2D([], [], color="#000000", alpha=0.15, linewidth=8, label="tolerated loss"))
     figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)

@@ -42,7 +42,9 @@ def take_prompts(evalset: Path, num_prompts: int, target: Path) -> None:
     write_text(target / CARD_FILE, json.dumps(card, indent=1) + "\n")  # JSON is YAML
 
 
-def render_settings(product: ImagesProduct, *, root: Path, build: Path, say: Callable[[str], None] = print) -> list[str]:
+def render_settings(
+    product: ImagesProduct, *, root: Path, build: Path, say: Callable[[str], None] = print
+) -> list[str]:
     """Render each candidate of a sweep's product that is not finished, and return the names of these.
 
     Args:

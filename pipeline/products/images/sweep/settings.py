@@ -47,8 +47,9 @@ def name_setting(step: GuidanceStep) -> str:
     return "-".join(f"{key}-{value:g}" for key, value in parts).replace(".", "-").replace("+", "")
 
 
-def make_sweep_product(product: ImagesProduct, settings: Iterable[GuidanceStep], *, eval_name: str, evalset: str
-                     ) -> ImagesProduct:  # fmt: skip
+def make_sweep_product(
+    product: ImagesProduct, settings: Iterable[GuidanceStep], *, eval_name: str, evalset: str
+) -> ImagesProduct:
     """Return the product that a sweep renders and judges: the reference, and each setting that is not its own.
 
     Every setting is judged as if it were released alone: a release of all of them is nobody's decision.
@@ -68,14 +69,24 @@ def make_sweep_product(product: ImagesProduct, settings: Iterable[GuidanceStep],
         raise SettingsError("sweep: expected a setting beside the reference's own guidance, found none; name more")
     tolerances = {m: t for m, t in product.gate.tolerances.items() if m.startswith(f"{eval_name}/")}
     if not tolerances:
-        raise SettingsError(f"{product.locate('gate')}.tolerances: expected one for eval {eval_name!r}, found none; add one")
+        raise SettingsError(
+            f"{product.locate('gate')}.tolerances: expected one for eval {eval_name!r}, found none; add one"
+        )
     candidates = {product.reference: product.candidates[product.reference]} | {
-        name: ImageCandidateSettings(checkpoint=checkpoint, steps=list(step)) for name, step in steps.items()}
+        name: ImageCandidateSettings(checkpoint=checkpoint, steps=list(step)) for name, step in steps.items()
+    }
     evaluated = ImagesEval(**product.evals[eval_name].model_dump() | {"evalset": evalset})
-    return ImagesProduct(name=product.name, kind="images", reference=product.reference, release=[next(iter(steps))],
-                         candidates=candidates, serving=product.serving, resources=product.resources,
-                         evals={eval_name: evaluated},
-                         gate=product.gate.model_copy(update={"tolerances": tolerances, "tripwires": {}}))  # fmt: skip
+    return ImagesProduct(
+        name=product.name,
+        kind="images",
+        reference=product.reference,
+        release=[next(iter(steps))],
+        candidates=candidates,
+        serving=product.serving,
+        resources=product.resources,
+        evals={eval_name: evaluated},
+        gate=product.gate.model_copy(update={"tolerances": tolerances, "tripwires": {}}),
+    )
 
 
 def read_setting(product: ImagesProduct, name: str) -> GuidanceStep:

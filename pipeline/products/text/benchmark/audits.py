@@ -29,11 +29,14 @@ def check_work(timed: TimedReply, prompt: Prompt, plan: Plan, num_tokens: int) -
     """Refuse an answer of another length than asked, or a prompt outside of its band."""
     reply = timed.reply
     if reply.num_completion_tokens != num_tokens:
-        raise UnequalWorkError(f"{prompt.name}: expected {num_tokens} completion tokens, as every request decodes, got "
-                               f"{reply.num_completion_tokens}")
+        raise UnequalWorkError(
+            f"{prompt.name}: expected {num_tokens} completion tokens, as every request decodes, got "
+            f"{reply.num_completion_tokens}"
+        )
     if not plan.band[0] <= reply.num_prompt_tokens <= plan.band[1]:
-        raise UnequalWorkError(f"{prompt.name}: expected {plan.band[0]} to {plan.band[1]} prompt tokens, got "
-                               f"{reply.num_prompt_tokens}")
+        raise UnequalWorkError(
+            f"{prompt.name}: expected {plan.band[0]} to {plan.band[1]} prompt tokens, got {reply.num_prompt_tokens}"
+        )
 
 
 def check_stream(latencies_ms: Sequence[float], where: str) -> None:
@@ -46,10 +49,12 @@ def check_stream(latencies_ms: Sequence[float], where: str) -> None:
         where: side and cell.
     """
     if (middle := statistics.median(latencies_ms)) < MIN_INTER_TOKEN_LATENCY_MS:
-        raise UnequalWorkError(f"{where}: expected tokens one after the other, got all tokens of an answer at once "
-                               f"({middle:.4f} ms a token), so TTFT and inter-token latency can't be told; have the "
-                               "server, and what lies before it, stream, or raise benchmark.num_tokens where one draft "
-                               "holds an answer")
+        raise UnequalWorkError(
+            f"{where}: expected tokens one after the other, got all tokens of an answer at once "
+            f"({middle:.4f} ms a token), so TTFT and inter-token latency can't be told; have the "
+            "server, and what lies before it, stream, or raise benchmark.num_tokens where one draft "
+            "holds an answer"
+        )
 
 
 def check_text(timed: TimedReply, expected: str, num_text_tokens: int, prompt: Prompt) -> None:
@@ -63,8 +68,10 @@ def check_text(timed: TimedReply, expected: str, num_text_tokens: int, prompt: P
     """
     claimed = timed.reply.num_completion_tokens
     if expected.startswith(timed.reply.text) and timed.reply.text != expected and num_text_tokens < claimed / 2:
-        raise UnequalWorkError(f"{prompt.name}: expected a text of about {claimed} tokens, as the server says, got "
-                               f"{timed.reply.text[:_SHOWN]!r} with {num_text_tokens}")
+        raise UnequalWorkError(
+            f"{prompt.name}: expected a text of about {claimed} tokens, as the server says, got "
+            f"{timed.reply.text[:_SHOWN]!r} with {num_text_tokens}"
+        )
 
 
 def is_evaluated_answer(timed: TimedReply, expected: str) -> bool:
@@ -98,8 +105,9 @@ def read_peak_memory_mib(pids: Iterable[int]) -> float | None:
 
 
 def _list_tree(pid: int) -> list[int]:
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-                for child in (task / "children").read_text().split()]  # fmt: skip
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
     return [pid, *(below for child in children for below in _list_tree(child))]
 
 

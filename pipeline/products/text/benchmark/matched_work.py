@@ -51,10 +51,13 @@ async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: P
     """
     pair = [read_candidate(build, side, product) for side in (product.reference, name)]
     _check_two_servers(pair)
-    benchmark = Benchmark(name=name, work=describe_work(product.benchmark), machine=_describe_machine(),
-                          definitions=DEFINITIONS)  # fmt: skip
-    reference, candidate = (_serve(side, role, product, root=root, build=build, logs=build / "logs" / name / role)
-                            for side, role in zip(pair, ("reference", "candidate"), strict=True))  # fmt: skip
+    benchmark = Benchmark(
+        name=name, work=describe_work(product.benchmark), machine=_describe_machine(), definitions=DEFINITIONS
+    )
+    reference, candidate = (
+        _serve(side, role, product, root=root, build=build, logs=build / "logs" / name / role)
+        for side, role in zip(pair, ("reference", "candidate"), strict=True)
+    )
     try:
         async with reference as (ours, client), candidate as (theirs, _):
             cells, found = await _measure(ours, theirs, client, product, root=root, name=name)
@@ -71,22 +74,32 @@ async def _measure(
     grid = await plan_grid(prompts, client, product.benchmark)
     plans, texts = grid.plans, sorted(map(read_text, prompts))
     await warm_up(plans, (ours, theirs), num_tokens=num_tokens)
-    probes = {side.role: await _probe_side(side, grid, texts, name=name, num_tokens=num_tokens)
-              for side in (ours, theirs)}  # fmt: skip
+    probes = {
+        side.role: await _probe_side(side, grid, texts, name=name, num_tokens=num_tokens) for side in (ours, theirs)
+    }
     cells = await run_rounds(plans, ours, theirs, num_tokens=num_tokens)
     # the longest prompts with the fewest in flight: where a cached prefix shows best
     number = min(range(len(plans)), key=lambda i: (-plans[i].band[0], plans[i].concurrency))
-    found = {side.role: await _describe_side(side, plans[number], getattr(cells[number], side.role)[-1].ttft_ms,
-                                             probes=probes[side.role], num_tokens=num_tokens)
-             for side in (ours, theirs)}  # fmt: skip
+    found = {
+        side.role: await _describe_side(
+            side,
+            plans[number],
+            getattr(cells[number], side.role)[-1].ttft_ms,
+            probes=probes[side.role],
+            num_tokens=num_tokens,
+        )
+        for side in (ours, theirs)
+    }
     return cells, found
 
 
 def _check_two_servers(pair: list[Candidate]) -> None:
     url, other = (c.serving.base_url for c in pair)
     if url and other and url.rstrip("/") == other.rstrip("/"):
-        raise SettingsError(f"candidates.{pair[1].name}.engine.base_url: expected another server than the "
-                            f"reference's, which would be sent each prompt twice, got {other!r}")
+        raise SettingsError(
+            f"candidates.{pair[1].name}.engine.base_url: expected another server than the "
+            f"reference's, which would be sent each prompt twice, got {other!r}"
+        )
 
 
 @contextlib.asynccontextmanager
@@ -99,16 +112,30 @@ async def _serve(
     expected = read_expected(product, root, folder, evaluation)
     resources = product.resources.model_copy(update={"num_servers": 1})
     # a connection for each request: while the other side is timed a server may close one that was kept open
-    http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True),
-                                 timeout=aiohttp.ClientTimeout(total=resources.request_timeout_s))  # fmt: skip
+    http = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=resources.request_timeout_s),
+    )
     starting = start_engine(candidate, resources, evals=product.evals, root=root, logs=logs)
     async with http, starting as (engine, client):
         if engine.fingerprint != evaluation.fingerprint:
-            raise UnequalWorkError(f"{role}: its server has the fingerprint {engine.fingerprint[:12]}, evaluated was "
-                                   f"{evaluation.fingerprint[:12]}; run `dvc repro`")
+            raise UnequalWorkError(
+                f"{role}: its server has the fingerprint {engine.fingerprint[:12]}, evaluated was "
+                f"{evaluation.fingerprint[:12]}; run `dvc repro`"
+            )
         is_ours = candidate.serving.engine == "transformers"  # others don't count drafts while they stream
-        yield Contender(role, engine, client, http, expected, is_exact=is_ours and candidate.serving.dtype == "float32",
-                        has_drafts=is_ours and candidate.serving.speculative is not None), client
+        yield (
+            Contender(
+                role,
+                engine,
+                client,
+                http,
+                expected,
+                is_exact=is_ours and candidate.serving.dtype == "float32",
+                has_drafts=is_ours and candidate.serving.speculative is not None,
+            ),
+            client,
+        )
 
 
 async def _probe_side(
@@ -126,10 +153,14 @@ async def _describe_side(
 ) -> Side:
     peak_memory_mib = read_peak_memory_mib(process.popen.pid for process in side.engine.processes)
     return Side(
-        fingerprint=side.engine.fingerprint, peak_memory_mib=peak_memory_mib, num_requests=side.num_requests,
-        num_changed=side.num_changed, speculation=side.speculation, probes=probes,
+        fingerprint=side.engine.fingerprint,
+        peak_memory_mib=peak_memory_mib,
+        num_requests=side.num_requests,
+        num_changed=side.num_changed,
+        speculation=side.speculation,
+        probes=probes,
         repeat_ttft_ratio=await time_repeats(plan, side, num_tokens=num_tokens, first_ms=first_ms),
-    )  # fmt: skip
+    )
 
 
 def _describe_machine() -> Machine:

@@ -59,7 +59,15 @@ def _read(path: Path) -> Benchmark | None:
 
 def _digest_work(name: str, product: TextProduct, build: Path) -> str:
     """Return the digest of what is timed: the work, the code, and both sides as they were built and evaluated."""
-    sides = [build / folder / side / file for side in (product.reference, name)
-             for folder, file in (("candidates", "candidate.json"), ("evaluations", "evaluation.json"))]  # fmt: skip
-    return digest_json([describe_work(product.benchmark).model_dump(mode="json"), digest_code("benchmark", "text"),
-                        *(digest_file(path) if path.is_file() else "" for path in sides)])  # fmt: skip
+    sides = [
+        build / folder / side / file
+        for side in (product.reference, name)
+        for folder, file in (("candidates", "candidate.json"), ("evaluations", "evaluation.json"))
+    ]
+    return digest_json(
+        [
+            describe_work(product.benchmark).model_dump(mode="json"),
+            digest_code("benchmark", "text"),
+            *(digest_file(path) if path.is_file() else "" for path in sides),
+        ]
+    )

@@ -114,9 +114,11 @@ async def plan_grid(prompts: Sequence[Prompt], client: Client, settings: Benchma
     plans, probes = [], {}
     for number, band in enumerate(bands):
         if len(found[band]) < needed:
-            raise SettingsError(f"benchmark.prompt_tokens.{number}: expected {needed} distinct prompts of {band[0]} to "
-                                f"{band[1]} tokens, so that none is sent twice, found {len(found[band])} in the evals "
-                                f"that chat; widen the band, or lower benchmark.concurrency or benchmark.rounds")
+            raise SettingsError(
+                f"benchmark.prompt_tokens.{number}: expected {needed} distinct prompts of {band[0]} to "
+                f"{band[1]} tokens, so that none is sent twice, found {len(found[band])} in the evals "
+                f"that chat; widen the band, or lower benchmark.concurrency or benchmark.rounds"
+            )
         rest = iter(found[band])
         plans += [_plan_cell(concurrency, band, rest, size, settings.rounds) for concurrency, size in sizes.items()]
         probes[band] = list(rest)

@@ -56,8 +56,14 @@ class Contender:
 
         async def work() -> None:
             for number, prompt in queue:
-                replies[number] = await ask(self.http, self.engine.base_urls[0], self.engine.model, prompt.messages,
-                                            num_tokens=num_tokens, tools=prompt.tools)  # fmt: skip
+                replies[number] = await ask(
+                    self.http,
+                    self.engine.base_urls[0],
+                    self.engine.model,
+                    prompt.messages,
+                    num_tokens=num_tokens,
+                    tools=prompt.tools,
+                )
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -136,9 +142,16 @@ async def run_rounds(
     for side in (reference, candidate):
         if side.has_drafts and not (side.speculation and side.speculation.num_drafted):
             raise UnequalWorkError(f"{side.role}: expected drafted tokens, as it is served with speculation, got none")
-    return [Cell(concurrency=plan.concurrency, prompt_tokens=plan.band, num_requests=len(plan.warm_up),
-                 reference=tuple(found[reference.role]), candidate=tuple(found[candidate.role]))
-            for plan, found in zip(plans, timed, strict=True)]  # fmt: skip
+    return [
+        Cell(
+            concurrency=plan.concurrency,
+            prompt_tokens=plan.band,
+            num_requests=len(plan.warm_up),
+            reference=tuple(found[reference.role]),
+            candidate=tuple(found[candidate.role]),
+        )
+        for plan, found in zip(plans, timed, strict=True)
+    ]
 
 
 async def time_repeats(plan: Plan, side: Contender, *, num_tokens: int, first_ms: float) -> float:

@@ -79,14 +79,21 @@ class _Stream:
         """Return the whole answer with its times."""
         calls = [{"function": parts} for _, parts in sorted(self.calls.items())]
         message = {"content": self.text, "tool_calls": calls}
-        reply = read_reply({"choices": [{"message": message, "finish_reason": self.finish_reason}],
-                            "usage": self.usage, "system_fingerprint": self.fingerprint},
-                           self.last_s - start_s)  # fmt: skip
+        reply = read_reply(
+            {
+                "choices": [{"message": message, "finish_reason": self.finish_reason}],
+                "usage": self.usage,
+                "system_fingerprint": self.fingerprint,
+            },
+            self.last_s - start_s,
+        )
         num_tokens = reply.num_completion_tokens
         if self.first_s is None or self.finish_reason is None or not isinstance(num_tokens, int) or num_tokens < 2:
-            raise NonsenseError("expected a stream with content, two tokens or more and an end, got "
-                                f"{self.text[:60]!r} with {num_tokens!r} tokens, finish_reason "
-                                f"{self.finish_reason!r}")  # fmt: skip
+            raise NonsenseError(
+                "expected a stream with content, two tokens or more and an end, got "
+                f"{self.text[:60]!r} with {num_tokens!r} tokens, finish_reason "
+                f"{self.finish_reason!r}"
+            )
         per_token_s = (self.last_s - self.first_s) / (num_tokens - 1)
         return TimedReply(reply, 1000 * (self.first_s - start_s), 1000 * per_token_s)
 
@@ -114,9 +121,15 @@ async def ask(
         EngineError: no whole answer came.
     """
     body: dict[str, Any] = {
-        "model": model, "messages": list(messages), "temperature": 0, "max_tokens": num_tokens,
-        "min_tokens": num_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": model,
+        "messages": list(messages),
+        "temperature": 0,
+        "max_tokens": num_tokens,
+        "min_tokens": num_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     if tools:
         body["tools"] = list(tools)
     url = f"{base_url}/v1/chat/completions"
@@ -125,8 +138,9 @@ async def ask(
     except NonsenseError as error:
         raise EngineError(f"{url}: {error}") from None
     except TimeoutError:
-        raise EngineError(f"{url}: no whole answer within {http.timeout.total:g} s, which is "
-                          "resources.request_timeout_s") from None  # fmt: skip
+        raise EngineError(
+            f"{url}: no whole answer within {http.timeout.total:g} s, which is resources.request_timeout_s"
+        ) from None
     except (aiohttp.ClientError, ValueError) as error:  # ValueError: a line beyond aiohttp's limit
         raise EngineError(f"{url}: expected a stream, got {' '.join(str(error).split())[:200]}") from None
 

@@ -42,8 +42,10 @@ def continue_conversation(reply: Reply, result: str) -> list[dict[str, Any]]:
     if not reply.tool_calls:
         return [{"role": "assistant", "content": reply.text}, {"role": "tool", "content": result}]
     call = reply.tool_calls[0]
-    return [{"role": "assistant", "content": reply.text, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call.get("id", ""), "content": result}]  # fmt: skip
+    return [
+        {"role": "assistant", "content": reply.text, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call.get("id", ""), "content": result},
+    ]
 
 
 def same_value(first: Any, second: Any) -> bool:
@@ -88,6 +90,7 @@ def declare_tools(tools: Mapping[str, Tool], settings: ChatEval) -> list[dict[st
     """Return the tools that an eval's chat requests carry, None when they carry none."""
     if not settings.send_tools:
         return None
-    return [{"type": "function",
-             "function": {"name": name, "description": tool.description, "parameters": tool.parameters}}
-            for name, tool in tools.items()]  # fmt: skip
+    return [
+        {"type": "function", "function": {"name": name, "description": tool.description, "parameters": tool.parameters}}
+        for name, tool in tools.items()
+    ]

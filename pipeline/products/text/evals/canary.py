@@ -40,14 +40,19 @@ class Prompt:
 
 def pick_prompts(evals: Mapping[str, tuple[EvalSettings, Evalset | None]], num_prompts: int) -> list[Prompt]:
     """Return the first turns of cases spread evenly over the evals that chat, `num_prompts` where there are as many."""
-    chats = [(name, settings, evalset) for name, (settings, evalset) in evals.items()
-             if isinstance(settings, ChatEval) and evalset is not None]  # fmt: skip
+    chats = [
+        (name, settings, evalset)
+        for name, (settings, evalset) in evals.items()
+        if isinstance(settings, ChatEval) and evalset is not None
+    ]
     shares = _share_out(num_prompts, [len(evalset.cases) for _, _, evalset in chats])
     prompts = []
     for (name, settings, evalset), count in zip(chats, shares, strict=True):
         tools = declare_tools(evalset.card.tools, settings)
-        prompts += [Prompt(f"{name}/{case.id}", case.digest, [m.model_dump() for m in case.messages], tools)
-                    for case in spread(evalset.cases, count)]  # fmt: skip
+        prompts += [
+            Prompt(f"{name}/{case.id}", case.digest, [m.model_dump() for m in case.messages], tools)
+            for case in spread(evalset.cases, count)
+        ]
     return prompts
 
 
@@ -61,8 +66,13 @@ def _share_out(total: int, sizes: Sequence[int]) -> list[int]:
 
 
 async def ask_canary(
-    engine: Engine, client: Client, prompts: Sequence[Prompt], resources: ResourceSettings, *,
-    max_tokens: int, prefix: str,
+    engine: Engine,
+    client: Client,
+    prompts: Sequence[Prompt],
+    resources: ResourceSettings,
+    *,
+    max_tokens: int,
+    prefix: str,
 ) -> tuple[Answers, list[Reply]]:
     """Ask all prompts alone, loaded and again.
 
@@ -89,8 +99,9 @@ async def measure_margins(client: Client, replies: Sequence[Reply]) -> list[tupl
     """Return how far each token of an answer is ahead of the second most likely one, in nat; empty where not told."""
     known = [r for r in replies if r.token_ids and r.prompt_token_ids]
     try:
-        scores = await client.score([[*r.prompt_token_ids, *r.token_ids] for r in known if r.prompt_token_ids
-                                     and r.token_ids], top_logprobs=2)  # fmt: skip
+        scores = await client.score(
+            [[*r.prompt_token_ids, *r.token_ids] for r in known if r.prompt_token_ids and r.token_ids], top_logprobs=2
+        )
     except RequestError:
         return [() for _ in replies]
     margins = {}
@@ -119,8 +130,10 @@ def merge_records(first: Sequence[CanaryRecord], second: Sequence[CanaryRecord])
     """Put the runs of two servers side by side, prompt by prompt."""
     if not first:
         return list(second)
-    return [b.model_copy(update={"answers": a.answers | b.answers, "margins": a.margins | b.margins})
-            for a, b in zip(first, second, strict=True)]  # fmt: skip
+    return [
+        b.model_copy(update={"answers": a.answers | b.answers, "margins": a.margins | b.margins})
+        for a, b in zip(first, second, strict=True)
+    ]
 
 
 async def _ask(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> list[Reply]:

@@ -71,7 +71,12 @@ class _Paths:
 
 
 async def evaluate_candidate(
-    candidate: Candidate, product: TextProduct, *, root: Path, build: Path, watches: Mapping[str, HarmWatch] | None = None
+    candidate: Candidate,
+    product: TextProduct,
+    *,
+    root: Path,
+    build: Path,
+    watches: Mapping[str, HarmWatch] | None = None,
 ) -> Evaluation:
     """Evaluate one candidate and write `evaluations/<name>/` under `build`.
 
@@ -105,8 +110,11 @@ async def _evaluate(
     plain = await _ask_plain(candidate, product, prompts, root=root, logs=paths.logs)
     starting = start_engine(candidate, product.resources, evals=product.evals, root=root, logs=paths.logs)
     async with starting as (engine, client):
-        print(f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         kept = _read_kept(paths.last, candidate, engine)
         records = {}
         for job in evals:
@@ -159,14 +167,21 @@ async def _ask_plain(
 
 
 async def _run_canary(
-    engine: Engine, client: Client, prompts: list[Prompt], plain: list[CanaryRecord], candidate: Candidate,
-    product: TextProduct, *, prefix: str = "",
+    engine: Engine,
+    client: Client,
+    prompts: list[Prompt],
+    plain: list[CanaryRecord],
+    candidate: Candidate,
+    product: TextProduct,
+    *,
+    prefix: str = "",
 ) -> list[CanaryRecord]:
     if not prompts:
         return []
     start = time.monotonic()
-    answers, replies = await ask_canary(engine, client, prompts, product.resources,
-                                        max_tokens=candidate.serving.max_tokens, prefix=prefix)  # fmt: skip
+    answers, replies = await ask_canary(
+        engine, client, prompts, product.resources, max_tokens=candidate.serving.max_tokens, prefix=prefix
+    )
     margins = {f"{prefix}loaded": await measure_margins(client, replies)}
     print(f"  {prefix}canary: {len(prompts)} prompts, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return merge_records(plain, make_records(prompts, answers, margins))
@@ -176,9 +191,14 @@ def _write_canary(folder: Path, records: list[CanaryRecord], num_asked: int) -> 
     if not records:
         return None
     write_cases(folder / CANARY, records)
-    return CanaryFile(num_asked=num_asked, num_prompts=len(records), num_unstable=count_unstable(records),
-                      records=CANARY, sha256=digest_file(folder / CANARY),
-                      behaviour=digest_behaviour(records))  # fmt: skip
+    return CanaryFile(
+        num_asked=num_asked,
+        num_prompts=len(records),
+        num_unstable=count_unstable(records),
+        records=CANARY,
+        sha256=digest_file(folder / CANARY),
+        behaviour=digest_behaviour(records),
+    )
 
 
 def _write_config(folder: Path, config: dict[str, str]) -> dict[str, str]:
@@ -195,8 +215,11 @@ def _read_kept(folder: Path, candidate: Candidate, engine: Engine) -> dict[str, 
         last = read_record(folder / "evaluation.json", Evaluation)
     except (EvidenceError, NotADirectoryError):
         return {}
-    return {name: file for name, file in last.evals.items()
-            if last.fingerprint == engine.fingerprint and _is_intact(folder, name, file)}  # fmt: skip
+    return {
+        name: file
+        for name, file in last.evals.items()
+        if last.fingerprint == engine.fingerprint and _is_intact(folder, name, file)
+    }
 
 
 def _is_intact(folder: Path, name: str, file: EvalFile) -> bool:
@@ -216,7 +239,12 @@ def _take_over(paths: _Paths, job: _Eval, file: EvalFile, watch: HarmWatch | Non
 
 
 async def _run_eval(
-    job: _Eval, candidate: Candidate, engine: Engine, client: Client, paths: _Paths, root: Path,
+    job: _Eval,
+    candidate: Candidate,
+    engine: Engine,
+    client: Client,
+    paths: _Paths,
+    root: Path,
     watch: HarmWatch | None,
 ) -> list[CaseRecord]:
     start = time.monotonic()
@@ -229,11 +257,16 @@ async def _run_eval(
         context = replace(_make_context(job, candidate, engine, client, journal, root, paths.folder), watch=watch)
         records = await EVALS[job.settings.kind](context)
     if foreign := next((r for r in records if r.fingerprint != engine.fingerprint), None):
-        raise EngineError(f"{job.name}: case {foreign.case_id!r} was answered by fingerprint "
-                          f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}")  # fmt: skip
+        raise EngineError(
+            f"{job.name}: case {foreign.case_id!r} was answered by fingerprint "
+            f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}"
+        )
     write_cases(paths.folder / f"{job.name}.jsonl", records)
-    print(f"  {job.name}: n={len(records)}, {_headline(job.settings.kind, records)}, "
-          f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        f"  {job.name}: n={len(records)}, {_headline(job.settings.kind, records)}, {time.monotonic() - start:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return records
 
 
@@ -269,16 +302,25 @@ def _headline(kind: str, records: list[CaseRecord]) -> str:
 
 
 def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
-    problems = [f"{eval_name}: {problem}" for eval_name, found in records.items()
-                if (problem := describe_failures(found))]  # fmt: skip
+    problems = [
+        f"{eval_name}: {problem}" for eval_name, found in records.items() if (problem := describe_failures(found))
+    ]
     if problems:
-        raise EvidenceError(f"{name}: {'; '.join(problems)}; the judged cases are kept, remove the cause and run "
-                            "`dvc repro` to try the others again")  # fmt: skip
+        raise EvidenceError(
+            f"{name}: {'; '.join(problems)}; the judged cases are kept, remove the cause and run "
+            "`dvc repro` to try the others again"
+        )
 
 
 def _describe_file(job: _Eval, folder: Path, num_cases: int) -> EvalFile:
     records, arrays = folder / f"{job.name}.jsonl", folder / f"{job.name}.npz"
-    return EvalFile(kind=job.settings.kind, settings=job.settings.model_dump(mode="json"), key=job.key,
-                    evalset_digest=job.evalset_digest, num_cases=num_cases, records=records.name,
-                    sha256=digest_file(records),
-                    arrays_sha256=digest_file(arrays) if arrays.is_file() else None)  # fmt: skip
+    return EvalFile(
+        kind=job.settings.kind,
+        settings=job.settings.model_dump(mode="json"),
+        key=job.key,
+        evalset_digest=job.evalset_digest,
+        num_cases=num_cases,
+        records=records.name,
+        sha256=digest_file(records),
+        arrays_sha256=digest_file(arrays) if arrays.is_file() else None,
+    )

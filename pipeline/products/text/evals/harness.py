@@ -93,8 +93,10 @@ class EndpointLM(LM):
     async def _generate(self, requests: list[tuple[str, dict[str, Any]]]) -> list[str]:
         async def generate(prompt: str, options: dict[str, Any]) -> str:
             if options.get("do_sample") or options.get("temperature"):
-                raise SettingsError(f"evals.{self._context.name}: the task samples ({options!r}); "
-                                    "only greedy tasks can be compared case by case")  # fmt: skip
+                raise SettingsError(
+                    f"evals.{self._context.name}: the task samples ({options!r}); "
+                    "only greedy tasks can be compared case by case"
+                )
             limit = min(options.get("max_gen_toks", self._context.max_tokens), self._context.max_tokens)
             reply = await self._context.client.chat([{"role": "user", "content": prompt}], max_tokens=limit)
             until = options.get("until") or []
@@ -104,10 +106,11 @@ class EndpointLM(LM):
 
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Split each text where lm-eval does: spaces at the end of a context go to the continuation."""
-        moved = [(c.rstrip(), c[len(c.rstrip()):] + t) if c.rstrip() else ("", c + t) for c, t in pairs]
+        moved = [(c.rstrip(), c[len(c.rstrip()) :] + t) if c.rstrip() else ("", c + t) for c, t in pairs]
         contexts = list(dict.fromkeys(c for c, _ in moved if c))
-        sizes = {c: len(self._frame.frame_context(ids))
-                 for c, ids in zip(contexts, self._tokenize(contexts), strict=True)}  # fmt: skip
+        sizes = {
+            c: len(self._frame.frame_context(ids)) for c, ids in zip(contexts, self._tokenize(contexts), strict=True)
+        }
         whole = iter(self._tokenize([c + t for c, t in moved]))
         result = []
         for context, _ in moved:

@@ -16,8 +16,11 @@ from pathlib import Path
 def list_modules(files: Iterable[Path]) -> list[Path]:
     """Return the files and all local modules that they import, directly or not."""
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    roots = [path for path in (Path(entry).resolve() for entry in sys.path)
-             if path.is_dir() and not _is_below(path, installed)]  # fmt: skip
+    roots = [
+        path
+        for path in (Path(entry).resolve() for entry in sys.path)
+        if path.is_dir() and not _is_below(path, installed)
+    ]
     waiting, seen = [path.resolve() for path in files], set()
     while waiting:
         path = waiting.pop()

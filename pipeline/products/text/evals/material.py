@@ -41,8 +41,10 @@ def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
         SettingsError: a task that can't be loaded.
     """
     try:
-        return {name: digest_task(name, e) if isinstance(e, HarnessEval) else
-                digest_folder(root / e.evalset, ignore=NOTES) for name, e in product.evals.items()}  # fmt: skip
+        return {
+            name: digest_task(name, e) if isinstance(e, HarnessEval) else digest_folder(root / e.evalset, ignore=NOTES)
+            for name, e in product.evals.items()
+        }
     except SettingsError as error:
         raise SettingsError(product.locate(str(error))) from error
 
@@ -64,8 +66,9 @@ def digest_task(name: str, settings: HarnessEval) -> str:
             tasks = _load_tasks(manager, settings)
             modules = list_modules(path for task in tasks.values() for path in _list_sources(task))
             asked = {task_name: _digest_requests(task) for task_name, task in tasks.items()}
-    return digest_json([asked, sorted(map(digest_file, modules)),
-                        digest_folder(Path(folder), ignore=NOTES) if folder else ""])  # fmt: skip
+    return digest_json(
+        [asked, sorted(map(digest_file, modules)), digest_folder(Path(folder), ignore=NOTES) if folder else ""]
+    )
 
 
 @contextlib.contextmanager
@@ -77,8 +80,9 @@ def explain_problems(name: str, verb: str, task: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise SettingsError(f"evals.{name}.task: lm-eval can't {verb} {task!r}: "
-                            f"{type(error).__name__}: {reason}") from error  # fmt: skip
+        raise SettingsError(
+            f"evals.{name}.task: lm-eval can't {verb} {task!r}: {type(error).__name__}: {reason}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -101,8 +105,10 @@ def read_fresh() -> Iterator[None]:
 
         datasets.disable_caching()
         try:
-            with (mock.patch.object(datasets.load, "load_dataset_builder", load_fresh),
-                  mock.patch.object(sys, "dont_write_bytecode", True)):  # fmt: skip
+            with (
+                mock.patch.object(datasets.load, "load_dataset_builder", load_fresh),
+                mock.patch.object(sys, "dont_write_bytecode", True),
+            ):
                 yield
         finally:
             if was_caching:
@@ -128,8 +134,10 @@ def index_tasks(name: str, settings: HarnessEval) -> Any:
         # lm-eval passes over a YAML file that it can't read
         near = ", ".join(sorted(manager.all_tasks)[:8]) or "no file there is the valid YAML of a task"
         near = near if settings.include_path else "see `lm-eval ls tasks`"
-        raise SettingsError(f"evals.{name}.task: lm-eval knows no task {settings.task!r} "
-                            f"({settings.include_path or 'built in'}: {near})")  # fmt: skip
+        raise SettingsError(
+            f"evals.{name}.task: lm-eval knows no task {settings.task!r} "
+            f"({settings.include_path or 'built in'}: {near})"
+        )
     return manager
 
 

@@ -61,9 +61,11 @@ async def check_prompts_fit(context: EvalContext, cases: Sequence[ToolCallCase |
         return
     for name, ids in zip(longest, tokens, strict=True):
         if len(ids) + context.max_tokens > context.context_length:
-            raise SettingsError(f"evals.{context.name}: case {name!r} has {len(ids)} tokens; with serving.max_tokens "
-                                f"{context.max_tokens} that is above serving.context_length {context.context_length}; "
-                                "raise the length, or shorten the case")  # fmt: skip
+            raise SettingsError(
+                f"evals.{context.name}: case {name!r} has {len(ids)} tokens; with serving.max_tokens "
+                f"{context.max_tokens} that is above serving.context_length {context.context_length}; "
+                "raise the length, or shorten the case"
+            )
 
 
 async def run_cases(
@@ -131,8 +133,9 @@ async def run_cases(
         if (died := find_error(group, EngineError)) is None:
             raise
         kept = sum(record.failure is None for record in records.values())
-        raise EngineError(f"{died}; {context.name}: {kept} of {len(cases)} cases are finished and "
-                          "kept, run `dvc repro` to go on") from None  # fmt: skip
+        raise EngineError(
+            f"{died}; {context.name}: {kept} of {len(cases)} cases are finished and kept, run `dvc repro` to go on"
+        ) from None
     return [records[case.id] for case in cases]
 
 

@@ -94,9 +94,7 @@ def _build(name: str, product: TextProduct, working: Path, target: Path, *, root
     )
 
 
-def _apply_steps(
-    steps: Sequence[Step], source: Path, *, working: Path, calibration_set: Evalset
-) -> list[StepResult]:
+def _apply_steps(steps: Sequence[Step], source: Path, *, working: Path, calibration_set: Evalset) -> list[StepResult]:
     results = []
     current = source
     for number, step in enumerate(steps, start=1):

@@ -81,23 +81,33 @@ def _cover_layers(
             raise QuantizationError(
                 f"{folder}: layer {layer!r}: expected {format_name(step)} as {_show(wanted)}, found {_show(sizes)}"
             )
-        yield LayerCoverage(layer=layer, format=format_name(step), num_bytes=sum(sizes.values()), asked=True,
-                            loss=log.losses.get(layer))  # fmt: skip
+        yield LayerCoverage(
+            layer=layer, format=format_name(step), num_bytes=sum(sizes.values()), asked=True, loss=log.losses.get(layer)
+        )
     for layer, shape in plan.excluded.items():
         weight = parts.get(layer, {}).get("weight")
         if weight is not None and weight.shape != shape:
             raise QuantizationError(f"{folder}: layer {layer!r}: expected shape {shape}, found {weight.shape}")
         # a head that shares the embedding's weights has no tensor of its own
-        yield LayerCoverage(layer=layer, format=_FLOAT_NAMES.get(weight.dtype, weight.dtype) if weight else "tied",
-                            num_bytes=weight.num_bytes if weight else 0, asked=False)  # fmt: skip
+        yield LayerCoverage(
+            layer=layer,
+            format=_FLOAT_NAMES.get(weight.dtype, weight.dtype) if weight else "tied",
+            num_bytes=weight.num_bytes if weight else 0,
+            asked=False,
+        )
 
 
 def _check_config(folder: Path, step: Int4Step) -> None:
     settings: dict[str, Any] = read_config(folder).get("quantization_config") or {}
     groups = list((settings.get("config_groups") or {}).values())
     weights = (groups[0].get("weights") or {}) if len(groups) == 1 else {}
-    found = (settings.get("quant_method"), settings.get("format"), weights.get("num_bits"),
-             weights.get("group_size"), weights.get("symmetric"))  # fmt: skip
+    found = (
+        settings.get("quant_method"),
+        settings.get("format"),
+        weights.get("num_bits"),
+        weights.get("group_size"),
+        weights.get("symmetric"),
+    )
     wanted = ("compressed-tensors", "pack-quantized", step.bits, step.group_size, step.symmetric)
     if found != wanted:
         raise QuantizationError(f"{folder}/config.json: quantization_config: expected {wanted}, found {found}")

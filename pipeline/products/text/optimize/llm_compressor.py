@@ -35,8 +35,10 @@ from pipeline.products.text.settings import AwqStep, GptqStep
 
 def run_recipe(model: Any, tokenizer: Any, recipe: list[Any], *, samples: Sequence[Sequence[int]]) -> None:
     """Quantise `model` in place, with calibration samples in the order and at the length given."""
-    batches = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-               for ids in samples]  # fmt: skip
+    batches = [
+        {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        for ids in samples
+    ]
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     with quiet_library():
         oneshot(model=model, tokenizer=tokenizer, recipe=recipe, dataset=loader, num_calibration_samples=len(batches))

@@ -99,8 +99,11 @@ def copy_text_files(source: Path, destination: Path) -> None:
 def _linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
     import torch
 
-    return {name: (module.out_features, module.in_features)
-            for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}  # fmt: skip
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
 
 
 def _tied_head(model: Any) -> str | None:

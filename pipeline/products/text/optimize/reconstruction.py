@@ -51,8 +51,10 @@ def check_reconstruction(folder: Path, *, source: Path, step: Int4Step, plan: La
         errors = _measure_errors(packed[layer], weight, step)
         where = f"{folder}: layer {layer!r}"
         if abs(mean := float(errors.mean())) > MAX_MEAN_STEPS:
-            raise QuantizationError(f"{where}: its weights are {mean:+.2f} steps from the source's on average, "
-                                    f"expected at most {MAX_MEAN_STEPS}; the zero-point is wrong, or not the one used")
+            raise QuantizationError(
+                f"{where}: its weights are {mean:+.2f} steps from the source's on average, "
+                f"expected at most {MAX_MEAN_STEPS}; the zero-point is wrong, or not the one used"
+            )
         if step.kind == "awq":
             _check_groups(errors, where, step, dtype=packed[layer]["weight_scale"].dtype)
 
@@ -89,6 +91,8 @@ def _check_groups(errors: Any, where: str, step: Int4Step, *, dtype: Any) -> Non
     sizes = errors.square().mean(dim=2).sqrt()
     if (worst := float(sizes.max())) > limit:
         row, group = divmod(int(sizes.argmax()), sizes.shape[1])
-        raise QuantizationError(f"{where}: group {group} of row {row} is {worst:.2f} steps from the source's weights "
-                                f"(root mean square), expected at most {limit:.2f} of {step.bits} bits; its scale or "
-                                "its values are wrong")  # fmt: skip
+        raise QuantizationError(
+            f"{where}: group {group} of row {row} is {worst:.2f} steps from the source's weights "
+            f"(root mean square), expected at most {limit:.2f} of {step.bits} bits; its scale or "
+            "its values are wrong"
+        )

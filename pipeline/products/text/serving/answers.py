@@ -68,15 +68,19 @@ def find_ignored(body: dict[str, Any], answer: Any) -> str | None:
     if not isinstance(answer, dict):
         return None
     if (name := answer.get("model")) is not None and name != body.get("model"):
-        return (f"expected an answer of model {body.get('model')!r}, got one of {name!r}; the server ignores which "
-                "model is asked for: correct its name, or serve that model alone")  # fmt: skip
+        return (
+            f"expected an answer of model {body.get('model')!r}, got one of {name!r}; the server ignores which "
+            "model is asked for: correct its name, or serve that model alone"
+        )
     usage = answer.get("usage")
     count = usage.get("completion_tokens") if isinstance(usage, dict) else None
     # a score request asks for so many tokens after each of its prompts
     limit = body.get("max_tokens", 0) * len(body.get("prompt", [None]))
     if limit and isinstance(count, int) and count > limit:
-        return (f"expected at most {limit} completion tokens, as max_tokens asks, got {count}; the server ignores "
-                "max_tokens: use one that obeys it")  # fmt: skip
+        return (
+            f"expected at most {limit} completion tokens, as max_tokens asks, got {count}; the server ignores "
+            "max_tokens: use one that obeys it"
+        )
     return None
 
 
@@ -196,8 +200,9 @@ def _read_sequence(logprobs: Any, num_tokens: int, num_top: int) -> TokenScores:
         if not np.isfinite(token_logprobs).all():
             raise NonsenseError(f"{expected}, got log-probabilities that are not numbers")
         # servers may add the given token to the top list, in front of it: sort, then cut
-        rows = [row if len(row) == num_top else dict(sorted(row.items(), key=lambda kv: -kv[1])[:num_top])
-                for row in tops]  # fmt: skip
+        rows = [
+            row if len(row) == num_top else dict(sorted(row.items(), key=lambda kv: -kv[1])[:num_top]) for row in tops
+        ]
         ids = np.array([[int(name[_TOKEN_ID:]) for name in row] for row in rows], dtype=np.int32)
         values = np.array([list(row.values()) for row in rows], dtype=np.float32)
         order = np.argsort(-values, axis=1, kind="stable")

@@ -39,8 +39,19 @@ from pipeline.products.text.serving.scoring import SequenceScores, score_sequenc
 from pipeline.products.text.serving.speculation import SpeculativeManager
 
 EXACT_LENGTH_FIELDS = frozenset({"ignore_eos", "min_tokens"})
-CHAT_FIELDS = frozenset({"model", "messages", "max_tokens", "temperature", "tools", "return_token_ids", "stream",
-                         "stream_options", *EXACT_LENGTH_FIELDS})  # fmt: skip
+CHAT_FIELDS = frozenset(
+    {
+        "model",
+        "messages",
+        "max_tokens",
+        "temperature",
+        "tools",
+        "return_token_ids",
+        "stream",
+        "stream_options",
+        *EXACT_LENGTH_FIELDS,
+    }
+)
 MAX_TOP_LOGPROBS = 100
 PROBE_TOKENS = 8
 
@@ -56,8 +67,11 @@ class Server:
         if batching and speculative:
             raise EngineError(f"{loaded.name}: continuous batching drops speculation; serve it on the serial path")
         self._state = GenerationState(continuous_batching=batching, cb_config=loaded.batching)
-        self._manager = (SpeculativeManager(loaded, speculative) if speculative
-                         else self._state.get_manager(loaded.name, use_cb=batching))  # fmt: skip
+        self._manager = (
+            SpeculativeManager(loaded, speculative)
+            if speculative
+            else self._state.get_manager(loaded.name, use_cb=batching)
+        )
         if batching:
             self._start_batching()
         self._chat = _make_chat_handler(loaded, ModelManager(), self._state, self._manager)
@@ -85,12 +99,15 @@ class Server:
         try:
             answers = [await self._generate(prompt, f"probe-{i}") for i in range(2)]
         except RuntimeError as error:  # most often the cache, which is made now, does not fit
-            raise EngineError(f"{loaded.name}: generation ended on its first request: {error}; when memory is short, "
-                              f"lower serving.context_length ({loaded.serving.context_length}) or "
-                              f"serving.concurrency ({loaded.serving.concurrency})") from None  # fmt: skip
+            raise EngineError(
+                f"{loaded.name}: generation ended on its first request: {error}; when memory is short, "
+                f"lower serving.context_length ({loaded.serving.context_length}) or "
+                f"serving.concurrency ({loaded.serving.concurrency})"
+            ) from None
         if answers[0] != answers[1]:
-            raise EngineError(f"{loaded.name}: the same prompt gave {answers[0]!r}, then {answers[1]!r}; "
-                              "the server is not greedy")  # fmt: skip
+            raise EngineError(
+                f"{loaded.name}: the same prompt gave {answers[0]!r}, then {answers[1]!r}; the server is not greedy"
+            )
         if isinstance(self._manager, SpeculativeManager):
             counts = [self._manager.take_counts(f"probe-{i}") for i in range(2)]
             if not counts[0].num_drafted:
@@ -99,9 +116,11 @@ class Server:
             return
         inputs = torch.tensor([prompt], device=loaded.scorer.device)
         plain = loaded.scorer.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=PROBE_TOKENS)
-        if plain[0, len(prompt):].tolist() != answers[0]:
-            raise EngineError(f"{loaded.name}: the served answer {answers[0]!r} differs from plain greedy decoding "
-                              f"{plain[0, len(prompt):].tolist()!r}")  # fmt: skip
+        if plain[0, len(prompt) :].tolist() != answers[0]:
+            raise EngineError(
+                f"{loaded.name}: the served answer {answers[0]!r} differs from plain greedy decoding "
+                f"{plain[0, len(prompt) :].tolist()!r}"
+            )
 
     async def _generate(self, prompt: list[int], request_id: str) -> list[int]:
         config = self._generation_config(max_new_tokens=PROBE_TOKENS)
@@ -152,10 +171,17 @@ class Server:
             raise HTTPException(400, f"logprobs: expected 1 to {MAX_TOP_LOGPROBS}, got {num_top!r}")
         run = partial(score_sequences, self.loaded.scorer, self._check_prompts(prompts), num_top=num_top)
         scores = await asyncio.get_running_loop().run_in_executor(self._scoring, run)
-        choices = [{"index": i, "text": "", "finish_reason": "length", "logprobs": _render(s)}
-                   for i, s in enumerate(scores)]  # fmt: skip
-        return _json({"object": "text_completion", "model": self.loaded.name, "choices": choices,
-                      "system_fingerprint": self.loaded.fingerprint})  # fmt: skip
+        choices = [
+            {"index": i, "text": "", "finish_reason": "length", "logprobs": _render(s)} for i, s in enumerate(scores)
+        ]
+        return _json(
+            {
+                "object": "text_completion",
+                "model": self.loaded.name,
+                "choices": choices,
+                "system_fingerprint": self.loaded.fingerprint,
+            }
+        )
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: token ids of a text, of a list of texts, or of messages as a chat would render them."""
@@ -167,8 +193,9 @@ class Server:
         if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
             raise HTTPException(400, f"prompt: expected a text or a list of texts, got {prompt!r:.80}")
         ids = self.loaded.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
-        return _json({"tokens": ids[0] if isinstance(prompt, str) else ids,
-                      "max_model_len": self.loaded.serving.context_length})  # fmt: skip
+        return _json(
+            {"tokens": ids[0] if isinstance(prompt, str) else ids, "max_model_len": self.loaded.serving.context_length}
+        )
 
     def _tokenize_chat(self, body: dict[str, Any]) -> list[int]:
         if problem := find_problem(self.loaded.tokenizer, body["messages"], body.get("tools")):
@@ -247,13 +274,29 @@ def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: An
                 config.eos_token_id = -1  # no token has this id; None would be filled in from the model's own config
             return config
 
-        def _streaming(self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any,
-                       gen_config: Any, gen_manager: Any) -> Any:  # fmt: skip
+        def _streaming(
+            self,
+            request_id: str,
+            model: Any,
+            processor: Any,
+            model_id: str,
+            inputs: Any,
+            gen_config: Any,
+            gen_manager: Any,
+        ) -> Any:
             _check_context(inputs["input_ids"], gen_config, loaded)
             return super()._streaming(request_id, model, processor, model_id, inputs, gen_config, manager)
 
-        async def _non_streaming(self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any,
-                                 gen_config: Any, gen_manager: Any) -> Any:  # fmt: skip
+        async def _non_streaming(
+            self,
+            request_id: str,
+            model: Any,
+            processor: Any,
+            model_id: str,
+            inputs: Any,
+            gen_config: Any,
+            gen_manager: Any,
+        ) -> Any:
             _check_context(inputs["input_ids"], gen_config, loaded)
             return await super()._non_streaming(request_id, model, processor, model_id, inputs, gen_config, noting)
 
@@ -288,10 +331,12 @@ class _NotingManager:
         self._manager = manager
         self.token_ids: dict[str, tuple[list[int], list[int]]] = {}  # prompt and answer, by request
 
-    async def generate_non_streaming(self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any,
-                                     request_id: str) -> Any:  # fmt: skip
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
+    ) -> Any:
         text, num_prompt, tokens = await self._manager.generate_non_streaming(
-            model, processor, inputs, gen_config, request_id=request_id)  # fmt: skip
+            model, processor, inputs, gen_config, request_id=request_id
+        )
         if request_id in self.token_ids:
             ids = inputs["input_ids"]
             self.token_ids[request_id] = (ids if isinstance(ids, list) else ids[0].tolist(), [int(t) for t in tokens])
@@ -306,27 +351,34 @@ def _check_streaming_and_length(body: dict[str, Any]) -> None:
         raise HTTPException(400, f"stream_options: expected include_usage true, got {body['stream_options']!r}")
     exact = {name: body[name] for name in sorted(EXACT_LENGTH_FIELDS & body.keys())}
     if exact not in ({}, {"ignore_eos": True, "min_tokens": body["max_tokens"]}):
-        raise HTTPException(400, "ignore_eos and min_tokens: expected true and the number of max_tokens "
-                                 f"({body['max_tokens']}), or neither field, got {exact!r}")  # fmt: skip
+        raise HTTPException(
+            400,
+            "ignore_eos and min_tokens: expected true and the number of max_tokens "
+            f"({body['max_tokens']}), or neither field, got {exact!r}",
+        )
 
 
 def _check_context(ids: Any, config: Any, loaded: LoadedModel) -> None:
     total = (len(ids) if isinstance(ids, list) else ids.shape[-1]) + config.max_new_tokens
     if total > loaded.serving.context_length:
-        raise HTTPException(400, f"prompt plus max_tokens: expected at most {loaded.serving.context_length} "
-                                 f"tokens, got {total}")  # fmt: skip
+        raise HTTPException(
+            400, f"prompt plus max_tokens: expected at most {loaded.serving.context_length} tokens, got {total}"
+        )
 
 
 def _render(scores: SequenceScores) -> dict[str, Any]:
     """Return one choice's logprobs in vLLM's form, where a token is written "token_id:<id>"."""
-    tops = [None, *(
-        dict(zip(names, values, strict=True))
-        for names, values in zip(
-            (["token_id:%d" % i for i in row] for row in scores.top_ids.tolist()),  # noqa: UP031 - twice as fast
-            scores.top_logprobs.astype("float64").round(6).tolist(),
-            strict=True,
-        )
-    )]  # fmt: skip
+    tops = [
+        None,
+        *(
+            dict(zip(names, values, strict=True))
+            for names, values in zip(
+                (["token_id:%d" % i for i in row] for row in scores.top_ids.tolist()),  # noqa: UP031 - twice as fast
+                scores.top_logprobs.astype("float64").round(6).tolist(),
+                strict=True,
+            )
+        ),
+    ]
     return {"token_logprobs": [None, *scores.token_logprobs.astype("float64").round(6).tolist()], "top_logprobs": tops}
 
 

@@ -144,8 +144,11 @@ class Client:
             IgnoredFieldError: the answer is longer than was asked for, or another model's.
         """
         body: dict[str, Any] = {
-            "model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": max_tokens,
-        }  # fmt: skip
+            "model": self.model,
+            "messages": list(messages),
+            "temperature": 0,
+            "max_tokens": max_tokens,
+        }
         if tools:
             body["tools"] = list(tools)
         if return_token_ids:
@@ -182,12 +185,18 @@ class Client:
         body = {"model": self.model, "add_special_tokens": add_special_tokens}
         if server.takes_lists:
             try:
-                return await self._post(server, "/tokenize", {**body, "prompt": list(texts)},
-                                        lambda answer, _: read_tokens(answer, len(texts)))  # fmt: skip
+                return await self._post(
+                    server,
+                    "/tokenize",
+                    {**body, "prompt": list(texts)},
+                    lambda answer, _: read_tokens(answer, len(texts)),
+                )
             except RequestError:
                 server.takes_lists = False
-        tasks = [self._post(server, "/tokenize", {**body, "prompt": text}, lambda answer, _: read_tokens(answer))
-                 for text in texts]  # fmt: skip
+        tasks = [
+            self._post(server, "/tokenize", {**body, "prompt": text}, lambda answer, _: read_tokens(answer))
+            for text in texts
+        ]
         return [ids for (ids,) in await asyncio.gather(*tasks)]
 
     async def tokenize_chat(
@@ -212,9 +221,11 @@ class Client:
         """Refuse a reply of another server than the one that was asked first, as far as servers say who they are."""
         self.echo = self.echo or said
         if said and said != self.echo:
-            raise EngineError(f"{server.url}: expected answers of system_fingerprint {self.echo[:20]!r}, got "
-                              f"{said[:20]!r}: another server, or another model, answers there now; start the right "
-                              "one and run `dvc repro`")  # fmt: skip
+            raise EngineError(
+                f"{server.url}: expected answers of system_fingerprint {self.echo[:20]!r}, got "
+                f"{said[:20]!r}: another server, or another model, answers there now; start the right "
+                "one and run `dvc repro`"
+            )
 
     def end_session(self, session: str) -> None:
         """Forget which server a conversation was on; call when it is over."""
@@ -244,13 +255,19 @@ class Client:
 
     async def _score_together(self, server: _Server, calls: list[_ScoreCall], num_top: int) -> None:
         body = {
-            "model": self.model, "prompt": [c.tokens for c in calls], "echo": True, "max_tokens": 1,
-            "temperature": 0, "logprobs": num_top, "return_tokens_as_token_ids": True,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": [c.tokens for c in calls],
+            "echo": True,
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": num_top,
+            "return_tokens_as_token_ids": True,
+        }
         sizes = [len(call.tokens) for call in calls]
         try:
-            results = await self._post(server, "/v1/completions", body,
-                                       lambda answer, _: read_scores(answer, sizes, num_top))  # fmt: skip
+            results = await self._post(
+                server, "/v1/completions", body, lambda answer, _: read_scores(answer, sizes, num_top)
+            )
         except RequestError as error:
             if len(calls) == 1:
                 return _settle(calls, error)

@@ -48,8 +48,12 @@ async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listene
     gc.freeze()  # what is there now stays: no later collection need look at it
     gc.enable()
     config = uvicorn.Config(server.build_app(), log_level="warning", access_log=False, lifespan="off")
-    line = {"port": listener.getsockname()[1], "fingerprint": loaded.fingerprint, "facts": loaded.facts,
-            "config": loaded.config}
+    line = {
+        "port": listener.getsockname()[1],
+        "fingerprint": loaded.fingerprint,
+        "facts": loaded.facts,
+        "config": loaded.config,
+    }
     print(json.dumps(line), flush=True)
     await uvicorn.Server(config).serve(sockets=[listener])
 
@@ -63,8 +67,9 @@ def _listen(host: str, port: int | None) -> socket.socket:
         listener.bind((host, port or 0))  # port 0: the system picks a free one, so no port can be taken
         listener.listen(512)
     except OSError as error:
-        raise EngineError(f"expected to listen at {host}:{port or 'a free port'}, got: {error.strerror}; name another "
-                          "address or port") from None  # fmt: skip
+        raise EngineError(
+            f"expected to listen at {host}:{port or 'a free port'}, got: {error.strerror}; name another address or port"
+        ) from None
     return listener
 
 

@@ -81,18 +81,22 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
     scorer = share_weights(model)
     num_packed = pack_linear_layers([model, scorer])
     draft = _load_draft(draft_folder, asked, tokenizer).to(model.device) if draft_folder else None
-    serving = asked.model_copy(update={
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": scorer.config._attn_implementation,
-        "num_threads": torch.get_num_threads(),
-        "temperature": 0.0,
-        "speculative": _set_speculation(asked.speculative, model, draft, draft_folder),
-    })  # fmt: skip
-    loaded = candidate.model_copy(update={
-        "checkpoint": checkpoint,
-        "serving": serving,
-        "libraries": {name: _version(name) for name in candidate.libraries},
-    })  # fmt: skip
+    serving = asked.model_copy(
+        update={
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": scorer.config._attn_implementation,
+            "num_threads": torch.get_num_threads(),
+            "temperature": 0.0,
+            "speculative": _set_speculation(asked.speculative, model, draft, draft_folder),
+        }
+    )
+    loaded = candidate.model_copy(
+        update={
+            "checkpoint": checkpoint,
+            "serving": serving,
+            "libraries": {name: _version(name) for name in candidate.libraries},
+        }
+    )
     batching = describe_batching(serving)
     facts = _describe(loaded, model, engine={"num_packed_layers": num_packed, **_plain_fields(batching)})
     config = {"generation_config.json": model.generation_config.to_json_string()}
@@ -145,8 +149,10 @@ def check_context(config: Any, context_length: int) -> None:
     stretch = (getattr(text, "rope_parameters", None) or {}).get("factor")
     longest = int(longest * max(1.0, stretch or 1.0))
     if context_length > longest:
-        raise EngineError(f"serving.context_length: expected at most {longest}, the positions that the model's "
-                          f"config.json has, got {context_length}; lower it")  # fmt: skip
+        raise EngineError(
+            f"serving.context_length: expected at most {longest}, the positions that the model's "
+            f"config.json has, got {context_length}; lower it"
+        )
 
 
 def greedy_config(model: Any, tokenizer: Any) -> Any:
@@ -166,10 +172,16 @@ def greedy_config(model: Any, tokenizer: Any) -> Any:
     processors = model._get_logits_processor(_without_sampling(source))
     if processors:
         names = ", ".join(type(p).__name__ for p in processors)
-        raise EngineError(f"{model.name_or_path}/generation_config.json: expected plain greedy decoding, "
-                          f"it asks for {names}; remove those settings")  # fmt: skip
-    return GenerationConfig(do_sample=False, eos_token_id=end, bos_token_id=source.bos_token_id,
-                            pad_token_id=pad if pad is not None else first_end)  # fmt: skip
+        raise EngineError(
+            f"{model.name_or_path}/generation_config.json: expected plain greedy decoding, "
+            f"it asks for {names}; remove those settings"
+        )
+    return GenerationConfig(
+        do_sample=False,
+        eos_token_id=end,
+        bos_token_id=source.bos_token_id,
+        pad_token_id=pad if pad is not None else first_end,
+    )
 
 
 def _without_sampling(source: Any) -> Any:

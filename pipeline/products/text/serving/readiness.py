@@ -24,9 +24,14 @@ from pipeline.products.text.settings import EvalSettings, HarnessEval, Perplexit
 PROBE_TOKENS = 32  # of each of two answers that must agree
 # many continuations are about as likely: a server that samples hardly says the same twice
 _QUESTION = [{"role": "user", "content": "Write down eight words at random."}]
-_TOOL = {"type": "function", "function": {
-    "name": "wait", "description": "Does nothing.", "parameters": {"type": "object", "properties": {}},
-}}  # fmt: skip
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "wait",
+        "description": "Does nothing.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -47,20 +52,24 @@ async def _ask_with_tools(client: Client) -> None:
     replies = [await client.chat(_QUESTION, max_tokens=1, tools=tools) for tools in ([_TOOL], None)]
     shown, plain = (reply.num_prompt_tokens for reply in replies)
     if shown == plain > 0:  # 0: a server that does not count them
-        raise IgnoredFieldError(f"a request took {plain} prompt tokens with a tool and without; the server or its chat "
-                                "template ignores tools: use a template that shows them to the model, or set "
-                                "send_tools to false")  # fmt: skip
+        raise IgnoredFieldError(
+            f"a request took {plain} prompt tokens with a tool and without; the server or its chat "
+            "template ignores tools: use a template that shows them to the model, or set "
+            "send_tools to false"
+        )
 
 
 _SCORES = _Need(
-    "the log-probabilities of given tokens (/tokenize, and /v1/completions with echo and logprobs)", "vLLM",
+    "the log-probabilities of given tokens (/tokenize, and /v1/completions with echo and logprobs)",
+    "vLLM",
     _ask_for_scores,
-)  # fmt: skip
+)
 _CHAT = _Need("chat answers (/v1/chat/completions)", "a chat template", lambda c: c.chat(_QUESTION, max_tokens=1))
 _TOOLS = _Need(
     "chat answers to requests with tools, as its send_tools is set (/v1/chat/completions)",
-    "automatic tool choice, set send_tools to false", _ask_with_tools,
-)  # fmt: skip
+    "automatic tool choice, set send_tools to false",
+    _ask_with_tools,
+)
 
 
 async def probe(client: Client, evals: Mapping[str, EvalSettings], *, attached_as: str | None = None) -> None:
@@ -85,8 +94,12 @@ async def probe(client: Client, evals: Mapping[str, EvalSettings], *, attached_a
             raise IgnoredFieldError(f"evals.{name}: {error}") from error
         except EngineError as error:
             client.check_alive()  # a server that has died lacks nothing in particular
-            remedy = (f"; if the server can't give that, serve candidates.{attached_as}.engine with {need.remedy}, "
-                      "or remove the eval" if attached_as else "")  # fmt: skip
+            remedy = (
+                f"; if the server can't give that, serve candidates.{attached_as}.engine with {need.remedy}, "
+                "or remove the eval"
+                if attached_as
+                else ""
+            )
             raise EngineError(f"evals.{name}: {evals[name].kind} needs {need.what}, got: {error}{remedy}") from error
     chatting = next((name for need, name in needs.items() if need is not _SCORES), None)
     if chatting and attached_as:  # our own server proves it before it takes requests
@@ -97,9 +110,11 @@ async def _check_greedy(client: Client, name: str) -> None:
     # what was asked before has filled the server's cache of prompts: these two are computed alike
     first, second = [(await client.chat(_QUESTION, max_tokens=PROBE_TOKENS)).text for _ in range(2)]
     if first != second:
-        raise IgnoredFieldError(f"evals.{name}: expected one answer to one request, got {first[:60]!r}, then "
-                                f"{second[:60]!r}; the server samples as if it ignored temperature 0, or others keep "
-                                "it busy: have it decode greedily, and to itself")  # fmt: skip
+        raise IgnoredFieldError(
+            f"evals.{name}: expected one answer to one request, got {first[:60]!r}, then "
+            f"{second[:60]!r}; the server samples as if it ignored temperature 0, or others keep "
+            "it busy: have it decode greedily, and to itself"
+        )
 
 
 def check_context(context_length: int, longest: int | None, evals: Mapping[str, EvalSettings], *, where: str) -> None:
@@ -115,9 +130,11 @@ def check_context(context_length: int, longest: int | None, evals: Mapping[str, 
     if longest is None or context_length + extra <= longest:
         return
     why = f", and a score request takes {extra} tokens more" if extra else ""
-    raise EngineError(f"serving.context_length: expected at most {longest - extra}, as {where} has max_model_len "
-                      f"{longest}{why}, got {context_length}; set it to {longest - extra}, or start the server with "
-                      f"--max-model-len {context_length + extra}")  # fmt: skip
+    raise EngineError(
+        f"serving.context_length: expected at most {longest - extra}, as {where} has max_model_len "
+        f"{longest}{why}, got {context_length}; set it to {longest - extra}, or start the server with "
+        f"--max-model-len {context_length + extra}"
+    )
 
 
 def needs_scores(evals: Mapping[str, EvalSettings]) -> bool:

@@ -119,9 +119,7 @@ def _batch_rows(rows: list[_Row], limit: int) -> Iterator[list[_Row]]:
     yield batch
 
 
-def _score_rows(
-    model: Any, rows: list[_Row], sequences: list[list[int]], num_top: int
-) -> dict[int, SequenceScores]:
+def _score_rows(model: Any, rows: list[_Row], sequences: list[list[int]], num_top: int) -> dict[int, SequenceScores]:
     logits = model(**_inputs(rows, model), use_cache=False).logits
     width = logits.shape[1]
     flat = logits.view(-1, logits.shape[-1]).float()

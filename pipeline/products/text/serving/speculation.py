@@ -41,7 +41,12 @@ class SpeculativeManager(GenerateManager):
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str,
+        self,
+        model: Any,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: Any,
+        request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
         """Stream from the library's inference thread; arguments and result as in the base class."""
@@ -123,13 +128,18 @@ def count_speculation(
         num_known += kept + 1
     # the last pass gives no token of its own when an accepted one ends the answer
     if num_known - len(sequence) not in (0, 1):
-        raise EngineError(f"speculation: {len(fed)} forward passes with {sum(accepted)} accepted tokens don't make the "
-                          f"{len(sequence) - num_prompt} tokens of the answer")  # fmt: skip
+        raise EngineError(
+            f"speculation: {len(fed)} forward passes with {sum(accepted)} accepted tokens don't make the "
+            f"{len(sequence) - num_prompt} tokens of the answer"
+        )
     return SpeculationCounts(
-        method=config.method, num_tokens=config.num_tokens, num_target_forwards=len(fed),
-        num_completion_tokens=len(sequence) - num_prompt, num_drafted=num_drafted,
+        method=config.method,
+        num_tokens=config.num_tokens,
+        num_target_forwards=len(fed),
+        num_completion_tokens=len(sequence) - num_prompt,
+        num_drafted=num_drafted,
         accepted_by_position=tuple(accepted),
-    )  # fmt: skip
+    )
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -21,8 +21,19 @@ from pipeline.records.speculation import SpeculativeConfig
 CONFIG_FILE = "vllm.yaml"
 SCHEMAS = Path(__file__).with_name("schemas")
 SCORE_TOKENS = 2  # beyond the context: a scored sequence has one token more, and vLLM must generate another
-OWN_OPTIONS = ("model", "served-model-name", "host", "port", "dtype", "max-model-len", "speculative-config", "config",
-               "fingerprint-mode", "fingerprint-value", "per-request-spec-decode-metrics")  # fmt: skip
+OWN_OPTIONS = (
+    "model",
+    "served-model-name",
+    "host",
+    "port",
+    "dtype",
+    "max-model-len",
+    "speculative-config",
+    "config",
+    "fingerprint-mode",
+    "fingerprint-value",
+    "per-request-spec-decode-metrics",
+)
 # what names a file beside the checkpoint, which no digest would cover
 FILE_OPTIONS = ("chat-template", "tokenizer", "hf-config-path", "lora-modules", "generation-config")
 _METHODS = {"prompt_lookup": "ngram"}  # vLLM's name for it
@@ -92,16 +103,22 @@ def check_config(config: dict[str, Any], *, version: str, where: str) -> None:
     validator = jsonschema.Draft202012Validator(json.loads(path.read_text(encoding="utf-8")))
     for error in validator.iter_errors(config):
         at = ".".join(map(str, error.absolute_path)) or "options"
-        raise SettingsError(f"{where}: vLLM {version} does not take {at}: {error.message[:300]}; correct "
-                            "engine.options or the speculative step")  # fmt: skip
+        raise SettingsError(
+            f"{where}: vLLM {version} does not take {at}: {error.message[:300]}; correct "
+            "engine.options or the speculative step"
+        )
 
 
 def check_options(options: Mapping[str, Any], *, where: str) -> None:
     """Refuse options that quantgate sets itself, and those that name files: neither would be fingerprinted."""
     for key, value in options.items():
         if key in FILE_OPTIONS and (key, value) not in (("generation-config", "auto"), ("generation-config", "vllm")):
-            raise SettingsError(f"{where}.engine.options.{key}: expected no file beside the checkpoint, whose changes "
-                                f"nobody would see, got {value!r}; put it into the checkpoint's folder")  # fmt: skip
+            raise SettingsError(
+                f"{where}.engine.options.{key}: expected no file beside the checkpoint, whose changes "
+                f"nobody would see, got {value!r}; put it into the checkpoint's folder"
+            )
         if key in OWN_OPTIONS:
-            raise SettingsError(f"{where}.engine.options.{key}: expected an option that quantgate does not set itself; "
-                                "remove it, it follows from `serving`, the checkpoint or the steps")  # fmt: skip
+            raise SettingsError(
+                f"{where}.engine.options.{key}: expected an option that quantgate does not set itself; "
+                "remove it, it follows from `serving`, the checkpoint or the steps"
+            )

@@ -10,20 +10,39 @@ from pipeline.products.text.checkpoints import read_json
 
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 _RESOLVED = {
-    "model_config": ("dtype", "max_model_len", "quantization", "seed", "enforce_eager", "logprobs_mode",
-                     "override_generation_config"),
+    "model_config": (
+        "dtype",
+        "max_model_len",
+        "quantization",
+        "seed",
+        "enforce_eager",
+        "logprobs_mode",
+        "override_generation_config",
+    ),
     "cache_config": ("block_size", "cache_dtype", "enable_prefix_caching"),
     "scheduler_config": ("max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill", "async_scheduling"),
-    "parallel_config": ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-                        "decode_context_parallel_size"),
-    "speculative_config": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
-                           "rejection_sample_method", "draft_sample_method", "quantization", "kv_cache_dtype",
-                           "use_heterogeneous_vocab"),
+    "parallel_config": (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+    ),
+    "speculative_config": (
+        "method",
+        "num_speculative_tokens",
+        "prompt_lookup_max",
+        "prompt_lookup_min",
+        "rejection_sample_method",
+        "draft_sample_method",
+        "quantization",
+        "kv_cache_dtype",
+        "use_heterogeneous_vocab",
+    ),
     "attention_config": ("backend",),
     "kernel_config": ("linear_backend", "moe_backend"),
     "compilation_config": ("mode", "cudagraph_mode"),
     "device_config": ("device",),
-}  # fmt: skip
+}
 
 
 def read_resolved(server_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,8 +50,13 @@ def read_resolved(server_info: Mapping[str, Any]) -> dict[str, Any]:
     config = server_info.get("vllm_config")
     if not isinstance(config, Mapping):
         return {}
-    return {f"{section}.{key}": found[key] for section, keys in _RESOLVED.items()
-            if isinstance(found := config.get(section), Mapping) for key in keys if key in found}  # fmt: skip
+    return {
+        f"{section}.{key}": found[key]
+        for section, keys in _RESOLVED.items()
+        if isinstance(found := config.get(section), Mapping)
+        for key in keys
+        if key in found
+    }
 
 
 def read_sampling(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,9 +94,15 @@ class Engine:
 
     def connect(self, resources: ResourceSettings, *, concurrency: int, only: str | None = None) -> Client:
         """Return a client of the endpoint, or of one of its servers."""
-        return Client([only] if only else self.base_urls, self.model, concurrency=concurrency,
-                      timeout_s=resources.request_timeout_s, check_alive=self.check_alive, echo=self.echo,
-                      api_key=self.api_key)  # fmt: skip
+        return Client(
+            [only] if only else self.base_urls,
+            self.model,
+            concurrency=concurrency,
+            timeout_s=resources.request_timeout_s,
+            check_alive=self.check_alive,
+            echo=self.echo,
+            api_key=self.api_key,
+        )
 
 
 async def probe_servers(engine: Engine, order: Order) -> None:
@@ -116,8 +122,10 @@ def check_facts(candidate: Candidate, facts: Mapping[str, Any], *, where: str) -
         EngineError: names the field, and what either side has.
     """
     if difference := find_difference(candidate.facts, facts):
-        raise EngineError(f"{where}: {difference.field}: the candidate says {difference.expected!r}, the server loaded "
-                          f"{difference.found!r}; run the optimize stage again")  # fmt: skip
+        raise EngineError(
+            f"{where}: {difference.field}: the candidate says {difference.expected!r}, the server loaded "
+            f"{difference.found!r}; run the optimize stage again"
+        )
 
 
 async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:

@@ -34,21 +34,35 @@ async def start(order: Order) -> AsyncIterator[Engine]:
     """
     candidate, serving = order.candidate, order.candidate.serving
     if not serving.base_url or not serving.model:
-        raise EngineError(f"{candidate.name}: engine openai needs base_url and model, "
-                          f"got {serving.base_url!r} and {serving.model!r}")  # fmt: skip
+        raise EngineError(
+            f"{candidate.name}: engine openai needs base_url and model, got {serving.base_url!r} and {serving.model!r}"
+        )
     url, key = serving.base_url.rstrip("/").removesuffix("/v1"), read_key(candidate)
-    async with Client([url], serving.model, concurrency=1, timeout_s=order.resources.request_timeout_s,
-                      max_refusals=MAX_REFUSALS, api_key=key) as client:  # fmt: skip
+    async with Client(
+        [url],
+        serving.model,
+        concurrency=1,
+        timeout_s=order.resources.request_timeout_s,
+        max_refusals=MAX_REFUSALS,
+        api_key=key,
+    ) as client:
         await _check_listing(client, url, order)
-    async with Client([url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1,
-                      api_key=key) as client:  # fmt: skip
+    async with Client(
+        [url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1, api_key=key
+    ) as client:
         facts, proof = await read_facts(client)
     if "checkpoint" in facts:
         # its way of serving is its operator's choice, the weights are what is judged
         check_facts(candidate, {"checkpoint": facts["checkpoint"]}, where=url)
         facts = adopt(candidate, facts)
-    engine = Engine((url,), serving.model, candidate.facts | facts, proof or DECLARED,
-                    is_declared="checkpoint" not in facts, api_key=key)  # fmt: skip
+    engine = Engine(
+        (url,),
+        serving.model,
+        candidate.facts | facts,
+        proof or DECLARED,
+        is_declared="checkpoint" not in facts,
+        api_key=key,
+    )
     async with engine.connect(order.resources, concurrency=serving.concurrency) as client:
         await probe(client, order.evals, attached_as=candidate.name)
     yield engine
@@ -64,8 +78,10 @@ def read_key(candidate: Candidate) -> str | None:
     if name is None:
         return None
     if not (key := os.environ.get(name)):
-        raise EngineError(f"candidates.{candidate.name}.engine.api_key_env: expected the key in the environment "
-                          f"variable {name}, found none; set it")  # fmt: skip
+        raise EngineError(
+            f"candidates.{candidate.name}.engine.api_key_env: expected the key in the environment "
+            f"variable {name}, found none; set it"
+        )
     return key
 
 
@@ -111,10 +127,12 @@ async def _check_listing(client: Client, url: str, order: Order) -> None:
     try:
         listed = await client.list_models()
     except EngineError as error:
-        raise EngineError(f"{error}; expected a running server of the OpenAI API: start it, or correct "
-                          f"{where}.base_url") from None  # fmt: skip
+        raise EngineError(
+            f"{error}; expected a running server of the OpenAI API: start it, or correct {where}.base_url"
+        ) from None
     if model not in listed:
-        raise EngineError(f"{url}/v1/models: expected {model!r} among the served models, got {list(listed)!r}; "
-                          f"correct {where}.model")  # fmt: skip
+        raise EngineError(
+            f"{url}/v1/models: expected {model!r} among the served models, got {list(listed)!r}; correct {where}.model"
+        )
     evals: Mapping[str, EvalSettings] = order.evals
     check_context(order.candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")

@@ -70,8 +70,10 @@ def spawn(
                 start_new_session=True,  # Ctrl-C reaches us, and we end the servers
             )
     except OSError as error:
-        raise EngineError(f"server {log.stem}: expected a program at {command[0]!r}, got: {error.strerror}; correct "
-                          "the engine's command") from None  # fmt: skip
+        raise EngineError(
+            f"server {log.stem}: expected a program at {command[0]!r}, got: {error.strerror}; correct "
+            "the engine's command"
+        ) from None
     return ServerProcess(popen, log)
 
 

@@ -22,8 +22,14 @@ ENGINES: dict[str, Callable[[Order], AbstractAsyncContextManager[Engine]]] = {
 
 @contextlib.asynccontextmanager
 async def start_engine(
-    candidate: Candidate, resources: ResourceSettings, *, evals: Mapping[str, EvalSettings], root: Path, logs: Path,
-    host: str = LOCAL, port: int | None = None,
+    candidate: Candidate,
+    resources: ResourceSettings,
+    *,
+    evals: Mapping[str, EvalSettings],
+    root: Path,
+    logs: Path,
+    host: str = LOCAL,
+    port: int | None = None,
 ) -> AsyncIterator[tuple[Engine, Client]]:
     """Start or attach to the endpoint of a candidate; on leaving, nothing we started is left.
 

@@ -34,8 +34,11 @@ async def start(order: Order) -> AsyncIterator[Engine]:
     processes: list[ServerProcess] = []
     try:
         for index in range(resources.num_servers):
-            processes.append(_spawn(candidate, root=order.root, log=order.logs / f"server-{index}.log",
-                                    host=order.host, port=order.port))  # fmt: skip
+            processes.append(
+                _spawn(
+                    candidate, root=order.root, log=order.logs / f"server-{index}.log", host=order.host, port=order.port
+                )
+            )
         reports = await gather(*(_read_report(p, resources.start_timeout_s) for p in processes))
         for process, report in zip(processes, reports, strict=True):
             check_facts(candidate, report["facts"], where=f"server {process.log.stem}")
@@ -54,23 +57,28 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         stop(processes)
 
 
-def _spawn(
-    candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, port: int | None = None
-) -> ServerProcess:
+def _spawn(candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, port: int | None = None) -> ServerProcess:
     speculative = candidate.serving.speculative
-    config = json.dumps({
-        "checkpoint_folder": str((root / candidate.checkpoint.path).resolve()),
-        "draft_folder": str((root / speculative.draft_path).resolve())
-        if speculative and speculative.draft_path else None,
-        "candidate": candidate.model_dump(mode="json"),
-        "host": host,
-        "port": port,
-    })  # fmt: skip
+    config = json.dumps(
+        {
+            "checkpoint_folder": str((root / candidate.checkpoint.path).resolve()),
+            "draft_folder": str((root / speculative.draft_path).resolve())
+            if speculative and speculative.draft_path
+            else None,
+            "candidate": candidate.model_dump(mode="json"),
+            "host": host,
+            "port": port,
+        }
+    )
     threads = str(candidate.serving.num_threads)
     environment = os.environ | {
-        "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
     command = [sys.executable, "-m", launcher.__name__, config]
     return spawn(command, folder=PROJECT, environment=environment, log=log, stdout=subprocess.PIPE)
 

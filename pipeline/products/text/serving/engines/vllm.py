@@ -43,8 +43,10 @@ POLL_S = 0.5
 _MAX_SCRIPT_BYTES = 1 << 20
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # adds /server_info
-    "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @contextlib.asynccontextmanager
@@ -68,8 +70,15 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         facts = await _wait(process, url, order) | {"checkpoint": checkpoint}
         check_facts(candidate, facts, where="server server-0")
         proof = "computed from the files before the start, and from what the running engine says of itself"
-        engine = Engine((url,), candidate.name, facts, proof, echo=config.get("fingerprint-value"),
-                        config={CONFIG_FILE: render_config(config)}, processes=(process,))  # fmt: skip
+        engine = Engine(
+            (url,),
+            candidate.name,
+            facts,
+            proof,
+            echo=config.get("fingerprint-value"),
+            config={CONFIG_FILE: render_config(config)},
+            processes=(process,),
+        )
         await probe_servers(engine, order)
         yield engine
     finally:
@@ -86,8 +95,14 @@ def _spawn(candidate: Candidate, root: Path, config: Path, port: int, log: Path)
 async def _wait(process: ServerProcess, url: str, order: Order) -> dict[str, Any]:
     """Wait until the server lists its model, and return the facts that it tells."""
     limit_s, start = order.resources.start_timeout_s, time.monotonic()
-    async with Client([url], order.candidate.name, concurrency=1, timeout_s=order.resources.request_timeout_s,
-                      max_refusals=1, check_alive=process.check_alive) as client:  # fmt: skip
+    async with Client(
+        [url],
+        order.candidate.name,
+        concurrency=1,
+        timeout_s=order.resources.request_timeout_s,
+        max_refusals=1,
+        check_alive=process.check_alive,
+    ) as client:
         while True:
             process.check_alive()
             try:
@@ -155,6 +170,8 @@ def _find_port(order: Order) -> int:
         try:
             listener.bind((order.host, order.port or 0))
         except OSError as error:
-            raise EngineError(f"expected to listen at {order.host}:{order.port or 'a free port'}, got: "
-                              f"{error.strerror}; name another address or port") from None  # fmt: skip
+            raise EngineError(
+                f"expected to listen at {order.host}:{order.port or 'a free port'}, got: "
+                f"{error.strerror}; name another address or port"
+            ) from None
         return int(listener.getsockname()[1])
