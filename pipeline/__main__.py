@@ -28,6 +28,7 @@ from typing import Any, Literal, NoReturn, get_args
 from pipeline.errors import EvidenceError, QuantgateError, SettingsError
 from pipeline.gate.standing import read_judgement
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
+from pipeline.gate.wording import use_metrics
 from pipeline.products.params import choose_product, load_params
 from pipeline.records.plain_text import format_line
 from pipeline.report.terminal import render_gate
@@ -94,14 +95,15 @@ def tell_exit_code(judgement: Judgement) -> int:
 
 def gate(options: argparse.Namespace) -> int:
     """Print what the stage `gate` prints; the marker of a pass is the stage's alone."""
-    judgement, are_here = read_judgement(choose_product(load_params(), options.product, kind=Product), Path())
-    print(render_gate(judgement, are_here=are_here))
+    product = choose_product(load_params(), options.product, kind=Product)
+    with use_metrics(product.metrics):
+        judgement, are_here = read_judgement(product, Path())
+        print(render_gate(judgement, are_here=are_here))
     return tell_exit_code(judgement)
 
 
 def compare(options: argparse.Namespace) -> int:
     """Judge the candidate's outcomes against the reference's, and print the verdict."""
-    from pipeline.gate.wording import use_metrics
     from pipeline.outcomes.judging import judge_outcomes
     from pipeline.outcomes.rendering import render_outcomes
     from pipeline.records.record_files import write_record

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipeline.running.environment import Machine
-from pipeline.settings.base import Product
+from pipeline.settings.base import Eval, Product
 
 if TYPE_CHECKING:
     from pipeline.gate.compare import ReleaseComparison
@@ -41,6 +41,7 @@ class Kind(Protocol[P]):
     """A kind of product: its settings, what is checked before any work, and the work of its stages."""
 
     settings: type[P]
+    evals: Mapping[str, type[Eval]]  # the settings of each kind of eval, which say what it measures
 
     def find_problems(self, product: P) -> list[str]:
         """Return what contradicts itself in params.yaml, one line each, starting with the key from the product."""

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.gate.plan import list_impossible, plan_gate, read_last, render_plan  # noqa: E402
 from pipeline.gate.suite_sizes import read_sizes  # noqa: E402
+from pipeline.gate.wording import use_metrics  # noqa: E402
 from pipeline.products.params import get_product, load_params  # noqa: E402
 from pipeline.settings.base import Product  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
@@ -32,9 +33,10 @@ def main(argv: list[str]) -> int:
     products = {name: get_product(params, name, kind=Product) for name in named or params.products}
     impossible = []
     for name, product in products.items():
-        rows = plan_gate(product, read_sizes(product, Path()), read_last(name, Path()))
-        impossible += list_impossible(rows)
-        print(f"{name}: {', '.join(product.release)} against {product.reference}\n{render_plan(rows)}\n")
+        with use_metrics(product.metrics):
+            rows = plan_gate(product, read_sizes(product, Path()), read_last(name, Path()))
+            impossible += list_impossible(rows)
+            print(f"{name}: {', '.join(product.release)} against {product.reference}\n{render_plan(rows)}\n")
     return 1 if impossible else 0
 
 

@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT))
 from pipeline.errors import EvidenceError, SettingsError  # noqa: E402
 from pipeline.evalsets.cards import load_evalset  # noqa: E402
 from pipeline.gate.harm_stop import HarmFound, HarmWatch  # noqa: E402
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition  # noqa: E402
 from pipeline.gate.pairing import Evidence, load_evidence  # noqa: E402
 from pipeline.gate.verdicts import describe_policy  # noqa: E402
 from pipeline.products.params import find_owner, load_params  # noqa: E402
@@ -27,6 +26,7 @@ from pipeline.products.text.evals.evaluate import evaluate_candidate  # noqa: E4
 from pipeline.products.text.serving.failures import find_error  # noqa: E402
 from pipeline.products.text.serving_config import read_candidate  # noqa: E402
 from pipeline.products.text.settings import ChatEval, TextProduct  # noqa: E402
+from pipeline.settings.metrics import MetricDefinition  # noqa: E402
 from stages.cli import read_name, run_stage  # noqa: E402
 
 HARM = 20  # exit code
@@ -84,7 +84,7 @@ def _check_same_cases(name: str, settings: ChatEval, evidence: Evidence) -> None
 def _list_watched(product: TextProduct, eval_name: str) -> list[tuple[str, MetricDefinition, float]]:
     """Return the rates of an eval that can stop a release, with their tolerances."""
     found = []
-    for definition in METRICS_BY_EVAL_KIND[product.evals[eval_name].kind]:
+    for definition in product.evals[eval_name].metrics:
         tolerance = product.gate.tolerances.get(name := f"{eval_name}/{definition.name}")
         if (
             tolerance

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.errors import SettingsError  # noqa: E402
+from pipeline.gate.wording import use_metrics  # noqa: E402
 from pipeline.products.images.preflight import check_images  # noqa: E402
 from pipeline.products.images.settings import SAMPLE_MAX, ImagesProduct  # noqa: E402
 from pipeline.products.images.sweep.judging import judge_sweep  # noqa: E402
@@ -48,10 +49,11 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         _say("interrupted; finished settings and batches are kept, run the same command to go on")
         return 130
-    rows = judge_sweep(product, build)
-    plot_sweep(rows, product, options.out / PICTURE)
-    write_text(options.out / TABLE, render_sweep(rows, product, picture=PICTURE))
-    print(f"{render_table(rows)}\n\nPareto set:\n{describe_pareto(rows)}\n\n{describe_verdicts(rows)}")
+    with use_metrics(product.metrics):
+        rows = judge_sweep(product, build)
+        plot_sweep(rows, product, options.out / PICTURE)
+        write_text(options.out / TABLE, render_sweep(rows, product, picture=PICTURE))
+        print(f"{render_table(rows)}\n\nPareto set:\n{describe_pareto(rows)}\n\n{describe_verdicts(rows)}")
     _say(f"{options.out / TABLE}: {len(rows)} settings, {len(rendered)} rendered now, {time.monotonic() - start:.0f} s")
     return 0
 

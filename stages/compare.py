@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE
+from pipeline.gate.wording import use_metrics
 from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.records.benchmarks import read_machine
@@ -26,12 +27,13 @@ def main(argv: list[str]) -> int:
     compared = compare_release(product, product.build)
     judgement = compared.judgement
     write_record(reports / VERDICT_FILE, judgement)
-    write_text(reports / REPORT_FILE, render_report(compared, read_machine(ENV / "machine.json")))
-    plot_harm(judgement, reports / "harm.png")
-    for picture, plot in KINDS[product.kind].list_plots(product).items():
-        plot(compared, reports / picture)
-    write_outputs(compared, reports, product.build)
-    write_metrics(compared, METRICS / product.name)
+    with use_metrics(product.metrics):
+        write_text(reports / REPORT_FILE, render_report(compared, read_machine(ENV / "machine.json")))
+        plot_harm(judgement, reports / "harm.png")
+        for picture, plot in KINDS[product.kind].list_plots(product).items():
+            plot(compared, reports / picture)
+        write_outputs(compared, reports, product.build)
+        write_metrics(compared, METRICS / product.name)
     for verdict in judgement.verdicts:
         print(f"{verdict.candidate}: {verdict.outcome}")
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.gate.standing import read_judgement
 from pipeline.gate.verdicts import VERDICT_FILE, blocking_verdicts, write_marker
+from pipeline.gate.wording import use_metrics
 from pipeline.products.params import get_product, load_params
 from pipeline.report.github import tell_github
 from pipeline.report.terminal import render_gate
@@ -25,10 +26,11 @@ def main(argv: list[str]) -> int:
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     marker = product.build / MARKER
     marker.unlink(missing_ok=True)
-    judgement, are_here = read_judgement(product, Path())
-    print(render_gate(judgement, are_here=are_here))
-    if os.environ.get("GITHUB_ACTIONS") == "true":
-        print(tell_github(judgement, os.environ))
+    with use_metrics(product.metrics):
+        judgement, are_here = read_judgement(product, Path())
+        print(render_gate(judgement, are_here=are_here))
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            print(tell_github(judgement, os.environ))
     if blocking_verdicts(judgement):
         return 1
     write_marker(marker, judgement, verdict_path=product.reports / VERDICT_FILE)

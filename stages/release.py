@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
+from pipeline.gate.wording import use_metrics
 from pipeline.products.params import get_product, load_params
 from pipeline.records.digests import digest_file
 from pipeline.records.record_files import read_record
@@ -29,16 +30,17 @@ def main(argv: list[str]) -> int:
     judgement = read_record(verdict, Judgement)
     check_marker(build / "gate.ok", judgement, verdict)
     key = os.environ.get(KEY)
-    manifest = write_bundle(
-        product,
-        judgement,
-        build=build,
-        params=Path(PARAMS),
-        verdict=verdict,
-        bundle=bundle,
-        libraries=ENV / "libraries.json",
-        private_key=Path(key) if key else None,
-    )
+    with use_metrics(product.metrics):
+        manifest = write_bundle(
+            product,
+            judgement,
+            build=build,
+            params=Path(PARAMS),
+            verdict=verdict,
+            bundle=bundle,
+            libraries=ENV / "libraries.json",
+            private_key=Path(key) if key else None,
+        )
     print(f"{bundle}: {'signed' if key else f'not signed, as {KEY} names no private key'}")
     if not os.environ.get("DVC_EXP_NAME"):  # what an experiment tries out is not released
         shared = {"verdict_sha256": manifest.verdict_sha256, "manifest_sha256": digest_file(bundle / MANIFEST)}

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
+from pipeline.gate.wording import use_metrics
 from pipeline.products.params import get_product, load_params
 from pipeline.records.files import write_text
 from pipeline.records.record_files import read_record
@@ -24,7 +25,8 @@ def main(argv: list[str]) -> int:
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     root = Path(os.environ.get("DVC_ROOT", "."))  # the real root, also for a queued experiment
     build, reports = product.build, product.reports
-    runs = describe_runs(read_record(reports / VERDICT_FILE, Judgement), build)
+    with use_metrics(product.metrics):
+        runs = describe_runs(read_record(reports / VERDICT_FILE, Judgement), product, build)
     attachments = [*list_attachments(reports), build / PAGE]
     logged = log_runs(
         runs, root, product=product.name, attachments=attachments, dvc_experiment=os.environ.get("DVC_EXP_NAME", "")

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.settings.metrics import METRICS_BY_EVAL_KIND
 from pipeline.records.evaluations import CaseRecord
 from tests.kill_trial import Trial
 from tests.kill_weights import change_weight, edit_tensors

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.products.vision.detection_settings import MIN_CATEGORY_CLUSTERS, UNKNOWN
+from pipeline.products.vision.metrics import DETECTION
 from pipeline.settings.base import Tolerance
 
 WATCHED_METRIC = "ap"
@@ -56,7 +56,7 @@ def _count_clusters(pairs: PairedCases, eval_name: str, tolerances: Mapping[str,
         return {}
     own = {
         bucket
-        for metric in METRICS_BY_EVAL_KIND["detection"]
+        for metric in DETECTION
         if (t := tolerances.get(f"{eval_name}/{metric.name}")) and t.tier != "advisory"
         for bucket in t.buckets
     }

@@ -7,7 +7,7 @@ never raises, so that one broken candidate does not hide the verdicts on the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -33,7 +33,6 @@ from pipeline.gate.headlines import (
 )
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.network_notes import read_network_notes
 from pipeline.gate.networks import describe_total, measure_gain, measure_total, tell_untimed
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
@@ -56,7 +55,7 @@ from pipeline.gate.verdicts import (
     is_open_watched,
     takes_too_long,
 )
-from pipeline.gate.wording import name_comparison
+from pipeline.gate.wording import name_comparison, use_metrics
 from pipeline.products.text.serving_config import read_product_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.products.vision.settings import VisionProduct
@@ -74,7 +73,7 @@ from pipeline.records.verdicts import (
     Speed,
     Verdict,
 )
-from pipeline.settings.base import Product, Tolerance
+from pipeline.settings.base import Eval, Product, Tolerance
 
 
 @dataclass
@@ -105,6 +104,7 @@ class ReleaseComparison:
 
     judgement: Judgement
     measured: dict[str, Measured]
+    evals: Mapping[str, Eval] = field(default_factory=dict)  # settings; records of others have none
 
 
 def compare_release(product: Product, build: Path) -> ReleaseComparison:
@@ -114,14 +114,18 @@ def compare_release(product: Product, build: Path) -> ReleaseComparison:
         product: settings; `gate` holds tolerances, alpha and tripwires.
         build: the folder that holds `candidates/` and `evaluations/`.
     """
+    with use_metrics(product.metrics):
+        return _compare(product, build)
+
+
+def _compare(product: Product, build: Path) -> ReleaseComparison:
     policy = describe_policy(product)
-    kinds = policy.eval_kinds
     reference = _load(build, product.reference, product, policy, is_pinned=True)
-    _describe(reference, kinds)
+    _describe(reference, product)
     _check_room(reference, is_reference=True)
     _check_drawn(reference)
     measured = {
-        name: _measure_candidate(_load(build, name, product, policy), reference, product, kinds)
+        name: _measure_candidate(_load(build, name, product, policy), reference, product)
         for name in product.candidates
         if name != product.reference
     }
@@ -144,7 +148,7 @@ def compare_release(product: Product, build: Path) -> ReleaseComparison:
         reference_metrics=tuple(reference.metrics),
         verdicts=tuple(verdicts),
     )
-    return ReleaseComparison(judgement, {product.reference: reference, **measured})
+    return ReleaseComparison(judgement, {product.reference: reference, **measured}, product.evals)
 
 
 def _load(build: Path, name: str, product: Product, policy: Policy, *, is_pinned: bool = False) -> Measured:
@@ -164,13 +168,13 @@ def _load(build: Path, name: str, product: Product, policy: Policy, *, is_pinned
     return measured
 
 
-def _describe(measured: Measured, kinds: dict[str, str]) -> None:
+def _describe(measured: Measured, product: Product) -> None:
     """Compute a candidate's own metrics from whatever records are fit."""
     if measured.evidence is None:
         return
     for eval_name, records in measured.evidence.records.items():
         clusters = number_clusters(records)
-        for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
+        for definition in product.evals[eval_name].metrics:
             if definition.is_gated:
                 try:
                     measured.metrics += describe_metrics(
@@ -211,13 +215,13 @@ def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     return CaseTable.of(records).clusters
 
 
-def _measure_candidate(measured: Measured, reference: Measured, product: Product, kinds: dict[str, str]) -> Measured:
+def _measure_candidate(measured: Measured, reference: Measured, product: Product) -> Measured:
     measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
-    _describe(measured, kinds)
+    _describe(measured, product)
     _check_room(measured, is_reference=False)
     if measured.evidence is None or reference.evidence is None:
         return measured
-    for eval_name in kinds:
+    for eval_name in product.evals:
         if eval_name in measured.evidence.records and eval_name in reference.evidence.records:
             try:
                 measured.pairs[eval_name] = pair_cases(reference.evidence, measured.evidence, eval_name)
@@ -285,7 +289,7 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, produ
     if product.evals[eval_name].kind == "perplexity":
         problem = check_weights(reference, measured.evidence, pairs, eval_name)
         measured.refusals += [problem] if problem else []
-    for definition in METRICS_BY_EVAL_KIND[product.evals[eval_name].kind]:
+    for definition in product.evals[eval_name].metrics:
         if not definition.is_gated:
             continue
         tolerance = product.gate.tolerances.get(f"{eval_name}/{definition.name}", Tolerance())
@@ -326,6 +330,7 @@ def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, 
             measured.evidence,
             measured.pairs[eval_name],
             eval_name,
+            names=[m.name for m in product.evals[eval_name].metrics if not m.is_gated],
             thresholds=product.gate.tripwires,
             alpha=product.gate.alpha,
         )

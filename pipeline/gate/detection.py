@@ -22,7 +22,6 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import effective_clusters, sum_by_cluster
 from pipeline.gate.decision import Measurement
 from pipeline.gate.influence import harm_by_image, share_of_objects
-from pipeline.gate.metrics import MetricDefinition
 from pipeline.gate.outlook import cases_for_spread
 from pipeline.gate.pairing import PairedCases, select_bucket
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_first
@@ -33,6 +32,7 @@ from pipeline.products.vision.detection_settings import AREAS
 from pipeline.records.detections import IOU_THRESHOLDS, MatchTable
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import JudgedTier, Metric
+from pipeline.settings.metrics import MetricDefinition
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,6 +11,7 @@ lower a KL divergence (data-processing inequality), so the value is a lower boun
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import effective_clusters
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import Evidence, PairedCases
 from pipeline.gate.statistics import Bounds, proportion_interval, ratio_bounds
 from pipeline.gate.wording import definition_of, format_threshold, format_value
@@ -151,6 +151,7 @@ def measure_tripwires(
     pairs: PairedCases,
     eval_name: str,
     *,
+    names: Sequence[str],
     thresholds: dict[str, float],
     alpha: float,
 ) -> list[Comparison]:
@@ -160,7 +161,6 @@ def measure_tripwires(
         EvidenceError: the material for them is missing or does not fit.
     """
     kind = reference.evaluation.evals[eval_name].kind
-    names = [m.name for m in METRICS_BY_EVAL_KIND[kind] if not m.is_gated]
     if not names:
         return []
     counts: dict[str, int] = {}

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.metrics import MetricDefinition
 from pipeline.records.evaluations import CaseRecord
+from pipeline.settings.metrics import MetricDefinition
 
 _NUM_BETS = 24  # sizes of bets, of which the mean is kept: nobody knows the best one before
 

@@ -52,7 +52,7 @@ def plot_worst_images(compared: ReleaseComparison, path: Path) -> None:
     for line, (name, measured) in zip(axes, rows.items(), strict=False):
         line[0].text(-0.15, 0.5, name, transform=line[0].transAxes, ha="right", va="center", fontsize=7)
         assert reference is not None
-        _draw_worst(line, reference, measured, compared.judgement.policy)
+        _draw_worst(line, reference, measured, compared)
     gain = _choose_gain(compared.judgement.policy)
     figure.suptitle(f"worst images: reference, candidate, difference × {gain}", fontsize=8)
     save_figure(figure, path)
@@ -63,16 +63,16 @@ def _choose_gain(policy: Policy) -> int:
     return SEAM_GAIN if policy.kind == "vision" else DIFFERENCE_GAIN
 
 
-def _draw_worst(line: Sequence[Axes], reference: Evidence, measured: Measured, policy: Policy) -> None:
+def _draw_worst(line: Sequence[Axes], reference: Evidence, measured: Measured, compared: ReleaseComparison) -> None:
     assert measured.evidence is not None
-    for k, (eval_name, i) in enumerate(list_worst_images(measured.pairs, policy.eval_kinds)[:_NUM_WORST]):
+    for k, (eval_name, i) in enumerate(list_worst_images(measured.pairs, compared.evals)[:_NUM_WORST]):
         pairs, axes = measured.pairs[eval_name], line[3 * k : 3 * k + 3]
         axes[1].set_title(pairs.reference[i].case_id, fontsize=5, parse_math=False)
         try:
             ours = read_image(locate_image(reference.folder, eval_name, pairs.reference[i]))
             theirs = read_image(locate_image(measured.evidence.folder, eval_name, pairs.candidate[i]))
             ours, theirs = crop_most_different(ours, theirs)
-            pictures = ours, theirs, amplify_difference(ours, theirs, _choose_gain(policy))
+            pictures = ours, theirs, amplify_difference(ours, theirs, _choose_gain(compared.judgement.policy))
         except EvidenceError:
             axes[1].text(0.5, 0.5, "can't be shown", ha="center", va="center", fontsize=6)
             continue

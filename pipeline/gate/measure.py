@@ -20,7 +20,6 @@ from pipeline.gate.case_table import CaseTable
 from pipeline.gate.clusters import hiding_clusters, measure_spread, sum_by_cluster
 from pipeline.gate.decision import Measurement
 from pipeline.gate.detection import describe_precision, list_object_buckets, measure_precision
-from pipeline.gate.metrics import MetricDefinition
 from pipeline.gate.outlook import cases_for_spread, cases_to_prove
 from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
 from pipeline.gate.scales import find_document_room, find_room
@@ -37,6 +36,7 @@ from pipeline.gate.wording import name_metric, natural_key
 from pipeline.records.detections import MatchTable
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import JudgedTier, Metric
+from pipeline.settings.metrics import MetricDefinition
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -15,10 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.network_notes import LayerNotes
 from pipeline.gate.networks import list_inexact_layers
 from pipeline.gate.verdicts import Judgement
+from pipeline.products.vision.metrics import DETECTION
 from pipeline.records.verdicts import Metric
 from pipeline.report.plots import draw_bars, save_figure, style_bars
 
@@ -67,7 +67,7 @@ def _select_areas(metrics: Sequence[Metric], judgement: Judgement) -> dict[str, 
         start = f"{name}\n" if len(evals) > 1 else ""
         wanted = {
             d.area: (f"{name}/{d.name}", None)
-            for d in METRICS_BY_EVAL_KIND["detection"]
+            for d in DETECTION
             if d.estimator == "average_precision" and d.iou is None
         }
         settings = judgement.policy.evals[name]

@@ -19,7 +19,6 @@ from scipy.special import ndtr, ndtri
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.clusters import Spread
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND, MetricDefinition
 from pipeline.gate.resampling import bootstrap_bounds
 from pipeline.gate.statistics import bound_unseen, count_bounds
 from pipeline.gate.verdicts import MIN_CLUSTERS, VERDICT_FILE, Judgement
@@ -27,6 +26,7 @@ from pipeline.gate.wording import format_harm, format_tolerance, name_metric
 from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.settings.base import REPORTS, Product
+from pipeline.settings.metrics import MetricDefinition
 
 ASSUMED_FLIPS = 0.05  # of the cases: what INT4 changes in a rate that a model is good at, as a first guess
 POWER = 0.8  # that a candidate without a loss passes
@@ -95,8 +95,7 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
     """
     rows = []
     for metric, tolerance in product.gate.tolerances.items():
-        eval_name, _, name = metric.partition("/")
-        definition = next(m for m in METRICS_BY_EVAL_KIND[product.evals[eval_name].kind] if m.name == name)
+        eval_name, definition = metric.partition("/")[0], product.metrics[metric]
         for bucket, limit in [(None, tolerance.overall), *tolerance.buckets.items()]:
             if limit is not None:
                 seen, verdict = _find_last(last, metric, bucket)

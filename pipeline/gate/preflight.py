@@ -14,6 +14,7 @@ from pipeline.gate.loosening import check_loosening
 from pipeline.gate.plan import check_plan, plan_gate, read_last
 from pipeline.gate.suite_sizes import read_sizes
 from pipeline.gate.verdicts import describe_policy
+from pipeline.gate.wording import use_metrics
 from pipeline.products.params import Params
 
 
@@ -28,7 +29,9 @@ def check_gates(params: Params, root: Path) -> list[str]:
     _check_frozen(root / "dvc.yaml")
     for product in params.products.values():
         check_loosening(describe_policy(product), root, material={})
-        warnings += check_plan(product, plan_gate(product, read_sizes(product, root), read_last(product.name, root)))
+        with use_metrics(product.metrics):
+            rows = plan_gate(product, read_sizes(product, root), read_last(product.name, root))
+            warnings += check_plan(product, rows)
     return warnings
 
 

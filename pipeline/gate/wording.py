@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from pipeline.gate.explanation_records import ExplainedFlip
-from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.records.plain_text import show_unprintable as show_unprintable
 from pipeline.records.verdicts import Comparison
+from pipeline.settings.metrics import MetricDefinition
 
 _MAX_DIGITS = 6  # behind the point of a percentage
 # A backtick has no escape that reads well inside and outside of code, and messages quote commands with it.
@@ -26,26 +26,27 @@ _IN_MARKDOWN = str.maketrans({"&": "&amp;", "|": "&#124;", "*": "&#42;", "$": "&
 _LINKED = re.compile(r"(?<!\w)@(?=\w)|(?<![\w&])#(?=\d)|\b[Gg][Hh]-(?=\d)|:(?=//)|\bwww(?=\.)")
 
 
-_of_others: ContextVar[Mapping[str, MetricDefinition]] = ContextVar("metrics of records that others made", default={})  # noqa: B039
+_in_use: ContextVar[Mapping[str, MetricDefinition]] = ContextVar("the metrics that names stand for")
 
 
 @contextmanager
 def use_metrics(definitions: Mapping[str, MetricDefinition]) -> Iterator[None]:
-    """Let names stand for metrics that quantgate does not declare itself, until the end of the block.
+    """Let names stand for these metrics until the end of the block: those of a product, or of records of others.
 
     Args:
-        definitions: by "<eval>/<metric>".
+        definitions: by "<eval>/<metric>", or by the metric's name alone for all evals.
     """
-    token = _of_others.set(definitions)
+    token = _in_use.set(definitions)
     try:
         yield
     finally:
-        _of_others.reset(token)
+        _in_use.reset(token)
 
 
 def definition_of(metric: str) -> MetricDefinition:
-    """Return the definition of "<eval>/<metric>"."""
-    return _of_others.get().get(metric) or METRICS_BY_NAME[metric.rpartition("/")[2]]
+    """Return the definition of "<eval>/<metric>", of those in use."""
+    definitions = _in_use.get()
+    return definitions.get(metric) or definitions[metric.rpartition("/")[2]]
 
 
 def is_rate(metric: str) -> bool:

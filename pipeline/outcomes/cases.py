@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.case_rows import CaseRow, change_row
-from pipeline.gate.metrics import MetricDefinition
 from pipeline.outcomes.questions import (
     Question,
     digest_part,
@@ -32,6 +31,7 @@ from pipeline.outcomes.questions import (
 from pipeline.outcomes.reading import clean
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord, describe_failures
+from pipeline.settings.metrics import MetricDefinition
 
 Direction = Literal["higher", "lower"]
 _MAX_SHOWN = 60  # characters of a value that is no score

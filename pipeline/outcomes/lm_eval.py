@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.metrics import MetricDefinition
 from pipeline.outcomes.cases import (
     Case,
     Direction,
@@ -32,6 +31,7 @@ from pipeline.outcomes.cases import (
 )
 from pipeline.outcomes.reading import iterate_objects, map_texts, parse_json, read_first_keys
 from pipeline.records.files import read_bounded
+from pipeline.settings.metrics import MetricDefinition
 
 FORMAT = "lm_eval"
 _NAME = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.:-]+)")

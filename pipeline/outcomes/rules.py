@@ -21,14 +21,15 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import SettingsError
 from pipeline.gate.measure import GradedScore
-from pipeline.gate.metrics import METRICS_BY_NAME, MetricDefinition
 from pipeline.gate.verdicts import GatedTolerance
 from pipeline.outcomes.cases import Direction, Outcomes
 from pipeline.outcomes.directions import looks_lower
 from pipeline.outcomes.registry import Side
 from pipeline.outcomes.table import FORMAT, SCORE
+from pipeline.products import list_known_metrics
 from pipeline.records.record_files import first_problem
 from pipeline.settings.base import MIN_REASON, GateSettings, Tier, describe_yaml_error
+from pipeline.settings.metrics import MetricDefinition
 from pipeline.settings.yaml_files import read_yaml
 
 DEFAULT_TOLERANCE = 0.03  # of a rate: 3 points
@@ -166,7 +167,7 @@ def list_metrics(outcomes: Outcomes) -> list[str]:
 def _list_own(outcomes: Outcomes) -> list[MetricDefinition]:
     """Return those of quantgate's metrics whose scores the records hold, but for names that are scores themselves."""
     scores = set(outcomes.scores)
-    return [m for m in METRICS_BY_NAME.values() if _has_own(m, scores) and m.name not in scores]
+    return [m for m in list_known_metrics().values() if _has_own(m, scores) and m.name not in scores]
 
 
 def _has_own(metric: MetricDefinition, scores: set[str]) -> bool:
@@ -255,7 +256,7 @@ def _define(
 
 def _define_metric(name: str, ours: Outcomes, theirs: Outcomes, better: Direction | None) -> MetricDefinition | None:
     scores = set(ours.scores)
-    own = None if ours.format == FORMAT and name in scores else METRICS_BY_NAME.get(name)
+    own = None if ours.format == FORMAT and name in scores else list_known_metrics().get(name)
     known = ours.definitions.get(name) or (own if own and _has_own(own, scores) else None)
     if known is not None:
         return replace(known, better=better) if better else known

@@ -8,5 +8,11 @@ from pipeline.product import Kind
 from pipeline.products.images import ImagesKind
 from pipeline.products.text import TextKind
 from pipeline.products.vision import VisionKind
+from pipeline.settings.metrics import MetricDefinition
 
 KINDS: dict[str, Kind[Any]] = {"text": TextKind(), "images": ImagesKind(), "vision": VisionKind()}
+
+
+def list_known_metrics() -> dict[str, MetricDefinition]:
+    """Return the metrics that all kinds declare, by name alone."""
+    return {m.name: m for kind in KINDS.values() for settings in kind.evals.values() for m in settings.metrics}

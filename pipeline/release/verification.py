@@ -23,7 +23,7 @@ from pipeline.gate.checks import check_outcomes, find_other_policy
 from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement, released_verdicts
-from pipeline.gate.wording import definition_of
+from pipeline.gate.wording import definition_of, use_metrics
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.digests import digest_files, digest_json, name_changed_file
 from pipeline.records.record_files import read_record
@@ -67,12 +67,8 @@ def verify_bundle(
         manifest = read_record(bundle / MANIFEST, Manifest)
         judgement = read_record(bundle / VERDICT, Judgement)
         product = load_released(bundle / PARAMS, manifest.product)
-        if difference := find_other_policy(judgement, product):
-            done.problems.append(f"{bundle / PARAMS}: the verdict beside it was reached with {difference}")
-        check_outcomes(judgement)
-        done.problems += _check_manifest(bundle, manifest, describe_content(bundle, judgement, product))
-        done.problems += _check_cards(bundle, judgement)
-        done.problems += _judge_again(bundle, judgement, product)
+        with use_metrics(product.metrics):
+            _check_content(bundle, manifest, judgement, product, done)
         names = ", ".join(f"{side.candidate} {side.outcome}" for side in manifest.release)
         done.notes.append(
             f"{manifest.product}: {names}; judged again from the scores of {len(manifest.evalsets)} evals"
@@ -84,6 +80,18 @@ def verify_bundle(
     except (QuantgateError, OSError, KeyError, MemoryError) as error:
         done.problems.append(f"{bundle}: can't be judged again: {error}")
     return done
+
+
+def _check_content(
+    bundle: Path, manifest: Manifest, judgement: Judgement, product: Product, done: Verification
+) -> None:
+    """Add what the verdict, the manifest and the cards say that does not follow from what is beside them."""
+    if difference := find_other_policy(judgement, product):
+        done.problems.append(f"{bundle / PARAMS}: the verdict beside it was reached with {difference}")
+    check_outcomes(judgement)
+    done.problems += _check_manifest(bundle, manifest, describe_content(bundle, judgement, product))
+    done.problems += _check_cards(bundle, judgement)
+    done.problems += _judge_again(bundle, judgement, product)
 
 
 def _check_signature(bundle: Path, public_key: Path | None, done: Verification) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pipeline.gate.canary import OWN_PATH
 from pipeline.gate.compare import Measured, ReleaseComparison
 from pipeline.gate.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, LostCases, Passage
-from pipeline.gate.metrics import MetricDefinition
 from pipeline.gate.wording import definition_of, name_metric
 from pipeline.records.differences import first_difference
 from pipeline.records.verdicts import CanaryFlip, Comparison, Verdict
 from pipeline.report.flips import Flip, list_deciding, worst_cases, worst_flips
+from pipeline.settings.metrics import MetricDefinition
 
 EXPLAINED = ("fail", "inconclusive")  # outcomes of a candidate
 _MAX_FLIPS = 10  # of a candidate

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.gate.pairing import PairedCases, read_scores
 from pipeline.gate.verdicts import is_decisive
 from pipeline.gate.wording import definition_of
 from pipeline.records.differences import first_difference
 from pipeline.records.verdicts import Comparison
+from pipeline.settings.base import Eval
 
 _SOUND = ("sound", "finite")  # scores of an image that is one at all
 
@@ -149,7 +149,7 @@ def worst_cases(comparison: Comparison, pairs: PairedCases, *, limit: int) -> li
     return [case for _, _, case in sorted(rows, key=lambda row: row[:2])[:limit]]
 
 
-def list_worst_images(pairs: Mapping[str, PairedCases], kinds: Mapping[str, str]) -> list[tuple[str, int]]:
+def list_worst_images(pairs: Mapping[str, PairedCases], evals: Mapping[str, Eval]) -> list[tuple[str, int]]:
     """Return (eval, position) of all images of a candidate, the worst first.
 
     Those that became unsound, then those that lost most of any metric in units of its spread over the cases. Other
@@ -157,12 +157,12 @@ def list_worst_images(pairs: Mapping[str, PairedCases], kinds: Mapping[str, str]
 
     Args:
         pairs: by eval.
-        kinds: of each eval.
+        evals: settings of each.
     """
     ranked = []
     for eval_name, paired in pairs.items():
         unsound = losses = np.zeros(len(paired.reference))
-        for definition in METRICS_BY_EVAL_KIND[kinds[eval_name]]:
+        for definition in evals[eval_name].metrics:
             ours, theirs = (
                 np.array([r.scores.get(definition.score, 0.0) for r in side])
                 for side in (paired.reference, paired.candidate)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from ruamel.yaml.error import MarkedYAMLError
 
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
+from pipeline.settings.metrics import MetricDefinition
 
 BUILD = Path("build")  # what stages make, a folder a product
 REPORTS = Path("reports")  # what people read, likewise
@@ -75,6 +75,19 @@ class GateSettings(Settings):
     loosened: dict[str, Loosened] = {}  # by its key: why a setting is looser than at the last release
 
 
+class Eval(Settings):
+    """Base of an eval's settings, and as class attributes what the pipeline asks of its kind.
+
+    Attributes:
+        metrics: what follows from its cases; the first is its headline.
+        chats: its cases are conversations, so that the path that answers can be asked twice and timed.
+    """
+
+    kind: str
+    metrics: ClassVar[tuple[MetricDefinition, ...]]
+    chats: ClassVar[bool] = False
+
+
 class Product(Settings):
     """One product: what is compared with what, on which evals, and what may be lost.
 
@@ -99,6 +112,11 @@ class Product(Settings):
     def reports(self) -> Path:
         """The folder of its report."""
         return REPORTS / self.name
+
+    @property
+    def metrics(self) -> dict[str, MetricDefinition]:
+        """What its evals measure, by "<eval>/<metric>"."""
+        return {f"{name}/{metric.name}": metric for name, e in self.evals.items() for metric in e.metrics}
 
     def locate(self, key: str) -> str:
         """Return where a setting stands in params.yaml.
@@ -141,12 +159,7 @@ def find_metric_problems(product: Product) -> list[str]:
     """Return the tolerances and tripwires that no eval of the product has a metric for or can show, one line each."""
     problems = []
     for section, gating in (("tolerances", True), ("tripwires", False)):
-        metrics = {
-            f"{name}/{m.name}"
-            for name, e in product.evals.items()
-            for m in METRICS_BY_EVAL_KIND[e.kind]
-            if m.is_gated == gating
-        }
+        metrics = {name for name, metric in product.metrics.items() if metric.is_gated == gating}
         for metric in getattr(product.gate, section):
             if metric not in metrics:
                 problems.append(
@@ -157,9 +170,7 @@ def find_metric_problems(product: Product) -> list[str]:
         for metric, t in product.gate.tolerances.items()
         if t.overall is None and not t.buckets
     ]
-    shares = {
-        f"{name}/{m.name}" for name, e in product.evals.items() for m in METRICS_BY_EVAL_KIND[e.kind] if not m.unit
-    }
+    shares = {name for name, metric in product.metrics.items() if not metric.unit}
     problems += [
         f"gate.tolerances.{metric}.{problem}"
         for metric, t in product.gate.tolerances.items()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.gate.measure import measure_metric
-from pipeline.gate.metrics import METRICS_BY_NAME
+from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
 from pipeline.gate.scales import find_document_room
 from pipeline.gate.statistics import bound_unseen, ratio_bounds

@@ -18,7 +18,7 @@ from benchmarks.gate_power import (
     sum_share,
 )
 from pipeline.gate.measure import measure_metric
-from pipeline.gate.metrics import METRICS_BY_NAME
+from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
 from tests.synthetic_records import make_flips
 

@@ -13,7 +13,7 @@ import pytest
 from pipeline.errors import EvidenceError
 from pipeline.evalsets.cases import DocumentCase
 from pipeline.gate.harm_stop import HarmFound, HarmWatch
-from pipeline.gate.metrics import METRICS_BY_NAME
+from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.products.text.evals.runner import run_cases
 from pipeline.records.evaluations import CaseRecord
 from pipeline.running.journal import Journal

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.measure import check_loss_can_show, measure_metric
-from pipeline.gate.metrics import METRICS_BY_NAME
+from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import PairedCases
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Comparison

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.product import Inputs, Plot
-from pipeline.products.images.settings import ImagesProduct, find_image_problems
+from pipeline.products.images.settings import ImagesEval, ImagesProduct, find_image_problems
 from pipeline.running.environment import Machine
+from pipeline.settings.base import Eval
 
 
 class ImagesKind:
     """Diffusion pipelines."""
 
     settings = ImagesProduct
+    evals: Mapping[str, type[Eval]] = {"images": ImagesEval}
 
     def find_problems(self, product: ImagesProduct) -> list[str]:
         """Return what contradicts itself in the settings."""

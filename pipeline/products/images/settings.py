@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from pipeline.products.images.metrics import IMAGES
 from pipeline.settings.base import (
+    Eval,
     Product,
     Settings,
     find_metric_problems,
@@ -112,9 +114,10 @@ class ResourceSettings(Settings):
     num_workers: int = Field(ge=1, le=64)  # processes that render
 
 
-class ImagesEval(Settings):
+class ImagesEval(Eval):
     """One image per prompt, judged as raw numbers, against the float32 decode, and by CLIP."""
 
+    metrics = IMAGES
     kind: Literal["images"]
     evalset: str
     clip: str  # CLIP checkpoint folder

@@ -6,14 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.product import Inputs, Plot, Watched
-from pipeline.products.text.settings import SpeculativeStep, TextProduct
+from pipeline.products.text.settings import (
+    HarnessEval,
+    PerplexityEval,
+    SpeculativeStep,
+    TextProduct,
+    ToolCallsEval,
+    TrajectoriesEval,
+)
 from pipeline.running.environment import Machine
+from pipeline.settings.base import Eval
 
 
 class TextKind:
     """Language models."""
 
     settings = TextProduct
+    evals: Mapping[str, type[Eval]] = {
+        "perplexity": PerplexityEval,
+        "harness": HarnessEval,
+        "tool_calls": ToolCallsEval,
+        "trajectories": TrajectoriesEval,
+    }
 
     def find_problems(self, product: TextProduct) -> list[str]:
         """Return what contradicts itself in the settings."""

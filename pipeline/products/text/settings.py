@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.settings.base import Product, Settings
+from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJECTORIES
+from pipeline.settings.base import Eval, Product, Settings
 
 
 class Calibration(Settings):
@@ -138,34 +139,40 @@ class CanarySettings(Settings):
     session_calls: int = Field(default=5, ge=1)  # of a user's session: what a rate comes to over one
 
 
-class PerplexityEval(Settings):
+class PerplexityEval(Eval):
     """Perplexity and bits per byte of held-out documents, and the material for divergence."""
 
+    metrics = PERPLEXITY
     kind: Literal["perplexity"]
     evalset: str
     top_logprobs: int = Field(default=20, ge=1, le=100)
 
 
-class HarnessEval(Settings):
+class HarnessEval(Eval):
     """One lm-eval task: a task name, with the folder of its YAML when it is not built in."""
 
+    metrics = HARNESS
     kind: Literal["harness"]
     task: str
     include_path: str | None = None
     num_fewshot: int = Field(default=0, ge=0)
 
 
-class ToolCallsEval(Settings):
+class ToolCallsEval(Eval):
     """Single tool calls with expected arguments."""
 
+    metrics = TOOL_CALLS
+    chats = True
     kind: Literal["tool_calls"]
     evalset: str
     send_tools: bool = False  # put the card's tools into every request
 
 
-class TrajectoriesEval(Settings):
+class TrajectoriesEval(Eval):
     """Multi-step workflows against simulated tools, judged by the final state."""
 
+    metrics = TRAJECTORIES
+    chats = True
     kind: Literal["trajectories"]
     evalset: str
     max_turns: int = Field(ge=1)

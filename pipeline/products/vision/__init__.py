@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.product import Inputs, Plot
-from pipeline.products.vision.settings import VisionProduct, find_network_problems
+from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.products.vision.settings import UpscalingEval, VisionProduct, find_network_problems
 from pipeline.running.environment import Machine
+from pipeline.settings.base import Eval
 
 
 class VisionKind:
     """Torch modules."""
 
     settings = VisionProduct
+    evals: Mapping[str, type[Eval]] = {"detection": DetectionEval, "upscaling": UpscalingEval}
 
     def find_problems(self, product: VisionProduct) -> list[str]:
         """Return what contradicts itself in the settings."""

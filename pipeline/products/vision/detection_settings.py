@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.settings.base import Settings
+from pipeline.products.vision.metrics import DETECTION
+from pipeline.settings.base import Eval
 
 _LARGEST = 1e5**2
 # COCO's, in square pixels, smallest and largest inclusive: an object of exactly 32^2 is both small and medium
@@ -24,9 +25,10 @@ AT_ONE_IOU = ("50", "75")  # end the names of scores at one threshold: no bucket
 _Area = Annotated[float, Field(ge=0)]
 
 
-class DetectionEval(Settings):
+class DetectionEval(Eval):
     """Boxes found on images, matched as COCO does and judged by average precision."""
 
+    metrics = DETECTION
     kind: Literal["detection"]
     evalset: str
     # bucket -> smallest and largest area, beside COCO's: a bucket of ap, ap_50 and ap_75

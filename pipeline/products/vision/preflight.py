@@ -10,7 +10,6 @@ from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
 from pipeline.evalsets.cases import CASES_FILE, check_distinct
 from pipeline.evalsets.pictures import check_pictures, measure_picture
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.products.text.preflight import check_buckets, load_kind
 from pipeline.products.vision.detection_settings import (
     AREAS,
@@ -47,7 +46,7 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
         f"{name}/{metric.name}": [*e.areas, *e.categories]
         for name, e in product.evals.items()
         if isinstance(e, DetectionEval)
-        for metric in METRICS_BY_EVAL_KIND[e.kind]
+        for metric in e.metrics
         if metric.estimator == "average_precision" and metric.area == "all"
     }
     check_buckets(product, evalsets, own)

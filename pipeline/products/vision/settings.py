@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline.products.vision.detection_settings import DetectionEval, find_bucket_problems
+from pipeline.products.vision.metrics import UPSCALING
 from pipeline.settings.base import (
+    Eval,
     GateSettings,
     Product,
     Settings,
@@ -106,9 +108,10 @@ class ResourceSettings(Settings):
     num_workers: int = Field(ge=1, le=64)  # processes
 
 
-class UpscalingEval(Settings):
+class UpscalingEval(Eval):
     """Pictures enlarged, and compared with what they were made from."""
 
+    metrics = UPSCALING
     kind: Literal["upscaling"]
     evalset: str
 

@@ -34,6 +34,7 @@ from pipeline.report.mlflow_runs.network_contents import (
     read_network_costs,
 )
 from pipeline.report.mlflow_runs.predictions import Scored
+from pipeline.settings.base import Product
 
 MAX_CASES = 8
 MAX_NAME = 100  # characters of a case id in a key, which becomes a file name
@@ -100,11 +101,14 @@ class ImageContents:
     costs: dict[str, float] = field(default_factory=dict)
 
 
-def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Path) -> dict[str, ImageContents]:
+def choose_images(
+    judgement: Judgement, product: Product, scored: Mapping[str, Scored], build: Path
+) -> dict[str, ImageContents]:
     """Choose the images of every run.
 
     Args:
         judgement: which candidates there are, and which are to be released: their worst cases come first.
+        product: whose evals they are.
         scored: candidate -> eval -> case id -> record, the reference's among them; empty where unreadable.
         build: the folder that holds `evaluations/`.
     """
@@ -117,7 +121,7 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
         for v in ordered
         if (
             case := find_worst(
-                scored[reference], scored[v.candidate], judgement, (folders[reference], folders[v.candidate])
+                scored[reference], scored[v.candidate], product, (folders[reference], folders[v.candidate])
             )
         )
     }
@@ -140,7 +144,7 @@ def choose_images(judgement: Judgement, scored: Mapping[str, Scored], build: Pat
     return contents
 
 
-def find_worst(reference: Scored, candidate: Scored, judgement: Judgement, folders: tuple[Path, Path]) -> Case | None:
+def find_worst(reference: Scored, candidate: Scored, product: Product, folders: tuple[Path, Path]) -> Case | None:
     """Return the case in which a candidate is worst; None where no case can be paired or no output is another one.
 
     Of a detector, that in which most objects are lost; None where none is.
@@ -148,7 +152,7 @@ def find_worst(reference: Scored, candidate: Scored, judgement: Judgement, folde
     Args:
         reference: its records.
         candidate: its records.
-        judgement: whose product and evals they are.
+        product: whose evals they are.
         folders: the evaluations of both.
     """
     pairs: dict[str, PairedCases] = {}
@@ -158,8 +162,8 @@ def find_worst(reference: Scored, candidate: Scored, judgement: Judgement, folde
             pairs[eval_name] = align(ours, theirs, where=eval_name)
         except EvidenceError:
             continue  # the verdict was refused for it
-    is_detector = "detection" in judgement.policy.eval_kinds.values()
-    ranked = rank_losses(pairs, folders) if is_detector else list_worst_images(pairs, judgement.policy.eval_kinds)
+    is_detector = any(e.kind == "detection" for e in product.evals.values())
+    ranked = rank_losses(pairs, folders) if is_detector else list_worst_images(pairs, product.evals)
     return next(
         (
             (eval_name, pairs[eval_name].reference[i].case_id)

@@ -8,11 +8,12 @@ whose cases are right or wrong; documents scored by likelihood have no output to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.records.evaluations import CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record
+from pipeline.settings.base import Eval
 
 MAX_CASES_PER_EVAL = 200
 MAX_TEXT = 2000  # characters of a prompt or output that the table shows
@@ -21,13 +22,15 @@ MAX_TEXT = 2000  # characters of a prompt or output that the table shows
 Scored = dict[str, dict[str, tuple[CaseRecord, bool | None]]]
 
 
-def read_scored(build: Path, name: str) -> Scored:
+def read_scored(build: Path, name: str, evals: Mapping[str, Eval]) -> Scored:
     """Read a candidate's right-or-wrong evals: eval -> case id -> record and whether it was right."""
     folder = build / "evaluations" / name
     evaluation = read_record(folder / "evaluation.json", Evaluation)
     scored: Scored = {}
     for eval_name, file in evaluation.evals.items():
-        score = next((m.score for m in METRICS_BY_EVAL_KIND[file.kind] if m.estimator == "proportion"), None)
+        if eval_name not in evals:
+            continue  # of a project that has dropped it since
+        score = next((m.score for m in evals[eval_name].metrics if m.estimator == "proportion"), None)
         if score is not None:
             records = read_cases(folder / file.records)
             scored[eval_name] = {r.case_id: (r, r.scores[score] == 1 if score in r.scores else None) for r in records}

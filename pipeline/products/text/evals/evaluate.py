@@ -20,7 +20,6 @@ from pathlib import Path
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.gate.harm_stop import HarmWatch
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.products.text.evals.canary import (
     Prompt,
     ask_canary,
@@ -44,6 +43,7 @@ from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.speculation import sum_speculation
 from pipeline.running.journal import Journal, lock_journals
 from pipeline.running.stage_code import digest_code
+from pipeline.settings.metrics import MetricDefinition
 
 CANARY = "canary.jsonl"
 
@@ -262,11 +262,8 @@ async def _run_eval(
             f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}"
         )
     write_cases(paths.folder / f"{job.name}.jsonl", records)
-    print(
-        f"  {job.name}: n={len(records)}, {_headline(job.settings.kind, records)}, {time.monotonic() - start:.1f} s",
-        file=sys.stderr,
-        flush=True,
-    )
+    shown = _headline(job.settings.metrics[0], records)
+    print(f"  {job.name}: n={len(records)}, {shown}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return records
 
 
@@ -288,9 +285,8 @@ def _make_context(
     )
 
 
-def _headline(kind: str, records: list[CaseRecord]) -> str:
+def _headline(metric: MetricDefinition, records: list[CaseRecord]) -> str:
     """Return the first metric of an eval as text; the gate computes the ones that count."""
-    metric = METRICS_BY_EVAL_KIND[kind][0]
     judged = [r for r in records if r.failure is None]
     if not judged:
         return f"{metric.name} none"

@@ -1,0 +1,17 @@
+"""The metrics of each eval of drawn images."""
+
+from __future__ import annotations
+
+from pipeline.settings.metrics import SEAM_STEP_LEVELS, MetricDefinition
+
+IMAGES = (
+    MetricDefinition("sound_image_rate", "proportion", "sound", "higher", ""),
+    MetricDefinition("oversaturated_image_rate", "proportion", "oversaturated", "lower", ""),
+    MetricDefinition("saturated_pixel_fraction", "mean", "saturated", "lower", ""),
+    MetricDefinition("clipped_pixel_fraction", "mean", "clipped", "lower", ""),
+    MetricDefinition("clip_similarity", "mean", "clip", "higher", ""),
+    MetricDefinition("decode_ssim", "mean", "ssim", "higher", ""),
+    MetricDefinition("decode_psnr_db", "mean", "psnr_db", "higher", "dB"),
+    SEAM_STEP_LEVELS,
+    MetricDefinition("guided_std_ratio", "mean", "std_ratio", "lower", ""),
+)
