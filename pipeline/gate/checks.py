@@ -13,12 +13,12 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.speed import list_slow_cells
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import (
-    FAILED,
     GatedTolerance,
     Judgement,
     Policy,
     describe_policy,
     gains_nothing,
+    has_reason,
     is_decisive,
     is_proven,
     list_gated,
@@ -34,6 +34,7 @@ from pipeline.products.text.serving_config import read_product_candidate
 from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
 from pipeline.records.fingerprints import find_difference, fingerprint
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.settings.base import Product
 
@@ -89,8 +90,7 @@ def check_outcomes(judgement: Judgement) -> None:
 def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
     """Return the outcome that follows from a verdict's comparisons, reasons and other evidence."""
     outcomes = {c.outcome for c in verdict.comparisons if c.tolerance is not None and is_decisive(c)}
-    has_failed = any(reason.startswith(FAILED) for reason in verdict.reasons)
-    if has_failed or "fail" in outcomes:
+    if has_reason(verdict, ReasonKind.FAILED) or "fail" in outcomes:
         return "fail"
     if list_refusals(verdict) or not outcomes:
         return "refused"

@@ -7,7 +7,7 @@ never raises, so that one broken candidate does not hide the verdicts on the oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -26,10 +26,10 @@ from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.explanation_records import CandidateExplanation
 from pipeline.gate.headlines import (
+    explain_comparisons,
     explain_flat_average,
     explain_flat_perplexity,
-    explain_ungated,
-    list_accepted_gains,
+    list_limits,
 )
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
@@ -39,29 +39,20 @@ from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, lo
 from pipeline.gate.speculation import check_acceptance, check_speculation
 from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, list_slow_cells, load_benchmark
 from pipeline.gate.verdicts import (
-    DECLARED,
-    DRAFTS_FAILED,
-    NO_GAIN,
-    PATH_FAILED,
-    REFUSED,
-    SPEED_FAILED,
-    UNPROVEN,
-    UNSOUND,
-    UNTIMED,
     Judgement,
     Policy,
     describe_policy,
     is_blocking,
-    is_open_watched,
     takes_too_long,
 )
-from pipeline.gate.wording import name_comparison, use_metrics
+from pipeline.gate.wording import use_metrics
 from pipeline.products.text.serving_config import read_product_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.benchmarks import Benchmark, describe_work
 from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.records.medians import MedianInterval
+from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import (
     CanaryComparison,
     Certificate,
@@ -87,15 +78,19 @@ class Measured:
     canary: CanaryComparison | None = None
     metrics: list[Metric] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # beside those of the comparisons, as they start: FAILED
+    failures: list[str] = field(default_factory=list)  # beside those of the comparisons
     unproven: list[str] = field(default_factory=list)  # what keeps a pass from being one
-    notes: list[str] = field(default_factory=list)
+    notes: list[Reason] = field(default_factory=list)
     benchmark: Benchmark | None = None
     speed: Speed | None = None
     gain: Gain | None = None
     total: MedianInterval | None = None  # of a network's time
     seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
     explained: tuple[Verdict, CandidateExplanation] | None = None  # the cases behind a verdict, when looked for
+
+    def add_note(self, text: str, kind: ReasonKind = ReasonKind.NOTE) -> None:
+        """Add what decides nothing."""
+        self.notes.append(Reason(kind=kind, text=text))
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,7 @@ def _load(build: Path, name: str, product: Product, policy: Policy, *, is_pinned
         measured.refusals += check_categories(measured.evidence)
         measured.refusals += check_speculation(measured.evidence)
         if failure := check_acceptance(measured.evidence, policy.min_acceptance.get(name)):
-            measured.failures.append(f"{DRAFTS_FAILED}{failure}")
+            measured.failures.append(f"speculation: {failure}")
     except EvidenceError as error:
         measured.refusals.append(str(error))
     return measured
@@ -196,7 +191,7 @@ def _check_room(measured: Measured, *, is_reference: bool) -> None:
             if is_reference:
                 measured.refusals.append(f"{what}; raise it, or lower evals.{eval_name}.max_turns")
             else:
-                measured.notes.append(f"{what} and count as wrong")
+                measured.add_note(f"{what} and count as wrong")
 
 
 def _check_drawn(reference: Measured) -> None:
@@ -239,7 +234,7 @@ def _measure_candidate(measured: Measured, reference: Measured, product: Product
         elif isinstance(product, VisionProduct):
             _measure_time(measured, reference.evidence, product.gate.max_slowdown)
     if blindness := describe_blindness(reference.evidence, measured.evidence):
-        measured.notes.append(blindness)
+        measured.add_note(blindness)
     return measured
 
 
@@ -253,13 +248,13 @@ def _measure_time(measured: Measured, reference: Evidence, limit: float | None) 
     except EvidenceError as error:
         measured.refusals.append(str(error))
     if limit is not None and measured.total is None and (why := tell_untimed(measured.evidence)):
-        measured.notes.append(f"{UNTIMED.removeprefix('note: ')}: {why}")
+        measured.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
     if measured.total is not None and measured.total.low > 1:
         said = describe_total(measured.total, limit)
         if takes_too_long(measured.total, limit):
-            measured.failures.append(f"{SPEED_FAILED}{said}")
+            measured.failures.append(f"speed: {said}")
         else:
-            measured.notes.append(f"speed: {said}")
+            measured.add_note(f"speed: {said}")
 
 
 def _measure_canary(measured: Measured, reference: Evidence, product: TextProduct) -> None:
@@ -276,11 +271,11 @@ def _measure_canary(measured: Measured, reference: Evidence, product: TextProduc
     if holds_same_model(reference.candidate.checkpoint, measured.evidence.candidate.checkpoint):
         changed = sum(t.b or 0 for t in measured.tripwires)
     if failure := find_path_failure(measured.canary, exact=settings.exact, num_changed_outputs=changed):
-        measured.failures.append(f"{PATH_FAILED}{failure}")
+        measured.failures.append(f"path: {failure}")
     if measured.canary.is_same_weights:
-        measured.notes.append(describe_canary(measured.canary))
+        measured.add_note(describe_canary(measured.canary))
     if measured.canary.is_blind:
-        measured.unproven.append(f"{UNPROVEN}{describe_blind(measured.canary, num_asked=product.canary.num_prompts)}")
+        measured.unproven.append(f"canary: {describe_blind(measured.canary, num_asked=product.canary.num_prompts)}")
 
 
 def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, product: Product) -> None:
@@ -313,12 +308,14 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, produ
                 check_loss_can_show(measurement, definition)
                 measured.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
             except EvidenceError as error:
-                # what nothing gates may be too small to compare
-                (measured.notes if allowed is None else measured.refusals).append(str(error))
+                if allowed is None:  # what nothing gates may be too small to compare
+                    measured.add_note(str(error))
+                else:
+                    measured.refusals.append(str(error))
     if product.evals[eval_name].kind == "images" and (why := explain_unsound(measured.evidence, eval_name)):
-        measured.notes.append(f"{UNSOUND.removeprefix('note: ')}{eval_name}: {why}")
+        measured.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
     if unwatched := tell_unwatched(pairs, eval_name, product.gate.tolerances):
-        measured.notes.append(unwatched)
+        measured.add_note(unwatched)
     _measure_tripwires(measured, reference, eval_name, product)
 
 
@@ -335,7 +332,7 @@ def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, 
             alpha=product.gate.alpha,
         )
     except (EvidenceError, ValueError) as error:
-        measured.notes.append(f"divergence of {eval_name} was not measured: {error}")
+        measured.add_note(f"divergence of {eval_name} was not measured: {error}")
         return
     measured.tripwires += tripwires
     measured.metrics += [
@@ -359,9 +356,9 @@ def _measure_speed(measured: Measured, reference: Measured, name: str, product: 
         return
     limit = product.benchmark.max_slowdown
     measured.failures += [
-        f"{SPEED_FAILED}{describe_slow_cell(cell, speed, limit or 0.0)}" for cell in list_slow_cells(speed, limit)
+        f"speed: {describe_slow_cell(cell, speed, limit or 0.0)}" for cell in list_slow_cells(speed, limit)
     ]
-    measured.notes.append(f"speed: {describe_speed(speed)}")
+    measured.add_note(f"speed: {describe_speed(speed)}")
 
 
 def _certify(measured: dict[str, Measured], product: Product) -> dict[str, Certificate]:
@@ -389,29 +386,29 @@ def _conclude(
     idle = measured.gain is not None and not measured.gain.is_sure
     if outcome == "pass" and idle:
         outcome = "no gain"
-    found = (explain(name, comparisons, product) for explain in (explain_flat_perplexity, explain_flat_average))
-    reasons = [headline for headline in found if headline]
-    reasons += [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
-    reasons += measured.failures
-    reasons += measured.unproven
-    reasons += [f"{NO_GAIN}{measured.gain.why}"] if measured.gain and idle else []
-    shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
-    reasons += [
-        f"{c.outcome}: {name_comparison(c)}: {c.sentence}"
-        for c in comparisons
-        if c.outcome in shown and not is_open_watched(c)
-    ]
-    reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
-    reasons += [f"note: {t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")]
-    reasons += list_accepted_gains(comparisons, product.gate.tolerances)
-    reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, product.gate.alpha), *measured.notes]]
-    if measured.evidence and measured.evidence.evaluation.is_declared:
-        reasons.append(
-            f"{DECLARED} by params.yaml, not proved: what runs behind "
-            f"{measured.evidence.candidate.serving.base_url} is its operator's word"
-        )
+    headlines = (explain(name, comparisons, product) for explain in (explain_flat_perplexity, explain_flat_average))
     if outcome == "refused" and not measured.refusals:
-        reasons.append(f"{REFUSED}nothing is gated, and no evidence is not a pass")
+        measured.refusals.append("nothing is gated, and no evidence is not a pass")
+    if measured.evidence and measured.evidence.evaluation.is_declared:
+        measured.add_note(
+            "its fingerprint is declared by params.yaml, not proved: what runs behind "
+            f"{measured.evidence.candidate.serving.base_url} is its operator's word",
+            ReasonKind.LIMIT,
+        )
+    reasons = [
+        *_give(ReasonKind.HEADLINE, [headline for headline in headlines if headline]),
+        *_give(ReasonKind.REFUSED, dict.fromkeys(measured.refusals)),
+        *_give(ReasonKind.FAILED, measured.failures),
+        *_give(ReasonKind.UNPROVEN, measured.unproven),
+        *_give(ReasonKind.NO_GAIN, [measured.gain.why] if measured.gain and idle else []),
+        *explain_comparisons(comparisons, outcome),
+        *_give(
+            ReasonKind.NOTE,
+            [f"{t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")],
+        ),
+        *list_limits(comparisons, product.gate.tolerances, product.gate.alpha),
+        *measured.notes,
+    ]
     evaluation = measured.evidence.evaluation if measured.evidence else None
     return Verdict(
         candidate=name,
@@ -431,6 +428,10 @@ def _conclude(
         comparisons=(*comparisons, *measured.tripwires),
         metrics=tuple(measured.metrics),
     )
+
+
+def _give(kind: ReasonKind, texts: Iterable[str]) -> list[Reason]:
+    return [Reason(kind=kind, text=text) for text in texts]
 
 
 def _share_seconds(evidence: Evidence) -> dict[str, float]:

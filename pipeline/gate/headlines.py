@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipeline.gate.statistics import holm
-from pipeline.gate.verdicts import GAIN_ACCEPTED, UNGATED, GatedTolerance
+from pipeline.gate.verdicts import GatedTolerance, is_open_watched
 from pipeline.gate.wording import definition_of, format_harm, format_tolerance, format_value, name_comparison
-from pipeline.records.verdicts import Comparison
+from pipeline.records.reasons import Reason, ReasonKind
+from pipeline.records.verdicts import Comparison, Outcome
 from pipeline.settings.base import Product, Tolerance
 
 
@@ -36,7 +37,30 @@ def explain_flat_average(name: str, comparisons: Sequence[Comparison], params: P
     return _contrast(f"aggregate flat, {what} objects down", name, flat, worst)
 
 
-def explain_ungated(comparisons: Sequence[Comparison], alpha: float) -> list[str]:
+def explain_comparisons(comparisons: Sequence[Comparison], outcome: Outcome) -> list[Reason]:
+    """Return a reason for each comparison that decided, and for each gain too large to be believed."""
+    kinds = {"fail": ReasonKind.LOST} | ({"inconclusive": ReasonKind.OPEN} if outcome == "inconclusive" else {})
+    decided = [
+        Reason(kind=kinds[c.outcome], text=f"{name_comparison(c)}: {c.sentence}")
+        for c in comparisons
+        if c.outcome in kinds and not is_open_watched(c)
+    ]
+    return decided + [
+        Reason(kind=ReasonKind.SUSPICIOUS, text=f"{name_comparison(c)}: {c.sentence}")
+        for c in comparisons
+        if c.sentence.startswith("suspicious")
+    ]
+
+
+def list_limits(
+    comparisons: Sequence[Comparison], tolerances: Mapping[str, GatedTolerance | Tolerance], alpha: float
+) -> list[Reason]:
+    """Return what a verdict takes somebody's word for, and what it does not cover."""
+    texts = _list_accepted_gains(comparisons, tolerances) + _explain_ungated(comparisons, alpha)
+    return [Reason(kind=ReasonKind.LIMIT, text=text) for text in texts]
+
+
+def _explain_ungated(comparisons: Sequence[Comparison], alpha: float) -> list[str]:
     """Name buckets without a tolerance that lost more than their metric may lose overall, and that by no chance.
 
     Where the metric fails overall they are no news. Holm's family is the metric's buckets without a tolerance.
@@ -52,7 +76,7 @@ def explain_ungated(comparisons: Sequence[Comparison], alpha: float) -> list[str
             worst = max(lost, key=lambda c: c.harm)
             others = f"; {len(lost) - 1} more like it" if len(lost) > 1 else ""
             notes.append(
-                f"{UNGATED.removeprefix('note: ')}{name_comparison(worst)}: lost "
+                f"not gated: {name_comparison(worst)}: lost "
                 f"{format_harm(worst.metric, worst.harm)}, and {whole.metric} may lose "
                 f"{format_tolerance(whole.metric, whole.tolerance)} overall{others}: a bucket that matters "
                 "needs a tolerance of its own"
@@ -60,7 +84,7 @@ def explain_ungated(comparisons: Sequence[Comparison], alpha: float) -> list[str
     return notes
 
 
-def list_accepted_gains(
+def _list_accepted_gains(
     comparisons: Sequence[Comparison], tolerances: Mapping[str, GatedTolerance | Tolerance]
 ) -> list[str]:
     """Return a reason for each gain beyond its tolerance that is accepted, with why it is."""
@@ -70,7 +94,7 @@ def list_accepted_gains(
         if c.tolerance is not None and c.harm < -c.tolerance
     ]
     return [
-        f"{GAIN_ACCEPTED}{name_comparison(c)}: better by {format_harm(c.metric, -c.harm)}, more than the tolerance "
+        f"gain accepted: {name_comparison(c)}: better by {format_harm(c.metric, -c.harm)}, more than the tolerance "
         f"of {format_tolerance(c.metric, limit)}: {why}"
         for c, limit, why in gains
         if why is not None

@@ -18,25 +18,13 @@ from pipeline.products.vision.settings import SPEED_STEPS, PrecisionStep, Vision
 from pipeline.records.digests import canonical_json, digest_file
 from pipeline.records.files import write_text
 from pipeline.records.medians import MedianInterval
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.record_files import Record
 from pipeline.records.verdicts import Comparison, Metric, Verdict
 from pipeline.settings.base import REPORTS, Product, Tier
 
 VERDICT_FILE, REPORT_FILE = "verdict.json", "report.md"  # in a product's folder of reports
 MIN_CLUSTERS = 30  # to prove anything: with fewer, the spread that a bound rests on is itself a guess
-REFUSED = "refused: "  # starts each of a verdict's reasons that names unfit evidence
-DRAFTS_FAILED = "fail: speculation: "  # starts the reason of a candidate whose drafts are accepted too seldom
-PATH_FAILED = "fail: path: "  # starts the reason of a candidate whose path changes answers
-SPEED_FAILED = "fail: speed: "  # starts the reason of a candidate that is slower than tolerated
-UNPROVEN = "inconclusive: canary: "  # starts the reason of a path that was judged by too few prompts
-NO_GAIN = "no gain: "  # starts the reason of a candidate that is there for speed and has none
-UNSOUND = "note: images: "  # starts the reason that says why images are not sound
-UNTIMED = "note: speed: gate.max_slowdown was not applied"  # starts the reason of what has no time by nature
-UNGATED = "note: not gated: "  # starts the reason that names a bucket which fell unseen
-GAIN_ACCEPTED = "note: gain accepted: "  # starts the reason that names a gain beyond its tolerance, and why it passes
-HEADLINES = ("perplexity flat", "aggregate flat")  # start the reason that says what an average hides
-FAILED = (DRAFTS_FAILED, PATH_FAILED, SPEED_FAILED)  # start the reasons that no comparison stands for
-DECLARED = "note: its fingerprint is declared"  # starts the reason that an attached endpoint gives
 
 
 class GatedTolerance(Record):
@@ -182,7 +170,12 @@ def released_verdicts(judgement: Judgement) -> list[Verdict]:
 
 def list_refusals(verdict: Verdict) -> list[str]:
     """Return why evidence was refused, one line each."""
-    return [reason.removeprefix(REFUSED) for reason in verdict.reasons if reason.startswith(REFUSED)]
+    return [reason.text for reason in verdict.reasons if reason.kind == ReasonKind.REFUSED]
+
+
+def has_reason(verdict: Verdict, *kinds: ReasonKind) -> bool:
+    """Say whether a verdict has a reason of one of these kinds."""
+    return any(reason.kind in kinds for reason in verdict.reasons)
 
 
 def is_proven(high: float, tolerance: float, effective_clusters: float) -> bool:
@@ -197,13 +190,12 @@ def is_blocking(verdict: Verdict, policy: Policy) -> bool:
     proven to be; a loss seen beyond the tolerance blocks, proven or not, and so does a step for speed alone that gains
     nothing.
     """
-    is_unfit = bool(list_refusals(verdict)) or any(reason.startswith(FAILED) for reason in verdict.reasons)
-    if verdict.outcome != "inconclusive" or is_unfit:
+    if verdict.outcome != "inconclusive" or has_reason(verdict, ReasonKind.REFUSED, ReasonKind.FAILED):
         return verdict.outcome != "pass"
     is_strict = policy.on_inconclusive == "block"
     return (
         gains_nothing(verdict, policy)
-        or (is_strict and any(reason.startswith(UNPROVEN) for reason in verdict.reasons))
+        or (is_strict and has_reason(verdict, ReasonKind.UNPROVEN))
         or any(is_stopping(c, policy) for c in verdict.comparisons)
     )
 
@@ -235,7 +227,7 @@ def gains_nothing(verdict: Verdict, policy: Policy) -> bool:
     """Say whether a step for speed alone has no sure gain, or nobody knows."""
     if verdict.gain is None:
         return verdict.candidate in policy.for_speed
-    return not verdict.gain.is_sure or any(reason.startswith(NO_GAIN) for reason in verdict.reasons)
+    return not verdict.gain.is_sure or has_reason(verdict, ReasonKind.NO_GAIN)
 
 
 def takes_too_long(total: MedianInterval | None, max_slowdown: float | None) -> bool:

@@ -15,17 +15,17 @@ from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.compare import Measured, ReleaseComparison, number_clusters
 from pipeline.gate.decision import combine, judge_all
-from pipeline.gate.headlines import explain_ungated, list_accepted_gains
+from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
-from pipeline.gate.verdicts import REFUSED, UNGATED, Judgement, Policy, is_blocking
-from pipeline.gate.wording import name_comparison
+from pipeline.gate.verdicts import Judgement, Policy, is_blocking
 from pipeline.outcomes.cases import Outcomes, shorten
 from pipeline.outcomes.reading import clean
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules, list_metrics
 from pipeline.records.digests import digest_file
 from pipeline.records.fingerprints import fingerprint
+from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import Certificate, Comparison, Metric, Verdict
 
 KIND = "outcomes"  # of an eval whose records others made
@@ -50,12 +50,15 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
         except EvidenceError as error:
             measured.refusals.append(str(error))
             continue
-        measured.notes += [f"{eval_name}: {ours.note}"] if ours.note else []
-        measured.notes += _describe_sameness(measured.pairs[eval_name], eval_name)
+        for note in [f"{eval_name}: {ours.note}"] if ours.note else []:
+            measured.add_note(note)
+        for note in _describe_sameness(measured.pairs[eval_name], eval_name):
+            measured.add_note(note)
         for full in rules.tolerances:
             if full.startswith(f"{eval_name}/"):
                 _measure(measured, full, ours, theirs, rules)
-        measured.notes += _list_left_out(ours, rules)
+        for note in _list_left_out(ours, rules):
+            measured.add_note(note, ReasonKind.LIMIT)
     certificate = _certify(measured, candidate.name, rules)
     comparisons = judge_all({candidate.name: measured.measurements}, [candidate.name], alpha=rules.alpha)
     policy = _describe_policy(reference, candidate, rules)
@@ -145,7 +148,7 @@ def _list_left_out(ours: Outcomes, rules: Rules) -> list[str]:
     """Name the scores of an eval that no tolerance is set for."""
     names = [name for name in list_metrics(ours) if f"{ours.name}/{name}" not in rules.tolerances]
     shown = ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
-    return [f"{UNGATED.removeprefix('note: ')}{ours.name}: {shown}: no tolerance is set"] if names else []
+    return [f"not gated: {ours.name}: {shown}: no tolerance is set"] if names else []
 
 
 def _check_other_file(ours: Outcomes, theirs: Outcomes) -> None:
@@ -193,8 +196,10 @@ def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, ru
             check_loss_can_show(measurement, definition)
             measured.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
         except EvidenceError as error:
-            # what nothing gates may be too small to compare
-            (measured.notes if allowed is None else measured.refusals).append(str(error))
+            if allowed is None:  # what nothing gates may be too small to compare
+                measured.add_note(str(error))
+            else:
+                measured.refusals.append(str(error))
 
 
 def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
@@ -226,12 +231,12 @@ def _conclude(
     outcome = combine(comparisons, measured.refusals)
     if outcome == "refused" and not measured.refusals:
         measured.refusals.append("nothing is gated, and no evidence is not a pass")
-    reasons = [f"{REFUSED}{problem}" for problem in dict.fromkeys(measured.refusals)]
-    shown = {"fail", "inconclusive"} if outcome == "inconclusive" else {"fail"}
-    reasons += [f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.outcome in shown]
-    reasons += [f"note: {name_comparison(c)}: {c.sentence}" for c in comparisons if c.sentence.startswith("suspicious")]
-    reasons += list_accepted_gains(comparisons, rules.tolerances)
-    reasons += [f"note: {note}" for note in [*explain_ungated(comparisons, rules.alpha), *measured.notes]]
+    reasons = [
+        *(Reason(kind=ReasonKind.REFUSED, text=problem) for problem in dict.fromkeys(measured.refusals)),
+        *explain_comparisons(comparisons, outcome),
+        *list_limits(comparisons, rules.tolerances, rules.alpha),
+        *measured.notes,
+    ]
     facts = _describe_files(candidate)
     return Verdict(
         candidate=candidate.name,

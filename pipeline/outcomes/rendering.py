@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pipeline.gate.certificate_section import describe_dependence, describe_misses
-from pipeline.gate.verdicts import GAIN_ACCEPTED, UNGATED, Judgement
+from pipeline.gate.verdicts import Judgement
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules
 from pipeline.records.plain_text import format_line
+from pipeline.records.reasons import ReasonKind
 from pipeline.report.terminal import describe, render_verdicts
 
 
@@ -22,13 +23,7 @@ def render_outcomes(judgement: Judgement, reference: Side, rules: Rules) -> str:
     passed = [c for c in verdict.comparisons if c.outcome == "pass"]
     rest = ["", *(line for c in passed for line in describe(c))] if passed else []
     # what is suspicious stands beside its comparison already, what nothing gates and what is accepted under the table
-    rest += [
-        reason
-        for reason in verdict.reasons
-        if reason.startswith("note: ")
-        and ": suspicious" not in reason
-        and not reason.startswith((GAIN_ACCEPTED, UNGATED))
-    ]
+    rest += [str(reason) for reason in verdict.reasons if reason.kind in (ReasonKind.NOTE, ReasonKind.CAUSE)]
     said = [describe_misses(verdict, judgement.policy)]
     said += [describe_dependence(verdict.certificate)] if verdict.certificate else []
     rest += [line for text in said if text for line in ("", text)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
+from pipeline.records.reasons import Reason
 from pipeline.records.record_files import Record
 from pipeline.records.speculation import SpeculationCounts
 
@@ -186,7 +187,7 @@ class Verdict(Record):
     seconds: dict[str, float] = {}  # that each eval took
     outcome: Outcome
     is_release: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     comparisons: tuple[Comparison, ...]
     metrics: tuple[Metric, ...]
     speed: Speed | None = None  # None: not in benchmark.candidates, or refused

@@ -27,6 +27,7 @@ from pipeline.gate.wording import definition_of, use_metrics
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.digests import digest_files, digest_json, name_changed_file
 from pipeline.records.record_files import read_record
+from pipeline.records.verdicts import Verdict
 from pipeline.release.checksums import find_changes
 from pipeline.release.kept_records import restore_records
 from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_content
@@ -160,14 +161,15 @@ def _decisive(judgement: Judgement) -> dict[str, Any]:
         "outcome": judgement.outcome,
         "reference_fingerprint": judgement.reference_fingerprint,
         "reference_metrics": _by_name([m.model_dump(mode="json") for m in judgement.reference_metrics], "name"),
-        "verdicts": {v.candidate: _decisive_verdict(v.model_dump(mode="json")) for v in released_verdicts(judgement)},
+        "verdicts": {v.candidate: _decisive_verdict(v) for v in released_verdicts(judgement)},
     }
 
 
-def _decisive_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
+def _decisive_verdict(judged: Verdict) -> dict[str, Any]:
+    verdict = judged.model_dump(mode="json")
     parts = {
         "outcome": verdict["outcome"],  # what matters most comes first
-        "reasons": {reason: "given" for reason in verdict["reasons"] if not reason.startswith("note: ")},
+        "reasons": {str(reason): "given" for reason in judged.reasons if not reason.kind.is_note},
         "comparisons": _by_name(verdict["comparisons"], "metric"),
         "metrics": _by_name(verdict["metrics"], "name"),
     }

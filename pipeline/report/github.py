@@ -20,13 +20,6 @@ from ruamel.yaml import YAML
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.markdown import render_name, render_table, show_flip
 from pipeline.gate.verdicts import (
-    FAILED,
-    GAIN_ACCEPTED,
-    NO_GAIN,
-    REFUSED,
-    UNGATED,
-    UNPROVEN,
-    UNTIMED,
     Judgement,
     blocking_verdicts,
     is_blocking,
@@ -35,12 +28,15 @@ from pipeline.gate.verdicts import (
     released_verdicts,
 )
 from pipeline.gate.wording import cut_text, escape_markdown, name_comparison, show_unprintable
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report import EXPLANATION
 from pipeline.report.unproven import describe_unproven, list_unproven
 
 MAX_SUMMARY_BYTES = 200_000  # of a product: 1 MiB is a step's, and all products may be gated in one
+# what no comparison stands for, which is annotated on its own
+_ANNOTATED = (ReasonKind.REFUSED, ReasonKind.FAILED, ReasonKind.UNPROVEN, ReasonKind.NO_GAIN)
 _MAX_SHOWN = 10  # annotations of a level
 _MAX_MESSAGE = 1_000  # characters
 _MAX_REASONS, _MAX_FLIPS = 12, 3  # of a candidate
@@ -116,9 +112,9 @@ def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
     level: Literal["error", "warning"] = "error" if is_blocking(verdict, judgement.policy) else "warning"
     candidate = ("candidates", verdict.candidate)
     found = [
-        Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", reason)
+        Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", str(reason))
         for reason in verdict.reasons
-        if reason.startswith((REFUSED, *FAILED, UNPROVEN, NO_GAIN))
+        if reason.kind in _ANNOTATED
     ]
     if level == "warning" and (unproven := describe_unproven(verdict)):
         found.append(Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", unproven))
@@ -133,7 +129,7 @@ def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
             for c in verdict.comparisons
             if c.outcome == outcome and not is_open_watched(c)
         ]
-    said = "; ".join(verdict.reasons) or "the verdict gives no reason"
+    said = "; ".join(map(str, verdict.reasons)) or "the verdict gives no reason"
     if found or verdict.outcome == "pass":
         return found
     return [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", said)]
@@ -179,10 +175,10 @@ def render_summary(judgement: Judgement, explanation: Explanation) -> str:
         _tabulate(judgement),
     ]
     parts += [
-        f"{render_name(v.candidate)}: {escape_markdown(cut_text(reason.removeprefix('note: '), _MAX_MESSAGE))}\n"
+        f"{render_name(v.candidate)}: {escape_markdown(cut_text(reason.text, _MAX_MESSAGE))}\n"
         for v in released_verdicts(judgement)
         for reason in v.reasons
-        if v.outcome == "pass" and reason.startswith((GAIN_ACCEPTED, UNGATED, UNTIMED))
+        if v.outcome == "pass" and reason.kind == ReasonKind.LIMIT
     ]
     parts += [_explain(v, explanation) for v in released_verdicts(judgement) if v.outcome != "pass"]
     return _fit(parts, report=judgement.path.with_name("report.md").as_posix())
@@ -207,7 +203,7 @@ def _tabulate(judgement: Judgement) -> str:
 
 def _explain(verdict: Verdict, explanation: Explanation) -> str:
     lines = [f"### {render_name(verdict.candidate)}: {verdict.outcome}", ""]
-    lines += [f"- {escape_markdown(cut_text(reason, _MAX_MESSAGE))}" for reason in verdict.reasons[:_MAX_REASONS]]
+    lines += [f"- {escape_markdown(cut_text(str(reason), _MAX_MESSAGE))}" for reason in verdict.reasons[:_MAX_REASONS]]
     if len(verdict.reasons) > _MAX_REASONS:
         lines.append(f"- and {len(verdict.reasons) - _MAX_REASONS} more")
     explained = explanation.of(verdict.candidate)

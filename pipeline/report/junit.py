@@ -60,7 +60,8 @@ def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) ->
 def _tell(verdict: Verdict, policy: Policy) -> tuple[str, ...]:
     """Return a verdict's reasons; where it does not block, first that little of it was proven."""
     unproven = None if is_blocking(verdict, policy) else describe_unproven(verdict)
-    return (unproven, *verdict.reasons) if unproven else verdict.reasons
+    reasons = tuple(map(str, verdict.reasons))
+    return (unproven, *reasons) if unproven else reasons
 
 
 def _tell_skipped(verdict: Verdict, stops: bool) -> str:

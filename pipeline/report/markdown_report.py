@@ -21,7 +21,7 @@ from pipeline.gate.network_costs import explain_network_costs, tabulate_network_
 from pipeline.gate.network_section import describe_network, embed_network_pictures
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.speculation import describe_speculation
-from pipeline.gate.verdicts import HEADLINES, Judgement, Policy, blocking_verdicts, released_verdicts
+from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
     escape_markdown,
@@ -35,6 +35,7 @@ from pipeline.gate.wording import (
 )
 from pipeline.records.benchmarks import Machine
 from pipeline.records.evaluations import BuiltCandidate
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Metric, Verdict
 from pipeline.report.explain import EXPLAINED
 from pipeline.report.failure_section import explain_failure
@@ -164,10 +165,10 @@ def _headline(judgement: Judgement) -> str:
         for line in (f"**{escape_markdown(said[0].upper() + said[1:])}.**", "")
     ]
     notable = [
-        f"- {escape_markdown(reason[0].upper() + reason[1:])}."
+        f"- {escape_markdown(reason.text[0].upper() + reason.text[1:])}."
         for verdict in judgement.verdicts
         for reason in verdict.reasons
-        if reason.startswith(HEADLINES)
+        if reason.kind == ReasonKind.HEADLINE
     ]
     notable += [
         f"- Loosened: {escape_markdown(f'{key}, from {reason.was} to {reason.now}: {reason.why}')}"
@@ -249,7 +250,7 @@ def _candidate_section(
     verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, policy: Policy
 ) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
-    lines += [f"- {escape_markdown(reason)}" for reason in verdict.reasons]
+    lines += [f"- {escape_markdown(str(reason))}" for reason in verdict.reasons]
     if measured.evidence is not None:
         if measured.evidence.candidate.serving.engine == "torch":
             lines += [text for said in describe_network(measured.evidence) for text in ("", said)]

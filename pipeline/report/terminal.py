@@ -3,16 +3,6 @@
 from __future__ import annotations
 
 from pipeline.gate.verdicts import (
-    DECLARED,
-    FAILED,
-    GAIN_ACCEPTED,
-    HEADLINES,
-    NO_GAIN,
-    REFUSED,
-    UNGATED,
-    UNPROVEN,
-    UNSOUND,
-    UNTIMED,
     Judgement,
     Policy,
     blocking_verdicts,
@@ -30,6 +20,7 @@ from pipeline.gate.wording import (
     name_comparison,
 )
 from pipeline.records.plain_text import format_line
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report.unproven import list_unproven
 from pipeline.settings.base import BUILD
@@ -83,7 +74,7 @@ def _describe_limits(judgement: Judgement, verdicts: list[Verdict]) -> list[str]
         f"{verdict.candidate}: {note}"
         for verdict in verdicts
         for note in verdict.reasons
-        if note.startswith((DECLARED, GAIN_ACCEPTED, UNGATED, UNTIMED))
+        if note.kind == ReasonKind.LIMIT
     ]
     return ["", *lines] if lines else []
 
@@ -101,19 +92,15 @@ def _why(verdict: Verdict, policy: Policy) -> list[str]:
     reason = "gate.on_inconclusive is warn" if policy.on_inconclusive == "warn" else "what is open is not critical"
     effect = "blocks the release" if is_blocking(verdict, policy) else f"does not block: {reason}"
     lines = ["", f"{verdict.candidate}: {verdict.outcome}, {effect}"]
-    lines += [f"  {reason}" for reason in verdict.reasons if reason.startswith(HEADLINES)]
-    for label, starts in (
-        ("refused", REFUSED),
-        ("fail", FAILED),
-        ("inconclusive", UNPROVEN),
-        ("no gain", NO_GAIN),
-        ("images", UNSOUND),
+    lines += [f"  {reason}" for reason in verdict.reasons if reason.kind == ReasonKind.HEADLINE]
+    for label, kind in (
+        ("refused", ReasonKind.REFUSED),
+        ("fail", ReasonKind.FAILED),
+        ("inconclusive", ReasonKind.UNPROVEN),
+        ("no gain", ReasonKind.NO_GAIN),
+        ("cause", ReasonKind.CAUSE),
     ):
-        lines += [
-            f"  {label:<12} {reason.removeprefix('note: ').removeprefix(f'{label}: ')}"
-            for reason in verdict.reasons
-            if reason.startswith(starts)
-        ]
+        lines += [f"  {label:<12} {reason.text}" for reason in verdict.reasons if reason.kind == kind]
     shown = [
         c
         for outcome in ("fail", "inconclusive")

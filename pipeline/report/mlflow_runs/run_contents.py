@@ -260,4 +260,4 @@ def _write_note(verdict: Verdict | None, is_reference: bool) -> str:
     lines = [f"**{describe_role(verdict, is_reference)}**"]
     if is_reference:
         lines.append("- every other run is compared with this one, case by case")
-    return "\n".join(lines + [f"- {escape_markdown(reason)}" for reason in (verdict.reasons if verdict else ())])
+    return "\n".join(lines + [f"- {escape_markdown(str(reason))}" for reason in (verdict.reasons if verdict else ())])
