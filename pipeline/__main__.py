@@ -29,6 +29,7 @@ from pipeline.errors import EvidenceError, QuantgateError, SettingsError
 from pipeline.gate.standing import read_judgement
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
 from pipeline.gate.wording import use_metrics
+from pipeline.products import KINDS
 from pipeline.products.params import choose_product, load_params
 from pipeline.records.plain_text import format_line
 from pipeline.report.terminal import render_gate
@@ -97,7 +98,7 @@ def gate(options: argparse.Namespace) -> int:
     """Print what the stage `gate` prints; the marker of a pass is the stage's alone."""
     product = choose_product(load_params(), options.product, kind=Product)
     with use_metrics(product.metrics):
-        judgement, are_here = read_judgement(product, Path())
+        judgement, are_here = read_judgement(product, KINDS[product.kind], Path())
         print(render_gate(judgement, are_here=are_here))
     return tell_exit_code(judgement)
 

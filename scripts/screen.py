@@ -20,7 +20,6 @@ from pipeline.errors import EvidenceError, SettingsError  # noqa: E402
 from pipeline.evalsets.cards import load_evalset  # noqa: E402
 from pipeline.gate.harm_stop import HarmFound, HarmWatch  # noqa: E402
 from pipeline.gate.pairing import Evidence, load_evidence  # noqa: E402
-from pipeline.gate.verdicts import describe_policy  # noqa: E402
 from pipeline.products.params import find_owner, load_params  # noqa: E402
 from pipeline.products.text.evals.evaluate import evaluate_candidate  # noqa: E402
 from pipeline.products.text.serving.failures import find_error  # noqa: E402
@@ -60,7 +59,7 @@ def make_watches(product: TextProduct) -> dict[str, HarmWatch]:
         EvidenceError: the reference was not evaluated, its records are not fit, or an evalset was edited since.
     """
     reference = read_candidate(product.build, product.reference, product)
-    evidence = load_evidence(product.build, reference, describe_policy(product).evals)
+    evidence = load_evidence(product.build, reference, product.evals)
     watched = {name: list(_list_watched(product, name)) for name in product.chat_evals if name in evidence.records}
     for name in watched:
         _check_same_cases(name, product.chat_evals[name], evidence)

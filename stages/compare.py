@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     """Write judgement, report, its other forms, plots and metrics of the product named on the command line."""
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     reports = product.reports
-    compared = compare_release(product, product.build)
+    compared = compare_release(product, KINDS[product.kind], product.build)
     judgement = compared.judgement
     write_record(reports / VERDICT_FILE, judgement)
     with use_metrics(product.metrics):

@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeline.gate.standing import read_judgement
 from pipeline.gate.verdicts import VERDICT_FILE, blocking_verdicts, write_marker
 from pipeline.gate.wording import use_metrics
+from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.report.github import tell_github
 from pipeline.report.terminal import render_gate
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     marker = product.build / MARKER
     marker.unlink(missing_ok=True)
     with use_metrics(product.metrics):
-        judgement, are_here = read_judgement(product, Path())
+        judgement, are_here = read_judgement(product, KINDS[product.kind], Path())
         print(render_gate(judgement, are_here=are_here))
         if os.environ.get("GITHUB_ACTIONS") == "true":
             print(tell_github(judgement, os.environ))

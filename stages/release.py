@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     build, bundle, verdict = product.build, RELEASE / product.name, product.reports / VERDICT_FILE
     judgement = read_record(verdict, Judgement)
-    check_marker(build / "gate.ok", judgement, verdict)
+    check_marker(build / "gate.ok", judgement, verdict, product.evals)
     key = os.environ.get(KEY)
     with use_metrics(product.metrics):
         manifest = write_bundle(

@@ -6,11 +6,11 @@ of the records, which `verify` computes anew.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.speed import list_slow_cells
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import (
     GatedTolerance,
@@ -23,6 +23,7 @@ from pipeline.gate.verdicts import (
     is_proven,
     list_gated,
     list_refusals,
+    list_slow_cells,
     released_verdicts,
     takes_too_long,
 )
@@ -30,13 +31,12 @@ from pipeline.gate.wording import (
     name_comparison,
     name_metric,
 )
-from pipeline.products.text.serving_config import read_product_candidate
-from pipeline.products.vision.settings import VisionProduct
-from pipeline.records.digests import digest_file, digest_files, digest_json, name_changed_file
+from pipeline.product import Kind, P
+from pipeline.records.digests import digest_files, digest_json, name_changed_file
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Verdict
-from pipeline.settings.base import Product
+from pipeline.settings.base import Eval, Product
 
 
 def check_policy(judgement: Judgement, product: Product) -> None:
@@ -66,19 +66,23 @@ def _find_difference(judged: dict[str, Any], asked: dict[str, Any], parents: str
     return None
 
 
-def check_outcomes(judgement: Judgement) -> None:
+def check_outcomes(judgement: Judgement, evals: Mapping[str, Eval]) -> None:
     """Check that each released outcome is the one that follows from what stands beside it.
+
+    Args:
+        judgement: what was judged.
+        evals: settings of each, which say what they measure.
 
     Raises:
         EvidenceError: an outcome that its own numbers, reasons or the policy contradict: the file was edited.
     """
-    policy = judgement.policy
+    policy, chats = judgement.policy, any(e.chats for e in evals.values())
     for verdict in released_verdicts(judgement):
         gated = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
         wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, policy)]
         if not list_refusals(verdict):
             wrong += [name_metric(*key) for key in list_gated(policy) if key not in gated]
-        if verdict.outcome != _expect_outcome(verdict, policy):
+        if verdict.outcome != _expect_outcome(verdict, policy, chats=chats):
             wrong.append("the verdict")
         if wrong:
             raise EvidenceError(
@@ -87,7 +91,7 @@ def check_outcomes(judgement: Judgement) -> None:
             )
 
 
-def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
+def _expect_outcome(verdict: Verdict, policy: Policy, *, chats: bool) -> str:
     """Return the outcome that follows from a verdict's comparisons, reasons and other evidence."""
     outcomes = {c.outcome for c in verdict.comparisons if c.tolerance is not None and is_decisive(c)}
     if has_reason(verdict, ReasonKind.FAILED) or "fail" in outcomes:
@@ -95,18 +99,22 @@ def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
     if list_refusals(verdict) or not outcomes:
         return "refused"
     # numbers of which no reason speaks
-    if _changes_answers(verdict, policy) or _drafts_too_few(verdict, policy) or _is_too_slow(verdict, policy):
+    if (
+        _changes_answers(verdict, policy, chats=chats)
+        or _drafts_too_few(verdict, policy)
+        or _is_too_slow(verdict, policy)
+    ):
         return "fail"
     if "inconclusive" in outcomes or (verdict.canary is not None and verdict.canary.is_blind):
         return "inconclusive"
     return "no gain" if gains_nothing(verdict, policy) else "pass"
 
 
-def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
+def _changes_answers(verdict: Verdict, policy: Policy, *, chats: bool) -> bool:
     """Say whether the path changes more answers than explained, or any where it must be exact, or nobody knows."""
     canary = verdict.canary
     if canary is None:  # it must be there where evals chat
-        return bool({"tool_calls", "trajectories"} & set(policy.eval_kinds.values()))
+        return chats
     is_exact = verdict.candidate in policy.exact
     return canary.is_beyond_floor or (is_exact and canary.is_changed)
 
@@ -120,8 +128,7 @@ def _drafts_too_few(verdict: Verdict, policy: Policy) -> bool:
 def _is_too_slow(verdict: Verdict, policy: Policy) -> bool:
     """Say whether speeds are missing that were asked for, or are below what is tolerated, or a network's time above."""
     if verdict.speed is None:
-        is_limited = policy.kind == "text" and policy.max_slowdown is not None
-        is_untimed = verdict.candidate in policy.benchmarked or is_limited or _lacks_time(verdict, policy)
+        is_untimed = verdict.candidate in policy.benchmarked or _lacks_time(verdict, policy)
         return is_untimed or takes_too_long(verdict.total, policy.max_slowdown)
     return bool(list_slow_cells(verdict.speed, policy.max_slowdown))
 
@@ -156,7 +163,7 @@ def _find_limit(bucket: str | None, allowed: GatedTolerance) -> tuple[float | No
     return allowed.buckets[bucket], allowed.tier
 
 
-def check_candidates(judgement: Judgement, product: Product, root: Path) -> bool:
+def check_candidates(judgement: Judgement, product: P, kind: Kind[P], root: Path) -> bool:
     """Check that what was judged is what would ship, where the candidates are present.
 
     The weights are read and hashed again: a record that says the right thing about another file proves nothing. An
@@ -180,7 +187,7 @@ def check_candidates(judgement: Judgement, product: Product, root: Path) -> bool
                 f"{path}: expected the candidate that was judged ({verdict.fingerprint[:12]}), found "
                 "none: making it again has failed; run `dvc repro`"
             )
-        candidate = read_product_candidate(build, verdict.candidate, product)
+        candidate = kind.read_candidate(build, verdict.candidate, product)
         if fingerprint(verdict.facts) != verdict.fingerprint:
             raise EvidenceError(
                 f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
@@ -205,31 +212,19 @@ def check_candidates(judgement: Judgement, product: Product, root: Path) -> bool
                 f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
                 "`dvc repro` so that it is built again"
             )
-        _check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
-        if isinstance(product, VisionProduct):
-            _check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
-        speculative = candidate.serving.speculative
-        if speculative and speculative.draft_path and speculative.draft_digest:
-            _check_files(root / speculative.draft_path, speculative.draft_digest, {})
+        check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
+        kind.check_material(candidate, product, root)
     return True
 
 
-def _check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
+def check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
+    """Refuse a folder that holds other files than those that were judged."""
     found = digest_files(folder)
     if digest_json(found) != digest:
         raise EvidenceError(
             f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
             f"({digest_json(found)[:12]}: {name_changed_file(files, found)}); run `dvc repro` so that "
             "it is built and evaluated again"
-        )
-
-
-def _check_adapter(path: Path, digest: str) -> None:
-    found = digest_file(path) if path.is_file() else "no file"
-    if found != digest:
-        raise EvidenceError(
-            f"{path}: expected the adapter that was judged ({digest[:12]}), found another "
-            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again"
         )
 
 

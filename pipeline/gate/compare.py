@@ -16,14 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, tell_unwatched
 from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.decision import Measurement, combine, judge_all
-from pipeline.gate.divergence import measure_tripwires
-from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.explanation_records import CandidateExplanation
 from pipeline.gate.headlines import (
     explain_comparisons,
@@ -31,26 +28,17 @@ from pipeline.gate.headlines import (
     explain_flat_perplexity,
     list_limits,
 )
-from pipeline.gate.images import explain_unsound
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
-from pipeline.gate.network_notes import read_network_notes
-from pipeline.gate.networks import describe_total, measure_gain, measure_total, tell_untimed
 from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
-from pipeline.gate.speculation import check_acceptance, check_speculation
-from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, list_slow_cells, load_benchmark
 from pipeline.gate.verdicts import (
     Judgement,
-    Policy,
     describe_policy,
     is_blocking,
-    takes_too_long,
 )
 from pipeline.gate.wording import use_metrics
-from pipeline.products.text.serving_config import read_product_candidate
-from pipeline.products.text.settings import TextProduct
-from pipeline.products.vision.settings import VisionProduct
-from pipeline.records.benchmarks import Benchmark, describe_work
-from pipeline.records.evaluations import OUTGROWN, CaseRecord
+from pipeline.product import Kind, P
+from pipeline.records.benchmarks import Benchmark
+from pipeline.records.evaluations import CaseRecord
 from pipeline.records.medians import MedianInterval
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import (
@@ -102,31 +90,27 @@ class ReleaseComparison:
     evals: Mapping[str, Eval] = field(default_factory=dict)  # settings; records of others have none
 
 
-def compare_release(product: Product, build: Path) -> ReleaseComparison:
-    """Judge all candidates of params.yaml against its reference.
+def compare_release(product: P, kind: Kind[P], build: Path) -> ReleaseComparison:
+    """Judge all candidates of a product against its reference.
 
     Args:
         product: settings; `gate` holds tolerances, alpha and tripwires.
+        kind: of the product, which adds what it knows of its candidates beside their scores.
         build: the folder that holds `candidates/` and `evaluations/`.
     """
     with use_metrics(product.metrics):
-        return _compare(product, build)
+        return _compare(product, kind, build)
 
 
-def _compare(product: Product, build: Path) -> ReleaseComparison:
+def _compare(product: P, kind: Kind[P], build: Path) -> ReleaseComparison:
     policy = describe_policy(product)
-    reference = _load(build, product.reference, product, policy, is_pinned=True)
+    reference = _load(build, product.reference, product, kind, is_pinned=True)
     _describe(reference, product)
-    _check_room(reference, is_reference=True)
-    _check_drawn(reference)
     measured = {
-        name: _measure_candidate(_load(build, name, product, policy), reference, product)
+        name: _measure_candidate(_load(build, name, product, kind), reference, product, kind, build)
         for name in product.candidates
         if name != product.reference
     }
-    if isinstance(product, TextProduct):
-        for name in product.benchmark.candidates:
-            _measure_speed(measured[name], reference, name, product, build)
     comparisons = judge_all(
         {name: m.measurements for name, m in measured.items()}, product.release, alpha=product.gate.alpha
     )
@@ -146,18 +130,15 @@ def _compare(product: Product, build: Path) -> ReleaseComparison:
     return ReleaseComparison(judgement, {product.reference: reference, **measured}, product.evals)
 
 
-def _load(build: Path, name: str, product: Product, policy: Policy, *, is_pinned: bool = False) -> Measured:
+def _load(build: Path, name: str, product: P, kind: Kind[P], *, is_pinned: bool = False) -> Measured:
     measured = Measured()
     try:
-        candidate = read_product_candidate(build, name, product)
-        measured.evidence = load_evidence(build, candidate, policy.evals, is_pinned=is_pinned)
+        candidate = kind.read_candidate(build, name, product)
+        measured.evidence = load_evidence(build, candidate, product.evals, is_pinned=is_pinned)
         measured.seconds = _share_seconds(measured.evidence)
         measured.refusals += measured.evidence.problems.values()
-        measured.refusals += check_silence(measured.evidence)
         measured.refusals += check_categories(measured.evidence)
-        measured.refusals += check_speculation(measured.evidence)
-        if failure := check_acceptance(measured.evidence, policy.min_acceptance.get(name)):
-            measured.failures.append(f"speculation: {failure}")
+        kind.audit_side(measured, measured.evidence, product)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     return measured
@@ -183,37 +164,14 @@ def _describe(measured: Measured, product: Product) -> None:
                     measured.refusals.append(str(error))
 
 
-def _check_room(measured: Measured, *, is_reference: bool) -> None:
-    """Say where conversations outgrew the context; where the reference's did, both sides are wrong and losses hide."""
-    for eval_name, records in (measured.evidence.records if measured.evidence else {}).items():
-        if outgrown := sum(record.output.endswith(OUTGROWN) for record in records):
-            what = f"{eval_name}: {outgrown} of {len(records)} conversations outgrew serving.context_length"
-            if is_reference:
-                measured.refusals.append(f"{what}; raise it, or lower evals.{eval_name}.max_turns")
-            else:
-                measured.add_note(f"{what} and count as wrong")
-
-
-def _check_drawn(reference: Measured) -> None:
-    """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
-    if reference.evidence is not None:
-        reference.refusals += [
-            f"{eval_name}: {said}; repair it, or leave these prompts out"
-            for eval_name, records in reference.evidence.records.items()
-            if any(record.scores.get("sound") == 0 for record in records)
-            and (said := explain_unsound(reference.evidence, eval_name))
-        ]
-
-
 def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     """Return the cluster of each record as a number, 0-based without holes."""
     return CaseTable.of(records).clusters
 
 
-def _measure_candidate(measured: Measured, reference: Measured, product: Product) -> Measured:
+def _measure_candidate(measured: Measured, reference: Measured, product: P, kind: Kind[P], build: Path) -> Measured:
     measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
     _describe(measured, product)
-    _check_room(measured, is_reference=False)
     if measured.evidence is None or reference.evidence is None:
         return measured
     for eval_name in product.evals:
@@ -223,67 +181,19 @@ def _measure_candidate(measured: Measured, reference: Measured, product: Product
             except EvidenceError as error:
                 measured.refusals.append(str(error))
                 continue
-            _measure_eval(measured, reference.evidence, eval_name, product)
+            _measure_eval(measured, eval_name, product)
+            kind.audit_eval(measured, measured.evidence, reference.evidence, eval_name, product)
     try:
         check_same_hardware(reference.evidence.evaluation, measured.evidence.evaluation)
     except EvidenceError as error:
         measured.refusals.append(str(error))
     else:
-        if isinstance(product, TextProduct):
-            _measure_canary(measured, reference.evidence, product)
-        elif isinstance(product, VisionProduct):
-            _measure_time(measured, reference.evidence, product.gate.max_slowdown)
-    if blindness := describe_blindness(reference.evidence, measured.evidence):
-        measured.add_note(blindness)
+        kind.audit_pair(measured, measured.evidence, reference.evidence, product, build)
     return measured
 
 
-def _measure_time(measured: Measured, reference: Evidence, limit: float | None) -> None:
-    """Add what a network's steps for speed gain, and a failure or a note where it is slower in total."""
-    assert measured.evidence is not None
-    try:
-        if (notes := read_network_notes(measured.evidence)) is not None:
-            measured.gain = measure_gain(measured.evidence, notes)
-            measured.total = measure_total(measured.evidence, reference, notes, limit)
-    except EvidenceError as error:
-        measured.refusals.append(str(error))
-    if limit is not None and measured.total is None and (why := tell_untimed(measured.evidence)):
-        measured.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
-    if measured.total is not None and measured.total.low > 1:
-        said = describe_total(measured.total, limit)
-        if takes_too_long(measured.total, limit):
-            measured.failures.append(f"speed: {said}")
-        else:
-            measured.add_note(f"speed: {said}")
-
-
-def _measure_canary(measured: Measured, reference: Evidence, product: TextProduct) -> None:
-    """Compare what the candidate's path answers to the canary with what the reference's does."""
-    assert measured.evidence is not None
-    try:
-        measured.canary = compare_canary(reference, measured.evidence, product.canary, alpha=product.gate.alpha)
-    except EvidenceError as error:
-        measured.refusals.append(str(error))
-        return
-    if measured.canary is None:
-        return
-    settings, changed = product.candidates[measured.evidence.candidate.name], 0
-    if holds_same_model(reference.candidate.checkpoint, measured.evidence.candidate.checkpoint):
-        changed = sum(t.b or 0 for t in measured.tripwires)
-    if failure := find_path_failure(measured.canary, exact=settings.exact, num_changed_outputs=changed):
-        measured.failures.append(f"path: {failure}")
-    if measured.canary.is_same_weights:
-        measured.add_note(describe_canary(measured.canary))
-    if measured.canary.is_blind:
-        measured.unproven.append(f"canary: {describe_blind(measured.canary, num_asked=product.canary.num_prompts)}")
-
-
-def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, product: Product) -> None:
-    assert measured.evidence is not None
+def _measure_eval(measured: Measured, eval_name: str, product: Product) -> None:
     pairs, alpha = measured.pairs[eval_name], product.gate.alpha
-    if product.evals[eval_name].kind == "perplexity":
-        problem = check_weights(reference, measured.evidence, pairs, eval_name)
-        measured.refusals += [problem] if problem else []
     for definition in product.evals[eval_name].metrics:
         if not definition.is_gated:
             continue
@@ -312,53 +222,8 @@ def _measure_eval(measured: Measured, reference: Evidence, eval_name: str, produ
                     measured.add_note(str(error))
                 else:
                     measured.refusals.append(str(error))
-    if product.evals[eval_name].kind == "images" and (why := explain_unsound(measured.evidence, eval_name)):
-        measured.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
     if unwatched := tell_unwatched(pairs, eval_name, product.gate.tolerances):
         measured.add_note(unwatched)
-    _measure_tripwires(measured, reference, eval_name, product)
-
-
-def _measure_tripwires(measured: Measured, reference: Evidence, eval_name: str, product: Product) -> None:
-    assert measured.evidence is not None
-    try:
-        tripwires = measure_tripwires(
-            reference,
-            measured.evidence,
-            measured.pairs[eval_name],
-            eval_name,
-            names=[m.name for m in product.evals[eval_name].metrics if not m.is_gated],
-            thresholds=product.gate.tripwires,
-            alpha=product.gate.alpha,
-        )
-    except (EvidenceError, ValueError) as error:
-        measured.add_note(f"divergence of {eval_name} was not measured: {error}")
-        return
-    measured.tripwires += tripwires
-    measured.metrics += [
-        Metric(
-            name=t.metric, bucket=None, value=t.candidate, unit=t.unit, better="lower", n=t.n, low=t.low, high=t.high
-        )
-        for t in tripwires
-    ]
-
-
-def _measure_speed(measured: Measured, reference: Measured, name: str, product: TextProduct, build: Path) -> None:
-    """Add the speed to what was measured of a candidate: a note, or a failure where it is slower than tolerated."""
-    if measured.evidence is None or reference.evidence is None:
-        return  # refused for that, and what was timed can't be told to be what was evaluated
-    fingerprints = reference.evidence.fingerprint, measured.evidence.fingerprint
-    try:
-        measured.benchmark = load_benchmark(build, name, describe_work(product.benchmark), fingerprints)
-        speed = measured.speed = judge_speed(measured.benchmark)
-    except EvidenceError as error:
-        measured.refusals.append(str(error))
-        return
-    limit = product.benchmark.max_slowdown
-    measured.failures += [
-        f"speed: {describe_slow_cell(cell, speed, limit or 0.0)}" for cell in list_slow_cells(speed, limit)
-    ]
-    measured.add_note(f"speed: {describe_speed(speed)}")
 
 
 def _certify(measured: dict[str, Measured], product: Product) -> dict[str, Certificate]:

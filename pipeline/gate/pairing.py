@@ -33,6 +33,7 @@ from pipeline.records.evaluations import (
 )
 from pipeline.records.fingerprints import Difference, find_difference, fingerprint
 from pipeline.records.record_files import read_record
+from pipeline.settings.base import Eval
 
 AnyCandidate = Candidate | ImageCandidate | NetworkCandidate
 
@@ -77,14 +78,14 @@ class PairedCases:
 
 
 def load_evidence(
-    build: Path, candidate: AnyCandidate, evals: Mapping[str, dict[str, Any]], *, is_pinned: bool = False
+    build: Path, candidate: AnyCandidate, evals: Mapping[str, Eval], *, is_pinned: bool = False
 ) -> Evidence:
     """Load and check the records of one candidate.
 
     Args:
         build: the folder that holds `evaluations/`.
         candidate: what would ship.
-        evals: the evals that params.yaml asks for, with the settings of each.
+        evals: settings of each that params.yaml asks for.
         is_pinned: keep the records in memory.
 
     Raises:
@@ -101,8 +102,9 @@ def load_evidence(
     tables: dict[str, MatchTable] = {}
     for eval_name, settings in evals.items():
         try:
-            found = _load_eval(folder, evaluation, eval_name, settings, is_pinned)
-            if settings["kind"] == "detection":
+            asked = settings.model_dump(mode="json")
+            found = _load_eval(folder, evaluation, eval_name, asked, is_pinned)
+            if any(metric.estimator == "average_precision" for metric in settings.metrics):
                 tables[eval_name] = _load_table(folder, evaluation.evals[eval_name], found)
             records[eval_name] = found
         except EvidenceError as error:

@@ -98,13 +98,6 @@ def _pair(cell: Cell, name: str) -> PairedMedians:
     return PairedMedians(reference=bound_median(ours), candidate=bound_median(theirs), ratio=bound_median(ratios))
 
 
-def list_slow_cells(speed: Speed, max_slowdown: float | None) -> list[SpeedCell]:
-    """Return the cells whose throughput is surely below what is tolerated: their whole interval is."""
-    if max_slowdown is None:
-        return []
-    return [cell for cell in speed.cells if cell.throughput_tokens_per_s.ratio.high < 1 - max_slowdown]
-
-
 def describe_slow_cell(cell: SpeedCell, speed: Speed, max_slowdown: float) -> str:
     """Say by how much a cell is too slow."""
     return (

@@ -10,12 +10,13 @@ from pathlib import Path
 from pipeline.gate.checks import check_candidates, check_outcomes, check_policy
 from pipeline.gate.loosening import check_loosening, digest_serving, name_material
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
+from pipeline.product import Kind, P
 from pipeline.records.evaluations import Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.settings.base import Product
 
 
-def read_judgement(product: Product, root: Path) -> tuple[Judgement, bool]:
+def read_judgement(product: P, kind: Kind[P], root: Path) -> tuple[Judgement, bool]:
     """Read a product's judgement and check that it is about what would ship, under the present params.yaml.
 
     Returns:
@@ -29,8 +30,8 @@ def read_judgement(product: Product, root: Path) -> tuple[Judgement, bool]:
     judgement = read_record(root / product.reports / VERDICT_FILE, Judgement)
     check_policy(judgement, product)
     check_loosening(judgement.policy, root, material=_read_material(product, root))
-    check_outcomes(judgement)
-    return judgement, check_candidates(judgement, product, root)
+    check_outcomes(judgement, product.evals)
+    return judgement, check_candidates(judgement, product, kind, root)
 
 
 def _read_material(product: Product, root: Path) -> dict[str, str]:

@@ -13,14 +13,12 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from pipeline.errors import EvidenceError
-from pipeline.products.text.settings import TextProduct
-from pipeline.products.vision.settings import SPEED_STEPS, PrecisionStep, VisionProduct
 from pipeline.records.digests import canonical_json, digest_file
 from pipeline.records.files import write_text
 from pipeline.records.medians import MedianInterval
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.record_files import Record
-from pipeline.records.verdicts import Comparison, Metric, Verdict
+from pipeline.records.verdicts import Comparison, Metric, Speed, SpeedCell, Verdict
 from pipeline.settings.base import REPORTS, Product, Tier
 
 VERDICT_FILE, REPORT_FILE = "verdict.json", "report.md"  # in a product's folder of reports
@@ -73,15 +71,19 @@ class Policy(Record):
         if not isinstance(data, dict) or "track" not in data:
             return data
         name = data["track"]
-        return {key: value for key, value in data.items() if key != "track"} | {
-            "product": name,
-            "kind": "vision" if name in ("detector", "upscaler") else name,
-        }
+        named = {"product": name, "kind": "vision" if name in ("detector", "upscaler") else name}
+        return {key: value for key, value in data.items() if key != "track"} | named | _read_old_limits(data)
 
     @property
     def eval_kinds(self) -> dict[str, str]:
         """The kind of each eval."""
         return {name: settings["kind"] for name, settings in self.evals.items()}
+
+
+def _read_old_limits(data: dict[str, Any]) -> dict[str, Any]:
+    """Say which candidates must be timed: of the track text, which did not, each that was released under a limit."""
+    is_limited = data["track"] == "text" and data.get("max_slowdown") is not None
+    return {"timed": data["release"]} if is_limited else {}
 
 
 class Judgement(Record):
@@ -109,7 +111,7 @@ class Judgement(Record):
 def describe_policy(product: Product) -> Policy:
     """Return what params.yaml asks of a product's gate."""
     gate = product.gate
-    shared = Policy(
+    return Policy(
         product=product.name,
         kind=product.kind,
         reference=product.reference,
@@ -120,36 +122,8 @@ def describe_policy(product: Product) -> Policy:
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
         evals={name: settings.model_dump(mode="json") for name, settings in product.evals.items()},
         loosened={key: LoosenedSetting(**reason.model_dump()) for key, reason in gate.loosened.items()},
+        **product.list_rules(),
     )
-    if isinstance(product, VisionProduct):
-        names = tuple(name for name, candidate in product.candidates.items() if candidate.is_for_speed)
-        timed = tuple(name for name in product.candidates if _must_be_timed(product, name))
-        return shared.model_copy(update={"for_speed": names, "timed": timed, "max_slowdown": product.gate.max_slowdown})
-    return shared.model_copy(update=_describe_text(product)) if isinstance(product, TextProduct) else shared
-
-
-def _must_be_timed(product: VisionProduct, name: str) -> bool:
-    """Say whether a candidate may take another time than the reference: by a step, or as another checkpoint."""
-    candidate, reference = product.candidates[name], product.candidates[product.reference]
-    steps = {step.kind for step in candidate.steps if not isinstance(step, PrecisionStep) or step.dtype != "float32"}
-    is_other = Path(candidate.checkpoint) != Path(reference.checkpoint) or "tiling" in steps
-    is_asked = product.gate.max_slowdown is not None and is_other
-    return "conv_policy" not in steps and (is_asked or bool(steps & {"precision", *SPEED_STEPS}))
-
-
-def _describe_text(product: TextProduct) -> dict[str, Any]:
-    return {
-        "min_acceptance": {
-            name: c.speculative.min_acceptance
-            for name, c in product.candidates.items()
-            if c.speculative and c.speculative.min_acceptance is not None
-        },
-        "canary": product.canary.model_dump(),
-        "exact": tuple(name for name, c in product.candidates.items() if c.exact),
-        "benchmarked": tuple(product.benchmark.candidates),
-        "max_slowdown": product.benchmark.max_slowdown,
-        "grid": product.benchmark.model_dump(exclude={"candidates", "max_slowdown"}),
-    }
 
 
 def released_verdicts(judgement: Judgement) -> list[Verdict]:
@@ -228,6 +202,13 @@ def gains_nothing(verdict: Verdict, policy: Policy) -> bool:
     if verdict.gain is None:
         return verdict.candidate in policy.for_speed
     return not verdict.gain.is_sure or has_reason(verdict, ReasonKind.NO_GAIN)
+
+
+def list_slow_cells(speed: Speed, max_slowdown: float | None) -> list[SpeedCell]:
+    """Return the cells whose throughput is surely below what is tolerated: their whole interval is."""
+    if max_slowdown is None:
+        return []
+    return [cell for cell in speed.cells if cell.throughput_tokens_per_s.ratio.high < 1 - max_slowdown]
 
 
 def takes_too_long(total: MedianInterval | None, max_slowdown: float | None) -> bool:

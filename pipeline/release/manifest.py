@@ -18,7 +18,7 @@ from pydantic import model_validator
 from pipeline.errors import EvidenceError
 from pipeline.gate.loosening import digest_serving
 from pipeline.gate.verdicts import Judgement, Policy, released_verdicts
-from pipeline.products.text.serving_config import read_product_candidate
+from pipeline.products import KINDS
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import Evaluation
 from pipeline.records.record_files import Record, read_record
@@ -108,7 +108,7 @@ def describe_content(bundle: Path, judgement: Judgement, product: Product) -> di
 
 
 def _describe_side(bundle: Path, name: str, outcome: str, product: Product) -> Side:
-    candidate = read_product_candidate(bundle, name, product)
+    candidate = KINDS[product.kind].read_candidate(bundle, name, product)
     index = bundle / "evaluations" / name / "evaluation.json"
     evaluation = read_record(index, Evaluation)
     records = {"evaluation.json": digest_file(index)}

@@ -24,7 +24,7 @@ from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement, released_verdicts
 from pipeline.gate.wording import definition_of, use_metrics
-from pipeline.products.text.settings import TextProduct
+from pipeline.products import KINDS
 from pipeline.records.digests import digest_files, digest_json, name_changed_file
 from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import Verdict
@@ -89,7 +89,7 @@ def _check_content(
     """Add what the verdict, the manifest and the cards say that does not follow from what is beside them."""
     if difference := find_other_policy(judgement, product):
         done.problems.append(f"{bundle / PARAMS}: the verdict beside it was reached with {difference}")
-    check_outcomes(judgement)
+    check_outcomes(judgement, product.evals)
     done.problems += _check_manifest(bundle, manifest, describe_content(bundle, judgement, product))
     done.problems += _check_cards(bundle, judgement)
     done.problems += _judge_again(bundle, judgement, product)
@@ -133,7 +133,7 @@ def _judge_again(bundle: Path, judgement: Judgement, product: Product) -> list[s
     with tempfile.TemporaryDirectory(prefix="quantgate-verify-") as folder:
         build = Path(folder, "build")
         restore_records(bundle, build)
-        again = compare_release(_restrict(product), build).judgement
+        again = compare_release(_restrict(product), KINDS[product.kind], build).judgement
     differences = find_differences(_decisive(judgement), _decisive(again))
     return [
         f"{bundle / VERDICT}: {where}: says {_show(was)}, the scores give {_show(now)}"
@@ -147,12 +147,7 @@ def _show(value: Any) -> str:
 
 def _restrict(product: Product) -> Product:
     """Return the settings with only what a bundle holds: the reference and the released candidates."""
-    names = {product.reference, *product.release}
-    changed: dict[str, Any] = {"candidates": {name: c for name, c in product.candidates.items() if name in names}}
-    if isinstance(product, TextProduct):
-        timed = [name for name in product.benchmark.candidates if name in names]
-        changed["benchmark"] = product.benchmark.model_copy(update={"candidates": timed})
-    return product.model_copy(update=changed)
+    return product.restrict({product.reference, *product.release})
 
 
 def _decisive(judgement: Judgement) -> dict[str, Any]:

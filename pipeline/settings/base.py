@@ -7,9 +7,9 @@ product has its own file of settings; `params.py` reads params.yaml and holds th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from ruamel.yaml.error import MarkedYAMLError
@@ -117,6 +117,15 @@ class Product(Settings):
     def metrics(self) -> dict[str, MetricDefinition]:
         """What its evals measure, by "<eval>/<metric>"."""
         return {f"{name}/{metric.name}": metric for name, e in self.evals.items() for metric in e.metrics}
+
+    def list_rules(self) -> dict[str, Any]:
+        """Return what it asks of the gate in other sections than `gate`, as fields of a Policy."""
+        return {}
+
+    def restrict(self, names: Collection[str]) -> Self:
+        """Return the settings with only these candidates."""
+        kept = {name: candidate for name, candidate in self.candidates.items() if name in names}
+        return self.model_copy(update={"candidates": kept})
 
     def locate(self, key: str) -> str:
         """Return where a setting stands in params.yaml.

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.product import Inputs, Plot
 from pipeline.products.images.settings import ImagesEval, ImagesProduct, find_image_problems
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
+
+if TYPE_CHECKING:
+    from pipeline.gate.compare import Measured
+    from pipeline.gate.pairing import Evidence
+    from pipeline.records.evaluations import ImageCandidate
 
 
 class ImagesKind:
@@ -57,6 +63,34 @@ class ImagesKind:
     def benchmark(self, product: ImagesProduct, *, root: Path, build: Path) -> list[str]:
         """Time nothing: evaluating a candidate does."""
         return []
+
+    def read_candidate(self, build: Path, name: str, product: ImagesProduct) -> ImageCandidate:
+        """Read what was built of a candidate, and how it is run."""
+        from pipeline.products.images.serving import read_image_candidate
+
+        return read_image_candidate(build, name, product)
+
+    def check_material(self, candidate: ImageCandidate, product: ImagesProduct, root: Path) -> None:
+        """Check nothing: all is in the checkpoint."""
+
+    def audit_side(self, measured: Measured, evidence: Evidence, product: ImagesProduct) -> None:
+        """Refuse a reference that draws nothing."""
+        from pipeline.products.images.findings import audit_side
+
+        audit_side(measured, evidence, product)
+
+    def audit_eval(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: ImagesProduct
+    ) -> None:
+        """Add why images are not sound."""
+        from pipeline.products.images.findings import audit_eval
+
+        audit_eval(measured, evidence, eval_name)
+
+    def audit_pair(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, product: ImagesProduct, build: Path
+    ) -> None:
+        """Add nothing."""
 
     def list_plots(self, product: ImagesProduct) -> Mapping[str, Plot]:
         """Return the worst images, the headroom of the decoders, and guidance."""

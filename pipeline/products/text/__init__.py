@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.product import Inputs, Plot, Watched
 from pipeline.products.text.settings import (
@@ -16,6 +17,11 @@ from pipeline.products.text.settings import (
 )
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
+
+if TYPE_CHECKING:
+    from pipeline.gate.compare import Measured
+    from pipeline.gate.pairing import Evidence
+    from pipeline.records.evaluations import Candidate
 
 
 class TextKind:
@@ -97,6 +103,42 @@ class TextKind:
         from pipeline.products.text.benchmark.product import benchmark_product
 
         return benchmark_product(product, root=root, build=build)
+
+    def read_candidate(self, build: Path, name: str, product: TextProduct) -> Candidate:
+        """Read what was built of a candidate, and how it is run."""
+        from pipeline.products.text.serving_config import read_candidate
+
+        return read_candidate(build, name, product)
+
+    def check_material(self, candidate: Candidate, product: TextProduct, root: Path) -> None:
+        """Check the draft model."""
+        from pipeline.gate.checks import check_files
+
+        drafts = candidate.serving.speculative
+        if drafts and drafts.draft_path and drafts.draft_digest:
+            check_files(root / drafts.draft_path, drafts.draft_digest, {})
+
+    def audit_side(self, measured: Measured, evidence: Evidence, product: TextProduct) -> None:
+        """Add what the records say of its endpoint."""
+        from pipeline.products.text.findings import audit_side
+
+        audit_side(measured, evidence, product)
+
+    def audit_eval(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
+    ) -> None:
+        """Add whose weights answered, and how far outputs part."""
+        from pipeline.products.text.findings import audit_eval
+
+        audit_eval(measured, evidence, reference, eval_name, product)
+
+    def audit_pair(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path
+    ) -> None:
+        """Add what canary and benchmark say."""
+        from pipeline.products.text.findings import audit_pair
+
+        audit_pair(measured, evidence, reference, product, build)
 
     def list_plots(self, product: TextProduct) -> Mapping[str, Plot]:
         """Return task completion by bucket, and speed."""

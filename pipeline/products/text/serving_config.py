@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.products.images.serving import read_image_candidate
-from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.text.settings import TextProduct
-from pipeline.products.vision.serving import read_network_candidate
-from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.built_candidates import read_built
-from pipeline.records.evaluations import BuiltCandidate, Candidate, ImageCandidate, NetworkCandidate
+from pipeline.records.evaluations import BuiltCandidate, Candidate
 from pipeline.records.serving import ServingConfig
-from pipeline.settings.base import Product
 
 
 def serve(built: BuiltCandidate, product: TextProduct) -> Candidate:
@@ -28,20 +23,6 @@ def serve(built: BuiltCandidate, product: TextProduct) -> Candidate:
         # transformers' continuous batching drops speculation without a word
         shared["continuous_batching"] &= engine.kind != "transformers"
     return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
-
-
-def read_product_candidate(build: Path, name: str, product: Product) -> Candidate | ImageCandidate | NetworkCandidate:
-    """Read a candidate of whatever product: what was built of it, and how it is served.
-
-    Raises:
-        EvidenceError: it was not built, or its record is another candidate's or of other steps.
-    """
-    if isinstance(product, ImagesProduct):
-        return read_image_candidate(build, name, product)
-    if isinstance(product, VisionProduct):
-        return read_network_candidate(build, name, product)
-    assert isinstance(product, TextProduct)
-    return read_candidate(build, name, product)
 
 
 def read_candidate(build: Path, name: str, product: TextProduct) -> Candidate:

@@ -5,7 +5,8 @@ What contradicts itself in them is in `text_problems.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -213,3 +214,29 @@ class TextProduct(Product):
     def chat_evals(self) -> dict[str, ChatEval]:
         """The evals whose cases are conversations."""
         return {name: e for name, e in self.evals.items() if isinstance(e, ChatEval)}
+
+    def list_rules(self) -> dict[str, Any]:
+        """Return what is asked of drafts, canary and benchmark."""
+        limit = self.benchmark.max_slowdown
+        return {
+            "min_acceptance": {
+                name: c.speculative.min_acceptance
+                for name, c in self.candidates.items()
+                if c.speculative and c.speculative.min_acceptance is not None
+            },
+            "canary": self.canary.model_dump(),
+            "exact": tuple(name for name, c in self.candidates.items() if c.exact),
+            "benchmarked": tuple(self.benchmark.candidates),
+            "max_slowdown": limit,
+            "grid": self.benchmark.model_dump(exclude={"candidates", "max_slowdown"}),
+            "timed": () if limit is None else tuple(self.release),
+        }
+
+    def restrict(self, names: Collection[str]) -> Self:
+        """Return the settings with only these candidates, timed ones among them."""
+        timed = [name for name in self.benchmark.candidates if name in names]
+        return (
+            super()
+            .restrict(names)
+            .model_copy(update={"benchmark": self.benchmark.model_copy(update={"candidates": timed})})
+        )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.product import Inputs, Plot
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct, find_network_problems
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
+
+if TYPE_CHECKING:
+    from pipeline.gate.compare import Measured
+    from pipeline.gate.pairing import Evidence
+    from pipeline.records.evaluations import NetworkCandidate
 
 
 class VisionKind:
@@ -61,6 +67,34 @@ class VisionKind:
     def benchmark(self, product: VisionProduct, *, root: Path, build: Path) -> list[str]:
         """Time nothing: evaluating a candidate does."""
         return []
+
+    def read_candidate(self, build: Path, name: str, product: VisionProduct) -> NetworkCandidate:
+        """Read what was built of a candidate, and how it is run."""
+        from pipeline.products.vision.serving import read_network_candidate
+
+        return read_network_candidate(build, name, product)
+
+    def check_material(self, candidate: NetworkCandidate, product: VisionProduct, root: Path) -> None:
+        """Check the adapter."""
+        from pipeline.products.vision.findings import check_adapter
+
+        check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
+
+    def audit_side(self, measured: Measured, evidence: Evidence, product: VisionProduct) -> None:
+        """Add nothing."""
+
+    def audit_eval(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: VisionProduct
+    ) -> None:
+        """Add nothing."""
+
+    def audit_pair(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, product: VisionProduct, build: Path
+    ) -> None:
+        """Add gain and time."""
+        from pipeline.products.vision.findings import audit_pair
+
+        audit_pair(measured, evidence, reference, product)
 
     def list_plots(self, product: VisionProduct) -> Mapping[str, Plot]:
         """Return the worst pictures, the error of each layer, and what the task adds."""

@@ -6,6 +6,7 @@ Each names an adapter, a file of the user's own that builds the module and knows
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -142,6 +143,24 @@ class VisionProduct(Product):
     def task(self) -> str:
         """What it does, by the kind of its evals."""
         return next(iter(self.evals.values())).kind
+
+    def list_rules(self) -> dict[str, Any]:
+        """Return which candidates are there for speed, which must be timed, and how slow they may be."""
+        return {
+            "for_speed": tuple(name for name, candidate in self.candidates.items() if candidate.is_for_speed),
+            "timed": tuple(name for name in self.candidates if self._must_be_timed(name)),
+            "max_slowdown": self.gate.max_slowdown,
+        }
+
+    def _must_be_timed(self, name: str) -> bool:
+        """Say whether a candidate may take another time than the reference: by a step, or as another checkpoint."""
+        candidate, reference = self.candidates[name], self.candidates[self.reference]
+        steps = {
+            step.kind for step in candidate.steps if not isinstance(step, PrecisionStep) or step.dtype != "float32"
+        }
+        is_other = Path(candidate.checkpoint) != Path(reference.checkpoint) or "tiling" in steps
+        is_asked = self.gate.max_slowdown is not None and is_other
+        return "conv_policy" not in steps and (is_asked or bool(steps & {"precision", *SPEED_STEPS}))
 
 
 def find_network_problems(product: VisionProduct) -> list[str]:

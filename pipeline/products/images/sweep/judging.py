@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pipeline.errors import EvidenceError
 from pipeline.gate.compare import Measured, compare_release, number_clusters
 from pipeline.gate.pairing import read_scores
+from pipeline.products.images import ImagesKind
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct
 from pipeline.products.images.sweep.settings import SATURATION, SIMILARITY, read_setting
 from pipeline.records.evaluations import CaseRecord
@@ -74,7 +75,7 @@ def judge_sweep(product: ImagesProduct, build: Path) -> list[SweepRow]:
     Raises:
         EvidenceError: the records of a setting can't be judged at all.
     """
-    compared = compare_release(product, build)
+    compared = compare_release(product, ImagesKind(), build)
     (eval_name,) = product.evals
     records = {name: _read_records(compared.measured[name], eval_name) for name in product.candidates}
     clusters = number_clusters(records[product.reference])

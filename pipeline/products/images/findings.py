@@ -1,0 +1,26 @@
+"""What the gate asks of drawn images beside their scores: whether there is an image at all, and if not, why."""
+
+from __future__ import annotations
+
+from pipeline.gate.compare import Measured
+from pipeline.gate.images import explain_unsound
+from pipeline.gate.pairing import Evidence
+from pipeline.products.images.settings import ImagesProduct
+from pipeline.records.reasons import ReasonKind
+
+
+def audit_side(measured: Measured, evidence: Evidence, product: ImagesProduct) -> None:
+    """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
+    if evidence.candidate.name == product.reference:
+        measured.refusals += [
+            f"{eval_name}: {said}; repair it, or leave these prompts out"
+            for eval_name, records in evidence.records.items()
+            if any(record.scores.get("sound") == 0 for record in records)
+            and (said := explain_unsound(evidence, eval_name))
+        ]
+
+
+def audit_eval(measured: Measured, evidence: Evidence, eval_name: str) -> None:
+    """Add why images are not sound."""
+    if why := explain_unsound(evidence, eval_name):
+        measured.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)

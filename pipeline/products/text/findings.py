@@ -1,0 +1,125 @@
+"""What the gate asks of a language model beside its scores: whether its endpoint answered, and what its path changes.
+
+A server that says nothing passes where doing nothing is right; a path (batching, drafts, another engine) changes
+answers although the weights are the same; drafts are refused too often; it is slower. Each is a refusal, a failure or a
+note of the verdict.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
+from pipeline.gate.compare import Measured
+from pipeline.gate.divergence import measure_tripwires
+from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.gate.pairing import Evidence
+from pipeline.gate.speculation import check_acceptance, check_speculation
+from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
+from pipeline.gate.verdicts import list_slow_cells
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.benchmarks import describe_work
+from pipeline.records.evaluations import OUTGROWN
+from pipeline.records.verdicts import Metric
+
+
+def audit_side(measured: Measured, evidence: Evidence, product: TextProduct) -> None:
+    """Add what one candidate's records say of its endpoint."""
+    name = evidence.candidate.name
+    measured.refusals += check_silence(evidence)
+    measured.refusals += check_speculation(evidence)
+    drafts = product.candidates[name].speculative if name in product.candidates else None
+    if failure := check_acceptance(evidence, drafts.min_acceptance if drafts else None):
+        measured.failures.append(f"speculation: {failure}")
+    _check_room(measured, evidence, is_reference=name == product.reference)
+
+
+def _check_room(measured: Measured, evidence: Evidence, *, is_reference: bool) -> None:
+    """Say where conversations outgrew the context; where the reference's did, both sides are wrong and losses hide."""
+    for eval_name, records in evidence.records.items():
+        if outgrown := sum(record.output.endswith(OUTGROWN) for record in records):
+            what = f"{eval_name}: {outgrown} of {len(records)} conversations outgrew serving.context_length"
+            if is_reference:
+                measured.refusals.append(f"{what}; raise it, or lower evals.{eval_name}.max_turns")
+            else:
+                measured.add_note(f"{what} and count as wrong")
+
+
+def audit_eval(
+    measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
+) -> None:
+    """Add whose weights answered, and how far the outputs of one eval part from the reference's."""
+    pairs = measured.pairs[eval_name]
+    if product.evals[eval_name].kind == "perplexity" and (
+        problem := check_weights(reference, evidence, pairs, eval_name)
+    ):
+        measured.refusals.append(problem)
+    try:
+        tripwires = measure_tripwires(
+            reference,
+            evidence,
+            pairs,
+            eval_name,
+            names=[m.name for m in product.evals[eval_name].metrics if not m.is_gated],
+            thresholds=product.gate.tripwires,
+            alpha=product.gate.alpha,
+        )
+    except (EvidenceError, ValueError) as error:
+        measured.add_note(f"divergence of {eval_name} was not measured: {error}")
+        return
+    measured.tripwires += tripwires
+    measured.metrics += [
+        Metric(
+            name=t.metric, bucket=None, value=t.candidate, unit=t.unit, better="lower", n=t.n, low=t.low, high=t.high
+        )
+        for t in tripwires
+    ]
+
+
+def audit_pair(measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path) -> None:
+    """Add what the canary and the benchmark say of a candidate beside the reference."""
+    _measure_canary(measured, evidence, reference, product)
+    if blindness := describe_blindness(reference, evidence):
+        measured.add_note(blindness)
+    if evidence.candidate.name in product.benchmark.candidates:
+        _measure_speed(measured, evidence, reference, product, build)
+
+
+def _measure_canary(measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct) -> None:
+    """Compare what the candidate's path answers to the canary with what the reference's does."""
+    try:
+        measured.canary = compare_canary(reference, evidence, product.canary, alpha=product.gate.alpha)
+    except EvidenceError as error:
+        measured.refusals.append(str(error))
+        return
+    if measured.canary is None:
+        return
+    settings, changed = product.candidates[evidence.candidate.name], 0
+    if holds_same_model(reference.candidate.checkpoint, evidence.candidate.checkpoint):
+        changed = sum(t.b or 0 for t in measured.tripwires)
+    if failure := find_path_failure(measured.canary, exact=settings.exact, num_changed_outputs=changed):
+        measured.failures.append(f"path: {failure}")
+    if measured.canary.is_same_weights:
+        measured.add_note(describe_canary(measured.canary))
+    if measured.canary.is_blind:
+        measured.unproven.append(f"canary: {describe_blind(measured.canary, num_asked=product.canary.num_prompts)}")
+
+
+def _measure_speed(
+    measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path
+) -> None:
+    """Add the speed to what was measured of a candidate: a note, or a failure where it is slower than tolerated."""
+    fingerprints = reference.fingerprint, evidence.fingerprint
+    try:
+        work = describe_work(product.benchmark)
+        measured.benchmark = load_benchmark(build, evidence.candidate.name, work, fingerprints)
+        speed = measured.speed = judge_speed(measured.benchmark)
+    except EvidenceError as error:
+        measured.refusals.append(str(error))
+        return
+    limit = product.benchmark.max_slowdown
+    measured.failures += [
+        f"speed: {describe_slow_cell(cell, speed, limit or 0.0)}" for cell in list_slow_cells(speed, limit)
+    ]
+    measured.add_note(f"speed: {describe_speed(speed)}")
