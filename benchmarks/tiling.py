@@ -21,10 +21,9 @@ import torch
 
 from evalsets.shots import SIZE, all_shots, render
 from pipeline.numerics.saturation import to_unit_range
-from pipeline.numerics.seams import measure_seams, signed_steps
+from pipeline.numerics.seams import measure_seams, seam_excess, signed_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 from pipeline.products.images.rendering import decode_latents, list_stitches, load_pipeline
-from pipeline.products.images.scoring import measure_seam_excess
 from pipeline.products.images.serving import sample_plainly
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.params import get_product, load_params
@@ -70,7 +69,7 @@ def main() -> None:
         seams = measure_seams(signed_steps(image), columns, period=FACTOR, guard=guard)
         decodes = (len(columns) + 1) * (len(rows) + 1) * TILE**2 / WIDTH**2
         print(
-            f"| {overlap:.1%} | {window} | {measure_seam_excess(image, whole, (columns, rows)).mean():+.2f} "
+            f"| {overlap:.1%} | {window} | {255 * seam_excess(image, whole, columns, rows, period=FACTOR).mean():+.2f} "
             f"| {seams.z:.1f} | {seams.seam_ratio:.2f} | {structural_similarity(image, whole).mean():.4f} "
             f"| {peak_signal_to_noise_db(image, whole).clamp(max=100).mean():.1f} | {decodes:.2f} |"
         )

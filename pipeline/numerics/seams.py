@@ -98,6 +98,43 @@ def boundary_steps(
     return torch.cat(steps, dim=1)
 
 
+def seam_excess(
+    images: torch.Tensor, beside: torch.Tensor, columns: Sequence[int], rows: Sequence[int], *, period: int = 1
+) -> torch.Tensor:
+    """Return by how much the mean step at stitches is above that at control lines of the same images.
+
+    Steps are those of the difference to the same images in one piece, not those of each side made absolute: where the
+    picture has an edge of its own, a seam may make it smaller. What is done to every line, tiled or not, cancels.
+
+    Args:
+        images: shape (n, channels, height, width), in [0, 1].
+        beside: the same without tiles.
+        columns: x where tiles meet, between pixel x - 1 and x.
+        rows: y likewise.
+        period: pixels of the output per pixel of what was cut into tiles; control lines are on its multiples.
+
+    Returns:
+        float64 of shape (n,), in units of the images; 0 where no tiles meet.
+
+    Raises:
+        NumericsError: not a batch of images, or NaN or infinity in it.
+    """
+    if not columns and not rows:
+        return torch.zeros(len(images), dtype=torch.float64)
+    controls = _list_between(columns, images.shape[3], period), _list_between(rows, images.shape[2], period)
+    at_stitches, at_controls = (
+        boundary_steps(images - beside, *lines, cuts=(columns, rows)).mean(dim=1)
+        for lines in ((columns, rows), controls)
+    )
+    return at_stitches - at_controls
+
+
+def _list_between(stitches: Sequence[int], size: int, period: int) -> list[int]:
+    """Return lines half way between stitches, and between the outermost and the edge."""
+    ends = [0, *stitches, size] if stitches else []
+    return [(low + high) // 2 // period * period for low, high in itertools.pairwise(ends)]
+
+
 def measure_seams(steps: torch.Tensor, boundaries: Sequence[int], *, period: int = 1, guard: int = 1) -> SeamStatistics:
     """Compare the steps at tile boundaries with those at control positions.
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from pipeline.gate.measure import measure_metric
-from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
 from pipeline.gate.scales import find_document_room
 from pipeline.gate.statistics import bound_unseen, ratio_bounds
 from pipeline.records.digests import digest_text
 from pipeline.records.evaluations import CaseRecord
+from pipeline.settings.metrics import METRICS_BY_NAME
 
 PERPLEXITY, TOKENS = METRICS_BY_NAME["perplexity_per_token"], 256
 

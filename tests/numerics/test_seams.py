@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.errors import NumericsError
-from pipeline.numerics.seams import SeamStatistics, boundary_steps, measure_seams, signed_steps
+from pipeline.numerics.seams import SeamStatistics, boundary_steps, measure_seams, seam_excess, signed_steps
 
 SIZE, BOUNDARIES = 192, (64, 128)
 
@@ -117,3 +117,19 @@ def test_boundaries_outside_and_too_few_controls_are_refused() -> None:
         measure_seams(steps, (64,), period=32)
     with pytest.raises(NumericsError, match="NaN"):
         signed_steps(torch.full((1, 3, 4, 4), math.nan))
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["with-the-edge", "against-the-edge"])
+def test_a_seam_on_an_edge_of_the_picture_is_as_high_as_it_is(sign: int) -> None:
+    """Absolute steps of each side, subtracted, made of 8 levels against an edge of 20 a gain of 8."""
+    whole = torch.full((2, 3, 64, 64), 0.4)
+    whole[..., 32:] += 20 / 255
+    tiled = whole.clone()
+    tiled[..., 32:] += sign * 8 / 255
+    assert (255 * seam_excess(tiled, whole, [32], [])).tolist() == pytest.approx([8, 8], abs=1e-4)
+
+
+def test_what_every_line_has_is_no_seam() -> None:
+    whole = torch.full((1, 3, 64, 64), 0.4)
+    striped = whole + 4 / 255 * (torch.arange(64) % 2)
+    assert 255 * seam_excess(striped, whole, [32], [32], period=2).abs().item() < 1e-4

@@ -10,8 +10,9 @@ import torch
 from pipeline.errors import SettingsError
 from pipeline.gate.images import find_overflow, headroom
 from pipeline.numerics.activation_watch import ModuleRange
+from pipeline.numerics.seams import seam_excess
 from pipeline.products.images.rendering import list_stitches
-from pipeline.products.images.scoring import describe_activations, measure_seam_excess, score_images, to_bytes
+from pipeline.products.images.scoring import describe_activations, score_images, to_bytes
 from pipeline.records.serving import Tiling
 
 SIZE = 32
@@ -87,9 +88,9 @@ def test_a_planted_seam_is_as_high_as_it_is_and_without_tiles_there_is_none() ->
     whole = draw() / 2 + 0.5
     tiled = whole.clone()
     tiled[..., SIZE // 2 :] += 4 / 255
-    assert torch.allclose(measure_seam_excess(tiled, whole, ([SIZE // 2], [])), torch.tensor(4.0).double(), atol=1e-3)
-    assert measure_seam_excess(tiled, whole, ([], [])).tolist() == [0, 0, 0]
-    assert measure_seam_excess(tiled, whole, ([SIZE // 4], [])).abs().max() < 1e-3, "not where tiles meet"
+    assert torch.allclose(255 * seam_excess(tiled, whole, [SIZE // 2], []), torch.tensor(4.0).double(), atol=1e-3)
+    assert seam_excess(tiled, whole, [], []).tolist() == [0, 0, 0]
+    assert seam_excess(tiled, whole, [SIZE // 4], []).abs().max() < 1e-5, "not where tiles meet"
 
 
 def test_tiles_of_a_chessboard_and_of_other_colours_do_not_cancel() -> None:
@@ -105,8 +106,8 @@ def test_tiles_of_a_chessboard_and_of_other_colours_do_not_cancel() -> None:
         board[..., rows, columns] += sign * 10 / 255
     tinted[:, 0, :, half:] += 10 / 255
     tinted[:, 1, :, half:] -= 10 / 255
-    assert measure_seam_excess(board, whole, ([half], [half])).item() == pytest.approx(20, abs=1e-4)
-    assert measure_seam_excess(tinted, whole, ([half], [])).item() == pytest.approx(20 / 3, abs=1e-4)
+    assert 255 * seam_excess(board, whole, [half], [half]).item() == pytest.approx(20, abs=1e-4)
+    assert 255 * seam_excess(tinted, whole, [half], []).item() == pytest.approx(20 / 3, abs=1e-4)
 
 
 def test_images_that_no_tile_cuts_are_refused() -> None:

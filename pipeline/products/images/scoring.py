@@ -16,7 +16,7 @@ import torch
 from pipeline.errors import CheckpointError
 from pipeline.numerics.activation_watch import ModuleRange
 from pipeline.numerics.saturation import clipped_pixel_fraction, is_black, saturated_pixel_fraction, to_unit_range
-from pipeline.numerics.seams import boundary_steps
+from pipeline.numerics.seams import seam_excess
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 
 LATENT_LIMIT = 20.0  # standard deviations: what a decoder was trained on lies within about 5
@@ -95,7 +95,7 @@ def score_images(
         "ssim": structural_similarity(image, wanted),
         "psnr_db": peak_signal_to_noise_db(image, wanted).clamp(max=MAX_PSNR_DB),
         "clip": clip,
-        "seam_levels": measure_seam_excess(image, wanted, stitches),
+        "seam_levels": 255 * seam_excess(image, wanted, *stitches, period=raw.shape[2] // latents.shape[2]),
     }
     worst = _WORST | ({} if any(stitches) else {"seam_levels": 0.0})
     black = is_black(image)
@@ -126,25 +126,6 @@ def score_images(
 def blank(batch: torch.Tensor, unusable: torch.Tensor, value: float = 0.0) -> torch.Tensor:
     """Return a batch (n, channels, height, width) with another value all over its samples that are unusable, (n,)."""
     return batch.masked_fill(unusable[:, None, None, None], value)
-
-
-def measure_seam_excess(
-    image: torch.Tensor, wanted: torch.Tensor, stitches: tuple[list[int], list[int]]
-) -> torch.Tensor:
-    """Return by how much the mean step between neighbouring tiles is larger than in the same image in one piece.
-
-    Args:
-        image: (n, 3, height, width), in [0, 1].
-        wanted: the same latents decoded in one piece.
-        stitches: x of columns and y of rows where tiles meet.
-
-    Returns:
-        (n,), in grey levels of 255; 0 without tiles.
-    """
-    if not any(stitches):
-        return torch.zeros(len(image))
-    ours, theirs = (boundary_steps(side, *stitches) for side in (image, wanted))
-    return 255 * (ours - theirs).mean(dim=1)
 
 
 def to_bytes(raw: torch.Tensor) -> torch.Tensor:

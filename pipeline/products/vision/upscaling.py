@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.errors import EngineError
-from pipeline.numerics.seams import boundary_steps
+from pipeline.numerics.seams import boundary_steps, seam_excess
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 from pipeline.numerics.tile_grid import list_stitches
 from pipeline.records.serving import Tiling
@@ -96,14 +96,7 @@ def measure_seam_excess(
     """
     factor = picture.shape[2] // given[0]
     rows, columns = list_stitches(given, tiling, factor)
-    if not rows and not columns:
-        return 0.0
-    controls = _between(columns, picture.shape[3], factor), _between(rows, picture.shape[2], factor)
-    # not the steps of each, made absolute: where the picture has an edge of its own, a seam may make it smaller
-    at_stitches, at_controls = (
-        boundary_steps(picture - beside, *lines, cuts=(columns, rows)).mean() for lines in ((columns, rows), controls)
-    )
-    return _LEVELS * float(at_stitches - at_controls)
+    return _LEVELS * float(seam_excess(picture, beside, columns, rows, period=factor))
 
 
 def measure_worst_stitch(
@@ -118,12 +111,6 @@ def measure_worst_stitch(
         return 0.0
     steps = boundary_steps(picture - beside, columns, rows)  # (1, channels * stitches), stitch by stitch
     return _LEVELS * float(steps.view(-1, picture.shape[1]).mean(dim=1).max())
-
-
-def _between(stitches: list[int], size: int, factor: int) -> list[int]:
-    """Return lines half way between stitches, and between the outermost and the edge, on a whole pixel of the input."""
-    ends = [0, *stitches, size] if stitches else []
-    return [(low + high) // 2 // factor * factor for low, high in zip(ends, ends[1:], strict=False)]
 
 
 def _to_unit(pixels: torch.Tensor) -> torch.Tensor:
