@@ -8,7 +8,11 @@
     ├── NumericsError         a formula was given what it can't work on, or can't hold what it promises
     ├── EngineError           a serving engine did not start, died, hung or answered nonsense
     │   ├── RequestError      one request was refused for good (for example HTTP 400)
-    │   └── IgnoredFieldError one request was answered as if it had not said something that it said
+    │   ├── IgnoredFieldError one request was answered as if it had not said something that it said
+    │   └── NonsenseError     an answer is not what the API promises
+    ├── ToolError             a simulated tool refuses a call; the model is told
+    ├── UnequalWorkError      two sides that are timed did not do the same work
+    ├── HarmFound             harm beyond a tolerance is proven before all cases are asked
     ├── JournalError          finished cases can't be written or read back
     └── EvidenceError         records are not fit to be judged (missing, duplicated, unmatched)
 
@@ -87,6 +91,22 @@ class RequestError(EngineError):
 
 class IgnoredFieldError(EngineError):
     """A server left a field of a request out of account; what it answers is not evidence."""
+
+
+class NonsenseError(EngineError):
+    """An answer is not of the form that the API has."""
+
+
+class ToolError(QuantgateError):
+    """A simulated tool can't do what it was called for; the message is its reply."""
+
+
+class UnequalWorkError(QuantgateError):
+    """Two sides that are timed did not do the same work, and their times say nothing."""
+
+
+class HarmFound(QuantgateError):
+    """Harm beyond a tolerance is proven; the message names the metric and what is known of it."""
 
 
 class JournalError(QuantgateError):

@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.errors import EvidenceError, SettingsError  # noqa: E402
+from pipeline.errors import EvidenceError, HarmFound, SettingsError  # noqa: E402
 from pipeline.evalsets.cards import load_evalset  # noqa: E402
-from pipeline.gate.harm_stop import HarmFound, HarmWatch  # noqa: E402
+from pipeline.gate.harm_stop import HarmWatch  # noqa: E402
 from pipeline.gate.pairing import Evidence, load_evidence  # noqa: E402
 from pipeline.products.params import find_owner, load_params  # noqa: E402
 from pipeline.products.text.evals.evaluate import evaluate_candidate  # noqa: E402

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.settings.metrics import METRICS_BY_EVAL_KIND
 from pipeline.records.evaluations import CaseRecord
+from pipeline.settings.metrics import METRICS_BY_EVAL_KIND
 from tests.kill_trial import Trial
 from tests.kill_weights import change_weight, edit_tensors
 

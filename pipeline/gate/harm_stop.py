@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.errors import EvidenceError
+from pipeline.errors import EvidenceError, HarmFound
 from pipeline.records.evaluations import CaseRecord
 from pipeline.settings.metrics import MetricDefinition
 
@@ -50,10 +50,6 @@ class _Bet:
         excess = sum(harm - self.tolerance for harm in harms) / largest
         self.log_capital += np.log1p(self.sizes * excess)
         return float(np.logaddexp.reduce(self.log_capital) - np.log(_NUM_BETS))
-
-
-class HarmFound(Exception):
-    """Harm beyond a tolerance is proven; the message says of what, after how many cases."""
 
 
 class HarmWatch:

@@ -43,7 +43,6 @@ from pipeline.report.speed_section import describe_measurement, tabulate_speed
 from pipeline.report.unproven import list_unproven
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖", "reported": "·"}
-_KIND_ORDER = ("trajectories", "tool_calls", "harness", "perplexity", "images", "detection", "upscaling")
 _MAX_COLUMNS = 12  # of numbers in the table of candidates, before it is turned on its side
 
 _LEGEND = """\
@@ -202,15 +201,13 @@ def _candidate_table(judgement: Judgement) -> str:
 
 
 def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
-    """Return the (metric, bucket) columns: the headline metric, the other gated ones, then KL.
+    """Return the (metric, bucket) columns: the gated metrics in the order of params.yaml, then KL.
 
     Each is followed by its gated buckets: what alone can block a release must show in the candidate's row.
     """
     columns: list[tuple[str, str | None]] = []
     kinds, tolerances = judgement.policy.eval_kinds, judgement.policy.tolerances
-    headline = next(iter(tolerances), "")
-    gated = sorted(tolerances, key=lambda m: (m != headline, _KIND_ORDER.index(kinds[m.partition("/")[0]])))
-    for metric in gated:
+    for metric in tolerances:
         columns += [(metric, None), *((metric, b) for b in sorted(tolerances[metric].buckets, key=natural_key))]
     columns += dict.fromkeys(
         (c.metric, c.bucket)

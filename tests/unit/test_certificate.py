@@ -13,10 +13,10 @@ from pipeline.gate.certificate_section import describe_certificate, describe_flo
 from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement
 from pipeline.gate.measure import measure_metric
-from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import count_bounds, proportion_bounds
 from pipeline.gate.verdicts import is_blocking
+from pipeline.settings.metrics import METRICS_BY_NAME
 from tests.synthetic_records import Behaviour, make_cases, make_flips, make_params, write_tree
 
 COMPLETION = METRICS_BY_NAME["task_completion_rate"]

@@ -13,7 +13,6 @@ from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.gate.measure import measure_metric
-from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
 from pipeline.gate.verdicts import describe_policy, is_blocking
@@ -28,6 +27,7 @@ from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 from pipeline.report.markdown_report import render_report
 from pipeline.report.plots import plot_completion, plot_harm
 from pipeline.report.terminal import render_gate
+from pipeline.settings.metrics import METRICS_BY_NAME
 from tests.synthetic_records import (
     Behaviour,
     make_candidate,

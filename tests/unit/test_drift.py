@@ -11,7 +11,6 @@ import pytest
 from pipeline.errors import EvidenceError, RequestError
 from pipeline.products.text.drift import Comparison, Drift, check_drift
 from pipeline.products.text.serving.engines.openai import adopt
-from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate, Evaluation
 from pipeline.records.fingerprints import SECTIONS, fingerprint
 from pipeline.records.record_files import read_record, write_record

@@ -17,7 +17,6 @@ import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.serving.client import Reply
-from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation
 from pipeline.records.serving import ServingConfig
 from tests.synthetic_records import make_candidate, make_params

@@ -16,10 +16,10 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.decision import Measurement, judge_all
 from pipeline.gate.detection import measure_precision
 from pipeline.gate.measure import measure_metric
-from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.validity import is_without_output
 from pipeline.records.evaluations import CaseRecord
+from pipeline.settings.metrics import METRICS_BY_NAME
 from tests.synthetic_detections import Change, make_pair
 from tests.synthetic_records import make_cases
 

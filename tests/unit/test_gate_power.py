@@ -18,8 +18,8 @@ from benchmarks.gate_power import (
     sum_share,
 )
 from pipeline.gate.measure import measure_metric
-from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
+from pipeline.settings.metrics import METRICS_BY_NAME
 from tests.synthetic_records import make_flips
 
 

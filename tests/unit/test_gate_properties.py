@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pipeline.errors import EvidenceError
 from pipeline.gate.decision import judge_all
 from pipeline.gate.measure import measure_metric
-from pipeline.settings.metrics import METRICS_BY_NAME
 from pipeline.gate.pairing import align
+from pipeline.settings.metrics import METRICS_BY_NAME
 from tests.synthetic_records import make_cases
 
 COMPLETION = METRICS_BY_NAME["task_completion_rate"]

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.errors import EvidenceError
+from pipeline.errors import EvidenceError, HarmFound
 from pipeline.evalsets.cases import DocumentCase
-from pipeline.gate.harm_stop import HarmFound, HarmWatch
-from pipeline.settings.metrics import METRICS_BY_NAME
+from pipeline.gate.harm_stop import HarmWatch
 from pipeline.products.text.evals.runner import run_cases
 from pipeline.records.evaluations import CaseRecord
 from pipeline.running.journal import Journal
+from pipeline.settings.metrics import METRICS_BY_NAME
 from scripts import screen
 from tests.synthetic_records import Behaviour, make_cases, make_params, write_tree
 from tests.unit.test_runner import make_context

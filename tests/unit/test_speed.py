@@ -16,7 +16,6 @@ from pipeline.gate.compare import ReleaseComparison, compare_release
 from pipeline.gate.speed import describe_speed, judge_speed
 from pipeline.gate.verdicts import VERDICT_PATH, describe_policy
 from pipeline.products.text.recall import NUM_PROBES
-from pipeline.products.text.settings import TextProduct
 from pipeline.records.benchmarks import Batch, Benchmark, Cell, Machine, Probe, Side, describe_work, read_machine
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.record_files import write_record

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.errors import ToolError
 from pipeline.evalsets.cards import Tool
-from pipeline.products.text.evals.tools import ToolError, call_tool, read_path, render_result
+from pipeline.products.text.evals.tools import call_tool, read_path, render_result
 
 STATE: dict[str, Any] = {
     "stock": {"lamp": {"north": 5, "note": "old"}},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
-from pipeline.products.text.settings import Calibration, SpeculativeStep, TextProduct
+from pipeline.products.text.settings import Calibration, TextProduct, WeightStep
 from pipeline.running.weight_files import TensorInfo, read_tensors
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -61,7 +61,7 @@ def estimate_needs(product: TextProduct, root: Path) -> list[MemoryNeed]:
             needs += [
                 _quantising_need(name, candidate.checkpoint, sizes, step.calibration)
                 for step in candidate.steps
-                if not isinstance(step, SpeculativeStep)
+                if isinstance(step, WeightStep)
             ]
     return needs
 
@@ -79,9 +79,9 @@ def _serving_need(name: str, checkpoint: str, sizes: WeightSizes, product: TextP
     )
 
 
-def _quantising_need(name: str, checkpoint: str, sizes: WeightSizes, calibration: Calibration) -> MemoryNeed:
+def _quantising_need(name: str, checkpoint: str, sizes: WeightSizes, calibration: Calibration | None) -> MemoryNeed:
     # float32 throughout; each block's inputs and outputs are kept for every calibration token
-    tokens = calibration.num_samples * calibration.max_tokens
+    tokens = calibration.num_samples * calibration.max_tokens if calibration else 0
     activations = tokens * sizes.max_in_features * 4 * 2
     hessians = _LINEARS_PER_BLOCK * sizes.max_in_features**2 * 4
     return MemoryNeed(

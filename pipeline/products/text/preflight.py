@@ -28,10 +28,12 @@ from pipeline.products.text.settings import (
     CandidateSettings,
     EvalSettings,
     HarnessEval,
+    Int4Step,
     SpeculativeStep,
     Step,
     TextProduct,
     VllmEngine,
+    WeightStep,
 )
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.settings.base import Product, describe_yaml_error
@@ -103,7 +105,7 @@ def _check_candidate(
         _check_vllm(where, candidate.engine, candidate.speculative)
     for i, step in enumerate(candidate.steps):
         at = f"{where}.steps.{i}"
-        if not isinstance(step, SpeculativeStep):
+        if isinstance(step, WeightStep) and step.calibration is not None:
             _check_sources(f"{at}.calibration.sources", step.calibration, calibration)
         try:
             _check_folders(step, folder, root)
@@ -203,9 +205,9 @@ def _check_sources(where: str, asked: Calibration, calibration: Card) -> None:
 
 
 def _check_folders(step: Step, folder: Path, root: Path) -> None:
-    if not isinstance(step, SpeculativeStep):
+    if isinstance(step, Int4Step):
         check_rank(plan_folder(folder, step), step.calibration.num_samples * step.calibration.max_tokens)
-    elif step.draft is not None:
+    elif isinstance(step, SpeculativeStep) and step.draft is not None:
         check_draft(root / step.draft, target=folder)
 
 

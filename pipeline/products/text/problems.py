@@ -17,6 +17,7 @@ from pipeline.products.text.settings import (
     TextProduct,
     TransformersEngine,
     VllmEngine,
+    WeightStep,
 )
 from pipeline.settings.base import find_metric_problems, find_product_problems
 
@@ -182,14 +183,14 @@ def _name_loss(step: SpeculativeStep) -> str | None:
 
 
 def _quantising_problems(steps: list[Step]) -> list[str]:
-    problems, found = [], [(i, step) for i, step in enumerate(steps) if not isinstance(step, SpeculativeStep)]
+    problems, found = [], [(i, step) for i, step in enumerate(steps) if isinstance(step, WeightStep)]
     if len(found) > 1:
         problems.append(
             f"steps.{found[1][0]}: expected one quantising step at most, found {found[1][1].kind} after "
             f"{found[0][1].kind}: what is quantised can't be quantised again; remove one"
         )
     for i, step in found:
-        sources = step.calibration.sources
+        sources = step.calibration.sources if step.calibration else []
         problems += [
             f"steps.{i}.calibration.sources.{n}: {source!r} is listed twice, and counts once; remove one"
             for n, source in enumerate(sources)

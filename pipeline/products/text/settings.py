@@ -24,7 +24,16 @@ class Calibration(Settings):
     seed: int = Field(default=0, ge=0)  # the sign would be dropped
 
 
-class _Int4Step(Settings):
+class WeightStep(Settings):
+    """A step that rewrites weights; without a calibration it needs no texts."""
+
+    kind: str
+    calibration: Calibration | None = None
+
+
+class Int4Step(WeightStep):
+    """What INT4 quantisers share."""
+
     bits: Literal[4, 8] = 4
     group_size: int = Field(default=128, ge=1)
     symmetric: bool = True
@@ -32,7 +41,7 @@ class _Int4Step(Settings):
     calibration: Calibration
 
 
-class GptqStep(_Int4Step):
+class GptqStep(Int4Step):
     """GPTQ (Frantar et al. 2022): second-order rounding, layer by layer."""
 
     kind: Literal["gptq"]
@@ -40,7 +49,7 @@ class GptqStep(_Int4Step):
     activation_order: bool = False
 
 
-class AwqStep(_Int4Step):
+class AwqStep(Int4Step):
     """AWQ (Lin et al. 2023): scale salient channels by activation before rounding."""
 
     kind: Literal["awq"]

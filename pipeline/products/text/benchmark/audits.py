@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pipeline.errors import UnequalWorkError
 from pipeline.products.text.benchmark.prompts import Plan, Prompt
 from pipeline.products.text.benchmark.streaming import TimedReply
 from pipeline.products.text.evals.calls import describe_reply
@@ -19,10 +20,6 @@ from pipeline.products.text.evals.calls import describe_reply
 _SHOWN = 60  # characters of an answer
 # of a stream that is decoded as it comes; no hardware decodes 20,000 tokens/s for one user, one buffer sends them so
 MIN_INTER_TOKEN_LATENCY_MS = 0.05
-
-
-class UnequalWorkError(Exception):
-    """The two sides did not do the same work, or not the evaluated one: the benchmark is refused, never a number."""
 
 
 def check_work(timed: TimedReply, prompt: Prompt, plan: Plan, num_tokens: int) -> None:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, UnequalWorkError
 from pipeline.products.text.benchmark.audits import (
-    UnequalWorkError,
     check_stream,
     check_text,
     check_work,

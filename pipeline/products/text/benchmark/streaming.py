@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from pipeline.errors import EngineError
-from pipeline.products.text.serving.answers import NonsenseError, Reply, read_json, read_refusal, read_reply
+from pipeline.errors import EngineError, NonsenseError
+from pipeline.products.text.serving.answers import Reply, read_json, read_refusal, read_reply
 
 DEFINITIONS = (
     "TTFT is the time from sending a request to the first chunk with content. Inter-token latency is, for each "

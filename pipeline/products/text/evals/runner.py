@@ -13,9 +13,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from pipeline.errors import EngineError, JournalError, RequestError, SettingsError
+from pipeline.errors import EngineError, HarmFound, JournalError, RequestError, SettingsError
 from pipeline.evalsets.cases import Case, ToolCallCase, TrajectoryCase
-from pipeline.gate.harm_stop import HarmFound
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.failures import find_error
 from pipeline.records.evaluations import CaseRecord

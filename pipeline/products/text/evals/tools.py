@@ -16,14 +16,11 @@ from typing import Any
 
 import jsonschema
 
+from pipeline.errors import ToolError
 from pipeline.evalsets.cards import Tool
 
 _HOLE = re.compile(r"\{([a-z_0-9]+)\}")
 _MISSING = object()
-
-
-class ToolError(Exception):
-    """A call that a tool refuses; the message goes back to the model as its result."""
 
 
 def call_tool(

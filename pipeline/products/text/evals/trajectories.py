@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, ToolError
 from pipeline.evalsets.cases import TrajectoryCase
 from pipeline.products.text.evals.calls import (
     continue_conversation,
@@ -21,7 +21,7 @@ from pipeline.products.text.evals.calls import (
 )
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.runner import check_prompts_fit, run_cases
-from pipeline.products.text.evals.tools import ToolError, call_tool, read_path, render_result
+from pipeline.products.text.evals.tools import call_tool, read_path, render_result
 from pipeline.products.text.settings import TrajectoriesEval
 from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.records.speculation import sum_speculation

@@ -17,7 +17,7 @@ from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.text.checkpoints import check_kernels, describe_checkpoint
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.registry import STEPS
-from pipeline.products.text.settings import SpeculativeStep, Step, TextProduct
+from pipeline.products.text.settings import Step, TextProduct, WeightStep
 from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
@@ -68,7 +68,7 @@ def _build(name: str, product: TextProduct, working: Path, target: Path, *, root
     settings = product.candidates[name]
     source = root / settings.checkpoint
     checkpoint = describe_checkpoint(source, root=root)
-    weight_steps = [step for step in settings.steps if not isinstance(step, SpeculativeStep)]
+    weight_steps = [step for step in settings.steps if isinstance(step, WeightStep)]
     if weight_steps:
         calibration_set = load_evalset(root / product.optimize.calibration_texts)
         _pin_threads(product.optimize.num_threads)

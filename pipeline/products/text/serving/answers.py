@@ -18,16 +18,13 @@ from typing import Any
 import numpy as np
 import orjson
 
+from pipeline.errors import NonsenseError
 from pipeline.records.speculation import SpeculationCounts
 
 MAX_RETRY_AFTER_S = 120.0
 EXCERPT_CHARS = 100
 _TOKEN_ID = len("token_id:")
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
-
-
-class NonsenseError(Exception):
-    """An answer is not what was asked for: what was expected, and what came."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
-from pipeline.errors import EngineError, IgnoredFieldError, RequestError
+from pipeline.errors import EngineError, IgnoredFieldError, NonsenseError, RequestError
 from pipeline.products.text.serving.answers import (
-    NonsenseError,
     Reply,
     TokenScores,
     find_ignored,
