@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.gate.audits import Auditor, P
 from pipeline.running.environment import Machine
-from pipeline.settings.base import Eval, Product
+from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
-    from pipeline.gate.compare import Measured, ReleaseComparison
-    from pipeline.gate.pairing import Evidence
+    from pipeline.gate.compare import ReleaseComparison
 
 Plot = Callable[["ReleaseComparison", Path], None]
 Watched = dict[str, Any]  # what a stage's result depends on, by a name that says what changed
-P = TypeVar("P", bound=Product)
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Inputs:
     benchmark: Watched = field(default_factory=dict)
 
 
-class Kind(Protocol[P]):
+class Kind(Auditor[P], Protocol[P]):
     """A kind of product: its settings, what is checked before any work, and the work of its stages."""
 
     settings: type[P]
@@ -67,31 +66,6 @@ class Kind(Protocol[P]):
 
     def benchmark(self, product: P, *, root: Path, build: Path) -> list[str]:
         """Time candidates beside the reference under `build/benchmarks/`; return a line on each."""
-
-    def read_candidate(self, build: Path, name: str, product: P) -> Any:
-        """Read what was built of a candidate, and how it is run.
-
-        Raises:
-            EvidenceError: it was not built, or its record is another candidate's or of other steps.
-        """
-
-    def check_material(self, candidate: Any, product: P, root: Path) -> None:
-        """Check the files that a candidate runs beside its checkpoint.
-
-        Raises:
-            EvidenceError: they are others than those that were judged.
-        """
-
-    def audit_side(self, measured: Measured, evidence: Evidence, product: P) -> None:
-        """Add what one candidate's records say beside its scores: refusals, failures, notes."""
-
-    def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: P
-    ) -> None:
-        """Add what an eval says of a candidate beside the reference; its metrics are measured already."""
-
-    def audit_pair(self, measured: Measured, evidence: Evidence, reference: Evidence, product: P, build: Path) -> None:
-        """Add what a candidate's path and speed are beside the reference's."""
 
     def list_plots(self, product: P) -> Mapping[str, Plot]:
         """Return the pictures beside the report, by file name, in addition to harm.png."""

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     warnings = describe_problems(machine)
     for product in params.products.values():
         warnings += KINDS[product.kind].check(product, Path(), machine)
-    warnings += check_gates(params, Path())
+    warnings += check_gates(params.products.values(), Path())
     for line in warnings:
         print(f"quantgate env: warning: {line}", file=sys.stderr)
     write_if_changed(ENV / "libraries.json", read_libraries())

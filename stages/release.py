@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     build, bundle, verdict = product.build, RELEASE / product.name, product.reports / VERDICT_FILE
     judgement = read_record(verdict, Judgement)
-    check_marker(build / "gate.ok", judgement, verdict, product.evals)
+    check_marker(build / "gate.ok", judgement, verdict)
     key = os.environ.get(KEY)
     with use_metrics(product.metrics):
         manifest = write_bundle(
@@ -46,11 +46,9 @@ def main(argv: list[str]) -> int:
         shared = {"verdict_sha256": manifest.verdict_sha256, "manifest_sha256": digest_file(bundle / MANIFEST)}
         versions = [
             ReleasedVersion(
-                side.candidate,
-                Path(side.weights_path),
-                shared | {"gate": side.outcome, "fingerprint": side.fingerprint},
+                s.candidate, Path(s.weights_path), shared | {"gate": s.outcome, "fingerprint": s.fingerprint}
             )
-            for side in manifest.release
+            for s in manifest.release
         ]
         for registered in register_versions(versions, Path(os.environ.get("DVC_ROOT", ".")), product=product.name):
             print(f"MLflow: {registered}")

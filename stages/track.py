@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     root = Path(os.environ.get("DVC_ROOT", "."))  # the real root, also for a queued experiment
     build, reports = product.build, product.reports
     with use_metrics(product.metrics):
-        runs = describe_runs(read_record(reports / VERDICT_FILE, Judgement), product, build)
+        runs = describe_runs(read_record(reports / VERDICT_FILE, Judgement), product.evals, build)
     attachments = [*list_attachments(reports), build / PAGE]
     logged = log_runs(
         runs, root, product=product.name, attachments=attachments, dvc_experiment=os.environ.get("DVC_EXP_NAME", "")

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.endpoint import holds_same_model
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
-from pipeline.products.text.settings import CanarySettings
 from pipeline.records.canary import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
 from pipeline.records.differences import KINDS, classify_difference
 from pipeline.records.digests import digest_file
@@ -35,6 +35,19 @@ OWN_PATH = "its own path without drafts"  # the name of a baseline that is not t
 # margin below which rounding can turn a token, in nat: one step of the dtype for logits of 16 to 32, and for float32
 # what sums of its terms in another order come to
 RISK_NATS = {"float32": 1e-4, "bfloat16": 0.125, "float16": 0.016}
+
+
+class CanaryRule(Protocol):
+    """What params.yaml asks of a canary."""
+
+    @property
+    def num_prompts(self) -> int: ...
+
+    @property
+    def target_rate(self) -> float: ...
+
+    @property
+    def session_calls(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ def load_canary(evidence: Evidence) -> list[CanaryRecord]:
 
 
 def compare_canary(
-    reference: Evidence, candidate: Evidence, settings: CanarySettings, *, alpha: float
+    reference: Evidence, candidate: Evidence, settings: CanaryRule, *, alpha: float
 ) -> CanaryComparison | None:
     """Compare a candidate's path with its baseline; None when no eval chats.
 
@@ -105,7 +118,7 @@ def compare_canary(
 
 
 def _compare(
-    baseline: _Baseline, theirs: Sequence[CanaryRecord], candidate: Evidence, settings: CanarySettings, *, alpha: float
+    baseline: _Baseline, theirs: Sequence[CanaryRecord], candidate: Evidence, settings: CanaryRule, *, alpha: float
 ) -> CanaryComparison:
     pairs = [(a.answers[baseline.run], b.answers[DEPLOYED], a) for a, b in zip(baseline.records, theirs, strict=True)]
     different = [(a, b, record) for a, b, record in pairs if not a.is_same(b)]

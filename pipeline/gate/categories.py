@@ -12,11 +12,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.products.vision.detection_settings import MIN_CATEGORY_CLUSTERS, UNKNOWN
-from pipeline.products.vision.metrics import DETECTION
+from pipeline.records.detections import UNKNOWN
 from pipeline.settings.base import Tolerance
 
 WATCHED_METRIC = "ap"
+# clusters that hold a category: ten that all lose are p = 0.001, no chance even beside 50 other comparisons
+MIN_CATEGORY_CLUSTERS = 10
 _MAX_NAMED = 10
 
 
@@ -56,8 +57,8 @@ def _count_clusters(pairs: PairedCases, eval_name: str, tolerances: Mapping[str,
         return {}
     own = {
         bucket
-        for metric in DETECTION
-        if (t := tolerances.get(f"{eval_name}/{metric.name}")) and t.tier != "advisory"
+        for metric, t in tolerances.items()
+        if metric.startswith(f"{eval_name}/") and t.tier != "advisory"
         for bucket in t.buckets
     }
     table = pairs.tables[0]

@@ -6,11 +6,11 @@ of the records, which `verify` computes anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
+from pipeline.gate.audits import Auditor, P
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import (
     GatedTolerance,
@@ -31,12 +31,11 @@ from pipeline.gate.wording import (
     name_comparison,
     name_metric,
 )
-from pipeline.product import Kind, P
 from pipeline.records.digests import digest_files, digest_json, name_changed_file
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Verdict
-from pipeline.settings.base import Eval, Product
+from pipeline.settings.base import Product
 
 
 def check_policy(judgement: Judgement, product: Product) -> None:
@@ -66,23 +65,19 @@ def _find_difference(judged: dict[str, Any], asked: dict[str, Any], parents: str
     return None
 
 
-def check_outcomes(judgement: Judgement, evals: Mapping[str, Eval]) -> None:
+def check_outcomes(judgement: Judgement) -> None:
     """Check that each released outcome is the one that follows from what stands beside it.
-
-    Args:
-        judgement: what was judged.
-        evals: settings of each, which say what they measure.
 
     Raises:
         EvidenceError: an outcome that its own numbers, reasons or the policy contradict: the file was edited.
     """
-    policy, chats = judgement.policy, any(e.chats for e in evals.values())
+    policy = judgement.policy
     for verdict in released_verdicts(judgement):
         gated = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
         wrong = [name_comparison(c) for c in gated.values() if _contradicts(c, policy)]
         if not list_refusals(verdict):
             wrong += [name_metric(*key) for key in list_gated(policy) if key not in gated]
-        if verdict.outcome != _expect_outcome(verdict, policy, chats=chats):
+        if verdict.outcome != _expect_outcome(verdict, policy):
             wrong.append("the verdict")
         if wrong:
             raise EvidenceError(
@@ -91,7 +86,7 @@ def check_outcomes(judgement: Judgement, evals: Mapping[str, Eval]) -> None:
             )
 
 
-def _expect_outcome(verdict: Verdict, policy: Policy, *, chats: bool) -> str:
+def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
     """Return the outcome that follows from a verdict's comparisons, reasons and other evidence."""
     outcomes = {c.outcome for c in verdict.comparisons if c.tolerance is not None and is_decisive(c)}
     if has_reason(verdict, ReasonKind.FAILED) or "fail" in outcomes:
@@ -99,22 +94,18 @@ def _expect_outcome(verdict: Verdict, policy: Policy, *, chats: bool) -> str:
     if list_refusals(verdict) or not outcomes:
         return "refused"
     # numbers of which no reason speaks
-    if (
-        _changes_answers(verdict, policy, chats=chats)
-        or _drafts_too_few(verdict, policy)
-        or _is_too_slow(verdict, policy)
-    ):
+    if _changes_answers(verdict, policy) or _drafts_too_few(verdict, policy) or _is_too_slow(verdict, policy):
         return "fail"
     if "inconclusive" in outcomes or (verdict.canary is not None and verdict.canary.is_blind):
         return "inconclusive"
     return "no gain" if gains_nothing(verdict, policy) else "pass"
 
 
-def _changes_answers(verdict: Verdict, policy: Policy, *, chats: bool) -> bool:
+def _changes_answers(verdict: Verdict, policy: Policy) -> bool:
     """Say whether the path changes more answers than explained, or any where it must be exact, or nobody knows."""
     canary = verdict.canary
     if canary is None:  # it must be there where evals chat
-        return chats
+        return bool(policy.chats)
     is_exact = verdict.candidate in policy.exact
     return canary.is_beyond_floor or (is_exact and canary.is_changed)
 
@@ -163,7 +154,7 @@ def _find_limit(bucket: str | None, allowed: GatedTolerance) -> tuple[float | No
     return allowed.buckets[bucket], allowed.tier
 
 
-def check_candidates(judgement: Judgement, product: P, kind: Kind[P], root: Path) -> bool:
+def check_candidates(judgement: Judgement, product: P, kind: Auditor[P], root: Path) -> bool:
     """Check that what was judged is what would ship, where the candidates are present.
 
     The weights are read and hashed again: a record that says the right thing about another file proves nothing. An

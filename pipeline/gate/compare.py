@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
+from pipeline.gate.audits import Auditor, Measured, P
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, tell_unwatched
 from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
-from pipeline.gate.decision import Measurement, combine, judge_all
-from pipeline.gate.explanation_records import CandidateExplanation
+from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import (
     explain_comparisons,
     explain_flat_average,
@@ -29,56 +29,23 @@ from pipeline.gate.headlines import (
     list_limits,
 )
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
-from pipeline.gate.pairing import Evidence, PairedCases, check_same_hardware, load_evidence, pair_cases
+from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.verdicts import (
     Judgement,
     describe_policy,
     is_blocking,
 )
 from pipeline.gate.wording import use_metrics
-from pipeline.product import Kind, P
-from pipeline.records.benchmarks import Benchmark
 from pipeline.records.evaluations import CaseRecord
-from pipeline.records.medians import MedianInterval
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import (
-    CanaryComparison,
     Certificate,
     Comparison,
-    Gain,
     JudgedTier,
-    Metric,
     Outcome,
-    Speed,
     Verdict,
 )
 from pipeline.settings.base import Eval, Product, Tolerance
-
-
-@dataclass
-class Measured:
-    """What could be measured of one candidate, and what had to be refused."""
-
-    evidence: Evidence | None = None
-    pairs: dict[str, PairedCases] = field(default_factory=dict)
-    measurements: list[Measurement] = field(default_factory=list)
-    tripwires: list[Comparison] = field(default_factory=list)
-    canary: CanaryComparison | None = None
-    metrics: list[Metric] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # beside those of the comparisons
-    unproven: list[str] = field(default_factory=list)  # what keeps a pass from being one
-    notes: list[Reason] = field(default_factory=list)
-    benchmark: Benchmark | None = None
-    speed: Speed | None = None
-    gain: Gain | None = None
-    total: MedianInterval | None = None  # of a network's time
-    seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
-    explained: tuple[Verdict, CandidateExplanation] | None = None  # the cases behind a verdict, when looked for
-
-    def add_note(self, text: str, kind: ReasonKind = ReasonKind.NOTE) -> None:
-        """Add what decides nothing."""
-        self.notes.append(Reason(kind=kind, text=text))
 
 
 @dataclass(frozen=True)
@@ -90,7 +57,7 @@ class ReleaseComparison:
     evals: Mapping[str, Eval] = field(default_factory=dict)  # settings; records of others have none
 
 
-def compare_release(product: P, kind: Kind[P], build: Path) -> ReleaseComparison:
+def compare_release(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
     """Judge all candidates of a product against its reference.
 
     Args:
@@ -102,7 +69,7 @@ def compare_release(product: P, kind: Kind[P], build: Path) -> ReleaseComparison
         return _compare(product, kind, build)
 
 
-def _compare(product: P, kind: Kind[P], build: Path) -> ReleaseComparison:
+def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
     policy = describe_policy(product)
     reference = _load(build, product.reference, product, kind, is_pinned=True)
     _describe(reference, product)
@@ -130,7 +97,7 @@ def _compare(product: P, kind: Kind[P], build: Path) -> ReleaseComparison:
     return ReleaseComparison(judgement, {product.reference: reference, **measured}, product.evals)
 
 
-def _load(build: Path, name: str, product: P, kind: Kind[P], *, is_pinned: bool = False) -> Measured:
+def _load(build: Path, name: str, product: P, kind: Auditor[P], *, is_pinned: bool = False) -> Measured:
     measured = Measured()
     try:
         candidate = kind.read_candidate(build, name, product)
@@ -169,7 +136,7 @@ def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     return CaseTable.of(records).clusters
 
 
-def _measure_candidate(measured: Measured, reference: Measured, product: P, kind: Kind[P], build: Path) -> Measured:
+def _measure_candidate(measured: Measured, reference: Measured, product: P, kind: Auditor[P], build: Path) -> Measured:
     measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
     _describe(measured, product)
     if measured.evidence is None or reference.evidence is None:

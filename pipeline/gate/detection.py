@@ -28,11 +28,10 @@ from pipeline.gate.resampling import bootstrap_bounds, draw_weights, number_by_f
 from pipeline.gate.statistics import sign_flip_tail, tail_at
 from pipeline.gate.wording import format_value, name_metric
 from pipeline.numerics.average_precision import average_precision
-from pipeline.products.vision.detection_settings import AREAS
 from pipeline.records.detections import IOU_THRESHOLDS, MatchTable
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import JudgedTier, Metric
-from pipeline.settings.metrics import MetricDefinition
+from pipeline.settings.metrics import AREAS, MetricDefinition
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -15,7 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.audits import Measured
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.images import describe_guidance, list_guided, read_std_ratios
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import Policy

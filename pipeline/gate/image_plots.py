@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.audits import Measured
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.images import read_decoder
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.pictures import (

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.audits import Measured
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.network_notes import LayerNotes, NetworkNotes
 from pipeline.gate.networks import read_soundly, tell_clock, tell_difference, tell_ratio, tell_shape
 from pipeline.gate.wording import escape_markdown, format_value

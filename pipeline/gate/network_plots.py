@@ -18,7 +18,7 @@ from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.network_notes import LayerNotes
 from pipeline.gate.networks import list_inexact_layers
 from pipeline.gate.verdicts import Judgement
-from pipeline.products.vision.metrics import DETECTION
+from pipeline.gate.wording import definition_of
 from pipeline.records.verdicts import Metric
 from pipeline.report.plots import draw_bars, save_figure, style_bars
 
@@ -66,9 +66,10 @@ def _select_areas(metrics: Sequence[Metric], judgement: Judgement) -> dict[str, 
     for name in evals:
         start = f"{name}\n" if len(evals) > 1 else ""
         wanted = {
-            d.area: (f"{name}/{d.name}", None)
-            for d in DETECTION
-            if d.estimator == "average_precision" and d.iou is None
+            d.area: (m.name, None)
+            for m in metrics
+            if m.bucket is None and m.name.startswith(f"{name}/") and (d := definition_of(m.name)).iou is None
+            if d.estimator == "average_precision"
         }
         settings = judgement.policy.evals[name]
         own = settings.get("areas", {}) | settings.get("categories", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
@@ -15,19 +16,18 @@ from pipeline.gate.network_notes import (
     read_network_notes,
 )
 from pipeline.gate.pairing import Evidence
-from pipeline.products.vision.settings import SPEED_STEPS
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
 from pipeline.records.serving import NetworkServing
 from pipeline.records.verdicts import Gain
 
 
-def measure_gain(evidence: Evidence, notes: NetworkNotes) -> Gain | None:
+def measure_gain(evidence: Evidence, notes: NetworkNotes, *, speed_steps: Collection[str]) -> Gain | None:
     """Return what a candidate's steps for speed gain, by the notes of its first eval; None where it has none.
 
     Raises:
         EvidenceError: the notes of another eval can't be read.
     """
-    steps = tuple(step["kind"] for step in evidence.candidate.steps if step["kind"] in SPEED_STEPS)
+    steps = tuple(step["kind"] for step in evidence.candidate.steps if step["kind"] in speed_steps)
     if not steps:
         return None
     what, is_slower = " and ".join(steps), notes.total is not None and notes.total.is_slower

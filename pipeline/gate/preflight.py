@@ -5,6 +5,7 @@ Nor is a stage of dvc.yaml frozen, whose results DVC would keep whatever is aske
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -15,10 +16,10 @@ from pipeline.gate.plan import check_plan, plan_gate, read_last
 from pipeline.gate.suite_sizes import read_sizes
 from pipeline.gate.verdicts import describe_policy
 from pipeline.gate.wording import use_metrics
-from pipeline.products.params import Params
+from pipeline.settings.base import Product
 
 
-def check_gates(params: Params, root: Path) -> list[str]:
+def check_gates(products: Iterable[Product], root: Path) -> list[str]:
     """Check the gate of every product; return a warning for each tolerance that can't be proven and need not be.
 
     Raises:
@@ -27,7 +28,7 @@ def check_gates(params: Params, root: Path) -> list[str]:
     """
     warnings = []
     _check_frozen(root / "dvc.yaml")
-    for product in params.products.values():
+    for product in products:
         check_loosening(describe_policy(product), root, material={})
         with use_metrics(product.metrics):
             rows = plan_gate(product, read_sizes(product, root), read_last(product.name, root))

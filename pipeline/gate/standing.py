@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.gate.audits import Auditor, P
 from pipeline.gate.checks import check_candidates, check_outcomes, check_policy
 from pipeline.gate.loosening import check_loosening, digest_serving, name_material
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
-from pipeline.product import Kind, P
 from pipeline.records.evaluations import Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.settings.base import Product
 
 
-def read_judgement(product: P, kind: Kind[P], root: Path) -> tuple[Judgement, bool]:
+def read_judgement(product: P, kind: Auditor[P], root: Path) -> tuple[Judgement, bool]:
     """Read a product's judgement and check that it is about what would ship, under the present params.yaml.
 
     Returns:
@@ -30,7 +30,7 @@ def read_judgement(product: P, kind: Kind[P], root: Path) -> tuple[Judgement, bo
     judgement = read_record(root / product.reports / VERDICT_FILE, Judgement)
     check_policy(judgement, product)
     check_loosening(judgement.policy, root, material=_read_material(product, root))
-    check_outcomes(judgement, product.evals)
+    check_outcomes(judgement)
     return judgement, check_candidates(judgement, product, kind, root)
 
 

@@ -54,6 +54,7 @@ class Policy(Record):
     tolerances: dict[str, GatedTolerance]
     tripwires: dict[str, float]
     evals: dict[str, dict[str, Any]]
+    chats: tuple[str, ...] = ()  # evals whose cases are conversations: the path that answers is judged too
     min_acceptance: dict[str, float] = {}  # of drafted tokens, by candidate
     canary: dict[str, float] = {}
     exact: tuple[str, ...] = ()  # candidates of which no answer may change
@@ -72,7 +73,9 @@ class Policy(Record):
             return data
         name = data["track"]
         named = {"product": name, "kind": "vision" if name in ("detector", "upscaler") else name}
-        return {key: value for key, value in data.items() if key != "track"} | named | _read_old_limits(data)
+        chats = [name for name, settings in data["evals"].items() if settings["kind"] in ("tool_calls", "trajectories")]
+        kept = {key: value for key, value in data.items() if key != "track"}
+        return kept | named | {"chats": chats} | _read_old_limits(data)
 
     @property
     def eval_kinds(self) -> dict[str, str]:
@@ -121,6 +124,7 @@ def describe_policy(product: Product) -> Policy:
         tripwires=gate.tripwires,
         tolerances={name: GatedTolerance(**t.model_dump()) for name, t in gate.tolerances.items()},
         evals={name: settings.model_dump(mode="json") for name, settings in product.evals.items()},
+        chats=tuple(name for name, settings in product.evals.items() if settings.chats),
         loosened={key: LoosenedSetting(**reason.model_dump()) for key, reason in gate.loosened.items()},
         **product.list_rules(),
     )

@@ -11,9 +11,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from pipeline.errors import EvidenceError
+from pipeline.gate.audits import Measured
 from pipeline.gate.certificate import certify, is_above
 from pipeline.gate.certificate_section import describe_level
-from pipeline.gate.compare import Measured, ReleaseComparison, number_clusters
+from pipeline.gate.compare import ReleaseComparison, number_clusters
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric

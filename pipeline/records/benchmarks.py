@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pydantic import Field
 
-from pipeline.products.text.settings import BenchmarkSettings
 from pipeline.records.record_files import Record
 from pipeline.records.speculation import SpeculationCounts
 
@@ -86,11 +85,6 @@ class Benchmark(Record):
     reference: Side | None = None
     candidate: Side | None = None
     cells: tuple[Cell, ...] = ()
-
-
-def describe_work(settings: BenchmarkSettings) -> Work:
-    """Return the part of the settings that says what work is done."""
-    return Work(**settings.model_dump(include=set(Work.model_fields)))
 
 
 def read_machine(path: Path) -> Machine | None:

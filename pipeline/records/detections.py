@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError, NumericsError
-from pipeline.products.vision.detection_settings import AREAS
 from pipeline.records.files import replace_whole
+from pipeline.settings.metrics import AREAS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -34,6 +34,9 @@ Bits = NDArray[np.uint16]
 IOU_THRESHOLDS: Floats = np.linspace(0.5, 0.95, 10)  # as COCO computes them: the seventh is not quite 0.8
 MAX_DETECTIONS = 100  # of a class on an image
 _ARRAYS = ("offsets", "classes", "scores", "matched", "ignored", "num_objects")
+
+
+UNKNOWN = "unknown_categories"  # score of a record: detections of a category that the evalset does not have
 
 
 @dataclass(frozen=True)

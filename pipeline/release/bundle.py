@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
@@ -32,10 +31,10 @@ from pipeline.release.manifest import PARAMS, VERDICT, Manifest, describe_conten
 from pipeline.release.model_card import CARDS, render_cards
 from pipeline.release.signature import sign
 from pipeline.release.verification import verify_bundle
-from pipeline.settings.base import Eval, Product
+from pipeline.settings.base import Product
 
 
-def check_marker(marker: Path, judgement: Judgement, verdict_path: Path, evals: Mapping[str, Eval]) -> None:
+def check_marker(marker: Path, judgement: Judgement, verdict_path: Path) -> None:
     """Check that the gate let this very judgement through.
 
     Args:
@@ -57,7 +56,7 @@ def check_marker(marker: Path, judgement: Judgement, verdict_path: Path, evals: 
         raise EvidenceError(
             f"{verdict_path}: the gate passed another verdict ({str(seen)[:12]}) than this one ({found[:12]}); {remedy}"
         )
-    check_outcomes(judgement, evals)
+    check_outcomes(judgement)
     if blocking := blocking_verdicts(judgement):
         raise EvidenceError(f"{verdict_path}: {blocking[0].candidate} is {blocking[0].outcome}, which blocks; {remedy}")
 

@@ -89,7 +89,7 @@ def _check_content(
     """Add what the verdict, the manifest and the cards say that does not follow from what is beside them."""
     if difference := find_other_policy(judgement, product):
         done.problems.append(f"{bundle / PARAMS}: the verdict beside it was reached with {difference}")
-    check_outcomes(judgement, product.evals)
+    check_outcomes(judgement)
     done.problems += _check_manifest(bundle, manifest, describe_content(bundle, judgement, product))
     done.problems += _check_cards(bundle, judgement)
     done.problems += _judge_again(bundle, judgement, product)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pipeline.gate.audits import Measured
 from pipeline.gate.canary import OWN_PATH
-from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, LostCases, Passage
 from pipeline.gate.wording import definition_of, name_metric
 from pipeline.records.differences import first_difference

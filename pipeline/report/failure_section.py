@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.gate.compare import Measured
+from pipeline.gate.audits import Measured
 from pipeline.gate.explanation_records import LostCases
 from pipeline.gate.markdown import render_table, show_flip
 from pipeline.gate.wording import escape_markdown

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.gate.audits import Measured
 from pipeline.gate.canary import describe_canary
 from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
-from pipeline.gate.compare import Measured, ReleaseComparison
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
 from pipeline.gate.images import describe_files, describe_rendering, embed_pictures
 from pipeline.gate.markdown import render_table

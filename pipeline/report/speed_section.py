@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from pipeline.gate.prefix_cache import LEAST_RATIO, bound_known_ttft
 from pipeline.gate.speed import format_ratio
 from pipeline.gate.wording import escape_markdown
-from pipeline.products.text.recall import LEAST_RATIO, bound_recall
 from pipeline.records.benchmarks import Benchmark, Machine, Side
 from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.records.speculation import sum_speculation
@@ -106,7 +106,10 @@ def _describe_recall(benchmark: Benchmark) -> str:
     """Show what `recall` judges, of both sides in each band."""
     assert benchmark.reference is not None and benchmark.candidate is not None
     ratios = [
-        (band, [format_ratio(bound_recall(side.probes, band)) for side in (benchmark.reference, benchmark.candidate)])
+        (
+            band,
+            [format_ratio(bound_known_ttft(side.probes, band)) for side in (benchmark.reference, benchmark.candidate)],
+        )
         for band in benchmark.work.prompt_tokens
     ]
     return "; ".join(

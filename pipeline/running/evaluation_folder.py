@@ -14,17 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.evalsets.cards import Evalset
-from pipeline.products.images.settings import ImagesEval
-from pipeline.products.vision.detection_settings import DetectionEval
-from pipeline.products.vision.settings import UpscalingEval
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import EvalFile, Evaluation, LocalCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.fingerprints import Facts, fingerprint
 from pipeline.records.record_files import write_record
 from pipeline.running.journal import Journal, lock_journals
-
-LocalEval = ImagesEval | DetectionEval | UpscalingEval
+from pipeline.settings.base import Eval
 
 
 class WorkingFolder:
@@ -50,7 +46,7 @@ class WorkingFolder:
         """
         return Journal(self._journals / f"{name}.jsonl", fingerprint=fingerprint(facts), key=key)
 
-    def describe_eval(self, name: str, settings: LocalEval, evalset: Evalset, *, key: str) -> EvalFile:
+    def describe_eval(self, name: str, settings: Eval, evalset: Evalset, *, key: str) -> EvalFile:
         """Seal what was written of one eval: its records, its notes, and its arrays where it has any."""
         records = self.path / f"{name}.jsonl"
         arrays = records.with_suffix(".npz")

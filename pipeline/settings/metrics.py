@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+_LARGEST = 1e5**2
+# COCO's, in square pixels, smallest and largest inclusive: an object of exactly 32^2 is both small and medium
+AREAS = {"all": (0.0, _LARGEST), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, _LARGEST)}
+
 
 @dataclass(frozen=True)
 class MetricDefinition:
@@ -23,7 +27,7 @@ class MetricDefinition:
         harm: "absolute" (difference), or "relative" (exp of the ratio difference, minus 1).
         unit: printed beside the value.
         is_gated: False for tripwires, which are shown against a threshold and never decide.
-        area: of the objects that an average precision covers, a key of `detection_params.AREAS`.
+        area: of the objects that an average precision covers, a key of `AREAS`.
         iou: threshold of an average precision; None is the mean over COCO's ten.
     """
 

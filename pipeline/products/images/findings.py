@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.gate.compare import Measured
+from pipeline.gate.audits import Measured
 from pipeline.gate.images import explain_unsound
 from pipeline.gate.pairing import Evidence
 from pipeline.products.images.settings import ImagesProduct

@@ -11,9 +11,9 @@ from typing import Any
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import PromptCase
+from pipeline.evalsets.checks import check_buckets, load_kind
 from pipeline.products.images.folders import ImageShape, open_pipeline, read_shape
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct, VaeTilingStep
-from pipeline.products.text.preflight import check_buckets, load_kind
 from pipeline.records.digests import digest_folder
 
 _CLIP_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")

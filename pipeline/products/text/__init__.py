@@ -19,7 +19,7 @@ from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
-    from pipeline.gate.compare import Measured
+    from pipeline.gate.audits import Measured
     from pipeline.gate.pairing import Evidence
     from pipeline.records.evaluations import Candidate
 

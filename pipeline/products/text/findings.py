@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
+from pipeline.gate.audits import Measured
 from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
-from pipeline.gate.compare import Measured
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.pairing import Evidence
@@ -19,7 +19,6 @@ from pipeline.gate.speculation import check_acceptance, check_speculation
 from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.gate.verdicts import list_slow_cells
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.benchmarks import describe_work
 from pipeline.records.evaluations import OUTGROWN
 from pipeline.records.verdicts import Metric
 
@@ -112,7 +111,7 @@ def _measure_speed(
     """Add the speed to what was measured of a candidate: a note, or a failure where it is slower than tolerated."""
     fingerprints = reference.fingerprint, evidence.fingerprint
     try:
-        work = describe_work(product.benchmark)
+        work = product.benchmark.describe_work()
         measured.benchmark = load_benchmark(build, evidence.candidate.name, work, fingerprints)
         speed = measured.speed = judge_speed(measured.benchmark)
     except EvidenceError as error:

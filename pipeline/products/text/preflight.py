@@ -8,7 +8,7 @@ so it costs a fraction of a second.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ruamel.yaml.error import YAMLError
 from pipeline.errors import CheckpointError, QuantgateError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, Card, Evalset, load_evalset
 from pipeline.evalsets.cases import check_distinct
+from pipeline.evalsets.checks import check_buckets, load_kind
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
@@ -36,7 +37,7 @@ from pipeline.products.text.settings import (
     WeightStep,
 )
 from pipeline.records.speculation import SpeculativeConfig
-from pipeline.settings.base import Product, describe_yaml_error
+from pipeline.settings.base import describe_yaml_error
 from pipeline.settings.yaml_files import check_extent, read_text
 
 Load = Callable[[Path], Evalset]
@@ -65,30 +66,6 @@ def check_text(product: TextProduct, root: Path) -> None:
         for name, settings in product.evals.items()
     }
     check_buckets(product, evalsets)
-
-
-def check_buckets(
-    product: Product, evalsets: Mapping[str, Evalset | None], objects: Mapping[str, list[str]] | None = None
-) -> None:
-    """Refuse a tolerance of a bucket that its evalset has not.
-
-    Args:
-        product: whose tolerances.
-        evalsets: by eval; None stands for one whose cases are elsewhere.
-        objects: by metric, buckets of objects that params.yaml adds.
-
-    Raises:
-        SettingsError: with the path of the key.
-    """
-    for metric, tolerance in product.gate.tolerances.items():
-        eval_name = metric.split("/")[0]
-        evalset, own = evalsets[eval_name], (objects or {}).get(metric, [])
-        for bucket in tolerance.buckets:
-            if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
-                raise SettingsError(
-                    f"{product.locate('gate')}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
-                    f"no such bucket; it has {', '.join(known) or 'none'}"
-                )
 
 
 def _check_candidate(
@@ -260,14 +237,3 @@ def _task_names(data: Any) -> Iterator[str]:
             if isinstance(entry, str) and (key == "tag" or not isinstance(found, list)):
                 yield str(entry)
             yield from _task_names(entry)
-
-
-def load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:
-    """Load an evalset that a key names; refuse a folder without one, and one of another kind."""
-    if not (folder / CASES_FILE).is_file():
-        raise SettingsError(f"{where}: expected an evalset folder with card.yaml and {CASES_FILE}, got {str(folder)!r}")
-    evalset = load(folder)
-    card = evalset.card
-    if card.kind != kind:
-        raise SettingsError(f"{where}: expected an evalset of kind {kind!r}, {card.name!r} is of kind {card.kind!r}")
-    return evalset

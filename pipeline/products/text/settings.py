@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJECTORIES
+from pipeline.records.benchmarks import Work
 from pipeline.settings.base import Eval, Product, Settings
 
 
@@ -205,6 +206,10 @@ class BenchmarkSettings(Settings):
     num_tokens: int = Field(ge=2)  # completion tokens of every request; one has no inter-token latency
     rounds: int = Field(ge=6, le=100)  # fewer have no 95 % interval of their median
     max_slowdown: float | None = Field(default=None, gt=0, lt=1)  # of the throughput, relative; more fails
+
+    def describe_work(self) -> Work:
+        """Return the part of the settings that says what work is done."""
+        return Work(**self.model_dump(include=set(Work.model_fields)))
 
 
 class TextProduct(Product):

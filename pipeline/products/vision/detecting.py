@@ -20,8 +20,9 @@ import numpy as np
 
 from pipeline.errors import EngineError
 from pipeline.evalsets.cases import DetectionCase
-from pipeline.products.vision.detection_settings import UNKNOWN, DetectionEval, name_categories
+from pipeline.products.vision.detection_settings import DetectionEval, name_categories
 from pipeline.records.detections import (
+    UNKNOWN,
     Detections,
     MatchTable,
     Objects,

@@ -12,14 +12,8 @@ from pydantic import Field
 
 from pipeline.products.vision.metrics import DETECTION
 from pipeline.settings.base import Eval
+from pipeline.settings.metrics import AREAS
 
-_LARGEST = 1e5**2
-# COCO's, in square pixels, smallest and largest inclusive: an object of exactly 32^2 is both small and medium
-AREAS = {"all": (0.0, _LARGEST), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, _LARGEST)}
-
-# clusters that hold a category: ten that all lose are p = 0.001, no chance even beside 50 other comparisons
-MIN_CATEGORY_CLUSTERS = 10
-UNKNOWN = "unknown_categories"  # score of a record: detections of a category that the evalset does not have
 AT_ONE_IOU = ("50", "75")  # end the names of scores at one threshold: no bucket may be called so
 
 _Area = Annotated[float, Field(ge=0)]

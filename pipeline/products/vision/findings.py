@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.compare import Measured
+from pipeline.gate.audits import Measured
 from pipeline.gate.network_notes import read_network_notes
 from pipeline.gate.networks import describe_total, measure_gain, measure_total, tell_untimed
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import takes_too_long
-from pipeline.products.vision.settings import VisionProduct
+from pipeline.products.vision.settings import SPEED_STEPS, VisionProduct
 from pipeline.records.digests import digest_file
 from pipeline.records.reasons import ReasonKind
 
@@ -20,7 +20,7 @@ def audit_pair(measured: Measured, evidence: Evidence, reference: Evidence, prod
     limit = product.gate.max_slowdown
     try:
         if (notes := read_network_notes(evidence)) is not None:
-            measured.gain = measure_gain(evidence, notes)
+            measured.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
             measured.total = measure_total(evidence, reference, notes, limit)
     except EvidenceError as error:
         measured.refusals.append(str(error))

@@ -9,12 +9,11 @@ from typing import Any
 from pipeline.errors import CheckpointError, EvalsetError, SettingsError
 from pipeline.evalsets.cards import CARD_FILE, Evalset, load_evalset
 from pipeline.evalsets.cases import CASES_FILE, check_distinct
+from pipeline.evalsets.checks import check_buckets, load_kind
 from pipeline.evalsets.pictures import check_pictures, measure_picture
-from pipeline.products.text.preflight import check_buckets, load_kind
+from pipeline.gate.categories import MIN_CATEGORY_CLUSTERS
 from pipeline.products.vision.detection_settings import (
-    AREAS,
     AT_ONE_IOU,
-    MIN_CATEGORY_CLUSTERS,
     DetectionEval,
     name_categories,
 )
@@ -23,6 +22,7 @@ from pipeline.products.vision.settings import PrecisionStep, TilingStep, Upscali
 from pipeline.records.digests import digest_checkpoint, digest_file, digest_folder
 from pipeline.running.environment import Machine
 from pipeline.running.weight_files import read_tensors
+from pipeline.settings.metrics import AREAS
 
 _NOTES = frozenset({"README.md"})
 ADAPTER_FUNCTIONS = ("build", "preprocess", "postprocess")

@@ -34,7 +34,7 @@ from pipeline.report.mlflow_runs.network_contents import (
     read_network_costs,
 )
 from pipeline.report.mlflow_runs.predictions import Scored
-from pipeline.settings.base import Product
+from pipeline.settings.base import Eval
 
 MAX_CASES = 8
 MAX_NAME = 100  # characters of a case id in a key, which becomes a file name
@@ -102,13 +102,13 @@ class ImageContents:
 
 
 def choose_images(
-    judgement: Judgement, product: Product, scored: Mapping[str, Scored], build: Path
+    judgement: Judgement, evals: Mapping[str, Eval], scored: Mapping[str, Scored], build: Path
 ) -> dict[str, ImageContents]:
     """Choose the images of every run.
 
     Args:
         judgement: which candidates there are, and which are to be released: their worst cases come first.
-        product: whose evals they are.
+        evals: settings of each.
         scored: candidate -> eval -> case id -> record, the reference's among them; empty where unreadable.
         build: the folder that holds `evaluations/`.
     """
@@ -121,7 +121,7 @@ def choose_images(
         for v in ordered
         if (
             case := find_worst(
-                scored[reference], scored[v.candidate], product, (folders[reference], folders[v.candidate])
+                scored[reference], scored[v.candidate], evals, (folders[reference], folders[v.candidate])
             )
         )
     }
@@ -144,7 +144,9 @@ def choose_images(
     return contents
 
 
-def find_worst(reference: Scored, candidate: Scored, product: Product, folders: tuple[Path, Path]) -> Case | None:
+def find_worst(
+    reference: Scored, candidate: Scored, evals: Mapping[str, Eval], folders: tuple[Path, Path]
+) -> Case | None:
     """Return the case in which a candidate is worst; None where no case can be paired or no output is another one.
 
     Of a detector, that in which most objects are lost; None where none is.
@@ -152,7 +154,7 @@ def find_worst(reference: Scored, candidate: Scored, product: Product, folders: 
     Args:
         reference: its records.
         candidate: its records.
-        product: whose evals they are.
+        evals: settings of each.
         folders: the evaluations of both.
     """
     pairs: dict[str, PairedCases] = {}
@@ -162,8 +164,8 @@ def find_worst(reference: Scored, candidate: Scored, product: Product, folders: 
             pairs[eval_name] = align(ours, theirs, where=eval_name)
         except EvidenceError:
             continue  # the verdict was refused for it
-    is_detector = any(e.kind == "detection" for e in product.evals.values())
-    ranked = rank_losses(pairs, folders) if is_detector else list_worst_images(pairs, product.evals)
+    is_detector = any(e.kind == "detection" for e in evals.values())
+    ranked = rank_losses(pairs, folders) if is_detector else list_worst_images(pairs, evals)
     return next(
         (
             (eval_name, pairs[eval_name].reference[i].case_id)

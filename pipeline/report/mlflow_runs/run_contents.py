@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pipeline.records.record_files import R, read_record
 from pipeline.records.verdicts import Metric, Speed, Verdict
 from pipeline.report.mlflow_runs.image_contents import ImageContents, Shown, choose_images
 from pipeline.report.mlflow_runs.predictions import read_scored, select_predictions
-from pipeline.settings.base import Product
+from pipeline.settings.base import Eval
 
 # Bars and dots: a reviewer tells the verdict by the colour.
 _COLORS = {
@@ -57,7 +58,7 @@ class RunContents:
     column: str = ""
 
 
-def describe_runs(judgement: Judgement, product: Product, build: Path) -> list[RunContents]:
+def describe_runs(judgement: Judgement, evals: Mapping[str, Eval], build: Path) -> list[RunContents]:
     """Describe one run per judged candidate, the reference first.
 
     Records that can't be read leave their part of a run empty, and its note says so: the verdict
@@ -68,11 +69,11 @@ def describe_runs(judgement: Judgement, product: Product, build: Path) -> list[R
     scored, problems = {}, dict.fromkeys(names, "")
     for name in names:
         try:
-            scored[name] = read_scored(build, name, product.evals)
+            scored[name] = read_scored(build, name, evals)
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
     tables = select_predictions(scored, judgement.policy.reference)
-    images = choose_images(judgement, product, scored, build) if judgement.policy.kind != "text" else {}
+    images = choose_images(judgement, evals, scored, build) if judgement.policy.kind != "text" else {}
     return [
         _describe_run(judgement, build, name, tables[name], images.get(name, ImageContents()), problems[name])
         for name in names

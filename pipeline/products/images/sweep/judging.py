@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.compare import Measured, compare_release, number_clusters
+from pipeline.gate.audits import Measured
+from pipeline.gate.compare import compare_release, number_clusters
 from pipeline.gate.pairing import read_scores
 from pipeline.products.images import ImagesKind
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct

@@ -16,17 +16,17 @@ from pathlib import Path
 import aiohttp
 
 from pipeline.errors import SettingsError, UnequalWorkError
+from pipeline.gate.prefix_cache import find_known_prompts
 from pipeline.products.text.benchmark.audits import read_peak_memory_mib
 from pipeline.products.text.benchmark.probes import probe, read_text
 from pipeline.products.text.benchmark.prompts import Grid, Plan, load_prompts, plan_grid, read_expected
 from pipeline.products.text.benchmark.rounds import Contender, run_rounds, time_repeats, warm_up
 from pipeline.products.text.benchmark.streaming import DEFINITIONS
-from pipeline.products.text.recall import find_recall
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.benchmarks import Benchmark, Cell, Machine, Probe, Side, describe_work
+from pipeline.records.benchmarks import Benchmark, Cell, Machine, Probe, Side
 from pipeline.records.evaluations import Candidate, Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.running.environment import read_machine
@@ -52,7 +52,7 @@ async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: P
     pair = [read_candidate(build, side, product) for side in (product.reference, name)]
     _check_two_servers(pair)
     benchmark = Benchmark(
-        name=name, work=describe_work(product.benchmark), machine=_describe_machine(), definitions=DEFINITIONS
+        name=name, work=product.benchmark.describe_work(), machine=_describe_machine(), definitions=DEFINITIONS
     )
     reference, candidate = (
         _serve(side, role, product, root=root, build=build, logs=build / "logs" / name / role)
@@ -143,7 +143,7 @@ async def _probe_side(
 ) -> tuple[Probe, ...]:
     """Find out whether a server knows the prompts, before minutes are spent on timing it."""
     probes = await probe(grid.probes, side, texts, num_tokens=num_tokens)
-    if recalled := find_recall(probes, list(grid.probes), role=side.role, name=name):
+    if recalled := find_known_prompts(probes, list(grid.probes), role=side.role, name=name):
         raise UnequalWorkError(recalled)
     return probes
 

@@ -3,7 +3,7 @@
 A copy has a random word where its prompt begins to be its own: after what one prompt in twenty shares with it (a
 system prompt, a preamble), which a cache holds for both and would hold for users. Further words make way until
 both have about the same number of tokens. The prompts are sent once to each server, the copies have a word of
-their own for each, so a cache that both servers share shows too. `pipeline/products/text/recall.py` judges the times.
+their own for each, so a cache that both servers share shows too. `pipeline/gate/prefix_cache.py` judges the times.
 """
 
 from __future__ import annotations

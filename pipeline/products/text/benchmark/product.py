@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.errors import EvidenceError
 from pipeline.products.text.benchmark.matched_work import run_benchmark
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.benchmarks import Benchmark, describe_work
+from pipeline.records.benchmarks import Benchmark
 from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.record_files import read_record, write_record
 from pipeline.running.stage_code import digest_code
@@ -66,7 +66,7 @@ def _digest_work(name: str, product: TextProduct, build: Path) -> str:
     ]
     return digest_json(
         [
-            describe_work(product.benchmark).model_dump(mode="json"),
+            product.benchmark.describe_work().model_dump(mode="json"),
             digest_code("benchmark", "text"),
             *(digest_file(path) if path.is_file() else "" for path in sides),
         ]

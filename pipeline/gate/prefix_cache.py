@@ -21,7 +21,7 @@ NUM_PROBES = 20  # of a band: the sixth smallest to the sixth largest ratio cove
 LEAST_RATIO = 0.9
 
 
-def bound_recall(probes: Sequence[Probe], band: tuple[int, int]) -> MedianInterval:
+def bound_known_ttft(probes: Sequence[Probe], band: tuple[int, int]) -> MedianInterval:
     """Return the TTFT of known prompts of a band relative to fresh ones, pair by pair.
 
     Raises:
@@ -30,7 +30,9 @@ def bound_recall(probes: Sequence[Probe], band: tuple[int, int]) -> MedianInterv
     return bound_median([p.known_ttft_ms / p.fresh_ttft_ms for p in probes if p.prompt_tokens == band])
 
 
-def find_recall(probes: Sequence[Probe], bands: Sequence[tuple[int, int]], *, role: str, name: str) -> str | None:
+def find_known_prompts(
+    probes: Sequence[Probe], bands: Sequence[tuple[int, int]], *, role: str, name: str
+) -> str | None:
     """Say in which band a server surely knew the prompts, or is not shown not to; None: in none.
 
     Args:
@@ -46,7 +48,7 @@ def find_recall(probes: Sequence[Probe], bands: Sequence[tuple[int, int]], *, ro
                 f"{where}: expected {NUM_PROBES} probes of whether the server knew the prompts, got {found}; run "
                 "`dvc repro`"
             )
-        ratio = bound_recall(probes, band)
+        ratio = bound_known_ttft(probes, band)
         if ratio.high < LEAST_RATIO:
             return (
                 f"{where}: the server knew the timed prompts, which take {ratio.median:.2f} ({ratio.low:.2f} to "

@@ -1,0 +1,48 @@
+"""Checks of evalsets against the settings that name them, for products of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipeline.errors import SettingsError
+from pipeline.evalsets.cards import Evalset
+from pipeline.evalsets.cases import CASES_FILE
+from pipeline.settings.base import Product
+
+Load = Callable[[Path], Evalset]
+
+
+def check_buckets(
+    product: Product, evalsets: Mapping[str, Evalset | None], objects: Mapping[str, list[str]] | None = None
+) -> None:
+    """Refuse a tolerance of a bucket that its evalset has not.
+
+    Args:
+        product: whose tolerances.
+        evalsets: by eval; None stands for one whose cases are elsewhere.
+        objects: by metric, buckets of objects that params.yaml adds.
+
+    Raises:
+        SettingsError: with the path of the key.
+    """
+    for metric, tolerance in product.gate.tolerances.items():
+        eval_name = metric.split("/")[0]
+        evalset, own = evalsets[eval_name], (objects or {}).get(metric, [])
+        for bucket in tolerance.buckets:
+            if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
+                raise SettingsError(
+                    f"{product.locate('gate')}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
+                    f"no such bucket; it has {', '.join(known) or 'none'}"
+                )
+
+
+def load_kind(load: Load, folder: Path, where: str, kind: str) -> Evalset:
+    """Load an evalset that a key names; refuse a folder without one, and one of another kind."""
+    if not (folder / CASES_FILE).is_file():
+        raise SettingsError(f"{where}: expected an evalset folder with card.yaml and {CASES_FILE}, got {str(folder)!r}")
+    evalset = load(folder)
+    card = evalset.card
+    if card.kind != kind:
+        raise SettingsError(f"{where}: expected an evalset of kind {kind!r}, {card.name!r} is of kind {card.kind!r}")
+    return evalset

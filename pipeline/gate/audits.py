@@ -1,0 +1,74 @@
+"""What the gate knows of one candidate, and what it asks a kind of product to add to that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from pipeline.gate.decision import Measurement
+from pipeline.gate.explanation_records import CandidateExplanation
+from pipeline.gate.pairing import Evidence, PairedCases
+from pipeline.records.benchmarks import Benchmark
+from pipeline.records.medians import MedianInterval
+from pipeline.records.reasons import Reason, ReasonKind
+from pipeline.records.verdicts import CanaryComparison, Comparison, Gain, Metric, Speed, Verdict
+from pipeline.settings.base import Product
+
+P = TypeVar("P", bound=Product)
+A = TypeVar("A", bound=Product, contravariant=True)
+
+
+@dataclass
+class Measured:
+    """What could be measured of one candidate, and what had to be refused."""
+
+    evidence: Evidence | None = None
+    pairs: dict[str, PairedCases] = field(default_factory=dict)
+    measurements: list[Measurement] = field(default_factory=list)
+    tripwires: list[Comparison] = field(default_factory=list)
+    canary: CanaryComparison | None = None
+    metrics: list[Metric] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # beside those of the comparisons
+    unproven: list[str] = field(default_factory=list)  # what keeps a pass from being one
+    notes: list[Reason] = field(default_factory=list)
+    benchmark: Benchmark | None = None
+    speed: Speed | None = None
+    gain: Gain | None = None
+    total: MedianInterval | None = None  # of a network's time
+    seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
+    explained: tuple[Verdict, CandidateExplanation] | None = None  # the cases behind a verdict, when looked for
+
+    def add_note(self, text: str, kind: ReasonKind = ReasonKind.NOTE) -> None:
+        """Add what decides nothing."""
+        self.notes.append(Reason(kind=kind, text=text))
+
+
+class Auditor(Protocol[A]):
+    """What a kind of product knows of its candidates beside their scores."""
+
+    def read_candidate(self, build: Path, name: str, product: A) -> Any:
+        """Read what was built of a candidate, and how it is run.
+
+        Raises:
+            EvidenceError: it was not built, or its record is another candidate's or of other steps.
+        """
+
+    def check_material(self, candidate: Any, product: A, root: Path) -> None:
+        """Check the files that a candidate runs beside its checkpoint.
+
+        Raises:
+            EvidenceError: they are others than those that were judged.
+        """
+
+    def audit_side(self, measured: Measured, evidence: Evidence, product: A) -> None:
+        """Add what one candidate's records say beside its scores: refusals, failures, notes."""
+
+    def audit_eval(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: A
+    ) -> None:
+        """Add what an eval says of a candidate beside the reference; its metrics are measured already."""
+
+    def audit_pair(self, measured: Measured, evidence: Evidence, reference: Evidence, product: A, build: Path) -> None:
+        """Add what a candidate's path and speed are beside the reference's."""
