@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.check_faults import print_row, quote
+from tests.judging import list_said
 from pipeline.products.params import load_params
 from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.files import write_text
@@ -114,7 +115,7 @@ def run_table(rows: Sequence[Kill], kept: Results) -> list[tuple[Kill, Observed]
         print_row("---", "---", "---", "---", "---", "---:")
     for row in rows:
         seen = kept.observe(row)
-        said = quote(seen.reasons[0]) if not seen.passes else ""
+        said = quote(list_said(seen)[0]) if not seen.passes else ""
         print_row(row.name, row.how, describe_verdict(seen), said, seen.loss, f"{seen.seconds:.0f}")
         found.append((row, seen))
     return found

@@ -25,6 +25,7 @@ from pathlib import Path
 from tests.fault_project import NUM_CASES
 from tests.fault_rows import ROWS
 from tests.fault_table import Observed, Row, Table, find_problems
+from tests.judging import list_said
 
 COLUMNS = (
     "fault",
@@ -60,7 +61,7 @@ def describe(row: Row, found: Observed) -> str:
     if not said and row.verdict == "pass":
         return "nothing, exit 0"
     if not said:
-        said = "gate: " + next(r for r in found.verdict.reasons if r.startswith("refused: "))
+        said = "gate: " + next(r for r in list_said(found.verdict) if r.startswith("refused: "))
     return quote(said)
 
 

@@ -17,7 +17,9 @@ import torch
 
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.pictures import read_picture
-from pipeline.gate.compare import Measured, compare_release
+from pipeline.gate.audits import Measured
+from pipeline.gate.compare import compare_release
+from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.products.vision.adapters import load_adapter
 from pipeline.products.vision.candidate import build_network_candidate
@@ -58,7 +60,7 @@ def main() -> int:
             evaluate_network(
                 build_network_candidate(name, product, root=Path(), build=build), product, root=Path(), build=build
             )
-        compared = compare_release(product, Path(folder))
+        compared = compare_release(product, KINDS[product.kind], KINDS[product.kind], Path(folder))
         print(_tabulate(compared.judgement.verdicts, compared.measured))
     return 0
 

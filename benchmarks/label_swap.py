@@ -22,13 +22,15 @@ import numpy as np
 from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.gate import detection
+from pipeline.gate.audits import Measured
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.compare import Measured, compare_release
+from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement, judge_all
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.resampling import draw_weights
 from pipeline.gate.wording import definition_of
+from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.records.detections import join_tables
 from pipeline.records.verdicts import Comparison
@@ -89,7 +91,7 @@ def count_fails(family: Family, release: Sequence[str], *, runs: int, alpha: flo
 
 def list_families(product: Product) -> list[Family]:
     """Return the candidates of a product by the family that they are judged in: the release, then each other alone."""
-    compared = compare_release(product, product.build)
+    compared = compare_release(product, KINDS[product.kind], KINDS[product.kind], product.build)
     found = {
         v.candidate: (compared.measured[v.candidate], [c for c in v.comparisons if c.tolerance is not None])
         for v in compared.judgement.verdicts

@@ -32,7 +32,6 @@ from urllib.parse import urlsplit
 import aiohttp
 
 import stages.evaluate
-from pipeline.gate.compare import compare_release
 from pipeline.products.text.serving import client as client_module
 from pipeline.records.verdicts import Verdict
 from stages.cli import run_stage
@@ -50,6 +49,7 @@ from tests.fault_project import (
     write_project,
 )
 from tests.faulty_proxy import CHAT, SCORE, Fault, FaultyProxy
+from tests.judging import compare_release, list_said
 from tests.release_project import load_product
 from tests.tiny_llama import build_tokenizer
 
@@ -119,7 +119,7 @@ class Table:
         for name in ("reference", "there"):
             code, printed = evaluate(base, name)
             assert code == 0, printed
-        assert (verdict := judge(base)).outcome == "pass", verdict.reasons
+        assert (verdict := judge(base)).outcome == "pass", list_said(verdict)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,12 +182,12 @@ def find_problems(row: Row, found: Observed) -> list[str]:
         "it printed a traceback": "Traceback" not in found.printed,
         f"it ended with {found.said!r}": said.fullmatch(found.said) and "\n" not in found.said,
         f"{found.num_kept} cases were kept": found.num_kept >= row.num_kept,
-        f"the verdict was {found.verdict.outcome}, {found.verdict.reasons}": found.verdict.outcome == row.verdict
-        and any(map(because.fullmatch, found.verdict.reasons)),
+        f"the verdict was {found.verdict.outcome}, {list_said(found.verdict)}": found.verdict.outcome == row.verdict
+        and any(map(because.fullmatch, list_said(found.verdict))),
         f"{found.num_again} kept cases were asked again": found.num_again == num_again,
         f"{found.num_lost} cases were lost": found.num_lost == 0,
         f"{found.num_differing} records differ": found.num_differing == row.num_differing,
-        f"after it the verdict was {found.recovered.outcome}, {found.recovered.reasons}": found.recovered.outcome
+        f"after it the verdict was {found.recovered.outcome}, {list_said(found.recovered)}": found.recovered.outcome
         == "pass",
     }
     return [problem for problem, is_right in holds.items() if not is_right]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import blocking_verdicts
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.records.evaluations import CaseRecord
+from tests.judging import compare_release, list_said
 from tests.kill_table import Observed, describe_loss
 from tests.kill_trial import Trial
 from tests.synthetic_categories import PERSON, lose, write_categories_tree
@@ -24,7 +24,7 @@ def judge(product: Any, build: Path) -> Observed:
     judgement = compare_release(product, build).judgement
     verdict = judgement.verdicts[0]
     stage = "compare" if blocking_verdicts(judgement) else ""
-    return Observed(verdict.outcome, stage, verdict.reasons, 0.0, describe_loss(verdict))
+    return Observed(verdict.outcome, stage, list_said(verdict), 0.0, describe_loss(verdict))
 
 
 def lose_people(trial: Trial) -> Observed:

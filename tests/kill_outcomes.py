@@ -18,6 +18,7 @@ from pathlib import Path
 from pipeline.__main__ import EXIT_CODES
 from pipeline.gate.verdicts import Judgement
 from pipeline.records.record_files import read_record
+from tests.judging import list_said
 from tests.kill_table import Observed
 from tests.kill_trial import Trial
 from tests.outcome_tables import DATE, write_documents, write_outcomes, write_samples
@@ -74,7 +75,7 @@ def run_compare(folder: Path, *argv: object, code: Path = ROOT) -> Observed:
         return Observed("error", "compare", (f"no verdict after {PATIENCE_S} s",), PATIENCE_S, "")
     written = folder / "judgement.json"
     if written.is_file():
-        reasons = read_record(written, Judgement).verdicts[0].reasons
+        reasons = list_said(read_record(written, Judgement).verdicts[0])
     else:
         reasons = tuple(line.removeprefix("quantgate: ") for line in done.stderr.splitlines()[-1:])
     names = {number: name for name, number in reversed(EXIT_CODES.items())}

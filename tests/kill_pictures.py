@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 from pipeline.evalsets.cards import load_evalset
-from pipeline.images import workers as renderers
-from pipeline.networks import workers as runners
 from pipeline.numerics.tile_grid import list_stitches
+from pipeline.products.images import workers as renderers
+from pipeline.products.vision import workers as runners
 from pipeline.running.worker_pool import get_loaded
 from tests.kill_trial import Trial
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from pipeline.gate.wording import format_harm, format_tolerance, name_comparison
 from pipeline.records.verdicts import Verdict
+from tests.judging import list_said
 from tests.kill_trial import StoppedError, Trial
 
 _OTHER_CODE = "were asked or scored by different settings or code"  # then any change would look stopped
@@ -74,7 +75,7 @@ class Observed:
         """Say whether an equivalent change passed, or a defect was stopped for what is wrong."""
         if kill.must_pass:
             return self.passes
-        return not self.passes and any(re.search(kill.because, reason) for reason in self.reasons)
+        return not self.passes and any(re.search(kill.because, reason) for reason in list_said(self))
 
 
 Plant = Callable[[Trial], Observed | None]
@@ -99,11 +100,11 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
         seen = Observed("error", stopped.stage, (stopped.line,), 0.0, "")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if any(_OTHER_CODE in reason for reason in seen.reasons):
+    if any(_OTHER_CODE in reason for reason in list_said(seen)):
         raise ProjectError(
             f"{project}: expected evaluations by the present code and settings, got others; run `make repro` first"
         )
-    said = tuple(reason.replace(f"{folder}/", "") for reason in seen.reasons)
+    said = tuple(reason.replace(f"{folder}/", "") for reason in list_said(seen))
     return replace(seen, reasons=said, seconds=round(time.monotonic() - start, 1))
 
 
@@ -116,7 +117,7 @@ def judge(trial: Trial) -> Observed:
     if not trial.verdict_path.exists():
         trial.compare()
     judged = trial.read_verdict()
-    seen = Observed(judged.outcome, "", judged.reasons, 0.0, describe_loss(judged))
+    seen = Observed(judged.outcome, "", tuple(list_said(judged)), 0.0, describe_loss(judged))
     try:
         trial.run("gate", trial.product)
     except StoppedError as stopped:

@@ -13,13 +13,13 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from ruamel.yaml import YAML
 
-from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import Judgement, write_marker
 from pipeline.products.params import get_product, load_params
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.files import write_text
 from pipeline.records.record_files import write_record
 from pipeline.release.bundle import write_bundle
+from tests.judging import compare_release
 from tests.paths import ROOT
 from tests.synthetic_records import PRODUCT, Behaviour, describe_project, make_params, write_tree
 

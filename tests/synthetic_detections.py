@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from pipeline.products.text.settings import TextProduct
-from pipeline.products.vision.detection_settings import AREAS, DetectionEval
+from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.records.detections import (
     Detections,
     MatchTable,
@@ -25,6 +25,7 @@ from pipeline.records.detections import (
 from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation
 from pipeline.records.record_files import write_cases, write_record
+from pipeline.settings.metrics import AREAS
 from tests.synthetic_records import make_candidate, make_params, write_canary, write_candidate
 
 NUM_CLASSES, RARE = 3, 2

@@ -231,7 +231,8 @@ def test_a_server_that_samples_is_told_before_any_case(endpoint: Endpoint, monke
     [
         (
             {"usage": {"prompt_tokens": 3, "completion_tokens": 9}},
-            "expected at most 1 completion tokens, as max_tokens asks, got 9; the server ignores max_tokens: use one that "
+            "expected at most 1 completion tokens, as max_tokens asks, got 9; the server ignores max_tokens: use "
+            "one that "
             "obeys it",
         ),
         (

@@ -16,7 +16,6 @@ import pytest
 from filelock import FileLock
 
 from pipeline.errors import JournalError, QuantgateError
-from pipeline.gate.compare import compare_release
 from pipeline.products.images.candidate import build_image_candidate
 from pipeline.products.images.evaluate import evaluate_images
 from pipeline.products.images.layout import LayoutMeasurement
@@ -30,6 +29,7 @@ from pipeline.records.medians import MedianInterval
 from pipeline.records.record_files import write_cases
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
+from tests.judging import compare_release, list_said
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 8
@@ -50,19 +50,21 @@ CANDIDATES: dict[str, Any] = {
 }
 
 
-def make_track(names: list[str], **changes: Any) -> ImagesProduct:
+def make_product(names: list[str], **changes: Any) -> ImagesProduct:
     return ImagesProduct.model_validate(
         {
+            "name": "shots",
+            "kind": "images",
             "reference": "shots",
             "release": names[-1:],
             "candidates": {name: {"checkpoint": CANDIDATES[name][0], "steps": CANDIDATES[name][1]} for name in names},
-            "sampling": {
+            "serving": {
                 "num_inference_steps": 6,
                 "guidance": {"scale": 5},
                 "batch_size": 4,
-                "num_workers": 1,
                 "num_threads": 1,
             },
+            "resources": {"num_workers": 1},
             "evals": {"shots": {"kind": "images", "evalset": "evalsets/few", "clip": "models/product-shots-clip"}},
             "gate": {
                 "alpha": 0.05,
@@ -97,7 +99,7 @@ def run(project: Path, product: ImagesProduct, name: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
-    product = make_track(["shots", "hot", "fixed", "bf16"])
+    product = make_product(["shots", "hot", "fixed", "bf16"])
     check_images(product, project)
     scores = {name: [r.scores for r in run(project, product, name)] for name in product.candidates}
     assert not any(s["latents_out_of_range"] for s in scores["shots"])
@@ -112,7 +114,7 @@ def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
     assert any(
         f"{broken:.0f} of {NUM_PROMPTS} raw decodes hold NaN or infinity" in reason
         and "first overflows in 'up_blocks." in reason
-        for reason in verdicts["hot"].reasons
+        for reason in list_said(verdicts["hot"])
     )
     assert verdicts["hot"].outcome != "pass"
     assert "first overflows in" in render_report(compared)
@@ -121,7 +123,7 @@ def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
 
 
 def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path) -> None:
-    product = make_track(["shots", "guided"])
+    product = make_product(["shots", "guided"])
     plain, guided = ({r.case_id: r for r in run(project, product, name)} for name in product.candidates)
     for case_id, record in guided.items():
         assert (record.output == plain[case_id].output) == ("background/white" in record.buckets)
@@ -136,13 +138,13 @@ def test_latents_that_are_no_numbers_are_not_the_decoders_fault(project: Path) -
     weights = load_file(wild / "unet/diffusion_pytorch_model.safetensors")
     weights["conv_out.weight"] *= 1e37
     save_file(weights, wild / "unet/diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
-    product = make_track(["shots", "wild"])
+    product = make_product(["shots", "wild"])
     run(project, product, "shots")
     records = run(project, product, "wild")
     assert all(r.scores["latents_out_of_range"] == r.scores["nonfinite"] == 1 for r in records)
     verdict = compare_release(product, project / "build").judgement.verdicts[0]
     assert verdict.outcome != "pass"
-    said = next(reason for reason in verdict.reasons if "raw decodes" in reason)
+    said = next(reason for reason in list_said(verdict) if "raw decodes" in reason)
     assert f"{NUM_PROMPTS} had latents out of range, which is not the decoder's doing" in said
     assert "first overflows" not in said
 
@@ -150,10 +152,10 @@ def test_latents_that_are_no_numbers_are_not_the_decoders_fault(project: Path) -
 def test_number_and_memory_formats_are_what_runs_and_their_costs_are_told(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    product = make_track(["shots", "half-unet", "laid-out"])
+    product = make_product(["shots", "half-unet", "laid-out"])
     plain, half = (run(project, product, name) for name in ("shots", "half-unet"))
     assert all(0 < abs(a.scores["clip"] - b.scores["clip"]) < 0.1 for a, b in zip(plain, half, strict=True))
-    from pipeline.images import channels_last
+    from pipeline.products.images import channels_last
 
     monkeypatch.setattr(channels_last, "measure_layout", measure_as_if)
     laid_out = run(project, product, "laid-out")
@@ -189,7 +191,7 @@ if __name__ == "__main__":
 
 
 def test_weights_that_were_changed_after_the_build_are_not_evaluated(project: Path) -> None:
-    product = make_track(["shots", "hot"])
+    product = make_product(["shots", "hot"])
     build = project / "build"
     build_image_candidate("hot", product, root=project, build=build)
     ours = build / "candidates/hot/checkpoint" / VAE_WEIGHTS
@@ -219,13 +221,13 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(
     del weights[tensor]
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(QuantgateError, match=f"expected the tensor '{tensor}', found none of that name; 1 are missing"):
-        load_pipeline(tmp_path / "shots", sample_plainly(make_track(["shots", "hot"])))
+        load_pipeline(tmp_path / "shots", sample_plainly(make_product(["shots", "hot"])))
 
 
 def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.images import evaluate
+    from pipeline.products.images import evaluate
 
-    product, build = make_track(["shots", "guided"]), project / "build"
+    product, build = make_product(["shots", "guided"]), project / "build"
     run(project, product, "shots")
     whole = json.loads((build / "evaluations/shots/shots.json").read_text())
     with monkeypatch.context() as context:
@@ -243,7 +245,7 @@ def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Pa
     from pipeline.evalsets.cards import load_evalset
     from pipeline.products.images.evaluate import digest_judges, digest_work
 
-    product = make_track(["shots", "guided"])
+    product = make_product(["shots", "guided"])
     shutil.copytree(project / "models", tmp_path / "models")
     (settings,), evalset = product.evals.values(), load_evalset(project / "evalsets/few")
     keys = [digest_work(settings, evalset, digest_judges(product, settings, root)) for root in (project, tmp_path)]
@@ -256,7 +258,7 @@ def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Pa
 
 
 def test_a_reference_that_draws_nothing_proves_nothing(project: Path) -> None:
-    product = make_track(
+    product = make_product(
         ["shots", "hot"],
         reference="wild-reference",
         candidates={
@@ -278,12 +280,12 @@ def test_a_reference_that_draws_nothing_proves_nothing(project: Path) -> None:
     (path / "evaluation.json").write_text(json.dumps(evaluation))
     verdict = compare_release(product, project / "build").judgement.verdicts[0]
     assert verdict.outcome == "refused"
-    assert any("the reference is unfit" in reason and "1 are black" in reason for reason in verdict.reasons)
+    assert any("the reference is unfit" in reason and "1 are black" in reason for reason in list_said(verdict))
 
 
 def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path) -> None:
     """Two would write into one folder and one journal."""
-    product, folder = make_track(["shots", "guided"]), project / "build"
+    product, folder = make_product(["shots", "guided"]), project / "build"
     build_image_candidate("shots", product, root=project, build=folder)
     (folder / "journal").mkdir(exist_ok=True)
     with FileLock(folder / "journal/shots.lock"), pytest.raises(JournalError) as refused:
@@ -294,7 +296,7 @@ def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path
 
 
 def test_after_sigkill_no_worker_is_left(project: Path) -> None:
-    product = make_track(["shots", "guided"])
+    product = make_product(["shots", "guided"])
     build_image_candidate("shots", product, root=project, build=project / "build")
     script = project / "stage.py"
     script.write_text(STAGE)
@@ -364,10 +366,10 @@ SHOTS = {"checkpoint": "models/product-shots", "steps": []}
     ],
 )
 def test_a_step_that_the_files_contradict_is_told_before_any_work(project: Path, steps: Any, said: str) -> None:
-    product = make_track(["shots", "hot"], candidates={"shots": SHOTS, "hot": SHOTS | {"steps": steps}})
+    product = make_product(["shots", "hot"], candidates={"shots": SHOTS, "hot": SHOTS | {"steps": steps}})
     with pytest.raises(QuantgateError) as caught:
         check_images(product, project)
-    assert str(caught.value).startswith("images.candidates.hot.steps.0") and said in str(caught.value)
+    assert str(caught.value).startswith("candidates.hot.steps.0") and said in str(caught.value)
 
 
 def test_a_candidate_of_another_size_is_told_before_any_work(project: Path, tmp_path: Path) -> None:
@@ -378,7 +380,7 @@ def test_a_candidate_of_another_size_is_told_before_any_work(project: Path, tmp_
         QuantgateError,
         match="expected images as the reference draws them, 64 pixels from 4 latent channels, got 48 from 4",
     ):
-        check_images(make_track(["shots", "hot"]), tmp_path)
+        check_images(make_product(["shots", "hot"]), tmp_path)
 
 
 def test_options_of_another_scheduler_are_no_mistake(project: Path, tmp_path: Path) -> None:
@@ -387,7 +389,7 @@ def test_options_of_another_scheduler_are_no_mistake(project: Path, tmp_path: Pa
     (tmp_path / "evalsets").symlink_to(project / "evalsets")
     foreign = rewrite("scheduler/scheduler_config.json", clip_sample=False, skip_prk_steps=True)
     foreign(tmp_path / "models/product-shots")
-    check_images(make_track(["shots", "hot"]), tmp_path)
+    check_images(make_product(["shots", "hot"]), tmp_path)
 
 
 def rewrite(path: str, **changes: Any) -> Damage:
@@ -459,8 +461,8 @@ def test_a_malformed_pipeline_folder_is_one_line_before_any_work(
     (tmp_path / "evalsets").symlink_to(project / "evalsets")
     damage(tmp_path / "models/product-shots")
     with pytest.raises(QuantgateError) as caught:
-        check_images(make_track(["shots", "guided"]), tmp_path)
-    assert str(caught.value).startswith("images.candidates.shots.checkpoint: ") and said in str(caught.value)
+        check_images(make_product(["shots", "guided"]), tmp_path)
+    assert str(caught.value).startswith("candidates.shots.checkpoint: ") and said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -477,7 +479,7 @@ def test_what_only_diffusers_can_tell_is_one_line_too(project: Path, tmp_path: P
     (tmp_path / "evalsets").symlink_to(project / "evalsets")
     damage(tmp_path / "models/product-shots")
     with pytest.raises(QuantgateError) as caught:
-        run(tmp_path, make_track(["shots", "guided"]), "shots")
+        run(tmp_path, make_product(["shots", "guided"]), "shots")
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -498,5 +500,5 @@ def test_a_malformed_prompt_is_named_with_its_line(project: Path, tmp_path: Path
     lines[2] = json.dumps(json.loads(lines[2]) | line) if line else ""
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(QuantgateError) as caught:
-        check_images(make_track(["shots", "guided"]), tmp_path)
+        check_images(make_product(["shots", "guided"]), tmp_path)
     assert said in str(caught.value) and "\n" not in str(caught.value)

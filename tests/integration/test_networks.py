@@ -38,11 +38,11 @@ from pipeline.errors import (
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.pictures import read_picture
 from pipeline.gate.checks import check_outcomes
-from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.verdicts import Judgement
-from pipeline.networks import candidate, workers
 from pipeline.products.params import get_product, load_params, parse_params
 from pipeline.products.text.serving.engines.keeper import list_descendants
+from pipeline.products.vision import candidate, workers
 from pipeline.products.vision.candidate import build_network_candidate
 from pipeline.products.vision.evaluate import evaluate_network
 from pipeline.products.vision.preflight import check_network
@@ -54,6 +54,7 @@ from pipeline.records.record_files import write_record
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
 from pipeline.settings.base import BUILDS
+from tests.judging import compare_release, list_said
 from tests.paths import ROOT
 from tests.tiny_networks import (
     DETECTOR,
@@ -1269,7 +1270,7 @@ def test_a_step_for_speed_alone_must_surely_gain(
     compared = compare_release(product, project / "build/detector")
     (verdict,) = compared.judgement.verdicts
     assert verdict.outcome == outcome
-    assert [reason for reason in verdict.reasons if reason.startswith("no gain: ")] == (
+    assert [reason for reason in list_said(verdict) if reason.startswith("no gain: ")] == (
         [f"no gain: {verdict.gain.why}"] if verdict.gain and outcome == "no gain" else []
     )
     assert verdict.gain is not None and said in verdict.gain.why
@@ -1290,7 +1291,7 @@ def test_a_gain_in_cpu_time_that_users_wait_longer_for_is_none(project: Path, he
     )
     (verdict,) = compare_release(product, project / "build/detector").judgement.verdicts
     assert verdict.outcome == "no gain" and any(
-        "it takes 1.500 (1.400 to 1.600) of the wall time of" in r for r in verdict.reasons
+        "it takes 1.500 (1.400 to 1.600) of the wall time of" in r for r in list_said(verdict)
     )
 
 
@@ -1306,7 +1307,7 @@ def test_a_step_without_a_compiler_is_left_off_and_gains_nothing(
     assert verdict.outcome == "no gain"
     assert any(
         "not timed: torch.compile needs a C++ compiler on a CPU, and there is no g++" in reason
-        for reason in verdict.reasons
+        for reason in list_said(verdict)
     )
 
 
@@ -1343,7 +1344,7 @@ def test_warn_lets_nothing_through_that_gains_nothing(judged: Callable[..., Rele
     """An unproven metric made it inconclusive, and `warn` then let it go out without any gain."""
     tight = {"squares/ap": {"overall": 0.01}, "squares/finite_output_rate": {"overall": 0.1}}
     (verdict,) = judged(speed(1, 1, 1), on_inconclusive="warn", tolerances=tight).judgement.verdicts
-    assert verdict.outcome == "inconclusive" and any(reason.startswith("no gain: ") for reason in verdict.reasons)
+    assert verdict.outcome == "inconclusive" and any(reason.startswith("no gain: ") for reason in list_said(verdict))
     assert stages.gate.main(["detector"]) == 1
     judged(speed(0.5, 0.6, 0.7), on_inconclusive="warn", tolerances=tight)
     assert stages.gate.main(["detector"]) == 0
@@ -1477,5 +1478,5 @@ def test_another_checkpoint_that_sleeps_is_slower_than_the_reference(project: Pa
     compared = compare_release(product, project / BUILDS[product.name])
     verdict = compared.judgement.verdicts[0]
     assert verdict.outcome == "fail" and verdict.total is not None and verdict.total.low > 5
-    assert any(reason.startswith("fail: speed: ") for reason in verdict.reasons)
+    assert any(reason.startswith("fail: speed: ") for reason in list_said(verdict))
     check_outcomes(compared.judgement)

@@ -14,22 +14,15 @@ from models.imbalance_people import BRANCH
 from tests.paths import ROOT
 
 SECTION = """\
+kind: vision
 reference: plain
 release: [found]
 adapter: models/people/detector.py
 calibration_images: evalsets/scenes-calibration   # nothing is evaluated on it
-candidates:
-  plain: {checkpoint: models/people-hard, steps: []}
-  found:
-    checkpoint: models/people-hard
-    steps:
-      - kind: conv_policy
-        algorithm: direct    # of most
-        dtype: float32
-
 evals:
   scenes: {kind: detection, evalset: evalsets/scenes}
-running: {batch_size: 8, num_workers: 1, num_threads: 1}
+serving: {batch_size: 8, num_threads: 1}
+resources: {num_workers: 1}
 gate:
   alpha: 0.05
   on_inconclusive: block
@@ -41,6 +34,17 @@ gate:
     scenes/finite_output_rate: {overall: 0.02}
 """
 
+CANDIDATES = """\
+plain: {product: people, checkpoint: models/people-hard, steps: []}
+found:
+  product: people
+  checkpoint: models/people-hard
+  steps:
+    - kind: conv_policy
+      algorithm: direct    # of most
+      dtype: float32
+"""
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
@@ -49,7 +53,8 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     yaml = YAML()
     data = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    data["detector"] = yaml.load(SECTION)
+    data["products"] = {"people": yaml.load(SECTION)}
+    data["candidates"] = yaml.load(CANDIDATES)
     text = io.StringIO()
     yaml.dump(data, text)
     (tmp_path / "params.yaml").write_text(text.getvalue(), encoding="utf-8")
@@ -68,18 +73,18 @@ def run(project: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 def read_steps(project: Path) -> list[dict]:
     data = YAML(typ="safe").load((project / "params.yaml").read_text(encoding="utf-8"))
-    return data["detector"]["candidates"]["found"]["steps"]
+    return data["candidates"]["found"]["steps"]
 
 
 def test_the_policy_is_found_and_written(project: Path) -> None:
     """Every line of params.yaml but those of the step stays, comments too."""
     before = (project / "params.yaml").read_text(encoding="utf-8").splitlines()
-    done = run(project, "detector", "found", "--dtype", "float16", "--images", "2")
+    done = run(project, "found", "--dtype", "float16", "--images", "2")
     assert done.returncode == 0, done.stderr
     assert f"branches.{BRANCH}.1.0" in done.stdout and "multiplications" in done.stdout
     after = (project / "params.yaml").read_text(encoding="utf-8").splitlines()
     assert len([line for line in before if line not in after]) == 2  # algorithm and dtype
-    assert "        algorithm: winograd_f43    # of most" in after
+    assert "      algorithm: winograd_f43    # of most" in after
     step = read_steps(project)[0]
     assert (step["algorithm"], step["dtype"]) == ("winograd_f43", "float16") and step["rules"]
     assert all(
@@ -89,7 +94,7 @@ def test_the_policy_is_found_and_written(project: Path) -> None:
 
 def test_a_dry_run_writes_nothing(project: Path) -> None:
     before = (project / "params.yaml").read_text(encoding="utf-8")
-    done = run(project, "detector", "found", "--images", "1", "--dry-run")
+    done = run(project, "found", "--images", "1", "--dry-run")
     assert done.returncode == 0 and "nothing is written" in done.stdout, done.stderr
     assert (project / "params.yaml").read_text(encoding="utf-8") == before
 
@@ -99,14 +104,14 @@ def test_a_dry_run_writes_nothing(project: Path) -> None:
     [
         ("", "", ["found", "--images", "99"], "--images: expected 1 to 16, got 99"),
         ("", "", ["found", "--max-relative-error", "0"], "--max-relative-error: expected a share"),
-        ("", "", ["absent"], "detector.candidates: expected one of plain, found, got 'absent'"),
-        ("", "", ["plain"], "detector.candidates.plain.steps: expected a step of kind conv_policy, found none"),
+        ("", "", ["absent"], "candidates: expected one of plain, found, got 'absent'"),
+        ("", "", ["plain"], "candidates.plain.steps: expected a step of kind conv_policy, found none"),
         ("evalsets/scenes-calibration", "evalsets/scenes", ["found"], "expected pictures that no eval shows, got 300"),
         (
             "calibration_images: evalsets/scenes-calibration",
             "",
             ["found"],
-            "detector.calibration_images: expected an eval",
+            "products.people.calibration_images: expected an eval",
         ),
     ],
     ids=["images", "error", "absent", "no step", "evaluated", "no calibration"],
@@ -116,6 +121,6 @@ def test_what_it_cannot_do_is_one_line(project: Path, old: str, new: str, argv: 
     path = project / "params.yaml"
     path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8") if old else None
     before = path.read_text(encoding="utf-8")
-    done = run(project, "detector", *argv)
+    done = run(project, *argv)
     assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
     assert path.read_text(encoding="utf-8") == before

@@ -13,21 +13,20 @@ import pytest
 
 from pipeline.errors import CheckpointError, QuantizationError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.products.params import Params, parse_params
+from pipeline.products.params import get_product, parse_params
 from pipeline.products.text.checkpoints import describe_checkpoint, load_model, load_tokenizer
 from pipeline.products.text.optimize import candidate as candidate_module
-from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.optimize.coverage import check_coverage, expected_bytes
 from pipeline.products.text.optimize.layers import plan_folder
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.registry import STEPS
-from pipeline.products.text.settings import AwqStep, Calibration, GptqStep
+from pipeline.products.text.settings import AwqStep, Calibration, GptqStep, TextProduct
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.record_files import read_record
 from pipeline.running.weight_files import read_tensors
-from tests.synthetic_records import NO_BENCHMARK
+from tests.synthetic_records import NO_BENCHMARK, PRODUCT
 from tests.tiny_llama import build_tokenizer, write_documents, write_tiny_llama
 
 WORDS = ["courier", "parcel", "north", "gate", "before", "market", "opens", "call", "room", "blue", "wait", "result"]
@@ -284,35 +283,37 @@ class TestCoverage:
             self.check(folder, source)
 
 
-def make_params(**candidates: object) -> Params:
-    return parse_params(
-        {
-            "reference": "reference",
-            "release": ["released"],
-            "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
-            "candidates": dict.fromkeys(("reference", "released"), {"checkpoint": "models/tiny", "steps": []})
-            | candidates,
-            "serving": {
-                "dtype": "float32",
-                "continuous_batching": True,
-                "concurrency": 4,
-                "num_servers": 1,
-                "num_threads": 1,
-                "context_length": 256,
-                "max_tokens": 16,
-                "request_timeout_s": 60.0,
-                "start_timeout_s": 60.0,
-            },
-            "canary": {"num_prompts": 8, "target_rate": 0.3},
-            "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"}},
-            "gate": {
-                "alpha": 0.05,
-                "on_inconclusive": "block",
-                "tolerances": {"prose/perplexity_per_token": {"overall": 0.02}},
-            },
-            "benchmark": NO_BENCHMARK,
-        }
-    )
+def make_params(**candidates: object) -> TextProduct:
+    known = dict.fromkeys(("reference", "released"), {"checkpoint": "models/tiny", "steps": []}) | candidates
+    product = {
+        "kind": "text",
+        "reference": "reference",
+        "release": ["released"],
+        "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
+        "serving": {
+            "dtype": "float32",
+            "continuous_batching": True,
+            "concurrency": 4,
+            "num_threads": 1,
+            "context_length": 256,
+            "max_tokens": 16,
+        },
+        "resources": {"num_servers": 1, "request_timeout_s": 60.0, "start_timeout_s": 60.0},
+        "canary": {"num_prompts": 8, "target_rate": 0.3},
+        "evals": {"prose": {"kind": "perplexity", "evalset": "evalsets/prose"}},
+        "gate": {
+            "alpha": 0.05,
+            "on_inconclusive": "block",
+            "tolerances": {"prose/perplexity_per_token": {"overall": 0.02}},
+        },
+        "benchmark": NO_BENCHMARK,
+    }
+    owned = {name: {"product": PRODUCT} | dict(settings) for name, settings in known.items()}  # type: ignore[call-overload]
+    return get_product(parse_params({"products": {PRODUCT: product}, "candidates": owned}), PRODUCT, kind=TextProduct)
+
+
+def build_candidate(name: str, product: TextProduct, *, root: Path) -> BuiltCandidate:
+    return candidate_module.build_candidate(name, product, root=root, build=root / product.build)
 
 
 def int4_settings(**changes: object) -> dict[str, object]:
@@ -322,7 +323,7 @@ def int4_settings(**changes: object) -> dict[str, object]:
 
 def test_reference_points_at_its_checkpoint_and_copies_nothing(project: Path) -> None:
     made = build_candidate("reference", make_params(), root=project)
-    folder = project / "build/candidates/reference"
+    folder = project / "build/agent/candidates/reference"
     assert os.listdir(folder) == ["candidate.json"]
     assert read_record(folder / "candidate.json", BuiltCandidate) == made
     assert made.checkpoint.path == "models/tiny"
@@ -331,13 +332,13 @@ def test_reference_points_at_its_checkpoint_and_copies_nothing(project: Path) ->
 
 def test_candidate_is_written_whole_and_replaces_the_old_one(project: Path) -> None:
     params = make_params(int4=int4_settings())
-    target = project / "build/candidates/int4"
+    target = project / "build/agent/candidates/int4"
     target.mkdir(parents=True)
     (target / "stale").write_text("from an earlier run")
     (target.with_name(".int4.new") / "step-1").mkdir(parents=True)  # what a killed run leaves behind
     made = build_candidate("int4", params, root=project)
     assert sorted(os.listdir(target)) == ["candidate.json", "checkpoint"]
-    assert made.checkpoint.path == "build/candidates/int4/checkpoint"
+    assert made.checkpoint.path == "build/agent/candidates/int4/checkpoint"
     assert made.checkpoint.parent_digest == build_candidate("reference", params, root=project).checkpoint.digest
     assert describe_checkpoint(project / made.checkpoint.path, root=project).digest == made.checkpoint.digest
     assert {layer.format for layer in made.coverage} == {"int4-g64-symmetric", "float32"}
@@ -352,7 +353,7 @@ def test_failed_step_leaves_the_old_candidate_alone(project: Path) -> None:
     before = build_candidate("kept", params, root=project)
     with pytest.raises(QuantizationError, match="matches no linear layer"):
         build_candidate("kept", make_params(kept=int4_settings(exclude=["typo"])), root=project)
-    folder = project / "build/candidates/kept"
+    folder = project / "build/agent/candidates/kept"
     assert read_record(folder / "candidate.json", BuiltCandidate) == before
     assert read_tensors(folder / "checkpoint")
 
@@ -379,7 +380,7 @@ def test_broken_checkpoints_are_refused_without_steps_as_well(project: Path, sou
     if not importlib.util.find_spec("gptqmodel"):
         with pytest.raises(CheckpointError, match="need the package gptqmodel"):
             build_candidate("old", params, root=project)
-    assert not (project / "build/candidates/nan").exists()
+    assert not (project / "build/agent/candidates/nan").exists()
 
 
 def test_unknown_candidate_names_the_known(project: Path) -> None:
@@ -392,5 +393,5 @@ def test_disk_full_is_one_line(project: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(candidate_module, "write_record", fail)
-    with pytest.raises(CheckpointError, match="build/candidates/reference: can't be written: .*No space left"):
+    with pytest.raises(CheckpointError, match="build/agent/candidates/reference: can't be written: .*No space left"):
         build_candidate("reference", make_params(), root=project)

@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.products.params import load_params
+from pipeline.products.params import get_product, load_params
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.serving_config import read_candidate
+from pipeline.products.text.settings import TextProduct
 from tests.fake_vllm import answer, make_handler
-from tests.fault_project import EVALS, GATE, SERVING, write_evalsets, write_models
-from tests.synthetic_records import NO_BENCHMARK
+from tests.fault_project import EVALS, GATE, RESOURCES, SERVING, write_evalsets, write_models
+from tests.synthetic_records import NO_BENCHMARK, PRODUCT
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {"kind": "speculative", "method": "prompt_lookup", "num_tokens": 3}
@@ -48,27 +49,27 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_evalsets(folder / "evalsets")
     candidates = {name: {"checkpoint": "models/tiny"} | c for name, c in CANDIDATES.items()}
     tolerances = {"calls/tool_call_exact_match": {"overall": 0.1}}
-    (folder / "params.yaml").write_text(
-        json.dumps(
-            {  # JSON is YAML
-                "reference": "reference",
-                "release": list(EVALUATED),
-                "candidates": candidates,
-                "serving": SERVING,
-                "optimize": {"calibration_texts": "evalsets/prose", "num_threads": 1},
-                "evals": {"calls": EVALS["calls"] | {"send_tools": False}},
-                "gate": GATE | {"tolerances": tolerances},
-                "canary": {"num_prompts": 8, "target_rate": 0.49},
-                "benchmark": NO_BENCHMARK,
-            }
-        )
-    )
+    settings = {
+        "kind": "text",
+        "reference": "reference",
+        "release": list(EVALUATED),
+        "serving": SERVING,
+        "resources": RESOURCES,
+        "optimize": {"calibration_texts": "evalsets/prose", "num_threads": 1},
+        "evals": {"calls": EVALS["calls"] | {"send_tools": False}},
+        "gate": GATE | {"tolerances": tolerances},
+        "canary": {"num_prompts": 8, "target_rate": 0.49},
+        "benchmark": NO_BENCHMARK,
+    }
+    owned = {name: {"product": PRODUCT} | c for name, c in candidates.items()}
+    data = {"products": {PRODUCT: settings}, "candidates": owned}
+    (folder / "params.yaml").write_text(json.dumps(data))  # JSON is YAML
     with contextlib.chdir(folder):
-        params = load_params()
+        product = get_product(load_params(), PRODUCT, kind=TextProduct)
         for name in EVALUATED:
-            build_candidate(name, params, root=Path())
-            candidate = read_candidate(Path("build"), name, params)
-            asyncio.run(evaluate_candidate(candidate, params, root=Path(), build=Path("build")))
+            build_candidate(name, product, root=Path(), build=product.build)
+            candidate = read_candidate(product.build, name, product)
+            asyncio.run(evaluate_candidate(candidate, product, root=Path(), build=product.build))
     return folder
 
 
@@ -144,14 +145,14 @@ def test_a_vllm_is_served_from_the_same_configuration_and_a_taken_port_is_refuse
         "not be compared: sampling, environment, hardware)" in checked.stdout
     )
     assert taken.returncode == 1 and "got: Address already in use; name another address or port" in taken.stderr
-    evaluated = project / "build/evaluations/on-vllm/config/vllm.yaml"
-    assert (project / "build/logs/on-vllm/served/vllm.yaml").read_text() == evaluated.read_text()
+    evaluated = project / "build/agent/evaluations/on-vllm/config/vllm.yaml"
+    assert (project / "build/agent/logs/on-vllm/served/vllm.yaml").read_text() == evaluated.read_text()
 
 
 @pytest.fixture
 def without_drafts(project: Path) -> Iterator[str]:
     """The same weights on a vLLM of the same release: started without drafts, and telling nothing but its version."""
-    config = YAML(typ="safe").load((project / "build/evaluations/on-vllm/config/vllm.yaml").read_text())
+    config = YAML(typ="safe").load((project / "build/agent/evaluations/on-vllm/config/vllm.yaml").read_text())
     config = {key: value for key, value in config.items() if key != "speculative-config"}
     config["fingerprint-value"] = "vllm-0.32.0-389eb09e"
 
@@ -197,8 +198,8 @@ def test_a_vllm_of_the_same_release_without_drafts_is_drift(project: Path, witho
             ", got openai, which somebody else serves at http://127.0.0.1:9; start it there",
         ),
         ("serve.py", ("drafted", "--port", "70000"), "--port: expected 1 to 65535, got 70000"),
-        ("serve.py", ("nobody",), "expected one candidate of reference, drafted, on-vllm, elsewhere, got 'nobody'"),
-        ("serve.py", ("reference",), "build/candidates/reference/candidate.json: expected"),
+        ("serve.py", ("nobody",), "candidates: expected one of reference, drafted, on-vllm, elsewhere, got 'nobody'"),
+        ("serve.py", ("reference",), "build/agent/candidates/reference/candidate.json: expected"),
     ],
 )
 def test_what_can_not_be_done_is_one_line(project: Path, script: str, argv: tuple[str, ...], said: str) -> None:

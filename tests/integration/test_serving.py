@@ -30,7 +30,7 @@ from pipeline.products.text.serving.engines import transformers
 from pipeline.products.text.serving.engines.engine import Engine, check_facts
 from pipeline.products.text.serving.engines.processes import ServerProcess
 from pipeline.products.text.serving.scoring import score_sequences
-from pipeline.products.text.settings import EvalSettings, PerplexityEval, ServingSettings, ToolCallsEval
+from pipeline.products.text.settings import EvalSettings, PerplexityEval, ResourceSettings, ToolCallsEval
 from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.serving import ServingConfig
@@ -40,17 +40,7 @@ from tests.tiny_llama import write_tiny_llama
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 256
 SERVING = ServingConfig(concurrency=16, context_length=CONTEXT, max_tokens=32)
-SETTINGS = ServingSettings(
-    dtype="float32",
-    continuous_batching=True,
-    concurrency=16,
-    num_servers=1,
-    num_threads=1,
-    context_length=CONTEXT,
-    max_tokens=32,
-    request_timeout_s=60,
-    start_timeout_s=180,
-)
+SETTINGS = ResourceSettings(num_servers=1, request_timeout_s=60, start_timeout_s=180)
 EVALS: dict[str, EvalSettings] = {
     "prose": PerplexityEval(kind="perplexity", evalset="e"),
     "calls": ToolCallsEval(kind="tool_calls", evalset="e"),

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.sweep.rendering import render_settings, take_prompts
-from pipeline.products.images.sweep.settings import list_settings, make_sweep_track
+from pipeline.products.images.sweep.settings import list_settings, make_sweep_product
 from pipeline.records.evaluations import read_cases
 from tests.paths import ROOT
 from tests.unit.test_sweep import make_track
@@ -27,7 +27,7 @@ def test_finished_settings_are_kept_while_they_are_what_would_be_rendered(tmp_pa
 
     def product(*percentiles: float | None) -> ImagesProduct:
         settings = list_settings([9], [0], percentiles, [2])
-        return make_sweep_track(make_track(), settings, eval_name="shots", evalset="prompts")
+        return make_sweep_product(make_track(), settings, eval_name="shots", evalset="prompts")
 
     def run(asked: ImagesProduct) -> list[str]:
         said: list[str] = []

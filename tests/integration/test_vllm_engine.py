@@ -169,12 +169,12 @@ import asyncio, sys
 from pathlib import Path
 from pipeline.records.evaluations import Candidate
 from pipeline.products.text.serving.engines.registry import start_engine
-from pipeline.products.text.settings import ServingSettings
+from pipeline.products.text.settings import ResourceSettings
 async def run(candidate, settings, root):
     async with start_engine(candidate, settings, evals={}, root=root, logs=root / "logs"):
         print("ready", flush=True)
         await asyncio.sleep(60)
-asyncio.run(run(Candidate.model_validate_json(sys.argv[1]), ServingSettings.model_validate_json(sys.argv[2]),
+asyncio.run(run(Candidate.model_validate_json(sys.argv[1]), ResourceSettings.model_validate_json(sys.argv[2]),
                 Path(sys.argv[3])))
 """
 

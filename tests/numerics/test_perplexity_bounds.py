@@ -11,11 +11,11 @@ from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.scales import find_document_room
 from pipeline.gate.statistics import bound_unseen, ratio_bounds
+from pipeline.products import list_known_metrics
 from pipeline.records.digests import digest_text
 from pipeline.records.evaluations import CaseRecord
-from pipeline.settings.metrics import METRICS_BY_NAME
 
-PERPLEXITY, TOKENS = METRICS_BY_NAME["perplexity_per_token"], 256
+PERPLEXITY, TOKENS = list_known_metrics()["perplexity_per_token"], 256
 
 
 def make_documents(nats_per_token):

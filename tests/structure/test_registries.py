@@ -7,13 +7,10 @@ from typing import Any, get_args
 
 import pytest
 
-from pipeline.gate.metrics import METRICS_BY_EVAL_KIND
 from pipeline.products import KINDS
-from pipeline.products.images.settings import ImagesEval, ImageStep
+from pipeline.products.images.settings import ImageStep
 from pipeline.products.params import load_params
 from pipeline.products.text.settings import EvalSettings, Step
-from pipeline.products.vision.detection_settings import DetectionEval
-from pipeline.products.vision.settings import UpscalingEval
 from tests.paths import ROOT
 
 
@@ -23,9 +20,14 @@ def union_kinds(annotated: Any) -> set[str]:
     return {get_args(member.model_fields["kind"].annotation)[0] for member in get_args(union) or (union,)}
 
 
+def name_kind(settings: Any) -> str:
+    """Return the discriminator of one class of settings."""
+    return str(get_args(settings.model_fields["kind"].annotation)[0])
+
+
 def registry_kinds(package: str) -> set[str]:
     """Read the keys of the one dict in a package's registry.py, without importing what it names."""
-    tree = ast.parse((ROOT / "pipeline" / package / "registry.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "pipeline/products/text" / package / "registry.py").read_text(encoding="utf-8"))
     dicts = [
         node.value
         for node in tree.body
@@ -49,7 +51,9 @@ def test_union_registry_and_files_agree(package: str, union: Any) -> None:
     kinds = union_kinds(union)
     assert registry_kinds(package) == kinds
     for kind in kinds:
-        assert (ROOT / "pipeline" / package / f"{kind}.py").is_file(), f"expected pipeline/{package}/{kind}.py"
+        assert (ROOT / "pipeline/products/text" / package / f"{kind}.py").is_file(), (
+            f"expected pipeline/products/text/{package}/{kind}.py"
+        )
 
 
 def test_image_steps_are_those_of_the_settings() -> None:
@@ -59,10 +63,11 @@ def test_image_steps_are_those_of_the_settings() -> None:
 
 
 def test_every_eval_kind_declares_its_metrics() -> None:
-    others = {
-        get_args(settings.model_fields["kind"].annotation)[0] for settings in (ImagesEval, DetectionEval, UpscalingEval)
-    }
-    assert set(METRICS_BY_EVAL_KIND) == union_kinds(EvalSettings) | others
+    for kind in KINDS.values():
+        asked = get_args(kind.settings.model_fields["evals"].annotation)[1]
+        assert set(kind.evals) == (union_kinds(asked) if get_args(asked) else {name_kind(asked)})
+        for name, settings in kind.evals.items():
+            assert name_kind(settings) == name and any(metric.is_gated for metric in settings.metrics)
 
 
 def test_shipped_settings_are_valid() -> None:

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
-from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import list_loosened
 from pipeline.gate.verdicts import GatedTolerance, Judgement, describe_policy
 from pipeline.records.record_files import read_record
@@ -18,6 +17,7 @@ from pipeline.report.github import render_summary
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
 from pipeline.settings.base import Tolerance
+from tests.judging import compare_release, list_said
 from tests.outcome_tables import run, write_outcomes
 from tests.synthetic_records import Behaviour, make_params, write_tree
 
@@ -41,7 +41,7 @@ def test_an_accepted_gain_passes_and_its_reason_is_printed(sides, tmp_path, caps
     code, said = run("compare", *sides, "--accept-gain", f"{name}={WHY}", *asked, capsys=capsys)
     assert code == 0 and said.count(SHOWN) == 1 and "suspicious" not in said, said
     verdict = read_record(forms["json"], Judgement).verdicts[0]
-    assert verdict.outcome == "pass" and f"note: {SHOWN}" in verdict.reasons
+    assert verdict.outcome == "pass" and f"note: {SHOWN}" in list_said(verdict)
     assert SHOWN in forms["summary"].read_text().replace("\\", "")
     assert "gain accepted" in forms["html"].read_text()
     assert "proven: a gain of at least 21" in verdict.comparisons[0].sentence  # it spoke of a negative loss

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineError, EvidenceError, SettingsError
-from pipeline.products.params import Params, parse_params
+from pipeline.gate.prefix_cache import NUM_PROBES
 from pipeline.products.text.benchmark import audits, matched_work, prompts
 from pipeline.products.text.benchmark.audits import read_peak_memory_mib
 from pipeline.products.text.benchmark.probes import find_own_start, read_text
-from pipeline.products.text.recall import NUM_PROBES
 from pipeline.products.text.serving.client import Client
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.benchmarks import Benchmark
 from pipeline.records.evaluations import BuiltCandidate, Candidate
 from pipeline.records.record_files import read_record, write_record
@@ -58,15 +58,15 @@ class World:
     serving: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def params(self) -> Params:
+    def params(self) -> TextProduct:
         data = make_params(["a"], ["a"], benchmark=BENCHMARK | self.settings).model_dump()
         data["evals"] = {name: {"kind": "tool_calls", "evalset": name} for name in ("first", "second")}
         data["serving"] |= self.serving
         data["gate"] |= {"tolerances": {"first/tool_call_exact_match": {"overall": 0.1}}, "tripwires": {}}
-        return parse_params(data)
+        return TextProduct.model_validate(data)
 
     def run(self) -> Benchmark:
-        work = matched_work.run_benchmark("a", self.params, root=self.root, build=self.root / "build")
+        work = matched_work.run_benchmark("a", self.params, root=self.root, build=self.root / "build/agent")
         return asyncio.run(work)
 
     @contextlib.asynccontextmanager
@@ -114,7 +114,7 @@ def world(tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatc
     write_questions(tmp_path / "first", *QUESTIONS)
     for name in ("reference", "a"):
         evaluate(tmp_path, make_candidate(name))
-        write_candidate(tmp_path / "build", make_candidate(name))
+        write_candidate(tmp_path / "build/agent", make_candidate(name))
     world = World(tmp_path)
     # these answer from memory
     monkeypatch.setattr(audits, "MIN_INTER_TOKEN_LATENCY_MS", 1e-9)
@@ -251,7 +251,7 @@ def test_an_answer_cut_before_the_evaluated_one_ends_is_the_same(world: World) -
 
 
 def test_drafts_that_never_came_are_refused(world: World) -> None:
-    path = world.root / "build/candidates/a/candidate.json"
+    path = world.root / "build/agent/candidates/a/candidate.json"
     drafts = SpeculativeConfig(method="prompt_lookup", num_tokens=2)
     write_record(path, read_record(path, BuiltCandidate).model_copy(update={"speculative": drafts}))
     assert world.run().refusal == "candidate: expected drafted tokens, as it is served with speculation, got none"
@@ -284,8 +284,10 @@ def test_one_server_for_both_sides_is_refused(world: World) -> None:
     engine = {"kind": "openai", "base_url": "http://there:8000/", "model": "m"}
     for name in ("reference", "a"):
         data["candidates"][name] |= {"engine": engine, "steps": []}
-        write_candidate(world.root / "build", make_candidate(name).model_copy(update={"steps": ()}))
-    work = matched_work.run_benchmark("a", parse_params(data), root=world.root, build=world.root / "build")
+        write_candidate(world.root / "build/agent", make_candidate(name).model_copy(update={"steps": ()}))
+    work = matched_work.run_benchmark(
+        "a", TextProduct.model_validate(data), root=world.root, build=world.root / "build/agent"
+    )
     with pytest.raises(SettingsError, match=r"^candidates\.a\.engine\.base_url: expected another server than the "):
         asyncio.run(work)
 

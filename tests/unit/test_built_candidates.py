@@ -70,7 +70,7 @@ def test_serving_is_what_all_share_and_what_the_steps_changed(tmp_path: Path) ->
     )
     found = read_network_candidate(tmp_path, "a", product).serving
     assert (found.dtype, found.channels_last, found.batch_size, found.num_threads) == ("float16", True, 4, 1)
-    wider = product.model_copy(update={"running": product.running.model_copy(update={"batch_size": 9})})
+    wider = product.model_copy(update={"serving": product.serving.model_copy(update={"batch_size": 9})})
     again = read_network_candidate(tmp_path, "a", wider)
     assert again.serving.batch_size == 9
     assert again.fingerprint != read_network_candidate(tmp_path, "a", product).fingerprint

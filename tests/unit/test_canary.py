@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from pipeline.gate.checks import check_outcomes
-from pipeline.gate.compare import compare_release
-from pipeline.gate.verdicts import PATH_FAILED, UNPROVEN
 from pipeline.records.canary import CanaryAnswer
 from pipeline.records.evaluations import Evaluation
 from pipeline.records.files import write_text
+from pipeline.records.reasons import ReasonKind
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.speculation import SpeculationCounts
 from pipeline.records.verdicts import Verdict
-from pipeline.report.mlflow_runs.run_contents import describe_runs
 from pipeline.report.terminal import render_gate
+from tests.judging import compare_release, describe_runs, list_said
 from tests.synthetic_records import (
     CALL,
     Behaviour,
@@ -59,8 +58,8 @@ def judge(
     check_outcomes(judgement)
     told = [line.split(maxsplit=1)[1] for line in render_gate(judgement).splitlines() if line.startswith("  ")]
     for reason in judgement.verdicts[0].reasons:
-        if reason.startswith((PATH_FAILED, UNPROVEN)):
-            assert reason.split(": ", 1)[1] in told, "the terminal says it too"
+        if reason.kind in (ReasonKind.FAILED, ReasonKind.UNPROVEN):
+            assert reason.text in told, "the terminal says it too"
     return judgement.verdicts[0]
 
 
@@ -94,7 +93,7 @@ def changed(*prompts: int) -> dict[int, str]:
 def test_the_same_answers_pass_and_the_report_says_what_could_be_seen(tmp_path: Path) -> None:
     verdict = judge(tmp_path, {})
     assert verdict.outcome == "pass" and verdict.canary is not None and verdict.canary.is_same_weights
-    assert any("Canary: 0 of 100 greedy answers differ from the reference's path" in r for r in verdict.reasons)
+    assert any("Canary: 0 of 100 greedy answers differ from the reference's path" in r for r in list_said(verdict))
     assert verdict.behaviour.keys() == {"alone", "loaded", "again"}
 
 
@@ -102,7 +101,9 @@ def test_the_same_answers_pass_and_the_report_says_what_could_be_seen(tmp_path: 
 def test_more_differences_than_a_floor_of_none_explains_fail(tmp_path: Path, num_changed: int, outcome: str) -> None:
     verdict = judge(tmp_path, {"loaded": changed(*range(num_changed))})
     assert verdict.outcome == outcome
-    is_said = any("canary answers differ from the reference's path" in r for r in verdict.reasons if "fail: path" in r)
+    is_said = any(
+        "canary answers differ from the reference's path" in r for r in list_said(verdict) if "fail: path" in r
+    )
     assert is_said == (outcome == "fail")
 
 
@@ -118,7 +119,7 @@ def test_a_floor_of_its_own_is_no_fault_of_the_candidate(tmp_path: Path) -> None
 def test_where_exactness_is_asked_for_one_answer_fails(tmp_path: Path, answers: dict[str, Any]) -> None:
     verdict = judge(tmp_path, answers, exact=True)
     assert verdict.outcome == "fail"
-    assert any("exact is asked for, and answers changed" in r for r in verdict.reasons)
+    assert any("exact is asked for, and answers changed" in r for r in list_said(verdict))
 
 
 def test_other_weights_may_answer_otherwise(tmp_path: Path) -> None:
@@ -146,13 +147,13 @@ def test_a_flip_is_shown_with_its_kind_its_token_and_its_margin(tmp_path: Path) 
 def test_a_canary_that_would_notice_nothing_proves_no_pass(tmp_path: Path) -> None:
     verdict = judge(tmp_path, {}, num_prompts=8)
     assert verdict.outcome == "inconclusive"
-    assert any("inconclusive: canary: 8 prompts with a floor of 0 notice a path" in r for r in verdict.reasons)
+    assert any("inconclusive: canary: 8 prompts with a floor of 0 notice a path" in r for r in list_said(verdict))
 
 
 def test_a_path_that_breaks_under_load_fails_whatever_its_weights(tmp_path: Path) -> None:
     verdict = judge(tmp_path, {"alone": changed(*range(40))}, same_weights=False)
     assert verdict.outcome == "fail"
-    assert any("40 of 100 canary answers differ between its own runs" in r for r in verdict.reasons)
+    assert any("40 of 100 canary answers differ between its own runs" in r for r in list_said(verdict))
 
 
 def test_drafts_are_also_compared_with_the_same_server_without_them(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_canary_that_is_not_fit_is_refused(tmp_path: Path, spoil: Any, said: s
     write_tree(build, {"a": Behaviour()}, num_cases=400)
     spoil(build / "evaluations/a")
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
-    assert verdict.outcome == "refused" and any(said in reason for reason in verdict.reasons), verdict.reasons
+    assert verdict.outcome == "refused" and any(said in reason for reason in list_said(verdict)), list_said(verdict)
 
 
 def test_other_hardware_on_the_two_sides_is_refused(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_other_hardware_on_the_two_sides_is_refused(tmp_path: Path) -> None:
         evaluation = read_record(path, Evaluation)
         facts = evaluation.served_by | {"hardware": {"device": device}}
         write_record(path, evaluation.model_copy(update={"served_by": facts}))
-    reasons = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0].reasons
+    reasons = list_said(compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0])
     assert any("fingerprint: expected" in reason for reason in reasons), "facts are sealed by the fingerprint"
 
 

@@ -13,11 +13,11 @@ from pipeline.errors import EvidenceError
 from pipeline.gate import case_table
 from pipeline.gate.case_rows import parse_rows
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.compare import compare_release
 from pipeline.records.evaluations import CaseRecord, read_cases
 from pipeline.records.record_files import write_cases
 from pipeline.records.speculation import SpeculationCounts
 from pipeline.report.markdown_report import render_report
+from tests.judging import compare_release
 from tests.synthetic_records import Behaviour, make_cases, make_params, write_tree
 
 LINE = make_cases([1])[0].model_dump_json()

@@ -11,11 +11,12 @@ import pytest
 
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.gate.checks import check_outcomes
-from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.products.vision.detecting import describe_categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
+from tests.judging import compare_release, list_said
 from tests.synthetic_categories import PERSON, Results, lose, make_cases, write_categories_tree
 from tests.synthetic_detections import DetectorParams, make_detector_params
 
@@ -57,8 +58,8 @@ def test_a_whole_class_that_is_lost_fails_and_is_named_first(build: Path) -> Non
     outcomes = {c.bucket: c for c in verdict.comparisons if c.metric == "shelves/ap"}
     assert outcomes[None].outcome == "pass" and 0.005 < outcomes[None].harm < 0.0125
     assert outcomes["person"].candidate == 0 and outcomes["person"].outcome == "fail"
-    assert verdict.outcome == "fail" and verdict.reasons[0].startswith("aggregate flat, person objects down: blind ")
-    assert "shelves/ap [person] falls from" in verdict.reasons[0]
+    assert verdict.outcome == "fail" and list_said(verdict)[0].startswith("aggregate flat, person objects down: blind ")
+    assert "shelves/ap [person] falls from" in list_said(verdict)[0]
     check_outcomes(compared.judgement)
     report = render_report(compared)
     assert "person" in report.split("| candidate |")[0] and "Images that lost most of shelves/ap [person]" in report
@@ -71,12 +72,12 @@ def test_a_detector_that_lost_nothing_passes_though_no_category_is_proven(few: P
     person = next(c for c in verdict.comparisons if (c.metric, c.bucket) == ("shelves/ap", "person"))
     assert (person.outcome, person.tier, person.tolerance) == ("inconclusive", "watched", 0.01)
     assert verdict.outcome == "pass"
-    assert not any(reason.startswith(("fail", "inconclusive")) for reason in verdict.reasons)
+    assert not any(reason.startswith(("fail", "inconclusive")) for reason in list_said(verdict))
 
 
 def test_a_category_in_few_clusters_is_named_as_not_judged(build: Path) -> None:
     verdict = judge(build, "blind").judgement.verdicts[0]
-    note = next(reason for reason in verdict.reasons if "are not judged" in reason)
+    note = next(reason for reason in list_said(verdict) if "are not judged" in reason)
     assert "as fewer than 10 clusters hold them: thing " in note and "person" not in note
 
 
@@ -117,7 +118,7 @@ def test_ids_that_no_category_has_are_counted_and_refused(tmp_path: Path) -> Non
     """They were left out without a word, and so was all that a wrong table of ids lost."""
     write_categories_tree(tmp_path, {"shifted": shift}, SETTINGS, cases=make_cases(np.random.default_rng(5))[:60])
     verdict = judge(tmp_path, "shifted").judgement.verdicts[0]
-    refused = next(reason for reason in verdict.reasons if "category_id" in reason)
+    refused = next(reason for reason in list_said(verdict) if "category_id" in reason)
     assert verdict.outcome == "refused" and refused.startswith("refused: shelves: ")
     assert "detections of shifted on" in refused and "of 60 pictures, first 'p" in refused
 

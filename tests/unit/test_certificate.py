@@ -10,16 +10,16 @@ import pytest
 import pipeline.gate.compare
 from pipeline.gate.certificate import BLOCK, NUM_SWAPS, certify, is_above
 from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
-from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import count_bounds, proportion_bounds
 from pipeline.gate.verdicts import is_blocking
-from pipeline.settings.metrics import METRICS_BY_NAME
+from pipeline.products import list_known_metrics
+from tests.judging import compare_release, list_said
 from tests.synthetic_records import Behaviour, make_cases, make_flips, make_params, write_tree
 
-COMPLETION = METRICS_BY_NAME["task_completion_rate"]
+COMPLETION = list_known_metrics()["task_completion_rate"]
 
 
 def measure(reference: list, candidate: list, *, size: int = 1, tolerance: float = 0.03) -> Measurement:
@@ -138,7 +138,7 @@ def test_a_rule_that_does_not_keep_its_level_is_refused(tmp_path, monkeypatch) -
     monkeypatch.setattr(pipeline.gate.compare, "certify", certify_badly)
     verdict = compare_release(params, tmp_path / "build").judgement.verdicts[0]
     assert verdict.outcome == "refused"
-    assert "the rule fails 90 of 1,000 swaps of equal labels" in verdict.reasons[0]
+    assert "the rule fails 90 of 1,000 swaps of equal labels" in list_said(verdict)[0]
 
 
 @pytest.mark.parametrize(

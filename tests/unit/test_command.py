@@ -16,13 +16,13 @@ import pytest
 from ruamel.yaml import YAML
 
 import pipeline.__main__ as command
-from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import definition_of
 from pipeline.products.params import Params
 from pipeline.records.evaluations import read_cases
 from pipeline.records.files import write_text
 from pipeline.records.record_files import read_record, write_record
+from tests.judging import compare_release
 from tests.outcome_tables import run, write_outcomes
 from tests.paths import ROOT
 from tests.release_project import BUILD, VERDICT

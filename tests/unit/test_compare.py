@@ -9,13 +9,13 @@ import pytest
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import sum_by_cluster
-from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
 from pipeline.gate.verdicts import describe_policy, is_blocking
+from pipeline.products import list_known_metrics
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine, SpeculativeStep
 from pipeline.records.differences import first_difference
 from pipeline.records.digests import digest_file
@@ -27,7 +27,7 @@ from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 from pipeline.report.markdown_report import render_report
 from pipeline.report.plots import plot_completion, plot_harm
 from pipeline.report.terminal import render_gate
-from pipeline.settings.metrics import METRICS_BY_NAME
+from tests.judging import compare_release, list_said
 from tests.synthetic_records import (
     Behaviour,
     make_candidate,
@@ -38,7 +38,7 @@ from tests.synthetic_records import (
     write_tree,
 )
 
-COMPLETION = METRICS_BY_NAME["task_completion_rate"]
+COMPLETION = list_known_metrics()["task_completion_rate"]
 
 
 def judge_flips(b, c, n, *, right, tolerance=0.02, alpha=0.05):
@@ -176,7 +176,9 @@ def test_planted_loss_is_found_in_its_bucket_and_said_in_words(tmp_path):
     outcomes = {(c.metric, c.bucket): c.outcome for c in verdicts["bad"].comparisons}
     assert outcomes["workflows/task_completion_rate", "constraint_retention"] == "fail"
     assert outcomes["prose/perplexity_per_token", None] == "pass"
-    assert verdicts["bad"].reasons[0].startswith("perplexity flat, task down: bad moves prose/perplexity_per_token by")
+    assert list_said(verdicts["bad"])[0].startswith(
+        "perplexity flat, task down: bad moves prose/perplexity_per_token by"
+    )
     assert verdicts["same"].outcome == "pass"
 
 
@@ -195,7 +197,7 @@ def test_a_bucket_in_no_case_is_refused_by_name(tmp_path):
         tolerances={"workflows/task_completion_rate": {"overall": 0.02, "buckets": {"retntion": 0.05}}},
     )["a"]
     assert verdict.outcome == "refused"
-    assert any("task_completion_rate [retntion]: the bucket is empty" in reason for reason in verdict.reasons)
+    assert any("task_completion_rate [retntion]: the bucket is empty" in reason for reason in list_said(verdict))
 
 
 def drop_last(records):
@@ -230,7 +232,7 @@ def test_unfit_records_are_refused_and_named(tmp_path, edit, said, side):
     rewrite_records(build, side, "workflows", edit)
     verdict = judge_tree(build, ["a"])["a"]
     assert verdict.outcome == "refused"
-    assert any(said in reason for reason in verdict.reasons), verdict.reasons
+    assert any(said in reason for reason in list_said(verdict)), list_said(verdict)
 
 
 def test_unequal_work_is_refused(tmp_path):
@@ -246,7 +248,7 @@ def test_unequal_work_is_refused(tmp_path):
     )
     verdict = judge_tree(build, ["a"])["a"]
     assert verdict.outcome == "refused"
-    assert any("unequal work: 'num_tokens' of case 'prose-0000'" in reason for reason in verdict.reasons)
+    assert any("unequal work: 'num_tokens' of case 'prose-0000'" in reason for reason in list_said(verdict))
 
 
 def break_nan(path):
@@ -280,7 +282,7 @@ def test_nan_is_refused_even_when_it_was_sealed(tmp_path):
     index.write_text(index.read_text().replace(old, digest_file(path)))
     verdict = judge_tree(build, ["a"])["a"]
     assert verdict.outcome == "refused"
-    assert any("workflows.jsonl:" in reason for reason in verdict.reasons)
+    assert any("workflows.jsonl:" in reason for reason in list_said(verdict))
 
 
 def test_bytes_that_are_no_text_refuse_one_candidate_and_hide_no_other(tmp_path):
@@ -293,7 +295,7 @@ def test_bytes_that_are_no_text_refuse_one_candidate_and_hide_no_other(tmp_path)
     index.write_text(index.read_text().replace(old, digest_file(path)))
     verdicts = judge_tree(build, ["a", "b"])
     assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
-    assert any("workflows.jsonl:2: not UTF-8 (" in reason for reason in verdicts["a"].reasons)
+    assert any("workflows.jsonl:2: not UTF-8 (" in reason for reason in list_said(verdicts["a"]))
 
 
 @pytest.mark.parametrize("nll", [1e308, -1e308])
@@ -312,14 +314,14 @@ def test_a_number_too_large_for_a_mean_refuses_one_candidate_and_hides_no_other(
     verdicts = judge_tree(build, ["a", "b"])
     assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
     for metric in ("prose/bits_per_byte", "prose/perplexity_per_token"):
-        assert any(metric in reason for reason in verdicts["a"].reasons)
+        assert any(metric in reason for reason in list_said(verdicts["a"]))
 
 
 def test_what_was_evaluated_must_be_what_would_ship(tmp_path):
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=400)
     write_candidate(build, make_candidate("a").model_copy(update={"libraries": {"torch": "2.99"}}))
     verdicts = judge_tree(build, ["a", "b"])
-    assert "is not what would ship: libraries.torch: expected" in verdicts["a"].reasons[0]
+    assert "is not what would ship: libraries.torch: expected" in list_said(verdicts["a"])[0]
     assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
 
 
@@ -327,7 +329,7 @@ def test_a_serving_setting_changed_after_the_evaluation_is_named(tmp_path):
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     params = make_params(["a"], ["a"])
     params = params.model_copy(update={"serving": params.serving.model_copy(update={"concurrency": 1})})
-    reasons = compare_release(params, build).judgement.verdicts[0].reasons
+    reasons = list_said(compare_release(params, build).judgement.verdicts[0])
     assert "not what would ship: serving.concurrency: expected 1, got 32" in reasons[0]
 
 
@@ -394,7 +396,7 @@ def test_speculation_that_ran_passes_and_is_reported(tmp_path):
     build = tree(tmp_path, {"a": Behaviour()})
     speculate(build, COUNTS)
     verdict, report = judge_speculation(build, min_acceptance=0.65)
-    assert verdict.outcome == "pass", verdict.reasons
+    assert verdict.outcome == "pass", list_said(verdict)
     assert (
         "Speculation (draft_model, 2 tokens): 65.0% of 200 drafted tokens accepted, 1.30 per target forward pass; "
         "passes that accepted 1, 2, ... tokens or more (a draft stops where the answer ends): 80.0%, 50.0%. "
@@ -420,7 +422,7 @@ def test_speculation_that_was_not_what_was_asked_for_is_refused(tmp_path, counts
     speculate(build, counts)
     verdict, _ = judge_speculation(build, min_acceptance)
     assert verdict.outcome == "refused"
-    assert verdict.reasons[0].startswith("refused: speculation of a: ") and said in verdict.reasons[0]
+    assert list_said(verdict)[0].startswith("refused: speculation of a: ") and said in list_said(verdict)[0]
 
 
 def test_drafts_that_only_some_answers_counted_are_refused(tmp_path):
@@ -429,7 +431,7 @@ def test_drafts_that_only_some_answers_counted_are_refused(tmp_path):
     speculate(build, COUNTS, num_uncounted=7)
     verdict, _ = judge_speculation(build)
     assert verdict.outcome == "refused"
-    assert "speculation of a: 7 of 8 answers of several tokens carry no count of their drafts" in verdict.reasons[0]
+    assert "speculation of a: 7 of 8 answers of several tokens carry no count of their drafts" in list_said(verdict)[0]
 
 
 def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(tmp_path):
@@ -439,7 +441,7 @@ def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(t
     assert all(c.outcome in ("pass", "reported") for c in verdict.comparisons)
     assert verdict.outcome == "fail"
     said = "130 of 200 drafted tokens were accepted (65.00%), expected at least 66.00% (min_acceptance)"
-    assert verdict.reasons[0].startswith(f"fail: speculation: {said}")
+    assert list_said(verdict)[0].startswith(f"fail: speculation: {said}")
     assert is_blocking(verdict, describe_policy(make_params(["a"], ["a"])))
 
 
@@ -455,7 +457,7 @@ def test_another_speculation_than_the_candidates_is_named(tmp_path, change, said
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     speculate(build, COUNTS, evaluated=SPECULATIVE.model_copy(update=change))
     verdict, _ = judge_speculation(build)
-    assert verdict.outcome == "refused" and said in verdict.reasons[0]
+    assert verdict.outcome == "refused" and said in list_said(verdict)[0]
 
 
 def test_speculation_that_its_records_did_not_count_is_refused(tmp_path):
@@ -465,7 +467,7 @@ def test_speculation_that_its_records_did_not_count_is_refused(tmp_path):
     better = COUNTS.model_copy(update={"accepted_by_position": (99, 98)})
     write_record(path, read_record(path, Evaluation).model_copy(update={"speculation": better}))
     verdict, _ = judge_speculation(build)
-    assert verdict.outcome == "refused" and "differs from what its records counted" in verdict.reasons[0]
+    assert verdict.outcome == "refused" and "differs from what its records counted" in list_said(verdict)[0]
 
 
 @pytest.mark.parametrize(("key", "value"), [("key", "another"), ("settings", {"send_tools": True})])
@@ -479,7 +481,7 @@ def test_sides_that_were_asked_or_scored_otherwise_are_refused(tmp_path, key, va
     write_record(path, old.model_copy(update={"evals": evals}))
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
     said = "evals.calls.send_tools: expected False" if key == "settings" else "by different settings or code"
-    assert verdict.outcome == "refused" and said in verdict.reasons[0]
+    assert verdict.outcome == "refused" and said in list_said(verdict)[0]
 
 
 def test_arrays_that_are_gone_are_refused_as_edited_ones_are(tmp_path):
@@ -490,7 +492,7 @@ def test_arrays_that_are_gone_are_refused_as_edited_ones_are(tmp_path):
     write_record(path, old.model_copy(update={"evals": evals}))
     (build / "evaluations/a/prose.npz").unlink()
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
-    assert verdict.outcome == "refused" and "prose.npz: expected arrays, found no file" in verdict.reasons[0]
+    assert verdict.outcome == "refused" and "prose.npz: expected arrays, found no file" in list_said(verdict)[0]
 
 
 @pytest.mark.parametrize(("side", "outcome"), [("reference", "refused"), ("a", "pass")])
@@ -505,7 +507,7 @@ def test_conversations_without_room_are_told_and_the_reference_has_none(tmp_path
     )
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
     assert verdict.outcome == outcome
-    assert any("workflows: 1 of 400 conversations outgrew serving.context_length" in r for r in verdict.reasons)
+    assert any("workflows: 1 of 400 conversations outgrew serving.context_length" in r for r in list_said(verdict))
 
 
 @pytest.mark.parametrize(
@@ -531,7 +533,7 @@ def test_what_drifted_between_evaluation_and_release_is_named(tmp_path, change, 
     write_candidate(build, candidate.model_copy(update={"checkpoint": checkpoint, "libraries": libraries}))
     verdict = compare_release(make_params(["a"], ["a"]), build).judgement.verdicts[0]
     assert verdict.outcome == "refused"
-    assert said in verdict.reasons[0]
+    assert said in list_said(verdict)[0]
 
 
 def test_weights_that_other_steps_made_are_refused(tmp_path):
@@ -542,7 +544,7 @@ def test_weights_that_other_steps_made_are_refused(tmp_path):
     params = params.model_copy(update={"candidates": params.candidates | {"a": asked}})
     verdict = compare_release(params, build).judgement.verdicts[0]
     assert verdict.outcome == "refused"
-    assert "candidate.json: steps.0.group_size: expected 64, as params.yaml asks, got 128" in verdict.reasons[0]
+    assert "candidate.json: steps.0.group_size: expected 64, as params.yaml asks, got 128" in list_said(verdict)[0]
 
 
 @pytest.mark.parametrize(("url", "outcome"), [("http://127.0.0.1:1", "pass"), ("http://127.0.0.1:2", "pass")])
@@ -586,7 +588,7 @@ def test_arrays_that_were_touched_are_refused(tmp_path):
     write_record(index, evaluation.model_copy(update={"evals": evaluation.evals | {"prose": sealed}}))
     assert judge_tree(build, ["a"])["a"].outcome == "pass"
     arrays.write_bytes(arrays.read_bytes() + b"x")
-    assert any("prose.npz: expected sha256" in reason for reason in judge_tree(build, ["a"])["a"].reasons)
+    assert any("prose.npz: expected sha256" in reason for reason in list_said(judge_tree(build, ["a"])["a"]))
 
 
 def test_a_broken_reference_refuses_everyone(tmp_path):
@@ -594,7 +596,7 @@ def test_a_broken_reference_refuses_everyone(tmp_path):
     (build / "evaluations" / "reference" / "evaluation.json").unlink()
     verdicts = judge_tree(build, ["a", "b"])
     assert {v.outcome for v in verdicts.values()} == {"refused"}
-    assert verdicts["a"].reasons[0].startswith(f"refused: the reference is unfit: {build}/evaluations/reference/")
+    assert list_said(verdicts["a"])[0].startswith(f"refused: the reference is unfit: {build}/evaluations/reference/")
 
 
 def test_different_evalsets_are_refused(tmp_path):
@@ -604,7 +606,7 @@ def test_different_evalsets_are_refused(tmp_path):
     data["evals"]["calls"]["evalset_digest"] = "0" * 64
     path.write_text(json.dumps(data))
     verdict = judge_tree(build, ["a"])["a"]
-    assert "different evalsets" in verdict.reasons[0]
+    assert "different evalsets" in list_said(verdict)[0]
 
 
 def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path):
@@ -620,7 +622,7 @@ def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path):
         )
     verdict = judge_tree(build, ["a"])["a"]
     assert verdict.outcome == "refused"
-    assert verdict.reasons[0] == (
+    assert list_said(verdict)[0] == (
         "refused: choices/accuracy: the reference is right in 12 of 400 cases, so a loss "
         "above the tolerance of 0.03 can't show; look at the evalset"
     )
@@ -631,7 +633,7 @@ def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path):
     (build / "evaluations" / "a" / "prose.npz").write_bytes(b"not an archive")
     verdict = judge_tree(build, ["a"])["a"]
     assert verdict.outcome == "pass"
-    assert any(reason.startswith("note: divergence of prose was not measured") for reason in verdict.reasons)
+    assert any(reason.startswith("note: divergence of prose was not measured") for reason in list_said(verdict))
 
 
 def as_lists(p):

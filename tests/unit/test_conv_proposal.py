@@ -66,7 +66,8 @@ def propose_for(x: torch.Tensor, **settings: float) -> LayerProposal:
             "direct",
             "float16",
             "F(4,3)'s input transform reaches 1,000,000, float16 ends at 65,504; F(2,3)'s input "
-            "transform reaches 40,000, 0.7 doublings below float16's end of 65,504; direct in float16 leaves 2.7 doublings",
+            "transform reaches 40,000, 0.7 doublings below float16's end of 65,504; direct in float16 leaves 2.7 "
+            "doublings",
         ),
         (
             50_000,

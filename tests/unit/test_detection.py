@@ -9,7 +9,6 @@ import pytest
 from scipy import stats
 
 from pipeline.gate.clusters import effective_clusters
-from pipeline.gate.compare import compare_release
 from pipeline.gate.influence import harm_by_image, share_of_objects
 from pipeline.gate.resampling import bootstrap_bounds, draw_weights
 from pipeline.gate.statistics import sign_flip_p, tango_bounds
@@ -21,6 +20,7 @@ from pipeline.records.evaluations import Evaluation
 from pipeline.records.record_files import read_record, write_record
 from pipeline.report.markdown_report import metrics_tree, render_report
 from pipeline.report.plots import plot_harm
+from tests.judging import compare_release, list_said
 from tests.synthetic_detections import (
     Change,
     Detector,
@@ -165,7 +165,7 @@ def test_a_loss_of_small_objects_fails_where_they_are_and_nowhere_else(build, tm
     compared = judge(build, ("same", "small"))
     same, small = compared.judgement.verdicts
     assert (same.outcome, small.outcome) == ("pass", "fail")
-    assert "note: shelves/ap [specks]: the bucket is empty" in " ".join(same.reasons)  # and nothing gates it
+    assert "note: shelves/ap [specks]: the bucket is empty" in " ".join(list_said(same))  # and nothing gates it
     outcomes = {(c.metric, c.bucket): c.outcome for c in small.comparisons}
     assert outcomes["shelves/ap_small", None] == outcomes["shelves/ap", "price_tags"] == "fail"
     assert outcomes["shelves/ap_large", None] == "pass" and outcomes["shelves/ap_large", "night"] == "reported"
@@ -196,7 +196,7 @@ def test_a_headline_of_a_flat_average_is_about_an_average_that_passes(tmp_path):
     write_detector_tree(tmp_path, {"rare": Change(drop_rare=0.4)}, num_images=240)
     tolerances = {"shelves/ap": {"overall": 0.1}, "shelves/ap_50": {"overall": 0.06, "buckets": {"bottles": 0.05}}}
     verdict = judge(tmp_path, ("rare",), tolerances).judgement.verdicts[0]
-    assert verdict.outcome == "fail" and not any("aggregate flat" in reason for reason in verdict.reasons)
+    assert verdict.outcome == "fail" and not any("aggregate flat" in reason for reason in list_said(verdict))
 
 
 def test_metrics_carry_an_interval_and_empty_buckets_have_none(build):
@@ -230,7 +230,7 @@ def test_an_empty_bucket_is_refused_by_name_where_it_is_gated(build):
     """-1 of both sides, as COCO writes it, would be a harm of 0."""
     verdict = judge(build, tolerances={"shelves/ap": {"buckets": {"specks": 0.02}}}).judgement.verdicts[0]
     assert verdict.outcome == "refused"
-    assert verdict.reasons[0] == (
+    assert list_said(verdict)[0] == (
         "refused: shelves/ap [specks]: the bucket is empty; no such object on 120 images "
         "has an area of 0 to 4 square pixels"
     )
@@ -238,11 +238,11 @@ def test_an_empty_bucket_is_refused_by_name_where_it_is_gated(build):
 
 def test_a_bucket_that_nobody_has_is_refused(build):
     verdict = judge(build, tolerances={"shelves/ap": {"buckets": {"dusk": 0.02}}}).judgement.verdicts[0]
-    assert "refused: shelves/ap [dusk]: the bucket is empty; no case carries it" in verdict.reasons
+    assert "refused: shelves/ap [dusk]: the bucket is empty; no case carries it" in list_said(verdict)
 
 
 def test_a_reference_that_finds_less_than_the_tolerance_proves_nothing(build):
-    reasons = judge(build, tolerances={"shelves/ap": {"overall": 0.9}}).judgement.verdicts[0].reasons
+    reasons = list_said(judge(build, tolerances={"shelves/ap": {"overall": 0.9}}).judgement.verdicts[0])
     assert "a loss above the tolerance of 0.9 can't show" in reasons[0]
 
 
@@ -298,21 +298,21 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path, edit, said):
     write_detector_tree(tmp_path, {"same": Change()}, num_images=80)
     edit_table(tmp_path, "same", edit)
     verdict = judge(tmp_path).judgement.verdicts[0]
-    assert verdict.outcome == "refused" and any(said in reason for reason in verdict.reasons), verdict.reasons
+    assert verdict.outcome == "refused" and any(said in reason for reason in list_said(verdict)), list_said(verdict)
 
 
 def test_a_table_without_a_seal_or_a_file_is_refused(tmp_path):
     write_detector_tree(tmp_path, {"same": Change()}, num_images=80)
     edit_table(tmp_path, "same", lambda table: table, seal=False)
-    assert "expected matched detections and their sha256" in judge(tmp_path).judgement.verdicts[0].reasons[0]
+    assert "expected matched detections and their sha256" in list_said(judge(tmp_path).judgement.verdicts[0])[0]
     edit_table(tmp_path, "same", lambda table: table)
     (tmp_path / "evaluations/same/shelves.npz").unlink()
-    assert "shelves.npz: expected arrays, found no file" in judge(tmp_path).judgement.verdicts[0].reasons[0]
+    assert "shelves.npz: expected arrays, found no file" in list_said(judge(tmp_path).judgement.verdicts[0])[0]
 
 
 def test_a_bucket_of_images_may_not_be_called_like_one_of_areas(tmp_path):
     write_detector_tree(tmp_path, {"same": Change()}, num_images=80, buckets=("small",))
-    assert "'small' is a bucket of images and one of objects" in judge(tmp_path).judgement.verdicts[0].reasons[0]
+    assert "'small' is a bucket of images and one of objects" in list_said(judge(tmp_path).judgement.verdicts[0])[0]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from pipeline.errors import EvidenceError, RequestError
 from pipeline.products.text.drift import Comparison, Drift, check_drift
 from pipeline.products.text.serving.engines.openai import adopt
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate, Evaluation
 from pipeline.records.fingerprints import SECTIONS, fingerprint
 from pipeline.records.record_files import read_record, write_record
@@ -60,7 +61,7 @@ def look(
 ) -> Drift:
     params = make_params(["a"], ["a"])
     evals = {name: {"kind": "tool_calls", "evalset": name} for name in ("first", "second")}
-    params = Params.model_validate(params.model_dump() | {"evals": evals})
+    params = TextProduct.model_validate(params.model_dump() | {"evals": evals})
     client: Any = LiveEndpoint(served or ({} if server is None else {"/v1/fingerprint": server}), answers, echo)
     return asyncio.run(check_drift(candidate or make_candidate("a"), params, client, root=root, num_cases=10))
 
@@ -69,7 +70,7 @@ def look(
 def evaluated(tmp_path: Path, endpoint: FakeEndpoint) -> Path:
     """A project whose candidate was evaluated, by a server that described itself."""
     run(tmp_path)
-    path = tmp_path / "build/evaluations/a/evaluation.json"
+    path = tmp_path / "build/agent/evaluations/a/evaluation.json"
     change = {"served_by": FACTS, "checkpoint_digest": "c" * 64}
     write_record(path, read_record(path, Evaluation).model_copy(update=change))
     return tmp_path
@@ -124,7 +125,7 @@ def test_half_of_the_facts_prove_nothing(evaluated: Path, facts: Any) -> None:
 
 
 def test_where_runs_differ_as_many_changes_prove_nothing(evaluated: Path) -> None:
-    path = evaluated / "build/evaluations/a/evaluation.json"
+    path = evaluated / "build/agent/evaluations/a/evaluation.json"
     evaluation = read_record(path, Evaluation)
     canary = evaluation.canary.model_copy(update={"num_unstable": 1})
     write_record(path, evaluation.model_copy(update={"canary": canary}))
@@ -134,7 +135,7 @@ def test_where_runs_differ_as_many_changes_prove_nothing(evaluated: Path) -> Non
 def test_an_attached_server_of_ours_has_not_drifted_when_it_is_as_it_was(evaluated: Path) -> None:
     """How it serves is a fact about the engine there, and stays one."""
     attached = make_candidate("a").model_copy(update={"serving": ServingConfig(engine="openai", model="m")})
-    path = evaluated / "build/evaluations/a/evaluation.json"
+    path = evaluated / "build/agent/evaluations/a/evaluation.json"
     facts = adopt(attached, FACTS)
     write_record(path, read_record(path, Evaluation).model_copy(update={"served_by": facts}))
     assert look(evaluated, {"facts": FACTS}, candidate=attached).fingerprint == Comparison((), SECTIONS, ())
@@ -157,7 +158,7 @@ BEFORE_START = ("checkpoint", "serving", "libraries")
 @pytest.fixture
 def evaluated_vllm(evaluated: Path) -> Path:
     """A project whose candidate was evaluated on a vLLM that we started."""
-    path = evaluated / "build/evaluations/a/evaluation.json"
+    path = evaluated / "build/agent/evaluations/a/evaluation.json"
     update = {"served_by": OF_VLLM.facts | RUNTIME, "serving": VLLM}
     write_record(path, read_record(path, Evaluation).model_copy(update=update))
     return evaluated
@@ -198,7 +199,7 @@ def test_a_vllm_that_tells_its_configuration_is_compared_in_it_too(evaluated_vll
 
 def test_an_attached_vllm_that_tells_its_version_alone_is_not_said_to_agree(evaluated: Path) -> None:
     attached = make_candidate("a").model_copy(update={"serving": ServingConfig(engine="openai", model="m")})
-    path = evaluated / "build/evaluations/a/evaluation.json"
+    path = evaluated / "build/agent/evaluations/a/evaluation.json"
     facts = attached.facts | {"libraries": {"vllm": "0.32.0"}}
     write_record(path, read_record(path, Evaluation).model_copy(update={"served_by": facts}))
     served = {"/version": {"version": "0.32.0"}}
@@ -217,6 +218,6 @@ def test_other_cases_or_records_than_were_evaluated_are_refused(evaluated: Path)
     write_questions(evaluated / "first", "a", "z")
     with pytest.raises(EvidenceError, match="first: expected the cases that were evaluated"):
         look(evaluated)
-    (evaluated / "build/evaluations/a/first.jsonl").write_text("")
+    (evaluated / "build/agent/evaluations/a/first.jsonl").write_text("")
     with pytest.raises(EvidenceError, match="first.jsonl: expected the records as they were written"):
         look(evaluated)

@@ -17,6 +17,7 @@ import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.serving.client import Reply
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation
 from pipeline.records.serving import ServingConfig
 from tests.synthetic_records import make_candidate, make_params
@@ -121,9 +122,11 @@ def run(
 ) -> Evaluation:
     evals = {name: {"kind": "tool_calls", "evalset": name} | settings.get(name, {}) for name in ("first", "second")}
     params = make_params(["a"], ["a"])
-    params = Params.model_validate(params.model_dump() | {"evals": evals})
+    params = TextProduct.model_validate(params.model_dump() | {"evals": evals})
     return asyncio.run(
-        evaluate_candidate(candidate or make_candidate("a"), params, root=root, build=root / "build", watches=watches)
+        evaluate_candidate(
+            candidate or make_candidate("a"), params, root=root, build=root / "build/agent", watches=watches
+        )
     )
 
 
@@ -131,12 +134,12 @@ def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, end
     before = run(tmp_path)
     assert sorted(endpoint.asked) == ["a", "b", "c"]
     endpoint.asked.clear()
-    shutil.rmtree(tmp_path / "build/evaluations")  # as DVC does before it runs a stage
+    shutil.rmtree(tmp_path / "build/agent/evaluations")  # as DVC does before it runs a stage
     after = run(tmp_path, second={"send_tools": True})
     assert endpoint.asked == ["c"], "the edited eval alone"
     assert after.evals["first"] == before.evals["first"]
     assert after.evals["second"].key != before.evals["second"].key
-    assert (tmp_path / "build/evaluations/a/first.jsonl").is_file()
+    assert (tmp_path / "build/agent/evaluations/a/first.jsonl").is_file()
 
 
 def test_a_watch_sees_what_is_taken_over_too(tmp_path: Path, endpoint: FakeEndpoint) -> None:
@@ -148,8 +151,11 @@ def test_a_watch_sees_what_is_taken_over_too(tmp_path: Path, endpoint: FakeEndpo
 
 
 def test_two_runs_do_not_write_into_one_journal(tmp_path: Path, endpoint: FakeEndpoint) -> None:
-    (tmp_path / "build/journal").mkdir(parents=True)
-    with FileLock(tmp_path / "build/journal/a.lock"), pytest.raises(JournalError, match="one evaluation of 'a' at a"):
+    (tmp_path / "build/agent/journal").mkdir(parents=True)
+    with (
+        FileLock(tmp_path / "build/agent/journal/a.lock"),
+        pytest.raises(JournalError, match="one evaluation of 'a' at a"),
+    ):
         run(tmp_path)
     assert not endpoint.asked
     run(tmp_path)
@@ -164,7 +170,7 @@ def test_an_edited_case_is_asked_again_with_the_rest_of_its_eval(tmp_path: Path,
 
 
 def change_code(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate_module, "digest_code", lambda stage: "edited")
+    monkeypatch.setattr(evaluate_module, "digest_code", lambda stage, kind: "edited")
 
 
 def change_endpoint(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,17 +178,17 @@ def change_endpoint(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.Monk
 
 
 def edit_records(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (root / "build/journal/a/finished").glob("*.jsonl"):
+    for path in (root / "build/agent/journal/a/finished").glob("*.jsonl"):
         path.write_text(path.read_text().replace('"exact":1.0', '"exact":0.0'))
 
 
 def damage_index(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    (root / "build/journal/a/finished/evaluation.json").write_text("{")
+    (root / "build/agent/journal/a/finished/evaluation.json").write_text("{")
 
 
 def replace_by_a_file(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.rmtree(root / "build/journal/a/finished")
-    (root / "build/journal/a/finished").write_text("")
+    shutil.rmtree(root / "build/agent/journal/a/finished")
+    (root / "build/agent/journal/a/finished").write_text("")
 
 
 @pytest.mark.parametrize("change", [change_code, change_endpoint, edit_records, damage_index, replace_by_a_file])
@@ -194,7 +200,7 @@ def test_records_of_anything_else_are_never_taken_over(
     change(tmp_path, endpoint, monkeypatch)
     run(tmp_path)
     assert sorted(endpoint.asked) == ["a", "b", "c"]
-    assert (tmp_path / "build/journal/a/finished/evaluation.json").is_file()
+    assert (tmp_path / "build/agent/journal/a/finished/evaluation.json").is_file()
 
 
 def test_an_attached_endpoint_is_asked_again_as_it_may_serve_another_model_now(
@@ -214,7 +220,7 @@ def test_a_failed_case_fails_the_run_and_is_all_that_is_asked_again(tmp_path: Pa
     message = str(caught.value)
     assert message.startswith("a: first: 1 of 2 cases have no judgement (1 infrastructure), first 't1': ")
     assert "connection reset" in message and "`dvc repro`" in message and "\n" not in message
-    assert not (tmp_path / "build/evaluations/a").exists(), "a half evaluation must not be recorded"
+    assert not (tmp_path / "build/agent/evaluations/a").exists(), "a half evaluation must not be recorded"
     endpoint.asked.clear()
     endpoint.broken = set()
     assert run(tmp_path).evals["first"].num_cases == 2

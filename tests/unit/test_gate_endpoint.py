@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.gate.compare import compare_release
 from pipeline.gate.endpoint import holds_same_model
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.verdicts import Verdict
+from tests.judging import compare_release, list_said
 from tests.synthetic_records import Behaviour, make_candidate, make_params, rewrite_records, write_tree
 
 SAME = "prose: the endpoint answers with the reference's weights: over 40 documents the log-probabilities differ by"
@@ -82,7 +82,7 @@ def test_likelihoods_that_all_equal_the_references_are_refused(build: Path) -> N
     attach(build)
     verdict = judge(build, URL)
     assert verdict.outcome == "refused"
-    reason = next(r for r in verdict.reasons if SAME in r)
+    reason = next(r for r in list_said(verdict) if SAME in r)
     assert f"{SAME} 0 nat a token, which is rounding, although the checkpoints differ (" in reason
     assert "`dvc repro -f -s evaluate@a`" in reason
 
@@ -121,7 +121,7 @@ def test_the_order_of_the_documents_does_not_hide_it(build: Path) -> None:
     edit_arrays(build, reverse)
     rewrite_records(build, "a", "prose", lambda records: records[::-1])
     attach(build)
-    assert any(SAME in reason for reason in judge(build, URL).reasons)
+    assert any(SAME in reason for reason in list_said(judge(build, URL)))
 
 
 def test_sums_that_agree_over_tokens_that_do_not_clear_it(build: Path) -> None:
@@ -138,7 +138,7 @@ def test_without_arrays_the_sums_have_to_do(build: Path, num_documents: int, is_
     answer_as_the_reference(build, num_documents=num_documents)
     (build / "evaluations/a/prose.npz").unlink()
     attach(build)
-    assert any(SAME in reason for reason in judge(build, URL).reasons) == is_refused
+    assert any(SAME in reason for reason in list_said(judge(build, URL))) == is_refused
 
 
 @pytest.mark.parametrize(
@@ -184,14 +184,14 @@ def test_without_a_perplexity_eval_it_is_said_that_nothing_could_tell(build: Pat
     attach(build)
     said = "note: no eval of kind perplexity: whether its endpoint answers with the reference's weights could not be"
     tolerances = {"calls/tool_call_exact_match": {"overall": 0.02}}
-    assert not any(said in reason for reason in judge(build, URL, tolerances=tolerances).reasons)
+    assert not any(said in reason for reason in list_said(judge(build, URL, tolerances=tolerances)))
     for name in ("a", "reference"):
         path = build / f"evaluations/{name}/evaluation.json"
         old = read_record(path, Evaluation)
         evals = {key: file for key, file in old.evals.items() if key != "prose"}
         write_record(path, old.model_copy(update={"evals": evals}))
-    assert any(said in reason for reason in judge(build, URL, tolerances=tolerances).reasons)
-    assert not any(said in reason for reason in judge(build, tolerances=tolerances).reasons), "its server proved it"
+    assert any(said in reason for reason in list_said(judge(build, URL, tolerances=tolerances)))
+    assert not any(said in reason for reason in list_said(judge(build, tolerances=tolerances))), "its server proved it"
 
 
 def silence(records: list[CaseRecord]) -> list[CaseRecord]:
@@ -204,7 +204,9 @@ def test_an_eval_without_a_single_reply_is_refused_though_every_score_is_right(b
     rewrite_records(build, side, "workflows", silence)
     verdict = judge(build)
     assert verdict.outcome == "refused"
-    assert any(f"workflows: all 400 replies of {side} are empty, and silence" in reason for reason in verdict.reasons)
+    assert any(
+        f"workflows: all 400 replies of {side} are empty, and silence" in reason for reason in list_said(verdict)
+    )
 
 
 def test_some_empty_replies_are_answers(build: Path) -> None:
@@ -222,4 +224,4 @@ def test_an_attached_candidate_that_has_changed_is_refused_by_name(build: Path) 
     verdict = judge(build, URL)
     assert verdict.outcome == "refused"
     said = "is not what would ship: checkpoint digest (which file differs is not known): expected"
-    assert any(said in reason for reason in verdict.reasons)
+    assert any(said in reason for reason in list_said(verdict))

@@ -18,13 +18,13 @@ from pipeline.gate.detection import measure_precision
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.validity import is_without_output
+from pipeline.products import list_known_metrics
 from pipeline.records.evaluations import CaseRecord
-from pipeline.settings.metrics import METRICS_BY_NAME
 from tests.synthetic_detections import Change, make_pair
 from tests.synthetic_records import make_cases
 
-PERPLEXITY, COMPLETION = METRICS_BY_NAME["perplexity_per_token"], METRICS_BY_NAME["task_completion_rate"]
-BURNT = METRICS_BY_NAME["oversaturated_image_rate"]
+PERPLEXITY, COMPLETION = list_known_metrics()["perplexity_per_token"], list_known_metrics()["task_completion_rate"]
+BURNT = list_known_metrics()["oversaturated_image_rate"]
 
 # nat a token of the reference, and what the candidate adds to it; tokens
 document = st.tuples(st.floats(0.5, 3.0), st.floats(-0.3, 0.3), st.integers(20, 400))
@@ -167,7 +167,7 @@ def test_a_gated_bucket_that_is_not_there_never_passes(rows, bucket, is_precisio
     with pytest.raises(EvidenceError, match="the bucket is empty; no case carries it"):
         if is_precision:
             measure_precision(
-                pair_detectors(0), METRICS_BY_NAME["ap"], bucket, eval_name="w", tolerance=0.02, alpha=0.05
+                pair_detectors(0), list_known_metrics()["ap"], bucket, eval_name="w", tolerance=0.02, alpha=0.05
             )
         else:
             pairs = align(documents_of(rows, 1, 0), documents_of(rows, 1, 1), where="w")
@@ -200,7 +200,7 @@ def pair_detectors(seed, order=None, is_swapped=False):
 
 
 def measure_ap(pairs) -> Measurement:
-    return measure_precision(pairs, METRICS_BY_NAME["ap"], None, eval_name="w", tolerance=0.02, alpha=0.05)
+    return measure_precision(pairs, list_known_metrics()["ap"], None, eval_name="w", tolerance=0.02, alpha=0.05)
 
 
 def test_swapping_the_labels_mirrors_average_precision():

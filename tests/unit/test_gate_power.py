@@ -19,7 +19,7 @@ from benchmarks.gate_power import (
 )
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
-from pipeline.settings.metrics import METRICS_BY_NAME
+from pipeline.products import list_known_metrics
 from tests.synthetic_records import make_flips
 
 
@@ -28,7 +28,7 @@ def test_counts_are_measured_as_records_are(b, c, n):
     """Catches a simulation of another rule than the one that decides."""
     pairs = align(*make_flips(b, c, n, right=n - 30), where="w")
     expected = measure_metric(
-        pairs, METRICS_BY_NAME["task_completion_rate"], None, eval_name="w", tolerance=0.03, alpha=0.05
+        pairs, list_known_metrics()["task_completion_rate"], None, eval_name="w", tolerance=0.03, alpha=0.05
     )
     found, shown = measure_counts(b, c, n, 0.03), {"reference", "candidate", "more_cases"}  # words, no decision
     for name in {field.name for field in dataclasses.fields(found)} - shown - {"sums", "weights", "tail"}:

@@ -12,10 +12,10 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.decision import judge_all
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
-from pipeline.settings.metrics import METRICS_BY_NAME
+from pipeline.products import list_known_metrics
 from tests.synthetic_records import make_cases
 
-COMPLETION = METRICS_BY_NAME["task_completion_rate"]
+COMPLETION = list_known_metrics()["task_completion_rate"]
 RANK = {"pass": 0, "inconclusive": 1, "fail": 2}
 
 outcomes = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=120)

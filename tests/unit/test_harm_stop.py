@@ -13,15 +13,15 @@ import pytest
 from pipeline.errors import EvidenceError, HarmFound
 from pipeline.evalsets.cases import DocumentCase
 from pipeline.gate.harm_stop import HarmWatch
+from pipeline.products import list_known_metrics
 from pipeline.products.text.evals.runner import run_cases
 from pipeline.records.evaluations import CaseRecord
 from pipeline.running.journal import Journal
-from pipeline.settings.metrics import METRICS_BY_NAME
 from scripts import screen
 from tests.synthetic_records import Behaviour, make_cases, make_params, write_tree
 from tests.unit.test_runner import make_context
 
-METRIC = ("w/task_completion_rate", METRICS_BY_NAME["task_completion_rate"], 0.03)
+METRIC = ("w/task_completion_rate", list_known_metrics()["task_completion_rate"], 0.03)
 
 
 def watch(reference: list[CaseRecord], *, seed: int = 0) -> HarmWatch:
@@ -122,7 +122,7 @@ def test_a_case_that_the_reference_was_not_asked_is_named() -> None:
 def test_an_evalset_that_was_edited_since_the_reference_ran_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tree(tmp_path / "build", {"a": Behaviour()})
+    write_tree(tmp_path / "build/agent", {"a": Behaviour()})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(screen, "load_evalset", lambda folder: SimpleNamespace(digest="another"))
     with pytest.raises(EvidenceError, match=r"as the reference was asked it .* found another one \(another\)"):

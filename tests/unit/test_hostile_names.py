@@ -16,6 +16,7 @@ from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.markdown import render_block, render_name
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, show_unprintable
+from pipeline.records.reasons import Reason
 from pipeline.records.record_files import read_record
 from pipeline.report.github import render_annotations, render_summary
 from pipeline.report.html import render_html
@@ -106,7 +107,7 @@ def test_no_form_of_a_verdict_holds_a_command(tmp_path, monkeypatch, capsys, nas
                     update={
                         "candidate": nasty,
                         "comparisons": (),
-                        "reasons": (f"refused: {nasty}", f"fail: {nasty}", nasty),
+                        "reasons": tuple(map(Reason.model_validate, (f"refused: {nasty}", f"fail: {nasty}", nasty))),
                     }
                 )
                 for verdict in judgement.verdicts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.guidance_plot import plot_guidance
 from pipeline.gate.image_plots import plot_headroom, plot_worst_images
 from pipeline.gate.images import describe_guidance, list_guided
@@ -18,6 +18,7 @@ from pipeline.records.evaluations import read_cases
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import write_cases
 from pipeline.report.markdown_report import render_report
+from tests.judging import compare_release, list_said
 from tests.synthetic_images import Look, make_image_product, write_image_tree
 
 FLIPS = "|  | image | prompt |"
@@ -141,7 +142,7 @@ def test_sides_that_ran_on_other_hardware_are_not_compared(tmp_path: Path) -> No
         evaluation["evals"]["shots"]["sha256"] = digest_file(folder / "shots.jsonl")
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
     (verdict,) = compare_release(make_image_product(looks, "guided"), tmp_path).judgement.verdicts
-    assert verdict.outcome == "refused" and "`dvc repro -f -s evaluate@shots`" in verdict.reasons[0]
+    assert verdict.outcome == "refused" and "`dvc repro -f -s evaluate@shots`" in list_said(verdict)[0]
 
 
 def test_a_file_that_no_step_names_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.compare import compare_release
 from pipeline.gate.image_plots import plot_worst_images
 from pipeline.gate.pictures import JudgedImage
 from pipeline.records.digests import digest_file
@@ -22,9 +21,10 @@ from pipeline.records.evaluations import read_cases
 from pipeline.records.record_files import write_cases
 from pipeline.report.flips import list_worst_images
 from pipeline.report.mlflow_runs.image_contents import COLUMN, MAX_CASES, VIEW, ShownImage, describe_view, order_columns
-from pipeline.report.mlflow_runs.run_contents import RunContents, describe_runs
+from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.report.mlflow_runs.run_pictures import MAX_SIDE, draw_pictures, fit_size
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
+from tests.judging import compare_release, describe_runs
 from tests.synthetic_images import SIDE, Look, make_image_product, write_image_tree
 
 MAX_LOGGED = 12  # images a run
@@ -266,9 +266,10 @@ def test_the_worst_image_is_unsound_or_lost_most_and_not_just_beyond_a_limit(tmp
     """A rate has no size: of all images beyond its limit the first would be the worst."""
     looks = {"bad": Look(changes={"oversaturated": 1.0}, worst=9)}
     write_image_tree(tmp_path, make_image_product(looks, "bad"), looks)
-    pairs = compare_release(make_image_product(looks, "bad"), tmp_path).measured["bad"].pairs
-    assert list_worst_images(pairs, {"shots": "images"})[0] == ("shots", 9)
+    compared = compare_release(make_image_product(looks, "bad"), tmp_path)
+    pairs = compared.measured["bad"].pairs
+    assert list_worst_images(pairs, compared.evals)[0] == ("shots", 9)
     records = read_cases(tmp_path / "evaluations/bad/shots.jsonl")
     records[4] = records[4].model_copy(update={"scores": records[4].scores | {"sound": 0.0}})
     pairs["shots"] = replace(pairs["shots"], candidate=CaseTable.of(records))
-    assert list_worst_images(pairs, {"shots": "images"})[:2] == [("shots", 4), ("shots", 9)]
+    assert list_worst_images(pairs, compared.evals)[:2] == [("shots", 4), ("shots", 9)]

@@ -230,7 +230,8 @@ def test_more_may_be_timed_and_what_fails_nobody_may_be_timed_less(last, now) ->
     [
         (
             "alpha",
-            "products.agent.gate.loosened.alpha: expected a setting that is looser than at the last release, found none",
+            "products.agent.gate.loosened.alpha: expected a setting that is looser than at the last release, found "
+            "none",
         ),
         (f"tolerances.{CALLS}.overal", "found none of that name that is; remove it"),
         ("reference.weights", "gate.loosened.reference.weights: expected a setting that is looser"),

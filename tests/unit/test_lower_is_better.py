@@ -8,12 +8,12 @@ import pytest
 from pipeline.errors import EvidenceError
 from pipeline.gate.measure import check_loss_can_show, measure_metric
 from pipeline.gate.pairing import PairedCases
+from pipeline.products import list_known_metrics
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Comparison
 from pipeline.report.flips import worst_flips
-from pipeline.settings.metrics import METRICS_BY_NAME
 
-METRIC = METRICS_BY_NAME["oversaturated_image_rate"]
+METRIC = list_known_metrics()["oversaturated_image_rate"]
 N = 200
 
 

@@ -13,7 +13,7 @@ import torch._dynamo
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import EngineError
-from pipeline.networks import costs, rounding
+from pipeline.products.vision import costs, rounding
 from pipeline.products.vision.adapters import load_adapter
 from pipeline.products.vision.costs import Load, choose_baseline, count_work, measure_costs, measure_speed
 from pipeline.products.vision.loading import load_network

@@ -18,7 +18,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate import network_plots
 from pipeline.gate.boxes import find_lost, list_losses, read_found
 from pipeline.gate.checks import check_outcomes
-from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.network_costs import tabulate_network_costs
 from pipeline.gate.network_section import describe_fallbacks
@@ -37,6 +37,7 @@ from pipeline.report.flips import list_worst_images, worst_cases
 from pipeline.report.github import render_summary
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
+from tests.judging import compare_release, list_said
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
     NOTES,
@@ -159,7 +160,7 @@ def test_what_was_not_timed_says_why(tmp_path: Path, difference: float | None, s
     speed = time_notes() | {"timed": None, "difference": difference}
     compared = judge_upscaler(tmp_path, {"compiled": Way([COMPILED], notes={"speed": speed})})
     assert said in costs_of(compared, "compiled")["time to its baseline"]
-    assert compared.judgement.verdicts[0].outcome == "no gain" and said in compared.judgement.verdicts[0].reasons[0]
+    assert compared.judgement.verdicts[0].outcome == "no gain" and said in list_said(compared.judgement.verdicts[0])[0]
 
 
 SLOW = time_notes(median=9.0, low=8.0, high=10.0)
@@ -177,7 +178,7 @@ def test_a_step_that_gains_on_something_slow_alone_is_no_gain(tmp_path: Path) ->
     for speed in (None, time_notes() | {"baseline": "torch bfloat16"}):
         verdict = judge_slow(tmp_path / str(speed is None), Way([HALF, LAST], notes={"speed": speed, "total": SLOW}))
         assert verdict.outcome == "no gain"
-        assert verdict.reasons[0] == (
+        assert list_said(verdict)[0] == (
             "no gain: channels_last: it takes 9.000 (8.000 to 10.000) of the CPU time of torch float32: it is slower "
             "than without any step"
         )
@@ -207,7 +208,7 @@ def test_a_number_format_that_is_slow_fails_where_that_matters(
 ) -> None:
     way = Way([HALF], notes={"speed": SLOW, "total": SLOW})
     verdict = judge_slow(tmp_path, way, max_slowdown=max_slowdown)
-    assert verdict.outcome == outcome and verdict.reasons[0].startswith(said)
+    assert verdict.outcome == outcome and list_said(verdict)[0].startswith(said)
 
 
 def test_users_wait_by_the_wall_clock_too(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_users_wait_by_the_wall_clock_too(tmp_path: Path) -> None:
     for name, notes in {"b": {"speed": time_notes(), "total": waits}, "c": {"speed": waits, "total": None}}.items():
         both = judge_slow(tmp_path / name, Way([HALF, LAST], notes=notes))
         assert both.outcome == "no gain"
-        assert "it takes 9.000 (8.000 to 10.000) of the wall time of torch float32" in both.reasons[0]
+        assert "it takes 9.000 (8.000 to 10.000) of the wall time of torch float32" in list_said(both)[0]
     compared = judge_upscaler(tmp_path / "d", {"slow": way})
     assert costs_of(compared, "slow")["in total"] == "9.000 (8.000 to 10.000) wall"
 
@@ -230,7 +231,7 @@ def test_a_limit_on_time_that_was_not_applied_is_said_where_the_verdict_is(tmp_p
     judgement = compare_release(product, write_upscaler(tmp_path, product, ways)).judgement
     check_outcomes(judgement)
     said = "speed: gate.max_slowdown was not applied: an emulated policy has no time of its own"
-    assert judgement.outcome == "pass" and f"note: {said}" in judgement.verdicts[0].reasons
+    assert judgement.outcome == "pass" and f"note: {said}" in list_said(judgement.verdicts[0])
     assert f"policy: note: {said}" in render_gate(judgement)
     assert said in render_summary(judgement, Explanation(candidates=()))
 
@@ -255,14 +256,16 @@ def test_a_limit_on_time_refuses_what_could_not_be_timed(tmp_path: Path) -> None
     untimed = time_notes() | {"timed": None, "difference": 0.3}
     way = Way([HALF], notes={"speed": untimed, "total": untimed})
     verdict = judge_slow(tmp_path, way, max_slowdown=0.2)
-    assert verdict.outcome == "refused" and "gate.max_slowdown: not timed, as its outputs differ" in verdict.reasons[0]
+    assert (
+        verdict.outcome == "refused" and "gate.max_slowdown: not timed, as its outputs differ" in list_said(verdict)[0]
+    )
 
 
 def test_a_limit_on_time_refuses_notes_without_it(tmp_path: Path) -> None:
     """Nobody knows how long it takes, and it passed."""
     way = Way([HALF], notes={"speed": None, "total": None})
     verdict = judge_slow(tmp_path, way, max_slowdown=0.2)
-    assert verdict.outcome == "refused" and "gate.max_slowdown: expected the time in total" in verdict.reasons[0]
+    assert verdict.outcome == "refused" and "gate.max_slowdown: expected the time in total" in list_said(verdict)[0]
     assert judge_slow(tmp_path / "unlimited", way).outcome == "pass"
     product = make_network_product("upscaler", {"slow": way}, max_slowdown=0.2)
     timed = Way([HALF], notes={"speed": time_notes(), "total": time_notes()})
@@ -281,10 +284,10 @@ def test_another_checkpoint_is_timed_or_refused_where_there_is_a_limit(tmp_path:
         return Way(steps, notes={"speed": time_notes(), "total": total}, checkpoint="models/int8")
 
     untimed = judge_slow(tmp_path / "untimed", way(None), max_slowdown=0.25)
-    assert untimed.outcome == "refused" and "gate.max_slowdown: expected the time in total" in untimed.reasons[0]
+    assert untimed.outcome == "refused" and "gate.max_slowdown: expected the time in total" in list_said(untimed)[0]
     slow = judge_slow(tmp_path / "slow", way(SLOW), max_slowdown=0.25)
     assert slow.outcome == "fail"
-    assert "fail: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32" in slow.reasons[0]
+    assert "fail: speed: it takes 9.000 (8.000 to 10.000) of the time of the reference in float32" in list_said(slow)[0]
     assert judge_slow(tmp_path / "fast", way(time_notes()), max_slowdown=0.25).outcome == "pass"
     if not steps:
         assert judge_slow(tmp_path / "unlimited", way(None)).outcome == "pass"
@@ -307,7 +310,7 @@ def test_a_network_that_is_not_compiled_for_all_shapes_is_a_fallback_and_no_gain
     compared = judge_upscaler(tmp_path, {"compiled": Way([COMPILED], notes={"speed": time_notes(), "compile": met})})
     said = "torch.compile reached its limit of 8 graphs of one function at shape 9 of 12 (1 frame)"
     verdict = compared.judgement.verdicts[0]
-    assert verdict.outcome == "no gain" and f"no gain: compile: {said}" in verdict.reasons[0]
+    assert verdict.outcome == "no gain" and f"no gain: compile: {said}" in list_said(verdict)[0]
     assert is_blocking(verdict, compared.judgement.policy)
     report = render_report(compared)
     assert f"Fallback: `(all)`: {said}: it and new shapes after it run without compilation." in report
@@ -322,7 +325,7 @@ def test_the_time_says_of_which_shape_it_is(tmp_path: Path) -> None:
     compared = judge_upscaler(tmp_path, {"last": Way([LAST], notes=slow)}, {"shapes": shapes})
     said = "4 pictures of 32 x 40, the most common of 3 shapes (28 of 40 pictures)"
     assert f"of one batch on this machine, {said}," in " ".join(render_report(compared).split())
-    assert f"of the CPU time of torch float32, on {said}; a gain is" in compared.judgement.verdicts[0].reasons[0]
+    assert f"of the CPU time of torch float32, on {said}; a gain is" in list_said(compared.judgement.verdicts[0])[0]
 
 
 def test_a_policy_is_told_layer_by_layer_with_the_reasons_of_its_rules(judged: ReleaseComparison) -> None:
@@ -541,7 +544,7 @@ def test_notes_of_another_version_are_refused_in_one_line(small: Path, tmp_path:
     verdicts = {v.candidate: v for v in compared.judgement.verdicts}
     if name == "last":
         assert verdicts["last"].outcome == "refused"
-        assert "scenes.json: not the notes of a network: " in verdicts["last"].reasons[0]
+        assert "scenes.json: not the notes of a network: " in list_said(verdicts["last"])[0]
     assert costs_of(compared, name)["finite outputs"] == "–"
     render_report(compared)
     draw_all(compared, tmp_path)
@@ -616,7 +619,7 @@ def test_the_worst_picture_of_an_upscaler_follows_its_own_scores(tmp_path: Path)
     """Catches scores of image pipelines being looked for: all would be equal, and the first the worst."""
     compared = judge_upscaler(tmp_path, {"tiled": Way([TILED], seam=4.0)})
     assert "views: the worst single stitch of all steps by 8.0 levels, of `view-7`." in render_report(compared)
-    assert list_worst_images(compared.measured["tiled"].pairs, {"views": "upscaling"})[0] == ("views", 7)
+    assert list_worst_images(compared.measured["tiled"].pairs, compared.evals)[0] == ("views", 7)
 
 
 @pytest.mark.parametrize("is_turned", [False, True], ids=["columns", "rows"])

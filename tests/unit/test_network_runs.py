@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from pipeline.gate.boxes import LOST
-from pipeline.gate.compare import compare_release
 from pipeline.report.mlflow_runs.network_contents import STITCH
-from pipeline.report.mlflow_runs.run_contents import RunContents, describe_runs
+from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.report.mlflow_runs.run_pictures import draw_pictures
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
 from stages.track import list_attachments
+from tests.judging import compare_release, describe_runs
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import (
     NOTES,

@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from ruamel.yaml import YAML
 
-from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, Passage
-from pipeline.gate.verdicts import REFUSED, Judgement, blocking_verdicts
+from pipeline.gate.verdicts import Judgement, blocking_verdicts
+from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import CanaryFlip, Verdict
 from pipeline.report.explain import cut_passages, explain_release, explain_verdict
 from pipeline.report.github import MAX_SUMMARY_BYTES, index_lines, render_annotations, render_summary
 from pipeline.report.html import embed_pictures, render_html
 from pipeline.report.junit import render_junit
+from tests.judging import compare_release
 from tests.paths import ROOT
 from tests.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
 
@@ -76,6 +78,10 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
+
+
+def refuse(text: str) -> Reason:
+    return Reason(kind=ReasonKind.REFUSED, text=text)
 
 
 def verdict_of(judgement: Judgement, name: str) -> Verdict:
@@ -191,7 +197,7 @@ def test_junit_follows_the_policy_on_what_is_open(compared: ReleaseComparison, p
         judgement,
         "good",
         outcome="inconclusive",
-        reasons=("inconclusive: it",),
+        reasons=(Reason.model_validate("inconclusive: it"),),
         comparisons=(open_, *(c for c in comparisons if c is not gated)),
     )
     found = tags_of(suite_of(judgement, "good"))
@@ -199,7 +205,7 @@ def test_junit_follows_the_policy_on_what_is_open(compared: ReleaseComparison, p
 
 
 def test_junit_is_xml_whatever_a_reason_says(compared: ReleaseComparison) -> None:
-    judgement = replace_verdict(compared.judgement, "broken", reasons=(f"{REFUSED}{HOSTILE}\ud800" + "y" * 1_000_000,))
+    judgement = replace_verdict(compared.judgement, "broken", reasons=(refuse(f"{HOSTILE}\ud800" + "y" * 1_000_000),))
     text = render_junit(judgement)
     suite = suite_of(judgement, "broken")
     assert "]]>" in (suite[0][0].text or "") and not UNPRINTABLE.search(text.replace("\n", "")) and len(text) < 100_000
@@ -256,7 +262,7 @@ def test_every_tolerance_of_the_shipped_settings_has_its_line() -> None:
 
 
 def test_a_message_can_not_forge_an_annotation(compared: ReleaseComparison) -> None:
-    judgement = replace_verdict(compared.judgement, "broken", reasons=(REFUSED + HOSTILE,))
+    judgement = replace_verdict(compared.judgement, "broken", reasons=(refuse(HOSTILE),))
     messages = [m for _, _, m in read_annotations(render_annotations(judgement, "gate: {}\n")) if "forged" in m]
     assert len(messages) == 1 and "%0A\\x3a:error::forged" in messages[0] and "%250A" in messages[0]
     assert not UNPRINTABLE.search(messages[0]), "they steer the terminal of whoever reads the log"
@@ -265,7 +271,7 @@ def test_a_message_can_not_forge_an_annotation(compared: ReleaseComparison) -> N
 
 
 def test_github_shows_ten_errors_a_step_so_the_last_counts_the_rest(compared: ReleaseComparison) -> None:
-    reasons = tuple(f"{REFUSED}cause {i}" for i in range(30))
+    reasons = tuple(refuse(f"cause {i}") for i in range(30))
     lines = render_annotations(replace_verdict(compared.judgement, "broken", reasons=reasons), "gate: {}\n")
     found = read_annotations(lines)
     assert len([1 for level, _, _ in found if level == "error"]) == 10
@@ -273,7 +279,9 @@ def test_github_shows_ten_errors_a_step_so_the_last_counts_the_rest(compared: Re
 
 
 def test_a_verdict_that_blocks_without_a_known_reason_is_annotated(compared: ReleaseComparison) -> None:
-    judgement = replace_verdict(compared.judgement, "good", outcome="no gain", reasons=("of another kind",))
+    judgement = replace_verdict(
+        compared.judgement, "good", outcome="no gain", reasons=(Reason.model_validate("of another kind"),)
+    )
     assert any(
         "of another kind" in message
         for _, _, message in read_annotations(render_annotations(judgement, "candidates: {good: {}}\n"))
@@ -285,7 +293,7 @@ def test_a_summary_is_short_and_whole(compared: ReleaseComparison, explanation: 
     assert "**Blocked** by `bad` (fail), `broken` (refused)" in text
     assert text.count("<details>") == text.count("</details>") == 3
     assert not UNPRINTABLE.search(text.replace("\n", ""))
-    many = {"reasons": tuple(f"{REFUSED}{i}" + "z" * 10_000 for i in range(500))}
+    many = {"reasons": tuple(refuse(f"{i}" + "z" * 10_000) for i in range(500))}
     large = replace_verdict(compared.judgement, "broken", **many)
     assert len(render_summary(large, explanation).encode()) < MAX_SUMMARY_BYTES
 

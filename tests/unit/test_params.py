@@ -279,7 +279,8 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
         (
             "benchmark//prompt_tokens",
             [[10, 20], [20, 30]],
-            "benchmark.prompt_tokens: expected bands [least, most] that rise and don't overlap, got [[10, 20], [20, 30]]",
+            "benchmark.prompt_tokens: expected bands [least, most] that rise and don't overlap, got [[10, 20], [20, "
+            "30]]",
         ),
         ("benchmark//prompt_tokens", [[20, 10]], "benchmark.prompt_tokens: expected bands [least, most] that rise"),
         (
@@ -315,7 +316,8 @@ def test_a_wrong_key_or_value_is_named_by_its_path(path: str, value: Any, said: 
         (
             "serving//max_tokens",
             512,
-            "serving.max_tokens: expected less than serving.context_length (512), which prompt and answer share, got 512",
+            "serving.max_tokens: expected less than serving.context_length (512), which prompt and answer share, "
+            "got 512",
         ),
         (
             "gate//loosened",

@@ -190,7 +190,8 @@ def test_a_digest_is_a_sha256(digest: str) -> None:
         (
             "detection",
             {"annotations": [BOX, BOX | {"bbox": [40, 0, 5, 5]}]},
-            "case 'c1': annotations.1.bbox: expected left, top, width and height of a box in the image of 40 x 30 pixels, "
+            "case 'c1': annotations.1.bbox: expected left, top, width and height of a box in the image of 40 x 30 "
+            "pixels, "
             "got [40.0, 0.0, 5.0, 5.0]",
         ),
         (

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from pipeline.errors import SettingsError
-from pipeline.gate.compare import compare_release
 from pipeline.gate.plan import SuiteSize, check_plan, plan_gate, read_last, render_plan
 from pipeline.gate.statistics import proportion_bounds, tango_bounds
 from pipeline.gate.suite_sizes import count_sizes
 from pipeline.records.record_files import write_record
+from tests.judging import compare_release
 from tests.paths import ROOT
 from tests.synthetic_detections import Change, make_detector_params, write_detector_tree
 from tests.synthetic_records import Behaviour, make_params, write_tree
@@ -62,13 +62,13 @@ def test_flips_clusters_and_minutes_come_from_the_last_judgement(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     write_tree(tmp_path / "build", {"a": Behaviour({"workflows": 0.05})})
     judgement = compare_release(make_params(["a"], ["a"]), tmp_path / "build").judgement
-    write_record(tmp_path / "reports/verdict.json", judgement)
-    row, choices = plan({}, read_last("text", tmp_path))
+    write_record(tmp_path / "reports/agent/verdict.json", judgement)
+    row, choices = plan({}, read_last("agent", tmp_path))
     seen = next(c for c in judgement.verdicts[0].comparisons if c.metric == row.metric and c.bucket is None)
     assert (row.n, row.flips) == (400, (seen.b + seen.c) / 400)
     assert choices.n == 400 and row.minutes == pytest.approx(judgement.verdicts[0].seconds["workflows"] / 60)
-    (tmp_path / "reports/verdict.json").write_text("{}")
-    assert read_last("text", tmp_path) is None
+    (tmp_path / "reports/agent/verdict.json").write_text("{}")
+    assert read_last("agent", tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        (["--help"], 0, "TRACK"),
-        (["text", "texts"], 1, "expected text or"),
+        (["--help"], 0, "PRODUCT"),
+        (["agent", "texts"], 1, "expected agent or"),
     ],
 )
 def test_its_command_tells_what_it_takes_before_any_plan(argv: list[str], code: int, said: str) -> None:

@@ -144,7 +144,8 @@ STEP = "candidates//int4//steps//0"
         (
             f"{STEP}//calibration//sources",
             ["prose", "web"],
-            "candidates.int4.steps.0.calibration.sources: 'web' is no bucket of the calibration texts; they have prose, "
+            "candidates.int4.steps.0.calibration.sources: 'web' is no bucket of the calibration texts; they have "
+            "prose, "
             "long",
         ),
         (f"{STEP}//group_size", 96, "candidates.int4.steps.0: group_size: 96 does not divide the input features of "),
@@ -169,7 +170,8 @@ STEP = "candidates//int4//steps//0"
         (
             "optimize//calibration_texts",
             "evalsets/workflows",
-            "optimize.calibration_texts: expected an evalset of kind 'documents', 'workflows' is of kind 'trajectories'",
+            "optimize.calibration_texts: expected an evalset of kind 'documents', 'workflows' is of kind "
+            "'trajectories'",
         ),
         ("evals//prose//evalset", "evalsets/none", "evals.prose.evalset: expected an evalset folder with card.yaml"),
         (
@@ -190,7 +192,8 @@ STEP = "candidates//int4//steps//0"
         (
             "gate//tolerances//prose/perplexity_per_token//buckets",
             {"huge": 0.1},
-            "gate.tolerances.prose/perplexity_per_token.buckets.huge: evalset 'prose' has no such bucket; it has short, "
+            "gate.tolerances.prose/perplexity_per_token.buckets.huge: evalset 'prose' has no such bucket; it has "
+            "short, "
             "long",
         ),
         (
@@ -416,7 +419,8 @@ def test_a_checkpoint_is_checked_without_its_libraries(copied: Path) -> None:
     (copied / "tokenizer.json").unlink()
     (copied / "vocab.json").write_text(json.dumps(vocabulary))
     code = (
-        f"import sys, pathlib, pipeline.products.text.checkpoints as c; c.open_checkpoint(pathlib.Path({str(copied)!r})); "
+        f"import sys, pathlib, pipeline.products.text.checkpoints as c; "
+        f"c.open_checkpoint(pathlib.Path({str(copied)!r})); "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

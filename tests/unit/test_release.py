@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.gate.compare import compare_release
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement
 from pipeline.records.digests import digest_file, digest_json, digest_text
@@ -27,6 +26,7 @@ from pipeline.release.recipe import find_other_recipe
 from pipeline.release.settings import load_released
 from pipeline.release.signature import SIGNATURE
 from pipeline.release.verification import Verification, find_differences, verify_bundle
+from tests.judging import compare_release, list_said
 from tests.release_project import (
     BUILD,
     BUNDLE,
@@ -351,7 +351,7 @@ def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path):
     build = write_detector(tmp_path, product, ways, num_images=32)
     (tmp_path / "params.yaml").write_text(json.dumps(describe_project(make_params([NAME], [NAME]), product)))
     judgement = compare_release(product, build).judgement
-    assert judgement.outcome == "pass", judgement.verdicts[0].reasons
+    assert judgement.outcome == "pass", list_said(judgement.verdicts[0])
     write_record(tmp_path / VERDICT, judgement)
     (tmp_path / "libraries.json").write_text("{}")
     bundle = tmp_path / "release/detector"

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.records.evaluations import CaseRecord
 from pipeline.report.markdown_report import render_report
 from pipeline.report.plots import choose_shown, plot_completion, plot_harm
 from pipeline.report.terminal import render_gate
+from tests.judging import compare_release
 from tests.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
 
 FORGED = "x</b></summary></details>\n# `PASS` | ![ok](http://x/p.png) \x1b[2J\x00\u202e"

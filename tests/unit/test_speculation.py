@@ -12,14 +12,14 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from pipeline.errors import CheckpointError, EngineError
-from pipeline.products.params import Params, load_params, parse_params
+from pipeline.products.params import get_product, load_params, parse_params
 from pipeline.products.text.drafts import digest_drafts
 from pipeline.products.text.memory import estimate_needs, measure_weights
 from pipeline.products.text.optimize.candidate import build_candidate
-from pipeline.products.text.preflight import check_project
+from pipeline.products.text.preflight import check_text
 from pipeline.products.text.serving.speculation import count_speculation
 from pipeline.products.text.serving_config import read_candidate, serve
-from pipeline.products.text.settings import SpeculativeStep
+from pipeline.products.text.settings import SpeculativeStep, TextProduct
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
@@ -79,13 +79,13 @@ def test_counts_that_can_not_be_are_refused(change: dict[str, Any]) -> None:
         SpeculationCounts(**counts | change)
 
 
-def make_params(draft: str | None, **step: Any) -> Params:
+def make_params(draft: str | None, **step: Any) -> TextProduct:
     """Return the shipped settings with a candidate that is served with drafts."""
-    params = load_params(ROOT / "params.yaml")
+    params = get_product(load_params(ROOT / "params.yaml"), "agent", kind=TextProduct)
     speculative = SpeculativeStep(
         **{"kind": "speculative", "method": "draft_model", "draft": draft, "num_tokens": 5} | step
     )
-    candidate = params.candidates["reference"].model_copy(update={"checkpoint": "tiny", "steps": [speculative]})
+    candidate = params.candidates["agent"].model_copy(update={"checkpoint": "tiny", "steps": [speculative]})
     return params.model_copy(update={"candidates": params.candidates | {"fast": candidate}})
 
 
@@ -96,9 +96,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(project: Path, params: Params) -> Candidate:
-    build_candidate("fast", params, root=project)
-    return read_candidate(project / "build", "fast", params)
+def build(project: Path, params: TextProduct) -> Candidate:
+    build_candidate("fast", params, root=project, build=project / "build/agent")
+    return read_candidate(project / "build/agent", "fast", params)
 
 
 def test_a_speculative_step_changes_how_a_checkpoint_is_served_and_not_its_weights(project: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_speculative_step_changes_how_a_checkpoint_is_served_and_not_its_weigh
         method="draft_model", num_tokens=5, draft_digest=digest_checkpoint(project / "draft"), draft_path="draft"
     )
     assert not candidate.serving.continuous_batching
-    assert [path.name for path in (project / "build/candidates/fast").iterdir()] == ["candidate.json"]
+    assert [path.name for path in (project / "build/agent/candidates/fast").iterdir()] == ["candidate.json"]
 
 
 def test_the_fingerprint_covers_draft_tokens_and_method_and_not_the_path(project: Path) -> None:
@@ -125,7 +125,10 @@ def test_the_fingerprint_covers_draft_tokens_and_method_and_not_the_path(project
 
 
 def test_the_gates_threshold_is_no_part_of_what_is_built(project: Path) -> None:
-    first, second = (build_candidate("fast", make_params("draft", min_acceptance=m), root=project) for m in (0.4, 0.5))
+    first, second = (
+        build_candidate("fast", make_params("draft", min_acceptance=m), root=project, build=project / "build/agent")
+        for m in (0.4, 0.5)
+    )
     assert first == second
 
 
@@ -152,12 +155,14 @@ def test_memory_counts_the_draft_and_no_quantising(project: Path) -> None:
     needs = estimate_needs(params.model_copy(update={"candidates": {"fast": params.candidates["fast"]}}), project)
     assert [need.activity for need in needs] == ["serving"]
     num_weights = 2 * measure_weights(read_tensors(project / "tiny")).num_weights
-    assert needs[0].weights_mib == math.ceil(num_weights * 4 / 2**20 * params.serving.num_servers)
+    assert needs[0].weights_mib == math.ceil(num_weights * 4 / 2**20 * params.resources.num_servers)
 
 
 def test_a_candidate_without_the_step_is_served_as_before(project: Path) -> None:
     params = make_params("draft")
-    built = build_candidate("fast", params, root=project).model_copy(update={"speculative": None})
+    built = build_candidate("fast", params, root=project, build=project / "build/agent").model_copy(
+        update={"speculative": None}
+    )
     serving = serve(built, params).serving
     assert serving.speculative is None and serving.continuous_batching
 
@@ -167,7 +172,8 @@ def test_the_documented_example_is_valid_and_fits_the_shipped_checkpoints() -> N
     yaml = YAML(typ="safe")
     example = yaml.load(re.search(r"```yaml\n(.*?)```", section, re.DOTALL).group(1))
     data = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    params = parse_params(data | {"candidates": data["candidates"] | example["candidates"]})
+    candidates = data["candidates"] | {name: {"product": "agent"} | c for name, c in example["candidates"].items()}
+    params = get_product(parse_params(data | {"candidates": candidates}), "agent", kind=TextProduct)
     step = params.candidates["spec-draft-k5"].speculative
     assert (step.method, step.draft, step.num_tokens) == ("draft_model", "models/agent-draft", 5)
-    check_project(params, ROOT)
+    check_text(params, ROOT)

@@ -12,27 +12,30 @@ import pytest
 import stages.gate
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes, check_policy
-from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.compare import ReleaseComparison
+from pipeline.gate.prefix_cache import NUM_PROBES
 from pipeline.gate.speed import describe_speed, judge_speed
-from pipeline.gate.verdicts import VERDICT_PATH, describe_policy
-from pipeline.products.text.recall import NUM_PROBES
-from pipeline.records.benchmarks import Batch, Benchmark, Cell, Machine, Probe, Side, describe_work, read_machine
+from pipeline.gate.verdicts import VERDICT_FILE, describe_policy
+from pipeline.products.params import Params
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.benchmarks import Batch, Benchmark, Cell, Machine, Probe, Side, read_machine
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.record_files import write_record
 from pipeline.records.speculation import SpeculationCounts
 from pipeline.records.verdicts import Verdict
 from pipeline.report.markdown_report import render_report
-from pipeline.report.mlflow_runs.run_contents import describe_runs
 from pipeline.report.plots import plot_speed
 from pipeline.report.speed_section import describe_measurement
 from pipeline.report.terminal import render_gate
-from tests.synthetic_records import Behaviour, make_candidate, make_params, write_tree
+from pipeline.settings.base import REPORTS
+from tests.judging import compare_release, describe_runs, list_said
+from tests.synthetic_records import PRODUCT, Behaviour, make_candidate, make_params, write_tree
 
 HERE = Machine(cpu="Nice CPU", num_cores=2, gpus=())
 STEADY, FASTER, SLOWER = [0.97, 1.02, 1.0, 1.01, 0.99, 1.03], [1.1, 1.2, 1.3, 1.15, 1.25, 1.12], [0.8, 0.86] * 3
 
 
-def params_of(**benchmark: Any) -> Params:
+def params_of(**benchmark: Any) -> TextProduct:
     return make_params(["a"], ["a"], benchmark={"candidates": ["a"]} | benchmark)
 
 
@@ -77,7 +80,7 @@ def make_benchmark(*ratios: Sequence[float], **changes: Any) -> Benchmark:
     )
     benchmark = Benchmark(
         name="a",
-        work=describe_work(params_of().benchmark),
+        work=params_of().benchmark.describe_work(),
         machine=HERE,
         definitions="TTFT is so and so.",
         reference=reference,
@@ -148,13 +151,13 @@ def cut(**change: Any) -> Benchmark:
 def test_a_grid_with_a_gap_is_refused(build: Path, benchmark: Benchmark, said: str) -> None:
     """A cell that is too slow must not be left out."""
     _, verdict = judge(build, benchmark, max_slowdown=0.1)
-    assert verdict.outcome == "refused" and any(said in reason for reason in verdict.reasons)
+    assert verdict.outcome == "refused" and any(said in reason for reason in list_said(verdict))
 
 
 def test_speed_is_a_note_as_long_as_nothing_limits_it(build: Path) -> None:
     _, verdict = judge(build)
     assert verdict.outcome == "pass"
-    assert [r for r in verdict.reasons if "speed" in r] == [f"note: speed: {describe_speed(judge_speed(MIXED))}"]
+    assert [r for r in list_said(verdict) if "speed" in r] == [f"note: speed: {describe_speed(judge_speed(MIXED))}"]
 
 
 @pytest.mark.parametrize(("limit", "outcome"), [(0.1, "fail"), (0.15, "pass"), (0.3, "pass")])
@@ -166,7 +169,7 @@ def test_a_cell_surely_slower_than_tolerated_fails(build: Path, limit: float, ou
         "1 in flight, 30 to 60 prompt tokens: throughput is 0.83 (0.80 to 0.86) of the reference's (96.9% "
         "interval), expected 0.9 or more (benchmark.max_slowdown)"
     )
-    assert (f"fail: speed: {said}" in verdict.reasons) == (outcome == "fail")
+    assert (f"fail: speed: {said}" in list_said(verdict)) == (outcome == "fail")
     assert (f"  fail         speed: {said}" in render_gate(compared.judgement).splitlines()) == (outcome == "fail")
 
 
@@ -191,7 +194,7 @@ def test_a_cell_surely_slower_than_tolerated_fails(build: Path, limit: float, ou
 def test_a_benchmark_that_is_not_fit_refuses(build: Path, benchmark: Benchmark | None, said: str) -> None:
     _, verdict = judge(build, benchmark)
     assert (verdict.outcome, verdict.speed) == ("refused", None)
-    assert said in verdict.reasons[0] and verdict.reasons[0].startswith("refused: ")
+    assert said in list_said(verdict)[0] and list_said(verdict)[0].startswith("refused: ")
 
 
 def with_side(role: str, **change: Any) -> Benchmark:
@@ -206,8 +209,8 @@ def test_a_server_that_knew_the_prompts_refuses_whatever_the_record_says_of_it(b
     assert (
         f"{role}, 10 to 20 prompt tokens: the server knew the timed prompts, which take 0.06 (0.05 to 0.06) of the "
         "TTFT of prompts that nobody had asked, expected 0.9 or more; "
-    ) in verdict.reasons[0]
-    assert verdict.reasons[0].endswith("then run `dvc repro -f -s benchmark@a`")
+    ) in list_said(verdict)[0]
+    assert list_said(verdict)[0].endswith("then run `dvc repro -f -s benchmark@a`")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_a_time_that_is_none_refuses_the_candidate_and_no_more(build: Path, name
     (verdict,) = compare_release(params_of(), build).judgement.verdicts
     assert (
         verdict.outcome == "refused"
-        and f"a.json: not a valid Benchmark: cells.0.reference.0.{name}" in (verdict.reasons[0])
+        and f"a.json: not a valid Benchmark: cells.0.reference.0.{name}" in (list_said(verdict)[0])
     )
 
 
@@ -316,9 +319,9 @@ def test_a_judgement_under_another_limit_is_refused(build: Path, asked: dict[str
 
 def test_the_gate_stops_a_slow_release(build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stages.gate, "load_params", lambda: params_of(max_slowdown=0.1))
-    write_record(VERDICT_PATH, judge(build, max_slowdown=0.1)[0].judgement)
-    assert stages.gate.main([]) == 1 and not Path("build", stages.gate.MARKER).exists()
+    monkeypatch.setattr(stages.gate, "load_params", lambda: Params({PRODUCT: params_of(max_slowdown=0.1)}))
+    write_record(REPORTS / PRODUCT / VERDICT_FILE, judge(build, max_slowdown=0.1)[0].judgement)
+    assert stages.gate.main([PRODUCT]) == 1 and not Path("build", PRODUCT, stages.gate.MARKER).exists()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def test_follows_every_way_to_run_a_file(tmp_path: Path) -> None:
             "stages/__init__.py": "",
             "stages/cli.py": "",
             "stages/demo.py": "from stages.cli import run\nfrom pipeline.top import f\nimport json",
-            "pipeline/top.py": "def f():\n    from pipeline.package import lazy\n    page, tables = 'page.jinja', 'tables'",
+            "pipeline/top.py": "def f():\n    from pipeline.package import lazy\n"
+            "    page, tables = 'page.jinja', 'tables'",
             "pipeline/page.jinja": "",
             "pipeline/other.jinja": "",
             "pipeline/tables/a.json": "{}",

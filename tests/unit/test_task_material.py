@@ -20,7 +20,7 @@ from pipeline.errors import SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.evals.material import digest_evalsets, digest_task, read_fresh
 from pipeline.products.text.serving.client import TokenScores
-from pipeline.products.text.settings import HarnessEval
+from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import CaseRecord, read_cases
 from tests.synthetic_records import make_candidate, make_params
 from tests.unit.test_evaluate import FakeEndpoint as ChatEndpoint

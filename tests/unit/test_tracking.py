@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from pipeline.errors import JournalError
-from pipeline.gate.compare import compare_release
 from pipeline.gate.verdicts import Judgement
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Metric
 from pipeline.report.mlflow_runs.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
-from pipeline.report.mlflow_runs.run_contents import RunContents, describe_runs, name_metrics
+from pipeline.report.mlflow_runs.run_contents import RunContents, name_metrics
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
+from tests.judging import compare_release, describe_runs
 from tests.synthetic_records import PRODUCT, Behaviour, make_params, write_tree
 
 LOSSES = {"gptq-short": Behaviour(loss={"workflows": 0.3}), "awq-long": Behaviour(loss={"workflows": 0.01})}

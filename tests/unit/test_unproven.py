@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
-from pipeline.gate.compare import ReleaseComparison, compare_release
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import blocking_verdicts
@@ -19,6 +19,7 @@ from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
+from tests.judging import compare_release, list_said
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import Way, make_network_product, write_detector
 from tests.unit.test_network_report import edit_records
@@ -115,7 +116,7 @@ def test_a_detector_that_finds_nothing_at_all_fails_however_few_pictures_there_a
     )
     verdict = compare_release(product, write_detector(tmp_path, product, ways, num_images=3)).judgement.verdicts[0]
     assert verdict.outcome == "fail"
-    assert any("scenes/ap: no valid output" in reason for reason in verdict.reasons)
+    assert any("scenes/ap: no valid output" in reason for reason in list_said(verdict))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
-from pipeline.products.params import parse_params
-from pipeline.products.text.preflight import check_project
+from pipeline.products.params import get_product, parse_params
+from pipeline.products.text.preflight import check_text
 from pipeline.products.text.serving.vllm_config import build_config, check_config, check_options, render_config
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
@@ -101,9 +102,9 @@ def test_the_stage_env_tells_before_any_work(change: dict[str, Any], said: str) 
         "draft": "models/agent-draft",
         "num_tokens": 5,
     }
-    data["candidates"]["fast"] = {"checkpoint": "models/agent", "steps": [step], "engine": engine}
+    data["candidates"]["fast"] = {"product": "agent", "checkpoint": "models/agent", "steps": [step], "engine": engine}
     with pytest.raises(SettingsError) as caught:
-        check_project(parse_params(data), ROOT)
+        check_text(get_product(parse_params(data), "agent", kind=TextProduct), ROOT)
     assert str(caught.value).startswith(said)
 
 
@@ -112,5 +113,6 @@ def test_the_documented_example_of_engines_is_valid() -> None:
     yaml = YAML(typ="safe")
     example = yaml.load(re.search(r"```yaml\n(.*?)```", section, re.DOTALL).group(1))  # type: ignore[union-attr]
     data = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    params = parse_params(data | {"candidates": data["candidates"] | example["candidates"]})
-    assert [params.candidates[name].engine.kind for name in ("on-vllm", "on-my-server")] == ["vllm", "openai"]
+    candidates = data["candidates"] | {name: {"product": "agent"} | c for name, c in example["candidates"].items()}
+    product = get_product(parse_params(data | {"candidates": candidates}), "agent", kind=TextProduct)
+    assert [product.candidates[name].engine.kind for name in ("on-vllm", "on-my-server")] == ["vllm", "openai"]

@@ -1,0 +1,17 @@
+"""What every test starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.gate.wording import use_metrics
+from pipeline.products import list_known_metrics
+
+
+@pytest.fixture(scope="session", autouse=True)
+def metrics_in_use() -> Iterator[None]:
+    """Let names stand for the metrics of all kinds: what a stage does for those of its product."""
+    with use_metrics(list_known_metrics()):
+        yield

@@ -1,0 +1,31 @@
+"""Judge a product of any kind by what its kind knows of it, as stage compare does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.gate import compare
+from pipeline.gate.compare import ReleaseComparison
+from pipeline.gate.verdicts import Judgement
+from pipeline.products import KINDS
+from pipeline.records.verdicts import Verdict
+from pipeline.report.mlflow_runs import run_contents
+from pipeline.report.mlflow_runs.run_contents import RunContents
+from pipeline.settings.base import Product
+
+
+def compare_release(product: Product, build: Path) -> ReleaseComparison:
+    """Judge all candidates of a product against its reference."""
+    return compare.compare_release(product, KINDS[product.kind], build)
+
+
+def list_said(verdict: Verdict) -> list[str]:
+    """Return the reasons of a verdict as people read them."""
+    return [str(reason) for reason in verdict.reasons]
+
+
+def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
+    """Describe a run per judged candidate, by the evals that the judgement names."""
+    kinds = KINDS[judgement.policy.kind].evals
+    evals = {name: kinds[asked["kind"]].model_validate(asked) for name, asked in judgement.policy.evals.items()}
+    return run_contents.describe_runs(judgement, evals, build)
