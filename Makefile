@@ -41,8 +41,9 @@ test: setup  ## run the tests: two files at a time, the longest folder first
 certify: setup  ## plant defects in copies of a finished project, none of which may pass: the kill table
 	python -m benchmarks.certify
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff (rules and layout) and mypy
 	python -m ruff check .
+	python -m ruff format --check .
 	python -m mypy pipeline stages
 
 clean:  ## remove the environment, caches and everything the pipeline made
