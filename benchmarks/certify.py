@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.check_faults import print_row, quote
-from tests.judging import list_said
 from pipeline.products.params import load_params
 from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.files import write_text
+from tests.judging import list_said
 from tests.kill_rows import MEASURED, ROWS
 from tests.kill_table import Kill, Observed, ProjectError, observe
 

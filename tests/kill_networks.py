@@ -24,7 +24,7 @@ def judge(product: Any, build: Path) -> Observed:
     judgement = compare_release(product, build).judgement
     verdict = judgement.verdicts[0]
     stage = "compare" if blocking_verdicts(judgement) else ""
-    return Observed(verdict.outcome, stage, list_said(verdict), 0.0, describe_loss(verdict))
+    return Observed(verdict.outcome, stage, tuple(list_said(verdict)), 0.0, describe_loss(verdict))
 
 
 def lose_people(trial: Trial) -> Observed:

@@ -75,7 +75,7 @@ def run_compare(folder: Path, *argv: object, code: Path = ROOT) -> Observed:
         return Observed("error", "compare", (f"no verdict after {PATIENCE_S} s",), PATIENCE_S, "")
     written = folder / "judgement.json"
     if written.is_file():
-        reasons = list_said(read_record(written, Judgement).verdicts[0])
+        reasons = tuple(list_said(read_record(written, Judgement).verdicts[0]))
     else:
         reasons = tuple(line.removeprefix("quantgate: ") for line in done.stderr.splitlines()[-1:])
     names = {number: name for name, number in reversed(EXIT_CODES.items())}

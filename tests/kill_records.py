@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.products.text.metrics import TRAJECTORIES
 from pipeline.records.evaluations import CaseRecord
-from pipeline.settings.metrics import METRICS_BY_EVAL_KIND
 from tests.kill_trial import Trial
 from tests.kill_weights import change_weight, edit_tensors
 
@@ -56,7 +56,7 @@ def reverse(records: Records) -> Records:
 
 def lose_all(records: Records) -> Records:
     """Write no workflow as completed."""
-    score = METRICS_BY_EVAL_KIND["trajectories"][0].score
+    score = TRAJECTORIES[0].score
     return [record.model_copy(update={"scores": record.scores | {score: 0.0}}) for record in records]
 
 
@@ -85,7 +85,7 @@ def swap_after_verdict(trial: Trial) -> None:
 
 
 def edit_verdict(change: Callable[[dict[str, Any]], None]) -> Callable[[Trial], None]:
-    """Return what lets a candidate fail, and edits reports/verdict.json."""
+    """Return what lets a candidate fail, and edits verdict.json."""
 
     def plant(trial: Trial) -> None:
         _fail(trial)

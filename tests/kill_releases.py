@@ -21,14 +21,15 @@ from benchmarks.gate_edits import forge
 from tests.kill_table import Observed
 from tests.kill_trial import Trial, run_in
 from tests.paths import ROOT
-from tests.release_project import NAME, bundle_project, write_project, write_stages
+from tests.release_project import BUILD, NAME, bundle_project, write_project, write_stages
+from tests.synthetic_records import PRODUCT
 
 _OWN = ("DVC_", "GIT_", "GITHUB_", "QUANTGATE_")  # of whoever runs this
 # stands beside `compare`: where the records are not, neither can run, and nothing is behind it
 _MEASURE: dict[str, Any] = {
-    "cmd": "ls build/candidates > build/measured.txt",
-    "deps": ["build/candidates"],
-    "params": [{"build/env/code.json": ["measure"]}],
+    "cmd": f"ls {BUILD}/candidates > build/measured.txt",
+    "deps": [f"{BUILD}/candidates"],
+    "params": [{"build/env/inputs.json": ["measure"]}],
     "outs": ["build/measured.txt"],
 }
 _NOT_CLONED = ("build", "cache", "tmp")
@@ -58,7 +59,7 @@ def make_release() -> tempfile.TemporaryDirectory[str]:
     run(root, "sh", "-c", json.loads((root / "dvc.yaml").read_text())["stages"]["env"]["cmd"])
     run(root, "sh", "-c", _MEASURE["cmd"])
     for stage in ("compare", "gate"):
-        code, _, said = run_in(root, stage)
+        code, _, said = run_in(root, stage, PRODUCT)
         assert code == 0, said
     bundle_project(root)
     for words in (["init", "--no-scm", "-q"], ["commit", "--force", "-q"]):
@@ -113,12 +114,16 @@ def edit_and_freeze(clone: Path) -> None:
     edit_recipe(clone)
     edit_json(
         clone / "dvc.yaml",
-        lambda file: [file["stages"][name].update(frozen=True) for name in ("compare", "gate", "release")],
+        lambda file: [file["stages"][name]["do"].update(frozen=True) for name in ("compare", "gate", "release")],
     )
 
 
 def edit_code(*stages: str) -> Callable[[Path], None]:
     """Return what gives some stages the digest of code that none had before."""
-    return lambda root: edit_json(
-        root / "code.json", lambda code: code.update({stage: f"{code.get(stage)} edited" for stage in stages})
-    )
+
+    def change(inputs: dict[str, Any]) -> None:
+        for stage in stages:
+            watched = inputs.setdefault(stage, {}).setdefault(PRODUCT, {})
+            watched["code"] = f"{watched.get('code')} edited"
+
+    return lambda root: edit_json(root / "inputs.json", change)

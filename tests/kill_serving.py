@@ -16,6 +16,7 @@ from pipeline.products.text.benchmark import rounds
 from pipeline.products.text.benchmark.streaming import TimedReply
 from pipeline.products.text.serving.engines import transformers
 from pipeline.products.text.serving_config import read_candidate
+from pipeline.products.text.settings import TextProduct
 from tests.fault_project import serve_candidate
 from tests.fault_rows import silence
 from tests.faulty_proxy import CHAT, Exchange, Fault, FaultyProxy, after, at, edit, every
@@ -43,10 +44,10 @@ def attach(
 
 @contextlib.contextmanager
 def _serve(trial: Trial, name: str) -> Iterator[str]:
-    params = trial.load()
-    settings = params.serving.model_copy(update={"num_servers": 1})
-    candidate = read_candidate(trial.build, name, params).model_copy(update={"name": trial.name})
-    with serve_candidate(candidate, settings, root=trial.root) as url:
+    product = trial.load(TextProduct)
+    resources = product.resources.model_copy(update={"num_servers": 1})
+    candidate = read_candidate(trial.build, name, product).model_copy(update={"name": trial.name})
+    with serve_candidate(candidate, resources, root=trial.root) as url:
         yield url
 
 
@@ -91,7 +92,7 @@ def launch(module: str) -> Callable[[Trial], None]:
 
 def serve_less_at_once(trial: Trial) -> None:
     """Evaluate both sides with a quarter of the requests in flight."""
-    trial.params["serving"]["concurrency"] //= 4
+    trial.section["serving"]["concurrency"] //= 4
     trial.keep_evals("tool_calls")
     trial.evaluate()
 
@@ -100,13 +101,11 @@ def keep_journal(other: str) -> Callable[[Trial], None]:
     """Return what builds other weights, and leaves the journal and the records of the old ones."""
 
     def plant(trial: Trial) -> None:
-        journal = f"build/journal/{trial.name}"
-        shutil.copytree(trial.project / journal, trial.root / journal)
+        finished = trial.project / trial.build.relative_to(trial.root)
+        shutil.copytree(finished / "journal" / trial.name, trial.build / "journal" / trial.name)
         trial.keep_evals("tool_calls")
         trial.change_weights(
-            lambda folder: shutil.copytree(
-                trial.project / "build/candidates" / other / "checkpoint", folder, dirs_exist_ok=True
-            )
+            lambda folder: shutil.copytree(finished / "candidates" / other / "checkpoint", folder, dirs_exist_ok=True)
         )
         trial.evaluate()
 
@@ -128,10 +127,10 @@ def time_candidate(
             timed = await ask(http, url, model, messages, num_tokens=num_tokens, tools=tools)
             return clock(timed) if clock and ours else timed
 
-        trial.params["benchmark"]["candidates"] = [trial.name]
+        trial.section["benchmark"]["candidates"] = [trial.name]
         trial.write()
         with mock.patch.object(rounds, "ask", ask_otherwise):
-            trial.run("benchmark", trial.name)
+            trial.run("benchmark", trial.product)
 
     return plant
 

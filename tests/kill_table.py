@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.gate.wording import format_harm, format_tolerance, name_comparison
+from pipeline.gate.wording import format_harm, format_tolerance, name_comparison, use_metrics
+from pipeline.products import list_known_metrics
 from pipeline.records.verdicts import Verdict
 from tests.judging import list_said
 from tests.kill_trial import StoppedError, Trial
+from tests.synthetic_records import PRODUCT
 
 _OTHER_CODE = "were asked or scored by different settings or code"  # then any change would look stopped
 
@@ -49,7 +51,7 @@ class Kill:
     name: str
     how: str
     plant: Plant
-    product: str = "text"
+    product: str = PRODUCT
     candidate: str | None = None
     must_pass: bool = False
     because: str = ""
@@ -75,7 +77,7 @@ class Observed:
         """Say whether an equivalent change passed, or a defect was stopped for what is wrong."""
         if kill.must_pass:
             return self.passes
-        return not self.passes and any(re.search(kill.because, reason) for reason in list_said(self))
+        return not self.passes and any(re.search(kill.because, reason) for reason in self.reasons)
 
 
 Plant = Callable[[Trial], Observed | None]
@@ -100,11 +102,11 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
         seen = Observed("error", stopped.stage, (stopped.line,), 0.0, "")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if any(_OTHER_CODE in reason for reason in list_said(seen)):
+    if any(_OTHER_CODE in reason for reason in seen.reasons):
         raise ProjectError(
             f"{project}: expected evaluations by the present code and settings, got others; run `make repro` first"
         )
-    said = tuple(reason.replace(f"{folder}/", "") for reason in list_said(seen))
+    said = tuple(reason.replace(f"{folder}/", "") for reason in seen.reasons)
     return replace(seen, reasons=said, seconds=round(time.monotonic() - start, 1))
 
 
@@ -133,7 +135,8 @@ def describe_loss(verdict: Verdict) -> str:
     if not gated:
         return ""
     worst = max(gated, key=lambda c: c.harm / (c.tolerance or 1.0))
-    return (
-        f"{name_comparison(worst)} {format_harm(worst.metric, worst.harm)}, tolerated "
-        f"{format_tolerance(worst.metric, worst.tolerance)}"
-    )
+    with use_metrics(list_known_metrics()):  # `make certify` is no stage
+        return (
+            f"{name_comparison(worst)} {format_harm(worst.metric, worst.harm)}, tolerated "
+            f"{format_tolerance(worst.metric, worst.tolerance)}"
+        )

@@ -15,27 +15,23 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from ruamel.yaml import YAML
 
-from pipeline.gate.verdicts import Judgement
-from pipeline.products.params import Params, load_params
+from pipeline.gate.verdicts import VERDICT_FILE, Judgement
+from pipeline.products.params import get_product, load_params
 from pipeline.products.text.checkpoints import describe_checkpoint
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.verdicts import Verdict
-from pipeline.settings.base import BUILDS, METRICS, REPORTS, TRACKS
+from pipeline.settings.base import BUILD, METRICS, REPORTS, Product
 from stages.cli import run_stage
+from tests.synthetic_records import PRODUCT
 
-STAGES = {
-    "text": ("optimize", "evaluate"),
-    "images": ("optimize_images", "evaluate_images"),
-    "detector": ("optimize_network", "evaluate_network"),
-    "upscaler": ("optimize_network", "evaluate_network"),
-}
+P = TypeVar("P", bound=Product)
 
 
 class StoppedError(Exception):
@@ -54,7 +50,7 @@ class Trial:
         project: Path,
         root: Path,
         *,
-        product: str = "text",
+        product: str = PRODUCT,
         candidate: str | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
@@ -63,40 +59,39 @@ class Trial:
         Args:
             project: a project whose stages have all run.
             root: folder of the copy; must not exist.
-            product: of TRACKS.
+            product: of the project.
             candidate: None: the first of the product's release.
             settings: of a new candidate.
         """
-        self.project, self.root, self.product, self.build = project, root, product, root / BUILDS[product]
+        self.project, self.root, self.product, self.build = project, root, product, root / BUILD / product
         self.params: dict[str, Any] = YAML(typ="safe").load((project / "params.yaml").read_text(encoding="utf-8"))
-        for other in TRACKS:
-            if other != track:
-                self.params.pop(other, None)
+        self.params["products"] = {product: self.params["products"][product]}
         self.name: str = candidate or self.section["release"][0]
         self.reference: str = self.section["reference"]
-        known = self.section["candidates"] | ({self.name: settings} if settings else {})
-        self.section["candidates"] = {name: known[name] for name in (self.reference, self.name)}
+        known = self.params["candidates"] | ({self.name: settings | {"product": product}} if settings else {})
+        self.params["candidates"] = {name: known[name] for name in (self.reference, self.name)}
         self.section["release"] = [self.name]
         self.section["gate"].pop("loosened", None)  # in the copy nothing was released before
-        if product == "text":
-            self.params["benchmark"]["candidates"] = []
+        if "benchmark" in self.section:
+            self.section["benchmark"]["candidates"] = []
         for part in ("models", "evalsets", "build/env"):
             if (project / part).is_dir():
                 shutil.copytree(project / part, root / part)
         for name in (self.reference,) if settings else (self.reference, self.name):
             for part in ("candidates", "evaluations"):
-                shutil.copytree(project / BUILDS[product] / part / name, self.build / part / name)
+                shutil.copytree(project / BUILD / product / part / name, self.build / part / name)
         self.write()
 
     @property
     def section(self) -> dict[str, Any]:
         """The product's part of params.yaml, to be edited; `write` writes it."""
-        return self.params if self.product == "text" else self.params[self.product]
+        section: dict[str, Any] = self.params["products"][self.product]
+        return section
 
     @property
     def settings(self) -> dict[str, Any]:
         """The candidate's own part of it."""
-        settings: dict[str, Any] = self.section["candidates"][self.name]
+        settings: dict[str, Any] = self.params["candidates"][self.name]
         return settings
 
     @property
@@ -108,9 +103,9 @@ class Trial:
         """Write params.yaml; JSON is YAML."""
         (self.root / "params.yaml").write_text(json.dumps(self.params, indent=1), encoding="utf-8")
 
-    def load(self) -> Params:
-        """Return the settings as the stages read them."""
-        return load_params(self.root / "params.yaml")
+    def load(self, kind: type[P]) -> P:
+        """Return the product's settings as the stages read them."""
+        return get_product(load_params(self.root / "params.yaml"), self.product, kind=kind)
 
     def find_eval(self, kind: str) -> str:
         """Return the name of the first eval of a kind."""
@@ -140,15 +135,11 @@ class Trial:
 
     def optimize(self) -> None:
         """Build the candidate."""
-        self._run_own(0)
+        self.run("optimize", self.name)
 
     def evaluate(self) -> None:
         """Evaluate the candidate."""
-        self._run_own(1)
-
-    def _run_own(self, number: int) -> None:
-        network = (self.product,) if self.product in ("detector", "upscaler") else ()
-        self.run(STAGES[self.product][number], *network, self.name)
+        self.run("evaluate", self.name)
 
     def compare(self) -> None:
         """Judge the candidate."""
@@ -161,12 +152,12 @@ class Trial:
     @property
     def verdict_path(self) -> Path:
         """What compare writes and the gate reads."""
-        return self.root / REPORTS[self.product] / "verdict.json"
+        return self.root / REPORTS / self.product / VERDICT_FILE
 
     @property
     def metrics_path(self) -> Path:
         """Folder of the numbers that git keeps."""
-        return self.root / METRICS[self.product]
+        return self.root / METRICS / self.product
 
     def change_weights(self, change: Callable[[Path], None]) -> None:
         """Change the folder of the candidate's weights, and its record alike: as if the step had made it so."""

@@ -23,9 +23,10 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
+import stages.evaluate
 import stages.gate
+import stages.optimize
 from evalsets.seal import seal
-from pipeline import worker_pool
 from pipeline.errors import (
     CheckpointError,
     EngineError,
@@ -53,9 +54,10 @@ from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_case
 from pipeline.records.record_files import write_record
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from pipeline.settings.base import BUILDS
+from pipeline.running import worker_pool
 from tests.judging import compare_release, list_said
 from tests.paths import ROOT
+from tests.synthetic_records import describe_project
 from tests.tiny_networks import (
     DETECTOR,
     NUM_PICTURES,
@@ -106,12 +108,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(root: Path, product: VisionProduct, name: str) -> NetworkCandidate:
-    return build_network_candidate(name, product, root=root, build=root / BUILDS[product.name])
+    return build_network_candidate(name, product, root=root, build=root / product.build)
 
 
 def evaluate(root: Path, product: VisionProduct, name: str) -> list[CaseRecord]:
     """Evaluate what was built; return the records of the first eval."""
-    folder = root / BUILDS[product.name]
+    folder = root / product.build
     evaluate_network(read_network_candidate(folder, name, product), product, root=root, build=folder)
     return read_cases(folder / f"evaluations/{name}" / f"{next(iter(product.evals))}.jsonl")
 
@@ -125,13 +127,13 @@ def run(root: Path, product: VisionProduct, *names: str) -> list[list[CaseRecord
 
 
 def read_notes(root: Path, product: VisionProduct, name: str) -> dict[str, Any]:
-    folder = root / BUILDS[product.name] / "evaluations" / name
+    folder = root / product.build / "evaluations" / name
     return dict(json.loads((folder / f"{next(iter(product.evals))}.json").read_text()))
 
 
 def list_results(root: Path, product: VisionProduct, name: str) -> dict[str, str]:
     """Return the digests of all that an evaluation found: not of what it cost."""
-    folder = root / BUILDS[product.name] / "evaluations" / name
+    folder = root / product.build / "evaluations" / name
     return {
         path.relative_to(folder).as_posix(): digest_file(path)
         for path in sorted(folder.rglob("*"))
@@ -162,14 +164,14 @@ def test_processes_find_byte_for_byte_what_one_does(
     project: Path, make: Callable[..., VisionProduct], name: str, request: pytest.FixtureRequest
 ) -> None:
     """Were a time or an order of work in the records, each run would be another candidate to DVC."""
-    running = {"batch_size": 4, "num_workers": 2, "num_threads": 1}
-    run(project, make(running=running), name)
+    changes = {"serving": {"batch_size": 4, "num_threads": 1}, "resources": {"num_workers": 2}}
+    run(project, make(**changes), name)
     first = list_results(project, make(), name)
     request.getfixturevalue("here")
-    run(project, make(running=running), name)
+    run(project, make(**changes), name)
     assert list_results(project, make(), name) == first
     assert len(first) >= 2 and not list(project.rglob("__pycache__"))
-    assert not (project / BUILDS[make().name] / "journal" / name).exists()
+    assert not (project / make().build / "journal" / name).exists()
 
 
 STAGE = """
@@ -517,7 +519,7 @@ def test_results_of_a_dying_process_are_asked_for_again(project: Path) -> None:
     with pytest.raises(
         EngineError,
         match="squares: a process that ran pictures ended by itself.*lower "
-        "detector.running.batch_size or num_workers; finished pictures are kept",
+        "products.detector.serving.batch_size or resources.num_workers; finished pictures are kept",
     ):
         evaluate(project, product, "squares")
 
@@ -587,7 +589,7 @@ def test_a_damaged_folder_is_one_line_and_never_built(project: Path, damage: Dam
     if "weights of what" not in said and "NaN" not in said:  # which headers alone don't tell
         with pytest.raises(SettingsError) as refused:
             check_network(product, project)
-        assert say(refused).startswith("detector.candidates.hot.checkpoint: ") and said in say(refused)
+        assert say(refused).startswith("candidates.hot.checkpoint: ") and said in say(refused)
 
 
 def test_weights_in_several_files_are_read_as_headers_say(project: Path, here: None) -> None:
@@ -610,8 +612,7 @@ def test_weights_in_several_files_are_read_as_headers_say(project: Path, here: N
     [
         pytest.param(
             {"rules": [{"layers": ["blurr"], "algorithm": "direct", "dtype": "float32"}]},
-            "detector.candidates.policy.steps.0.rules.0.layers.0: 'blurr' matches no convolution; the nearest are "
-            "blur, scale",
+            "candidates.policy.steps.0.rules.0.layers.0: 'blurr' matches no convolution; the nearest are blur, scale",
             id="no-such-layer",
         ),
         pytest.param(
@@ -692,7 +693,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {"adapter": "gone.py"},
             None,
             SettingsError,
-            "detector.adapter: expected a Python file with build, preprocess and postprocess, found none at ",
+            "products.detector.adapter: expected a Python file with build, preprocess and postprocess, found none at ",
             id="no-adapter",
         ),
         pytest.param(
@@ -700,7 +701,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {"adapter": "detector"},
             None,
             SettingsError,
-            "detector.adapter: expected a Python file, got ",
+            "products.detector.adapter: expected a Python file, got ",
             id="adapter-is-a-folder",
         ),
         pytest.param(
@@ -716,7 +717,8 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {"evals": VIEWS},
             None,
             SettingsError,
-            "detector.evals.squares.evalset: expected an evalset of kind 'detection', 'views' is of kind 'upscaling'",
+            "products.detector.evals.squares.evalset: expected an evalset of kind 'detection', "
+            "'views' is of kind 'upscaling'",
             id="evalset-of-another-kind",
         ),
         pytest.param(
@@ -724,7 +726,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {"calibration_images": "evalsets/views"},
             None,
             SettingsError,
-            "detector.calibration_images: expected an evalset of kind 'detection'",
+            "products.detector.calibration_images: expected an evalset of kind 'detection'",
             id="calibration-kind",
         ),
         pytest.param(
@@ -732,7 +734,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {"calibration_images": "evalsets/none"},
             None,
             SettingsError,
-            "detector.calibration_images: expected an evalset folder",
+            "products.detector.calibration_images: expected an evalset folder",
             id="no-calibration",
         ),
         pytest.param(
@@ -740,7 +742,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {},
             drop_annotations,
             SettingsError,
-            "detector.evals.squares.evalset: expected an object on some picture, evalset 'squares' has none",
+            "products.detector.evals.squares.evalset: expected an object on some picture, evalset 'squares' has none",
             id="nothing-annotated",
         ),
         pytest.param(
@@ -767,7 +769,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             tolerate("squares/ap", "night"),
             None,
             SettingsError,
-            "detector.gate.tolerances."
+            "products.detector.gate.tolerances."
             "squares/ap.buckets.night: evalset 'squares' has no such bucket; it has bright, dim, tiny",
             id="no-such-bucket",
         ),
@@ -776,7 +778,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             tolerate("squares/finite_output_rate", "tiny"),
             None,
             SettingsError,
-            "detector.gate."
+            "products.detector.gate."
             "tolerances.squares/finite_output_rate.buckets.tiny: evalset 'squares' has no such bucket; it has "
             "bright, dim",
             id="an-area-is-no-bucket-of-pictures",
@@ -786,7 +788,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "areas": {"dim": [0.0, 9.0]}}}},
             None,
             SettingsError,
-            "detector.evals.squares.areas: 'dim' is an area of objects, and a bucket of pictures",
+            "products.detector.evals.squares.areas: 'dim' is an area of objects, and a bucket of pictures",
             id="area-named-as-a-bucket",
         ),
         pytest.param(
@@ -794,7 +796,8 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "categories": {"round": 7}}}},
             None,
             SettingsError,
-            "detector.evals.squares.categories.round: expected a category that evalset 'squares' has (1), got 7",
+            "products.detector.evals.squares.categories.round: expected a category that evalset 'squares' has (1), "
+            "got 7",
             id="no-such-category",
         ),
         pytest.param(
@@ -802,7 +805,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {"evals": {"squares": {"kind": "detection", "evalset": "evalsets/squares", "categories": {"dim": 1}}}},
             None,
             SettingsError,
-            "detector.evals.squares.categories: 'dim' is a category of objects, and a bucket of pictures",
+            "products.detector.evals.squares.categories: 'dim' is a category of objects, and a bucket of pictures",
             id="category-named-as-a-bucket",
         ),
         pytest.param(
@@ -810,7 +813,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
             {},
             lambda root: write_views(shutil.rmtree(root / "evalsets/views") or root / "evalsets/views", size=(32, 32)),
             SettingsError,
-            "upscaler.candidates.tiled.steps.0.tile: expected a picture larger than a tile in evalset 'views', "
+            "candidates.tiled.steps.0.tile: expected a picture larger than a tile in evalset 'views', "
             "got 32 pixels, and its largest has 32: no seam could show",
             id="one-tile-for-each-picture",
         ),
@@ -870,7 +873,7 @@ def test_several_categories_in_few_clusters_are_warned_of(project: Path) -> None
     rewrite_cases(project, lambda i, case: [a.update(category_id=4) for a in case["annotations"] if i < 9])
     [warning] = check_network(make_detector(), project)
     assert warning.startswith(
-        "detector.evals.squares.categories: AP is the mean of 2 categories, and 1 of them "
+        "products.detector.evals.squares.categories: AP is the mean of 2 categories, and 1 of them "
         "(category 4) are in fewer than 10 clusters each"
     )
     rewrite_cases(project, lambda i, case: [a.update(category_id=4) for a in case["annotations"] if i < 10])
@@ -930,20 +933,15 @@ def test_a_half_overlap_of_an_odd_tile_can_be_cut(project: Path, here: None) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nonsense", "bf16"], "product: expected detector or upscaler, got 'nonsense'"),
-        (["images", "shots"], "product: expected detector or upscaler, got 'images'"),
-        ([], "product: expected detector or upscaler, got ''"),
-        (["detector", "nobody"], "detector.candidates: expected one of people, "),
-        (["detector"], "got ''"),
-        (["detector", "people", "bf16"], "got 'people bf16'"),
+        (["nobody"], "candidates: expected one of agent, "),
+        (["detector"], "got 'detector'"),
+        ([], "expected the name of one candidate, got ''"),
+        (["people", "compiled"], "expected the name of one candidate, got 'people compiled'"),
     ],
 )
-@pytest.mark.parametrize("stage", ["optimize_network", "evaluate_network"])
+@pytest.mark.parametrize("stage", ["optimize", "evaluate"])
 def test_a_stage_refuses_unknown_names_on_its_command_line(stage: str, words: list[str], said: str) -> None:
-    from stages import evaluate_network as evaluating
-    from stages import optimize_network as optimizing
-
-    main = {"optimize_network": optimizing.main, "evaluate_network": evaluating.main}[stage]
+    main = {"optimize": stages.optimize.main, "evaluate": stages.evaluate.main}[stage]
     with pytest.raises(SettingsError) as caught, in_folder(ROOT):
         main(words)
     assert said in say(caught)
@@ -961,13 +959,13 @@ def in_folder(folder: Path) -> Iterator[None]:
 
 def test_a_stage_says_one_line_and_exits_1() -> None:
     child = subprocess.run(
-        [sys.executable, "-m", "stages.evaluate_network", "detector", "nobody"],
+        [sys.executable, "-m", "stages.evaluate", "nobody"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert child.returncode == 1 and child.stderr.count("\n") == 1
-    assert child.stderr.startswith("quantgate evaluate_network: detector.candidates: expected one of ")
+    assert child.stderr.startswith("quantgate evaluate: candidates: expected one of ")
 
 
 def test_what_was_not_built_is_not_evaluated(project: Path) -> None:
@@ -1023,9 +1021,8 @@ def test_pictures_of_mixed_sizes_are_judged_as_if_alone(project: Path, here: Non
         Image.fromarray(np.pad(pixels, ((0, 8 * (i % 2)), (0, 8), (0, 0)))).save(path)
     seal(folder)
     ids = [f"c{i:02d}" for i in range(NUM_PICTURES)]
-    running = {"num_workers": 1, "num_threads": 1}
     (together,), (alone,) = (
-        run(project, make_detector(running=running | {"batch_size": size}), "squares") for size in (4, 1)
+        run(project, make_detector(serving={"batch_size": size, "num_threads": 1}), "squares") for size in (4, 1)
     )
     assert [record.case_id for record in together] == [record.case_id for record in alone] == ids
     assert [record.scores for record in together] == [record.scores for record in alone]
@@ -1316,11 +1313,10 @@ def judged(project: Path, here: None, monkeypatch: pytest.MonkeyPatch) -> Callab
     """Judge a release of one candidate with a memory format of its own, as stage compare does, in its folder."""
     run(project, make_fast())
     monkeypatch.chdir(project)
-    whole = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
 
     def judge(found: dict[str, Any] | None, **gate: Any) -> ReleaseComparison:
         product = make_fast(**gate)
-        params = parse_params(whole | {"detector": product.model_dump(mode="json")})
+        params = parse_params(describe_project(product))
         monkeypatch.setattr(stages.gate, "load_params", lambda: params)
         rewrite_speed(project, "last", found)
         compared = compare_release(product, project / "build/detector")
@@ -1408,7 +1404,7 @@ def take(name: str, *candidates: str) -> VisionProduct:
             "candidates": {kept: product.candidates[kept] for kept in names},
             "release": list(candidates),
             "calibration_images": None,
-            "running": product.running.model_copy(update={"num_workers": 1}),
+            "resources": product.resources.model_copy(update={"num_workers": 1}),
         }
     )
 
@@ -1422,7 +1418,7 @@ def read_shipped(folder: Path) -> tuple[tuple[Any, ...], np.ndarray]:
 def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path, here: None) -> None:
     from models.people.detector import detect, open_detector
 
-    product = take("detector", "winograd-f43-fp16", "winograd-calibrated")
+    product = take("people", "winograd-f43-fp16", "winograd-calibrated")
     check_network(product, shipped)
     exact, winograd, calibrated = run(shipped, product)
     _, pixels = read_shipped(shipped / "evalsets/scenes")
@@ -1437,9 +1433,9 @@ def test_the_shipped_detector_is_judged_by_what_its_own_code_finds(shipped: Path
     assert [record.output for record in winograd] != [record.output for record in exact]
     layers = read_notes(shipped, product, "winograd-f43-fp16")["layers"]
     assert max(layer["relative_error"] for layer in layers.values()) > 1e-4
-    built = read_network_candidate(shipped / "build/detector", "winograd-f43-fp16", product)
+    built = read_network_candidate(shipped / "build/people", "winograd-f43-fp16", product)
     assert {c.format for c in built.coverage} == {"winograd_f43 float16", "direct float16"} and built.fallbacks
-    compared = compare_release(product, shipped / "build/detector")
+    compared = compare_release(product, shipped / "build/people")
     assert all(verdict.outcome != "pass" for verdict in compared.judgement.verdicts), "6 pictures prove nothing"
     assert "winograd-f43-fp16" in render_report(compared)
 
@@ -1475,7 +1471,7 @@ def test_another_checkpoint_that_sleeps_is_slower_than_the_reference(project: Pa
     gate = describe_detector()["gate"] | {"max_slowdown": 0.25}
     product = make_detector({"hot": steps}, gate=gate)
     run(project, product)
-    compared = compare_release(product, project / BUILDS[product.name])
+    compared = compare_release(product, project / product.build)
     verdict = compared.judgement.verdicts[0]
     assert verdict.outcome == "fail" and verdict.total is not None and verdict.total.low > 5
     assert any(reason.startswith("fail: speed: ") for reason in list_said(verdict))
