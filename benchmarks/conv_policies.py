@@ -60,7 +60,7 @@ def main() -> int:
             evaluate_network(
                 build_network_candidate(name, product, root=Path(), build=build), product, root=Path(), build=build
             )
-        compared = compare_release(product, KINDS[product.kind], KINDS[product.kind], Path(folder))
+        compared = compare_release(product, KINDS[product.kind].get_auditor(), Path(folder))
         print(_tabulate(compared.judgement.verdicts, compared.measured))
     return 0
 

@@ -91,7 +91,7 @@ def count_fails(family: Family, release: Sequence[str], *, runs: int, alpha: flo
 
 def list_families(product: Product) -> list[Family]:
     """Return the candidates of a product by the family that they are judged in: the release, then each other alone."""
-    compared = compare_release(product, KINDS[product.kind], KINDS[product.kind], product.build)
+    compared = compare_release(product, KINDS[product.kind].get_auditor(), product.build)
     found = {
         v.candidate: (compared.measured[v.candidate], [c for c in v.comparisons if c.tolerance is not None])
         for v in compared.judgement.verdicts

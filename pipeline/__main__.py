@@ -98,7 +98,7 @@ def gate(options: argparse.Namespace) -> int:
     """Print what the stage `gate` prints; the marker of a pass is the stage's alone."""
     product = choose_product(load_params(), options.product, kind=Product)
     with use_metrics(product.metrics):
-        judgement, are_here = read_judgement(product, KINDS[product.kind], Path())
+        judgement, are_here = read_judgement(product, KINDS[product.kind].get_auditor(), Path())
         print(render_gate(judgement, are_here=are_here))
     return tell_exit_code(judgement)
 

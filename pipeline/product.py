@@ -6,19 +6,19 @@ what the methods that it calls lead to, and no other kind's (`stage_code.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pipeline.gate.audits import Auditor, P
 from pipeline.running.environment import Machine
-from pipeline.settings.base import Eval
+from pipeline.settings.base import Eval, Product
 
-if TYPE_CHECKING:
-    from pipeline.gate.compare import ReleaseComparison
+if TYPE_CHECKING:  # else an edit of gate or report would make stale what every stage made
+    from pipeline.gate.audits import Auditor
+    from pipeline.report.presenting import Presenter
 
-Plot = Callable[["ReleaseComparison", Path], None]
+P = TypeVar("P", bound=Product)
 Watched = dict[str, Any]  # what a stage's result depends on, by a name that says what changed
 
 
@@ -37,8 +37,8 @@ class Inputs:
     benchmark: Watched = field(default_factory=dict)
 
 
-class Kind(Auditor[P], Protocol[P]):
-    """A kind of product: its settings, what is checked before any work, and the work of its stages."""
+class Kind(Protocol[P]):
+    """A kind of product: its settings and their checks, the work of its stages, and who judges and shows it."""
 
     settings: type[P]
     evals: Mapping[str, type[Eval]]  # the settings of each kind of eval, which say what it measures
@@ -67,5 +67,8 @@ class Kind(Auditor[P], Protocol[P]):
     def benchmark(self, product: P, *, root: Path, build: Path) -> list[str]:
         """Time candidates beside the reference under `build/benchmarks/`; return a line on each."""
 
-    def list_plots(self, product: P) -> Mapping[str, Plot]:
-        """Return the pictures beside the report, by file name, in addition to harm.png."""
+    def get_auditor(self) -> Auditor[P]:
+        """Return what the gate asks of this kind beside the scores."""
+
+    def get_presenter(self) -> Presenter[P]:
+        """Return what the report and MLflow show of this kind."""

@@ -24,13 +24,13 @@ def main(argv: list[str]) -> int:
     """Write judgement, report, its other forms, plots and metrics of the product named on the command line."""
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     reports = product.reports
-    compared = compare_release(product, KINDS[product.kind], product.build)
+    compared = compare_release(product, KINDS[product.kind].get_auditor(), product.build)
     judgement = compared.judgement
     write_record(reports / VERDICT_FILE, judgement)
     with use_metrics(product.metrics):
         write_text(reports / REPORT_FILE, render_report(compared, read_machine(ENV / "machine.json")))
         plot_harm(judgement, reports / "harm.png")
-        for picture, plot in KINDS[product.kind].list_plots(product).items():
+        for picture, plot in KINDS[product.kind].get_presenter().list_plots(product).items():
             plot(compared, reports / picture)
         write_outputs(compared, reports, product.build)
         write_metrics(compared, METRICS / product.name)

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     marker = product.build / MARKER
     marker.unlink(missing_ok=True)
     with use_metrics(product.metrics):
-        judgement, are_here = read_judgement(product, KINDS[product.kind], Path())
+        judgement, are_here = read_judgement(product, KINDS[product.kind].get_auditor(), Path())
         print(render_gate(judgement, are_here=are_here))
         if os.environ.get("GITHUB_ACTIONS") == "true":
             print(tell_github(judgement, os.environ))

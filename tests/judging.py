@@ -16,7 +16,7 @@ from pipeline.settings.base import Product
 
 def compare_release(product: Product, build: Path) -> ReleaseComparison:
     """Judge all candidates of a product against its reference."""
-    return compare.compare_release(product, KINDS[product.kind], build)
+    return compare.compare_release(product, KINDS[product.kind].get_auditor(), build)
 
 
 def list_said(verdict: Verdict) -> list[str]:

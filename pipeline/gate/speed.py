@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.prefix_cache import find_known_prompts
+from pipeline.products.text.benchmark.prefix_cache import find_known_prompts
 from pipeline.records.benchmarks import Benchmark, Cell, Work
 from pipeline.records.medians import MedianInterval, bound_median, cover_median
 from pipeline.records.record_files import read_record

@@ -108,7 +108,7 @@ def describe_content(bundle: Path, judgement: Judgement, product: Product) -> di
 
 
 def _describe_side(bundle: Path, name: str, outcome: str, product: Product) -> Side:
-    candidate = KINDS[product.kind].read_candidate(bundle, name, product)
+    candidate = KINDS[product.kind].get_auditor().read_candidate(bundle, name, product)
     index = bundle / "evaluations" / name / "evaluation.json"
     evaluation = read_record(index, Evaluation)
     records = {"evaluation.json": digest_file(index)}

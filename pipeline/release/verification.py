@@ -133,7 +133,7 @@ def _judge_again(bundle: Path, judgement: Judgement, product: Product) -> list[s
     with tempfile.TemporaryDirectory(prefix="quantgate-verify-") as folder:
         build = Path(folder, "build")
         restore_records(bundle, build)
-        again = compare_release(_restrict(product), KINDS[product.kind], build).judgement
+        again = compare_release(_restrict(product), KINDS[product.kind].get_auditor(), build).judgement
     differences = find_differences(_decisive(judgement), _decisive(again))
     return [
         f"{bundle / VERDICT}: {where}: says {_show(was)}, the scores give {_show(now)}"

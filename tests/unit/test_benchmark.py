@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineError, EvidenceError, SettingsError
-from pipeline.gate.prefix_cache import NUM_PROBES
 from pipeline.products.text.benchmark import audits, matched_work, prompts
 from pipeline.products.text.benchmark.audits import read_peak_memory_mib
+from pipeline.products.text.benchmark.prefix_cache import NUM_PROBES
 from pipeline.products.text.benchmark.probes import find_own_start, read_text
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.settings import TextProduct

@@ -446,7 +446,7 @@ def test_names_can_not_forge_a_line_of_the_report(tmp_path: Path, product: str) 
 def list_plots(compared: ReleaseComparison) -> Mapping[str, Plot]:
     """Return what stage compare draws of a product."""
     policy = compared.judgement.policy
-    return KINDS[policy.kind].list_plots(make_network_product(policy.product, WAYS))
+    return KINDS[policy.kind].get_presenter().list_plots(make_network_product(policy.product, WAYS))
 
 
 def draw_all(compared: ReleaseComparison, folder: Path) -> dict[str, bytes]:

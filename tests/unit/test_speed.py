@@ -13,10 +13,10 @@ import stages.gate
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.prefix_cache import NUM_PROBES
 from pipeline.gate.speed import describe_speed, judge_speed
 from pipeline.gate.verdicts import VERDICT_FILE, describe_policy
 from pipeline.products.params import Params
+from pipeline.products.text.benchmark.prefix_cache import NUM_PROBES
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.benchmarks import Batch, Benchmark, Cell, Machine, Probe, Side, read_machine
 from pipeline.records.evaluations import CaseRecord

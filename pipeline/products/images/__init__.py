@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs, Plot
+from pipeline.product import Inputs
 from pipeline.products.images.settings import ImagesEval, ImagesProduct, find_image_problems
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
-    from pipeline.gate.audits import Measured
-    from pipeline.gate.pairing import Evidence
-    from pipeline.records.evaluations import ImageCandidate
+    from pipeline.gate.audits import Auditor
+    from pipeline.report.presenting import Presenter
 
 
 class ImagesKind:
@@ -64,37 +63,14 @@ class ImagesKind:
         """Time nothing: evaluating a candidate does."""
         return []
 
-    def read_candidate(self, build: Path, name: str, product: ImagesProduct) -> ImageCandidate:
-        """Read what was built of a candidate, and how it is run."""
-        from pipeline.products.images.serving import read_image_candidate
+    def get_auditor(self) -> Auditor[ImagesProduct]:
+        """Return what the gate asks beside the scores."""
+        from pipeline.products.images.findings import ImagesAuditor
 
-        return read_image_candidate(build, name, product)
+        return ImagesAuditor()
 
-    def check_material(self, candidate: ImageCandidate, product: ImagesProduct, root: Path) -> None:
-        """Check nothing: all is in the checkpoint."""
+    def get_presenter(self) -> Presenter[ImagesProduct]:
+        """Return what the report and MLflow show."""
+        from pipeline.products.images.show import ImagesPresenter
 
-    def audit_side(self, measured: Measured, evidence: Evidence, product: ImagesProduct) -> None:
-        """Refuse a reference that draws nothing."""
-        from pipeline.products.images.findings import audit_side
-
-        audit_side(measured, evidence, product)
-
-    def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: ImagesProduct
-    ) -> None:
-        """Add why images are not sound."""
-        from pipeline.products.images.findings import audit_eval
-
-        audit_eval(measured, evidence, eval_name)
-
-    def audit_pair(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, product: ImagesProduct, build: Path
-    ) -> None:
-        """Add nothing."""
-
-    def list_plots(self, product: ImagesProduct) -> Mapping[str, Plot]:
-        """Return the worst images, the headroom of the decoders, and guidance."""
-        from pipeline.gate.guidance_plot import plot_guidance
-        from pipeline.gate.image_plots import plot_headroom, plot_worst_images
-
-        return {"worst.png": plot_worst_images, "headroom.png": plot_headroom, "guidance.png": plot_guidance}
+        return ImagesPresenter()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs, Plot, Watched
+from pipeline.product import Inputs, Watched
 from pipeline.products.text.settings import (
     HarnessEval,
     PerplexityEval,
@@ -19,9 +19,8 @@ from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
-    from pipeline.gate.audits import Measured
-    from pipeline.gate.pairing import Evidence
-    from pipeline.records.evaluations import Candidate
+    from pipeline.gate.audits import Auditor
+    from pipeline.report.presenting import Presenter
 
 
 class TextKind:
@@ -104,47 +103,14 @@ class TextKind:
 
         return benchmark_product(product, root=root, build=build)
 
-    def read_candidate(self, build: Path, name: str, product: TextProduct) -> Candidate:
-        """Read what was built of a candidate, and how it is run."""
-        from pipeline.products.text.serving_config import read_candidate
+    def get_auditor(self) -> Auditor[TextProduct]:
+        """Return what the gate asks beside the scores."""
+        from pipeline.products.text.findings import TextAuditor
 
-        return read_candidate(build, name, product)
+        return TextAuditor()
 
-    def check_material(self, candidate: Candidate, product: TextProduct, root: Path) -> None:
-        """Check the draft model."""
-        from pipeline.gate.checks import check_files
+    def get_presenter(self) -> Presenter[TextProduct]:
+        """Return what the report and MLflow show."""
+        from pipeline.products.text.show import TextPresenter
 
-        drafts = candidate.serving.speculative
-        if drafts and drafts.draft_path and drafts.draft_digest:
-            check_files(root / drafts.draft_path, drafts.draft_digest, {})
-
-    def audit_side(self, measured: Measured, evidence: Evidence, product: TextProduct) -> None:
-        """Add what the records say of its endpoint."""
-        from pipeline.products.text.findings import audit_side
-
-        audit_side(measured, evidence, product)
-
-    def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
-    ) -> None:
-        """Add whose weights answered, and how far outputs part."""
-        from pipeline.products.text.findings import audit_eval
-
-        audit_eval(measured, evidence, reference, eval_name, product)
-
-    def audit_pair(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path
-    ) -> None:
-        """Add what canary and benchmark say."""
-        from pipeline.products.text.findings import audit_pair
-
-        audit_pair(measured, evidence, reference, product, build)
-
-    def list_plots(self, product: TextProduct) -> Mapping[str, Plot]:
-        """Return task completion by bucket, and speed."""
-        from pipeline.report.plots import plot_completion, plot_speed
-
-        return {
-            "completion.png": lambda compared, path: plot_completion(compared.judgement, path),
-            "speed.png": lambda compared, path: plot_speed(compared.judgement, path),
-        }
+        return TextPresenter()

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.product import Inputs, Plot
+from pipeline.product import Inputs
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct, find_network_problems
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
-    from pipeline.gate.audits import Measured
-    from pipeline.gate.pairing import Evidence
-    from pipeline.records.evaluations import NetworkCandidate
+    from pipeline.gate.audits import Auditor
+    from pipeline.report.presenting import Presenter
 
 
 class VisionKind:
@@ -68,44 +67,14 @@ class VisionKind:
         """Time nothing: evaluating a candidate does."""
         return []
 
-    def read_candidate(self, build: Path, name: str, product: VisionProduct) -> NetworkCandidate:
-        """Read what was built of a candidate, and how it is run."""
-        from pipeline.products.vision.serving import read_network_candidate
+    def get_auditor(self) -> Auditor[VisionProduct]:
+        """Return what the gate asks beside the scores."""
+        from pipeline.products.vision.findings import VisionAuditor
 
-        return read_network_candidate(build, name, product)
+        return VisionAuditor()
 
-    def check_material(self, candidate: NetworkCandidate, product: VisionProduct, root: Path) -> None:
-        """Check the adapter."""
-        from pipeline.products.vision.findings import check_adapter
+    def get_presenter(self) -> Presenter[VisionProduct]:
+        """Return what the report and MLflow show."""
+        from pipeline.products.vision.show import VisionPresenter
 
-        check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
-
-    def audit_side(self, measured: Measured, evidence: Evidence, product: VisionProduct) -> None:
-        """Add nothing."""
-
-    def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: VisionProduct
-    ) -> None:
-        """Add nothing."""
-
-    def audit_pair(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, product: VisionProduct, build: Path
-    ) -> None:
-        """Add gain and time."""
-        from pipeline.products.vision.findings import audit_pair
-
-        audit_pair(measured, evidence, reference, product)
-
-    def list_plots(self, product: VisionProduct) -> Mapping[str, Plot]:
-        """Return the worst pictures, the error of each layer, and what the task adds."""
-        from pipeline.gate.image_plots import plot_worst_images
-        from pipeline.gate.network_pictures import plot_found, plot_seams
-        from pipeline.gate.network_plots import plot_buckets, plot_layers
-
-        if product.task == "detection":
-            return {
-                "buckets.png": lambda compared, path: plot_buckets(compared.judgement, path),
-                "worst.png": plot_found,
-                "layers.png": plot_layers,
-            }
-        return {"worst.png": plot_worst_images, "seams.png": plot_seams, "layers.png": plot_layers}
+        return VisionPresenter()

@@ -76,7 +76,7 @@ def judge_sweep(product: ImagesProduct, build: Path) -> list[SweepRow]:
     Raises:
         EvidenceError: the records of a setting can't be judged at all.
     """
-    compared = compare_release(product, ImagesKind(), build)
+    compared = compare_release(product, ImagesKind().get_auditor(), build)
     (eval_name,) = product.evals
     records = {name: _read_records(compared.measured[name], eval_name) for name in product.candidates}
     clusters = number_clusters(records[product.reference])

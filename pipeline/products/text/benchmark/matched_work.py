@@ -16,8 +16,8 @@ from pathlib import Path
 import aiohttp
 
 from pipeline.errors import SettingsError, UnequalWorkError
-from pipeline.gate.prefix_cache import find_known_prompts
 from pipeline.products.text.benchmark.audits import read_peak_memory_mib
+from pipeline.products.text.benchmark.prefix_cache import find_known_prompts
 from pipeline.products.text.benchmark.probes import probe, read_text
 from pipeline.products.text.benchmark.prompts import Grid, Plan, load_prompts, plan_grid, read_expected
 from pipeline.products.text.benchmark.rounds import Contender, run_rounds, time_repeats, warm_up

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import load_evalset
-from pipeline.gate.prefix_cache import NUM_PROBES
+from pipeline.products.text.benchmark.prefix_cache import NUM_PROBES
 from pipeline.products.text.evals.calls import declare_tools
 from pipeline.products.text.first_turns import load_evaluated, read_first_turns
 from pipeline.products.text.serving.client import Client

@@ -12,26 +12,88 @@ from pathlib import Path
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Measured
 from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
+from pipeline.gate.checks import check_files
 from pipeline.gate.divergence import measure_tripwires
 from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.speculation import check_acceptance, check_speculation
 from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.gate.verdicts import list_slow_cells
+from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
-from pipeline.records.evaluations import OUTGROWN
+from pipeline.records.evaluations import OUTGROWN, Candidate
 from pipeline.records.verdicts import Metric
 
 
-def audit_side(measured: Measured, evidence: Evidence, product: TextProduct) -> None:
-    """Add what one candidate's records say of its endpoint."""
-    name = evidence.candidate.name
-    measured.refusals += check_silence(evidence)
-    measured.refusals += check_speculation(evidence)
-    drafts = product.candidates[name].speculative if name in product.candidates else None
-    if failure := check_acceptance(evidence, drafts.min_acceptance if drafts else None):
-        measured.failures.append(f"speculation: {failure}")
-    _check_room(measured, evidence, is_reference=name == product.reference)
+class TextAuditor:
+    """What the gate asks of kind `text`."""
+
+    def read_candidate(self, build: Path, name: str, product: TextProduct) -> Candidate:
+        """Read what was built of a candidate, and how it is run."""
+        return read_candidate(build, name, product)
+
+    def check_material(self, candidate: Candidate, product: TextProduct, root: Path) -> None:
+        """Check the draft model."""
+        drafts = candidate.serving.speculative
+        if drafts and drafts.draft_path and drafts.draft_digest:
+            check_files(root / drafts.draft_path, drafts.draft_digest, {})
+
+    def audit_side(self, measured: Measured, evidence: Evidence, product: TextProduct) -> None:
+        """Add what one candidate's records say of its endpoint."""
+        name = evidence.candidate.name
+        measured.refusals += check_silence(evidence)
+        measured.refusals += check_speculation(evidence)
+        drafts = product.candidates[name].speculative if name in product.candidates else None
+        if failure := check_acceptance(evidence, drafts.min_acceptance if drafts else None):
+            measured.failures.append(f"speculation: {failure}")
+        _check_room(measured, evidence, is_reference=name == product.reference)
+
+    def audit_eval(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
+    ) -> None:
+        """Add whose weights answered, and how far the outputs of one eval part from the reference's."""
+        pairs = measured.pairs[eval_name]
+        if product.evals[eval_name].kind == "perplexity" and (
+            problem := check_weights(reference, evidence, pairs, eval_name)
+        ):
+            measured.refusals.append(problem)
+        try:
+            tripwires = measure_tripwires(
+                reference,
+                evidence,
+                pairs,
+                eval_name,
+                names=[m.name for m in product.evals[eval_name].metrics if not m.is_gated],
+                thresholds=product.gate.tripwires,
+                alpha=product.gate.alpha,
+            )
+        except (EvidenceError, ValueError) as error:
+            measured.add_note(f"divergence of {eval_name} was not measured: {error}")
+            return
+        measured.tripwires += tripwires
+        measured.metrics += [
+            Metric(
+                name=t.metric,
+                bucket=None,
+                value=t.candidate,
+                unit=t.unit,
+                better="lower",
+                n=t.n,
+                low=t.low,
+                high=t.high,
+            )
+            for t in tripwires
+        ]
+
+    def audit_pair(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path
+    ) -> None:
+        """Add what the canary and the benchmark say of a candidate beside the reference."""
+        _measure_canary(measured, evidence, reference, product)
+        if blindness := describe_blindness(reference, evidence):
+            measured.add_note(blindness)
+        if evidence.candidate.name in product.benchmark.candidates:
+            _measure_speed(measured, evidence, reference, product, build)
 
 
 def _check_room(measured: Measured, evidence: Evidence, *, is_reference: bool) -> None:
@@ -43,46 +105,6 @@ def _check_room(measured: Measured, evidence: Evidence, *, is_reference: bool) -
                 measured.refusals.append(f"{what}; raise it, or lower evals.{eval_name}.max_turns")
             else:
                 measured.add_note(f"{what} and count as wrong")
-
-
-def audit_eval(
-    measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
-) -> None:
-    """Add whose weights answered, and how far the outputs of one eval part from the reference's."""
-    pairs = measured.pairs[eval_name]
-    if product.evals[eval_name].kind == "perplexity" and (
-        problem := check_weights(reference, evidence, pairs, eval_name)
-    ):
-        measured.refusals.append(problem)
-    try:
-        tripwires = measure_tripwires(
-            reference,
-            evidence,
-            pairs,
-            eval_name,
-            names=[m.name for m in product.evals[eval_name].metrics if not m.is_gated],
-            thresholds=product.gate.tripwires,
-            alpha=product.gate.alpha,
-        )
-    except (EvidenceError, ValueError) as error:
-        measured.add_note(f"divergence of {eval_name} was not measured: {error}")
-        return
-    measured.tripwires += tripwires
-    measured.metrics += [
-        Metric(
-            name=t.metric, bucket=None, value=t.candidate, unit=t.unit, better="lower", n=t.n, low=t.low, high=t.high
-        )
-        for t in tripwires
-    ]
-
-
-def audit_pair(measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path) -> None:
-    """Add what the canary and the benchmark say of a candidate beside the reference."""
-    _measure_canary(measured, evidence, reference, product)
-    if blindness := describe_blindness(reference, evidence):
-        measured.add_note(blindness)
-    if evidence.candidate.name in product.benchmark.candidates:
-        _measure_speed(measured, evidence, reference, product, build)
 
 
 def _measure_canary(measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct) -> None:

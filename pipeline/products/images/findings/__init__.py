@@ -1,0 +1,46 @@
+"""What the gate asks of drawn images beside their scores: whether there is an image at all, and if not, why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.gate.audits import Measured
+from pipeline.gate.images import explain_unsound
+from pipeline.gate.pairing import Evidence
+from pipeline.products.images.serving import read_image_candidate
+from pipeline.products.images.settings import ImagesProduct
+from pipeline.records.evaluations import ImageCandidate
+from pipeline.records.reasons import ReasonKind
+
+
+class ImagesAuditor:
+    """What the gate asks of kind `images`."""
+
+    def read_candidate(self, build: Path, name: str, product: ImagesProduct) -> ImageCandidate:
+        """Read what was built of a candidate, and how it is run."""
+        return read_image_candidate(build, name, product)
+
+    def check_material(self, candidate: ImageCandidate, product: ImagesProduct, root: Path) -> None:
+        """Check nothing: all is in the checkpoint."""
+
+    def audit_side(self, measured: Measured, evidence: Evidence, product: ImagesProduct) -> None:
+        """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
+        if evidence.candidate.name == product.reference:
+            measured.refusals += [
+                f"{eval_name}: {said}; repair it, or leave these prompts out"
+                for eval_name, records in evidence.records.items()
+                if any(record.scores.get("sound") == 0 for record in records)
+                and (said := explain_unsound(evidence, eval_name))
+            ]
+
+    def audit_eval(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: ImagesProduct
+    ) -> None:
+        """Add why images are not sound."""
+        if why := explain_unsound(evidence, eval_name):
+            measured.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
+
+    def audit_pair(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, product: ImagesProduct, build: Path
+    ) -> None:
+        """Add nothing."""

@@ -1,0 +1,67 @@
+"""What the gate asks of a network beside its scores: what its steps for speed gain, and its time in total."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.audits import Measured
+from pipeline.gate.network_notes import read_network_notes
+from pipeline.gate.networks import describe_total, measure_gain, measure_total, tell_untimed
+from pipeline.gate.pairing import Evidence
+from pipeline.gate.verdicts import takes_too_long
+from pipeline.products.vision.serving import read_network_candidate
+from pipeline.products.vision.settings import SPEED_STEPS, VisionProduct
+from pipeline.records.digests import digest_file
+from pipeline.records.evaluations import NetworkCandidate
+from pipeline.records.reasons import ReasonKind
+
+
+class VisionAuditor:
+    """What the gate asks of kind `vision`."""
+
+    def read_candidate(self, build: Path, name: str, product: VisionProduct) -> NetworkCandidate:
+        """Read what was built of a candidate, and how it is run."""
+        return read_network_candidate(build, name, product)
+
+    def check_material(self, candidate: NetworkCandidate, product: VisionProduct, root: Path) -> None:
+        """Check the adapter."""
+        check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
+
+    def audit_side(self, measured: Measured, evidence: Evidence, product: VisionProduct) -> None:
+        """Add nothing."""
+
+    def audit_eval(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: VisionProduct
+    ) -> None:
+        """Add nothing."""
+
+    def audit_pair(
+        self, measured: Measured, evidence: Evidence, reference: Evidence, product: VisionProduct, build: Path
+    ) -> None:
+        """Add what steps for speed gain, and a failure or a note where it is slower in total."""
+        limit = product.gate.max_slowdown
+        try:
+            if (notes := read_network_notes(evidence)) is not None:
+                measured.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
+                measured.total = measure_total(evidence, reference, notes, limit)
+        except EvidenceError as error:
+            measured.refusals.append(str(error))
+        if limit is not None and measured.total is None and (why := tell_untimed(evidence)):
+            measured.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
+        if measured.total is not None and measured.total.low > 1:
+            said = describe_total(measured.total, limit)
+            if takes_too_long(measured.total, limit):
+                measured.failures.append(f"speed: {said}")
+            else:
+                measured.add_note(f"speed: {said}")
+
+
+def check_adapter(path: Path, digest: str) -> None:
+    """Refuse another adapter than the one that was judged."""
+    found = digest_file(path) if path.is_file() else "no file"
+    if found != digest:
+        raise EvidenceError(
+            f"{path}: expected the adapter that was judged ({digest[:12]}), found another "
+            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again"
+        )
