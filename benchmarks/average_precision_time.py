@@ -23,7 +23,7 @@ from pycocotools.cocoeval import COCOeval
 
 from pipeline.numerics.average_precision import coco_numbers
 from pipeline.records.detections import Detections, Objects
-from tests.synthetic_detections import NUM_CLASSES, Detector, detect, make_objects, match_all
+from tests.fakes.synthetic_detections import NUM_CLASSES, Detector, detect, make_objects, match_all
 
 SETS = {
     "no crowds": (0.0, Detector()),

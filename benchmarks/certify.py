@@ -2,8 +2,8 @@
 
     python -m benchmarks.certify [pattern] [--project FOLDER] [--measured]
 
-Each row of `tests/kill_rows.py` that the pattern finds gets a copy of the project, in which one thing is wrong, and
-the real stages run on it: optimize where weights are made, evaluate with real servers and workers where they answer,
+Each row of `tests/certify/kill_rows.py` that the pattern finds gets a copy of the project in which one thing is
+wrong, and the real stages run on it: optimize where weights are made, evaluate with real servers and workers where they answer,
 compare and gate always. Rows about records of other tools and about what git keeps write their own beside it, and run
 `quantgate compare` or what `.ci/gate` runs. A defect is killed when the release does not go out, whichever stage stops
 it, and for the reason that the row gives. Changes that are none have to pass. Prints Markdown: what was planted, the
@@ -34,9 +34,9 @@ from benchmarks.check_faults import print_row, quote
 from pipeline.products.params import load_params
 from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.files import write_text
-from tests.judging import list_said
-from tests.kill_rows import MEASURED, ROWS
-from tests.kill_table import Kill, Observed, ProjectError, observe
+from tests.certify.kill_rows import MEASURED, ROWS
+from tests.certify.kill_table import Kill, Observed, ProjectError, observe
+from tests.fakes.judging import list_said
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("planted", "how", "verdict", "said", "largest loss", "s")

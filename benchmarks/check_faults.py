@@ -1,6 +1,6 @@
 """What a user sees when a server goes wrong, and what is lost: `python -m benchmarks.check_faults [pattern]`.
 
-Runs every row of the fault table (`tests/fault_rows.py`) that the pattern finds: a whole evaluation
+Runs every row of the fault table (`tests/certify/fault_rows.py`) that the pattern finds: a whole evaluation
 against a real server on a tiny checkpoint, behind a proxy that breaks one thing, then a second evaluation
 with the fault gone. Prints a Markdown table and proves that
 
@@ -22,10 +22,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.fault_project import NUM_CASES
-from tests.fault_rows import ROWS
-from tests.fault_table import Observed, Row, Table, find_problems
-from tests.judging import list_said
+from tests.certify.fault_project import NUM_CASES
+from tests.certify.fault_rows import ROWS
+from tests.certify.fault_table import Observed, Row, Table, find_problems
+from tests.fakes.judging import list_said
 
 COLUMNS = (
     "fault",

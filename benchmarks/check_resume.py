@@ -32,7 +32,7 @@ from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct, ToolCallsEval, TrajectoriesEval
 from pipeline.records.evaluations import CaseRecord, read_cases
 from pipeline.settings.base import Tolerance
-from tests.synthetic_records import describe_project
+from tests.fakes.synthetic_records import describe_project
 
 ROOT = Path(__file__).resolve().parents[1]
 # in this order: the first is complete when the second is killed

@@ -25,7 +25,7 @@ from pipeline.gate.resampling import bootstrap_bounds, draw_weights
 from pipeline.gate.statistics import sign_flip_p
 from pipeline.numerics.average_precision import average_precision
 from pipeline.records.detections import MatchTable, join_tables
-from tests.synthetic_detections import Change, Detector, make_pair
+from tests.fakes.synthetic_detections import Change, Detector, make_pair
 
 POPULATION = 3_000
 LOSSES = {

@@ -24,7 +24,14 @@ from typing import Any
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import EvalFile, Evaluation
 from pipeline.records.record_files import read_record, write_record
-from tests.synthetic_records import PRODUCT, describe_project, make_candidate, make_params, write_candidate, write_tree
+from tests.fakes.synthetic_records import (
+    PRODUCT,
+    describe_project,
+    make_candidate,
+    make_params,
+    write_candidate,
+    write_tree,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEATED = ("workflows", "calls", "choices")  # evals of which there are copies

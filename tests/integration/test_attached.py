@@ -30,7 +30,7 @@ from pipeline.products.text.settings import (
 )
 from pipeline.records.evaluations import Candidate, Checkpoint
 from pipeline.records.serving import ServingConfig
-from tests.fake_vllm import make_handler, score
+from tests.fakes.fake_vllm import make_handler, score
 
 CONTEXT = 256
 PROSE = PerplexityEval(kind="perplexity", evalset="e")

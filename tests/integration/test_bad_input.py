@@ -33,8 +33,8 @@ from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.files import write_text
 from pipeline.records.record_files import write_record
 from stages.cli import run_stage
-from tests.fake_vllm import Answer, make_handler, score
-from tests.tiny_llama import write_documents
+from tests.fakes.fake_vllm import Answer, make_handler, score
+from tests.fakes.tiny_llama import write_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "m"

@@ -18,9 +18,9 @@ from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import PerplexityEval
 from pipeline.running.journal import Journal
+from tests.fakes.tiny_llama import TEXTS, write_documents, write_tiny_llama
 from tests.integration.test_serving import EVALS, SETTINGS, make_candidate
-from tests.tiny_llama import TEXTS, write_documents, write_tiny_llama
-from tests.unit.test_framing import BOS, DOCUMENTS, MAX_DIFFERENCE_NATS, sum_nll
+from tests.products.text.test_framing import BOS, DOCUMENTS, MAX_DIFFERENCE_NATS, sum_nll
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

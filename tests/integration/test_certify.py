@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_table import Table
-from tests.kill_rows import ROWS, UNTRAINED
-from tests.kill_table import Kill, ProjectError, observe
-from tests.kill_trial import Trial
+from tests.certify.fault_table import Table
+from tests.certify.kill_rows import ROWS, UNTRAINED
+from tests.certify.kill_table import Kill, ProjectError, observe
+from tests.certify.kill_trial import Trial
 
 
 @pytest.fixture(scope="module")

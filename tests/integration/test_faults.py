@@ -1,6 +1,6 @@
 """The fault table as a test: whatever a server does, nothing is lost, and nothing passes falsely.
 
-The faults and what has to come of each are in `tests/fault_rows.py`, what holds for all in `fault_table.py`.
+The faults and what has to come of each are in `tests/certify/fault_rows.py`, what holds for all in `fault_table.py`.
 `python -m benchmarks.check_faults` prints the same as a table.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fault_rows import ROWS
-from tests.fault_table import Row, Table, find_problems
+from tests.certify.fault_rows import ROWS
+from tests.certify.fault_table import Row, Table, find_problems
 
 
 @pytest.fixture(scope="module")

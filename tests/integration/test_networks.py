@@ -55,10 +55,9 @@ from pipeline.records.record_files import write_record
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
 from pipeline.running import worker_pool
-from tests.judging import compare_release, list_said
-from tests.paths import ROOT
-from tests.synthetic_records import describe_project
-from tests.tiny_networks import (
+from tests.fakes.judging import compare_release, list_said
+from tests.fakes.synthetic_records import describe_project
+from tests.fakes.tiny_networks import (
     DETECTOR,
     NUM_PICTURES,
     describe_detector,
@@ -69,6 +68,7 @@ from tests.tiny_networks import (
     write_project,
     write_views,
 )
+from tests.paths import ROOT
 
 HALF = {"kind": "precision", "dtype": "float16"}
 LAST = {"kind": "channels_last"}

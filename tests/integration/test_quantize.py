@@ -26,8 +26,8 @@ from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.record_files import read_record
 from pipeline.running.weight_files import read_tensors
-from tests.synthetic_records import NO_BENCHMARK, PRODUCT
-from tests.tiny_llama import build_tokenizer, write_documents, write_tiny_llama
+from tests.fakes.synthetic_records import NO_BENCHMARK, PRODUCT
+from tests.fakes.tiny_llama import build_tokenizer, write_documents, write_tiny_llama
 
 WORDS = ["courier", "parcel", "north", "gate", "before", "market", "opens", "call", "room", "blue", "wait", "result"]
 CALIBRATION = Calibration(sources=["prose"], num_samples=16, max_tokens=64, length_exponent=1.0)

@@ -23,9 +23,9 @@ from pipeline.gate.loosening import MANIFEST
 from pipeline.records.record_files import read_record
 from pipeline.release.manifest import Manifest
 from pipeline.report.mlflow_runs.model_registry import RELEASED
+from tests.fakes.release_project import BUILD, JUDGING, NAME, VERDICT, write_keys, write_project, write_stages
+from tests.fakes.synthetic_records import PRODUCT, Behaviour, write_tree
 from tests.paths import ROOT
-from tests.release_project import BUILD, JUDGING, NAME, VERDICT, write_keys, write_project, write_stages
-from tests.synthetic_records import PRODUCT, Behaviour, write_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -25,13 +25,13 @@ from pipeline.products.text.evals.evaluate import evaluate_candidate
 from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
-from tests.fake_vllm import answer, make_handler
-from tests.fault_project import EVALS, GATE, RESOURCES, SERVING, write_evalsets, write_models
-from tests.synthetic_records import NO_BENCHMARK, PRODUCT
+from tests.certify.fault_project import EVALS, GATE, RESOURCES, SERVING, write_evalsets, write_models
+from tests.fakes.fake_vllm import answer, make_handler
+from tests.fakes.synthetic_records import NO_BENCHMARK, PRODUCT
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {"kind": "speculative", "method": "prompt_lookup", "num_tokens": 3}
-COMMAND = [sys.executable, str(ROOT / "tests/fake_vllm.py"), "serve"]
+COMMAND = [sys.executable, str(ROOT / "tests/fakes/fake_vllm.py"), "serve"]
 CANDIDATES: dict[str, Any] = {
     "reference": {"steps": []},
     "drafted": {"steps": [STEP]},

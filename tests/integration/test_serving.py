@@ -35,7 +35,7 @@ from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
-from tests.tiny_llama import write_tiny_llama
+from tests.fakes.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 256

@@ -12,8 +12,8 @@ from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.sweep.rendering import render_settings, take_prompts
 from pipeline.products.images.sweep.settings import list_settings, make_sweep_product
 from pipeline.records.evaluations import read_cases
+from tests.examples.test_sweep import make_track
 from tests.paths import ROOT
-from tests.unit.test_sweep import make_track
 
 THRESHOLDED = "scale-9-rescale-0-percentile-99-5-max-2"
 

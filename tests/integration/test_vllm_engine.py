@@ -26,11 +26,11 @@ from pipeline.products.text.settings import PerplexityEval, ToolCallsEval
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
-from tests.fake_vllm import TOKENS
+from tests.fakes.fake_vllm import TOKENS
+from tests.fakes.tiny_llama import write_tiny_llama
 from tests.integration.test_serving import ROOT, SETTINGS, is_running
-from tests.tiny_llama import write_tiny_llama
 
-COMMAND = (sys.executable, str(ROOT / "tests/fake_vllm.py"), "serve")
+COMMAND = (sys.executable, str(ROOT / "tests/fakes/fake_vllm.py"), "serve")
 EVALS = {
     "prose": PerplexityEval(kind="perplexity", evalset="e"),
     "calls": ToolCallsEval(kind="tool_calls", evalset="e"),

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline.errors import NumericsError
 from pipeline.numerics.activation_watch import ActivationWatch, _find_absmax
-from tests.numerics.tiny_vae import build_vae, draw_latents
+from tests.fakes.tiny_vae import build_vae, draw_latents
 
 
 class Doubler(nn.Module):

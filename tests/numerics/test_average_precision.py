@@ -17,7 +17,7 @@ from pipeline.errors import EvidenceError, NumericsError
 from pipeline.numerics.average_precision import average_precision, coco_numbers
 from pipeline.records.detections import Detections, Objects, load_matches, match_image, save_matches
 from pipeline.settings.metrics import AREAS
-from tests.synthetic_detections import NUM_CLASSES, Detector, detect, make_objects, match_all
+from tests.fakes.synthetic_detections import NUM_CLASSES, Detector, detect, make_objects, match_all
 
 TINY = {**AREAS, "tiny": (0.0, 20.0**2), "shelf labels": (20.0**2, 64.0**2)}
 NOTHING = Detections(np.zeros((0, 4)), np.zeros(0, dtype=np.int64), np.zeros(0))

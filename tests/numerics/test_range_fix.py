@@ -15,7 +15,7 @@ from pipeline.numerics.range_fix import TARGET_ABSMAX, apply_range_fix, measure_
 from pipeline.numerics.range_proof import fix_range, prove_range_fix
 from pipeline.numerics.residual_spaces import trace_spaces
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
-from tests.numerics.tiny_vae import build_vae, draw_latents, inflate_decoder
+from tests.fakes.tiny_vae import build_vae, draw_latents, inflate_decoder
 
 LAYOUTS = {
     "attention, shortcut, both quant convs": {},

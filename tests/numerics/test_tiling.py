@@ -8,7 +8,7 @@ import torch
 from pipeline.errors import NumericsError
 from pipeline.numerics.tile_grid import find_stitches, place_tiles
 from pipeline.numerics.tiling import Window, blend_tiles, window_weights
-from tests.numerics.tiny_vae import build_vae, draw_latents
+from tests.fakes.tiny_vae import build_vae, draw_latents
 
 WINDOWS: tuple[Window, ...] = ("none", "linear", "hann")
 GRIDS = [(64, 32, 8), (65, 32, 8), (64, 32, 0), (100, 33, 16), (33, 32, 1), (20, 32, 8), (32, 32, 0), (7, 2, 1)]

@@ -1,0 +1,264 @@
+"""What became looser since the last release needs a reason; what became stricter or is new needs none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.errors import EvidenceError, SettingsError
+from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
+from pipeline.gate.verdicts import describe_policy
+from pipeline.records.files import write_text
+from pipeline.records.serving import ServingConfig
+from pipeline.settings.base import RELEASE
+from tests.fakes.synthetic_records import PRODUCT, make_params
+
+TASK, CALLS = "workflows/task_completion_rate", "calls/tool_call_exact_match"
+TOLERANCES = {TASK: {"overall": 0.02, "buckets": {"hard": 0.05}}, CALLS: {"overall": 0.02}}
+WHY = "the product asks for less since June"
+MATERIAL = name_material(
+    weights="a" * 64,
+    cases={"workflows": "b" * 64, "calls": "c" * 64, "choices": "d" * 64},
+    serving="f" * 64,
+    adapter="9" * 64,
+)
+
+GRID = {"concurrency": [1, 16], "prompt_tokens": [[16, 24], [40, 90]], "num_tokens": 32, "rounds": 8}
+TIMED = {"benchmarked": ("a",), "max_slowdown": 0.1, "grid": GRID}
+
+
+def policy(**gate):
+    return describe_policy(make_params(["a"], ["a"], **({"tolerances": TOLERANCES, "on_inconclusive": "block"} | gate)))
+
+
+def change_evals(name, **changed):
+    """Return the policy's evals with one of them changed."""
+    evals = policy().evals
+    return {"evals": evals | {name: evals[name] | changed}}
+
+
+@pytest.fixture
+def released(tmp_path):
+    """A folder whose last release was judged by `policy()`."""
+    manifest = {
+        "policy": policy().model_dump(mode="json"),
+        "reference": {"weights_digest": "a" * 64, "serving_digest": "f" * 64, "adapter_digest": "9" * 64},
+        "evalsets": {
+            name: {"digest": digit * 64} for name, digit in (("workflows", "b"), ("calls", "c"), ("choices", "d"))
+        },
+    }
+    write_text(tmp_path / RELEASE / PRODUCT / "manifest.json", json.dumps(manifest))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "was", "now"),
+    [
+        ({"tolerances": TOLERANCES | {CALLS: {"overall": 0.03}}}, f"tolerances.{CALLS}.overall", 0.02, 0.03),
+        (
+            {"tolerances": TOLERANCES | {TASK: {"overall": 0.02, "buckets": {"hard": 0.06}}}},
+            f"tolerances.{TASK}.buckets.hard",
+            0.05,
+            0.06,
+        ),
+        ({"tolerances": TOLERANCES | {TASK: {"overall": 0.02}}}, f"tolerances.{TASK}.buckets.hard", 0.05, "not set"),
+        ({"tolerances": {TASK: TOLERANCES[TASK]}}, f"tolerances.{CALLS}", "gated", "not set"),
+        (
+            {"tolerances": TOLERANCES | {CALLS: {"overall": 0.02, "tier": "supporting"}}},
+            f"tolerances.{CALLS}.tier",
+            "critical",
+            "supporting",
+        ),
+        ({"alpha": 0.1}, "alpha", 0.05, 0.1),
+        ({"on_inconclusive": "warn"}, "on_inconclusive", "block", "warn"),
+    ],
+)
+def test_a_looser_setting_needs_its_reason(released, change, key, was, now) -> None:
+    """Of this change: a reason for another one, or of which the new value has moved on since, is none."""
+    reason = {"was": was, "now": now, "why": WHY}
+    with pytest.raises(SettingsError) as caught:
+        check_loosening(policy(**change), released, material=MATERIAL)
+    assert f"products.{PRODUCT}.gate.loosened: expected {key!r} with a reason" in str(caught.value)
+    check_loosening(policy(**change, loosened={key: reason}), released, material=MATERIAL)
+    for part in ("was", "now"):
+        with pytest.raises(SettingsError, match=f"{part}: expected .*, got 0.001; correct it"):
+            check_loosening(policy(**change, loosened={key: reason | {part: 0.001}}), released, material=MATERIAL)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "was", "now"),
+    [
+        ({"reference": "worse"}, "reference", "reference", "worse"),
+        (
+            change_evals("workflows", evalset="evalsets/easy"),
+            "evals.workflows.evalset",
+            "evalsets/workflows",
+            "evalsets/easy",
+        ),
+        (change_evals("workflows", max_turns=99), "evals.workflows.max_turns", 16.0, 99.0),
+        (change_evals("calls", kind="harness"), "evals.calls.kind", "tool_calls", "harness"),
+        (change_evals("calls", send_tools=True), "evals.calls.send_tools", "false", "true"),
+        (
+            {"canary": policy().canary | {"target_rate": 0.45}},
+            "canary.target_rate",
+            policy().canary["target_rate"],
+            0.45,
+        ),
+    ],
+)
+def test_another_question_needs_its_reason(released, change, key, was, now) -> None:
+    """An easier evalset or a worse reference lets more through, and no tolerance moves."""
+    asked = policy().model_copy(update=change)
+    with pytest.raises(SettingsError) as caught:
+        check_loosening(asked, released, material=MATERIAL)
+    assert f"products.{PRODUCT}.gate.loosened: expected {key!r} with a reason" in str(caught.value)
+    assert f"{{was: {json.dumps(was)}, now: {json.dumps(now)}, why: ...}}" in str(caught.value)
+    reason = policy(loosened={key: {"was": was, "now": now, "why": WHY}}).loosened
+    check_loosening(asked.model_copy(update={"loosened": reason}), released, material=MATERIAL)
+
+
+def test_a_release_of_before_products_had_names_is_compared_with(released, tmp_path) -> None:
+    """Its policy said `track`; what is asked now says product and kind."""
+    path = tmp_path / RELEASE / PRODUCT / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["policy"] = {key: value for key, value in manifest["policy"].items() if key not in ("product", "kind")}
+    manifest["policy"] |= {"track": "text", "max_slowdown": 0.1}
+    write_text(path, json.dumps(manifest))
+    check_loosening(policy().model_copy(update={"max_slowdown": 0.1}), released, material=MATERIAL)
+    with pytest.raises(SettingsError, match=r"^products\.agent\.gate\.loosened: expected 'benchmark\.max_slowdown'"):
+        check_loosening(policy(), released, material=MATERIAL)
+
+
+def test_an_eval_that_gates_nothing_may_change(released) -> None:
+    check_loosening(policy().model_copy(update=change_evals("choices", task="other")), released, material=MATERIAL)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"alpha": 0.01},
+        {"tolerances": TOLERANCES | {CALLS: {"overall": 0.01}, "choices/accuracy": {"overall": 0.5}}},
+    ],
+)
+def test_stricter_and_new_settings_need_none(released, change) -> None:
+    check_loosening(policy(**change), released, material=MATERIAL)
+
+
+def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_named(tmp_path) -> None:
+    check_loosening(policy(alpha=0.2), tmp_path, material=MATERIAL)
+    write_text(tmp_path / RELEASE / PRODUCT / "manifest.json", "{")
+    with pytest.raises(EvidenceError, match=r"release/agent/manifest.json: expected the manifest of a release"):
+        check_loosening(policy(), tmp_path, material=MATERIAL)
+
+
+@pytest.mark.parametrize(
+    ("key", "was"),
+    [
+        ("reference.weights", "a" * 12),
+        ("reference.serving", "f" * 12),
+        ("reference.adapter", "9" * 12),
+        ("evals.workflows.cases", "b" * 12),
+    ],
+)
+def test_other_weights_or_cases_under_the_old_name_need_a_reason(released, key, was) -> None:
+    """Beside a worse reference, or on easier cases, a candidate passes that did not before."""
+    other = MATERIAL | {key: "e" * 64}
+    with pytest.raises(SettingsError, match=f"expected '{key}' with a reason, as it was {was} at the last .* is eeee"):
+        check_loosening(policy(), released, material=other)
+    reason = {"was": was, "now": "e" * 12, "why": WHY}
+    check_loosening(policy(loosened={key: reason}), released, material=other)
+    with pytest.raises(SettingsError, match=r"now: expected dddddddddddd, as is asked now, got eeeeeeeeeeee"):
+        check_loosening(policy(loosened={key: reason}), released, material=MATERIAL | {key: "d" * 64})
+
+
+def test_how_the_reference_is_run_counts_and_how_much_at_once_does_not() -> None:
+    """Cut to four tokens, or drawn in one step, both sides are as bad as each other."""
+    plain = ServingConfig()
+    assert digest_serving(plain) == digest_serving(ServingConfig(concurrency=4, num_threads=2))
+    assert digest_serving(plain) != digest_serving(ServingConfig(max_tokens=4))
+
+
+def test_other_cases_of_an_eval_that_gates_nothing_need_none(released) -> None:
+    check_loosening(policy(), released, material=MATERIAL | {"evals.choices.cases": "e" * 64})
+
+
+def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released) -> None:
+    changed = policy().model_copy(update=change_evals("workflows", evalset="evalsets/easy"))
+    reason = policy(
+        loosened={"evals.workflows.evalset": {"was": "evalsets/workflows", "now": "evalsets/easy", "why": WHY}}
+    ).loosened
+    other = MATERIAL | {"evals.workflows.cases": "e" * 64}
+    check_loosening(changed.model_copy(update={"loosened": reason}), released, material=other)
+
+
+@pytest.mark.parametrize(
+    ("last", "now", "key"),
+    [
+        ({"max_slowdown": 0.1}, {}, "benchmark.max_slowdown"),
+        (TIMED, {**TIMED, "grid": GRID | {"concurrency": [1]}}, "benchmark.concurrency"),
+        (TIMED, {**TIMED, "grid": GRID | {"prompt_tokens": [[16, 90]]}}, "benchmark.prompt_tokens"),
+        (TIMED, {**TIMED, "grid": GRID | {"num_tokens": 2}}, "benchmark.num_tokens"),
+        (TIMED, {**TIMED, "grid": GRID | {"rounds": 6}}, "benchmark.rounds"),
+        ({"kind": "vision", "max_slowdown": 0.1}, {"kind": "vision"}, "max_slowdown"),
+        ({"exact": ("a",)}, {"release": ("b",)}, "candidates.b.exact"),
+        ({"min_acceptance": {"a": 0.9}}, {"release": ("b",)}, "candidates.b.min_acceptance"),
+        ({"min_acceptance": {"a": 0.9}}, {"min_acceptance": {"a": 0.8}}, "candidates.a.min_acceptance"),
+    ],
+)
+def test_what_was_asked_of_a_candidate_is_asked_of_the_one_in_its_place(last, now, key) -> None:
+    """Renamed, or no longer timed, a candidate would escape what the last release was held to."""
+    found = list_loosened(policy().model_copy(update=last), policy().model_copy(update=now))
+    assert [name for name, _, _ in found] == [key]
+    assert not list(list_loosened(policy().model_copy(update=last), policy().model_copy(update=last)))
+
+
+@pytest.mark.parametrize(
+    ("last", "now"),
+    [
+        ({}, {"grid": GRID | {"concurrency": [1, 4, 16], "rounds": 12}}),
+        ({"max_slowdown": None}, {"max_slowdown": None, "grid": GRID | {"concurrency": [1]}}),
+    ],
+)
+def test_more_may_be_timed_and_what_fails_nobody_may_be_timed_less(last, now) -> None:
+    assert not list(list_loosened(policy().model_copy(update=TIMED | last), policy().model_copy(update=TIMED | now)))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (
+            "alpha",
+            "products.agent.gate.loosened.alpha: expected a setting that is looser than at the last release, found "
+            "none",
+        ),
+        (f"tolerances.{CALLS}.overal", "found none of that name that is; remove it"),
+        ("reference.weights", "gate.loosened.reference.weights: expected a setting that is looser"),
+    ],
+)
+def test_a_reason_for_a_change_that_nobody_made_is_refused(released, key, said) -> None:
+    """The report told it as fact, and it lay ready for the day when the change would be made."""
+    asked = policy(loosened={key: {"was": 0.05, "now": 0.2, "why": WHY}})
+    with pytest.raises(SettingsError) as caught:
+        check_loosening(asked, released, material=MATERIAL)
+    assert said in str(caught.value)
+
+
+def test_a_reason_may_stay_until_its_change_is_undone_and_before_weights_are_known(released, tmp_path) -> None:
+    reason = {"was": 0.05, "now": 0.1, "why": WHY}
+    loose = policy(alpha=0.1, loosened={"alpha": reason})
+    check_loosening(loose, released, material=MATERIAL)
+    path = tmp_path / RELEASE / PRODUCT / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"policy": loose.model_dump(mode="json")}
+    write_text(path, json.dumps(manifest))
+    check_loosening(loose, tmp_path, material=MATERIAL)
+    with pytest.raises(SettingsError, match=r"gate.loosened.alpha: expected a setting that is looser"):
+        check_loosening(policy(alpha=0.05, loosened={"alpha": reason}), tmp_path, material=MATERIAL)
+    known = policy(alpha=0.1, loosened={"alpha": reason, "reference.weights": reason})
+    check_loosening(known, tmp_path, material={})
+
+
+def test_a_reason_before_a_first_release_is_refused(tmp_path) -> None:
+    with pytest.raises(SettingsError, match="expected none before a first release, as nothing can be looser"):
+        check_loosening(policy(loosened={"alpha": {"was": 0.05, "now": 0.2, "why": WHY}}), tmp_path, material={})

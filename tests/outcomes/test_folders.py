@@ -1,0 +1,234 @@
+"""`quantgate compare FOLDER FOLDER`: every file is judged by its own reader, or refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.outcomes.cases import Grouping
+from pipeline.outcomes.registry import read_side
+from tests.fakes.outcome_tables import DATE, REAL, run, write_outcomes, write_samples
+
+PLAIN = Grouping()
+
+
+def write_log(folder: Path, *, num: int = 200, wrong: int = 0) -> Path:
+    """Write a log of inspect_ai, with the samples of a real one numbered anew."""
+    log = json.loads((REAL / "sums.json").read_text())
+    first = log["samples"][0]
+    log["samples"] = [
+        first
+        | {
+            "id": f"s{i}",
+            "input": f"what is {i}?",
+            "scores": {"match": {"value": "CI"[i < wrong]}},
+            "output": {"completion": f"{folder.name} {i}"},
+        }
+        for i in range(num)
+    ]
+    log["results"]["total_samples"] = num
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.json").write_text(json.dumps(log))
+    return folder / "log.json"
+
+
+@pytest.fixture
+def sides(tmp_path) -> tuple[Path, Path]:
+    """Two folders with samples of lm-eval that differ in nothing but their answers."""
+    for side in ("a", "b"):
+        write_samples(tmp_path / side)
+    return tmp_path / "a", tmp_path / "b"
+
+
+OPTIONS = ("--better", "gen/exact_match=higher")
+
+
+@pytest.mark.parametrize("name", ["safety.csv", "safety.CSV", "safety.tsv", "deeper/safety.jsonl", "safety.JSONL"])
+def test_a_table_beside_samples_is_judged(sides, capsys, name):
+    """The first reader that found a file took the folder, and a safety eval that fell to 0 % was never mentioned."""
+    for side, score in zip(sides, (1.0, 0.0), strict=True):
+        path = side / name
+        path.parent.mkdir(exist_ok=True)
+        separator = "\t" if name.endswith("tsv") else ","
+        rows = [("case_id", "score"), *((f"c{i}", score) for i in range(500))]
+        if name.lower().endswith("jsonl"):
+            path.write_text("".join(json.dumps({"case_id": i, "score": score}) + "\n" for i in range(500)))
+        else:
+            path.write_text("".join(separator.join(map(str, row)) + "\n" for row in rows))
+    code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
+    assert code == 20 and "safety/score" in said and "gen/exact_match" in said, said
+
+
+def test_every_format_of_a_folder_is_judged(sides, capsys):
+    for side in sides:
+        write_log(side)
+        write_outcomes(side / "safety.csv", [1.0] * 200)
+        shutil.copy(REAL / f"results_{DATE}.json", side)
+    code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
+    assert code == 0, said
+    assert all(f"{name}: " in said for name in ("gen/exact_match", "sums/match", "safety/score"))
+    write_log(sides[1], wrong=100)
+    assert run("compare", *sides, *OPTIONS, capsys=capsys)[0] == 20
+
+
+def test_two_tasks_of_which_one_fell_are_both_judged(sides, capsys):
+    for side, wrong in zip(sides, (0, 60), strict=True):
+        write_samples(side, task="more", wrong=wrong)
+    code, said = run("compare", *sides, *OPTIONS, "--better", "more/exact_match=higher", capsys=capsys)
+    assert code == 20 and "more/exact_match" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "safety.csv.gz",
+        "safety.jsonl.zst",
+        "safety.parquet",
+        "safety.xlsx",
+        "safety.json",
+        "results_safety.json",
+        "safety.eval.zip",
+        "safety.arrow",
+        "safety.pkl",
+        "safety.sqlite",
+        "safety",
+        "safety.csv.bak",
+        ".safety.dat",
+    ],
+)
+@pytest.mark.parametrize("where", [0, 1])
+def test_data_that_nothing_reads_is_refused_by_name(sides, capsys, name, where):
+    (sides[where] / name).write_bytes(gzip.compress(b"case_id,score\na,0\n"))
+    code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
+    assert code == 30 and f"{sides[where] / name}: " in said and "not judged" in said, said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"results_{DATE}.json",
+        "README.md",
+        "notes.txt",
+        "run.log",
+        "plot.png",
+        "report.html",
+        "config.yaml",
+        ".DS_Store",
+        "run.sh",
+        "LICENSE",
+    ],
+)
+def test_what_is_no_data_may_lie_beside(sides, capsys, name):
+    for side in sides:
+        (side / name).write_text("{}" if name.endswith("json") else "x")
+    assert run("compare", *sides, *OPTIONS, capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize(("where", "other"), [(0, "candidate"), (1, "reference")])
+@pytest.mark.parametrize("options", [OPTIONS, (*OPTIONS, "--metric", "gen/exact_match")], ids=["all", "one metric"])
+def test_an_eval_that_one_side_alone_has_is_refused(sides, capsys, where, other, options):
+    write_outcomes(sides[where] / "safety.csv", [1.0] * 200)
+    code, said = run("compare", *sides, *options, capsys=capsys)
+    assert code == 30 and "safety: " in said and f"the {other} has no" in said, said
+
+
+def test_folders_of_one_table_each_under_two_names_are_two_evals(tmp_path, capsys):
+    """`help.csv` against `safety.csv` was one eval called `outcomes`."""
+    write_outcomes(tmp_path / "a/help.csv", [1.0] * 200)
+    write_outcomes(tmp_path / "b/safety.csv", [1.0] * 200)
+    code, said = run("compare", tmp_path / "a", tmp_path / "b", capsys=capsys)
+    assert code == 30 and "help: " in said and "safety: " in said, said
+
+
+@pytest.mark.parametrize("other", ["gen.csv", "deeper/gen.tsv"])
+def test_two_files_of_one_eval_are_refused(sides, capsys, other):
+    for side in sides:
+        path = write_outcomes(side / other, [1.0] * 200, name="exact_match")
+        path.write_text(path.read_text().replace(",", "\t" if other.endswith("tsv") else ","))
+    code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
+    assert code == 30 and "a second file of gen, beside " in said, said
+
+
+def test_a_linked_folder_is_refused_and_not_passed_over(sides, tmp_path, capsys):
+    write_outcomes(tmp_path / "elsewhere/safety.csv", [0.0] * 200)
+    (sides[1] / "more").symlink_to(tmp_path / "elsewhere")
+    code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
+    assert code == 30 and f"{sides[1] / 'more'}: " in said and "a link that leads out of it" in said, said
+
+
+@pytest.mark.parametrize("folder", [".cache", ".git", ".ipynb_checkpoints"])
+def test_data_in_a_tools_folder_is_not_passed_over(sides, capsys, folder):
+    """A table in `.cache` was judged by nobody, whatever it lost."""
+    for side, score in zip(sides, (1.0, 0.0), strict=True):
+        write_outcomes(side / folder / "safety.csv", [score] * 200)
+        (side / folder / "index").write_text("a tool's own")
+    code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
+    assert code != 0 and "safety" in said, said
+
+
+def test_what_an_evaluation_keeps_beside_its_records_is_no_eval(tmp_path):
+    """Arrays, the canary and the server's own configuration are sealed by the index."""
+    from tests.fakes.synthetic_records import Behaviour, write_tree
+
+    write_tree(tmp_path, {"good": Behaviour()})
+    folder = tmp_path / "evaluations/good"
+    (folder / "config").mkdir(exist_ok=True)
+    assert not read_side(folder, PLAIN).problems
+    (folder / "stray.npz").write_bytes(b"x")
+    assert "stray.npz: " in read_side(folder, PLAIN).problems[0]
+
+
+LINKS = {"copy": shutil.copy, "hard link": os.link, "symlink": lambda a, b: b.symlink_to(a)}
+
+
+@pytest.mark.parametrize("link", list(LINKS))
+@pytest.mark.parametrize("kind", ["table", "lm-eval", "inspect_ai"])
+def test_a_candidate_that_is_the_references_file_is_refused(tmp_path, capsys, link, kind):
+    """It was a note beside a pass."""
+    write = {
+        "table": lambda folder: write_outcomes(folder / "t.csv", [1.0] * 200, output=["x"] * 200),
+        "lm-eval": write_samples,
+        "inspect_ai": write_log,
+    }[kind]
+    ours = write(tmp_path / "a")
+    theirs = tmp_path / "b" / ours.name
+    theirs.parent.mkdir()
+    LINKS[link](ours, theirs)
+    better = () if kind != "lm-eval" else OPTIONS
+    for pair in ((ours, theirs), (ours.parent, theirs.parent))[link == "symlink" :]:
+        code, said = run("compare", *pair, *better, capsys=capsys)
+        same = f"holds the same bytes as the reference's {ours}"
+        why = "got a link that leads out of it" if link == "symlink" else same
+        assert code == 30 and f"{theirs}: " in said and why in said, said
+
+
+def test_one_copied_eval_among_others_is_refused(sides, capsys):
+    for side in sides:
+        write_outcomes(side / "safety.csv", [1.0] * 200)
+    shutil.copy(sides[0] / "safety.csv", sides[1] / "safety.csv")
+    code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
+    assert code == 30 and said.count("holds the same bytes") == 1
+
+
+def test_equal_outcomes_in_other_bytes_stay_a_note(tmp_path, capsys):
+    ours, theirs = (write_outcomes(tmp_path / f"{side}.csv", [1.0] * 200) for side in "ab")
+    code, said = run("compare", ours, theirs, capsys=capsys)
+    assert code == 0 and "was it another model that answered?" in said
+
+
+def test_a_table_of_both_sides_is_one_file_and_no_copy(tmp_path, capsys):
+    rows = "".join(f"c{i},1,1\n" for i in range(200))
+    (tmp_path / "t.csv").write_text(f"case_id,reference,candidate\n{rows}")
+    assert run("compare", tmp_path / "t.csv", capsys=capsys)[0] == 0
+
+
+def test_a_link_to_the_references_file_is_the_same_file(tmp_path, capsys):
+    ours = write_outcomes(tmp_path / "a.csv", [1.0] * 200)
+    (tmp_path / "b.csv").symlink_to(ours)
+    code, said = run("compare", ours, tmp_path / "b.csv", capsys=capsys)
+    assert code == 1 and "a comparison with itself proves nothing" in said

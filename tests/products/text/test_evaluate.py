@@ -1,0 +1,247 @@
+"""An evaluation as a whole: what is asked again, what is taken over, and what becomes of a case that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+import pipeline.products.text.evals.evaluate as evaluate_module
+from pipeline.errors import EngineError, EvidenceError, JournalError, SettingsError
+from pipeline.products.text.evals.evaluate import evaluate_candidate
+from pipeline.products.text.serving.client import Reply
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.evaluations import Candidate, CaseRecord, Evaluation
+from pipeline.records.serving import ServingConfig
+from tests.evalsets.test_evalsets import write
+from tests.fakes.synthetic_records import make_candidate, make_params
+
+CALL = '{"name": "order", "arguments": {"n": 2}}'
+
+
+class FakeEndpoint:
+    """Answers every chat alike, fails where told to, counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.broken: set[str] = set()
+        self.fingerprint = "f1"
+
+    async def chat(self, messages: list[dict[str, Any]], return_token_ids: bool = False, **_: Any) -> Reply:
+        question = messages[-1]["content"]
+        if not return_token_ids:
+            self.asked.append(question)
+        if question in self.broken:
+            raise EngineError("connection reset")
+        return Reply(
+            text=CALL,
+            tool_calls=(),
+            finish_reason="stop",
+            num_prompt_tokens=9,
+            num_completion_tokens=3,
+            latency_s=0.1,
+            fingerprint=self.fingerprint,
+        )
+
+    async def score(self, batch: list[list[int]], **_: Any) -> list[Any]:
+        return []
+
+    async def tokenize(self, texts: list[str], **_: Any) -> list[list[int]]:
+        return [[0] * len(text.split()) for text in texts]
+
+    def check_alive(self) -> None:
+        """This endpoint never dies."""
+
+    @contextlib.asynccontextmanager
+    async def start(self, *_: Any, **__: Any) -> AsyncIterator[tuple[FakeEngine, FakeEndpoint]]:
+        yield FakeEngine(self), self
+
+
+class FakeEngine:
+    """What is asked of an engine, in front of a fake endpoint; its canary is not counted as asked."""
+
+    base_urls, proof, config, is_declared = ("http://fake",), "", {"engine.yaml": "a: 1\n"}, False
+
+    def __init__(self, endpoint: FakeEndpoint) -> None:
+        self._endpoint = endpoint
+        self.facts = {"checkpoint": {"digest": endpoint.fingerprint}}
+        self.fingerprint = endpoint.fingerprint
+
+    @contextlib.asynccontextmanager
+    async def connect(self, *_: Any, **__: Any) -> AsyncIterator[FakeEndpoint]:
+        yield self._endpoint
+
+
+def write_questions(folder: Path, *questions: str) -> None:
+    write(
+        folder,
+        "tool_calls",
+        [
+            {
+                "id": f"t{i}",
+                "cluster": f"t{i}",
+                "messages": [{"role": "user", "content": text}],
+                "expected": json.loads(CALL),
+            }
+            for i, text in enumerate(questions)
+        ],
+    )
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEndpoint:
+    fake = FakeEndpoint()
+    monkeypatch.setattr(evaluate_module, "start_engine", fake.start)
+    write_questions(tmp_path / "first", "a", "b")
+    write_questions(tmp_path / "second", "c")
+    return fake
+
+
+class Seen:
+    """A watch that counts what it is shown."""
+
+    def __init__(self) -> None:
+        self.cases: list[str] = []
+
+    def rank(self, cluster: str) -> int:
+        return 0
+
+    def add(self, record: CaseRecord) -> None:
+        self.cases.append(record.case_id)
+
+
+def run(
+    root: Path, candidate: Candidate | None = None, watches: dict[str, Any] | None = None, **settings: Any
+) -> Evaluation:
+    evals = {name: {"kind": "tool_calls", "evalset": name} | settings.get(name, {}) for name in ("first", "second")}
+    params = make_params(["a"], ["a"])
+    params = TextProduct.model_validate(params.model_dump() | {"evals": evals})
+    return asyncio.run(
+        evaluate_candidate(
+            candidate or make_candidate("a"), params, root=root, build=root / "build/agent", watches=watches
+        )
+    )
+
+
+def test_an_eval_that_nothing_changed_for_is_not_asked_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    before = run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "b", "c"]
+    endpoint.asked.clear()
+    shutil.rmtree(tmp_path / "build/agent/evaluations")  # as DVC does before it runs a stage
+    after = run(tmp_path, second={"send_tools": True})
+    assert endpoint.asked == ["c"], "the edited eval alone"
+    assert after.evals["first"] == before.evals["first"]
+    assert after.evals["second"].key != before.evals["second"].key
+    assert (tmp_path / "build/agent/evaluations/a/first.jsonl").is_file()
+
+
+def test_a_watch_sees_what_is_taken_over_too(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    """Else harm that is on disk by now would be looked for in the rest alone."""
+    run(tmp_path)
+    watches = {"first": Seen(), "second": Seen()}
+    run(tmp_path, watches=watches, second={"send_tools": True})
+    assert [len(watch.cases) for watch in watches.values()] == [2, 1]
+
+
+def test_two_runs_do_not_write_into_one_journal(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    (tmp_path / "build/agent/journal").mkdir(parents=True)
+    with (
+        FileLock(tmp_path / "build/agent/journal/a.lock"),
+        pytest.raises(JournalError, match="one evaluation of 'a' at a"),
+    ):
+        run(tmp_path)
+    assert not endpoint.asked
+    run(tmp_path)
+
+
+def test_an_edited_case_is_asked_again_with_the_rest_of_its_eval(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    run(tmp_path)
+    endpoint.asked.clear()
+    write_questions(tmp_path / "first", "a", "d")
+    run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "d"]
+
+
+def change_code(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_module, "digest_code", lambda stage, kind: "edited")
+
+
+def change_endpoint(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint.fingerprint = "f2"
+
+
+def edit_records(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (root / "build/agent/journal/a/finished").glob("*.jsonl"):
+        path.write_text(path.read_text().replace('"exact":1.0', '"exact":0.0'))
+
+
+def damage_index(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "build/agent/journal/a/finished/evaluation.json").write_text("{")
+
+
+def replace_by_a_file(root: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(root / "build/agent/journal/a/finished")
+    (root / "build/agent/journal/a/finished").write_text("")
+
+
+@pytest.mark.parametrize("change", [change_code, change_endpoint, edit_records, damage_index, replace_by_a_file])
+def test_records_of_anything_else_are_never_taken_over(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    run(tmp_path)
+    endpoint.asked.clear()
+    change(tmp_path, endpoint, monkeypatch)
+    run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "b", "c"]
+    assert (tmp_path / "build/agent/journal/a/finished/evaluation.json").is_file()
+
+
+def test_an_attached_endpoint_is_asked_again_as_it_may_serve_another_model_now(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    serving = ServingConfig(engine="openai", base_url="http://fake", model="m")
+    candidate = make_candidate("a").model_copy(update={"serving": serving})
+    run(tmp_path, candidate)
+    run(tmp_path, candidate)
+    assert sorted(endpoint.asked) == sorted("abc" * 2)
+
+
+def test_a_failed_case_fails_the_run_and_is_all_that_is_asked_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    endpoint.broken = {"b"}
+    with pytest.raises(EvidenceError) as caught:
+        run(tmp_path)
+    message = str(caught.value)
+    assert message.startswith("a: first: 1 of 2 cases have no judgement (1 infrastructure), first 't1': ")
+    assert "connection reset" in message and "`dvc repro`" in message and "\n" not in message
+    assert not (tmp_path / "build/agent/evaluations/a").exists(), "a half evaluation must not be recorded"
+    endpoint.asked.clear()
+    endpoint.broken = set()
+    assert run(tmp_path).evals["first"].num_cases == 2
+    assert endpoint.asked == ["b"]
+
+
+def test_what_other_code_judged_is_not_mixed_in_after_a_kill(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.broken = {"b"}
+    with pytest.raises(EvidenceError):
+        run(tmp_path)
+    endpoint.asked.clear()
+    endpoint.broken = set()
+    change_code(tmp_path, endpoint, monkeypatch)
+    run(tmp_path)
+    assert sorted(endpoint.asked) == ["a", "b", "c"]
+
+
+def test_a_case_that_can_not_fit_is_told_before_any_is_asked(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    write_questions(tmp_path / "first", "a", "many words " * 600)
+    with pytest.raises(SettingsError, match=r"^evals\.first: case 't1' has 1200 tokens; with serving\.max_tokens 128 "):
+        run(tmp_path)
+    assert endpoint.asked == []

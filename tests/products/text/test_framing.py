@@ -1,0 +1,208 @@
+"""What stands round a scored text: one BOS, as the model was trained, whatever the tokenizer adds by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.errors import CheckpointError
+from pipeline.evalsets.cards import load_evalset
+from pipeline.products.text.evals import perplexity
+from pipeline.products.text.evals.context import EvalContext
+from pipeline.products.text.evals.framing import read_frame
+from pipeline.products.text.evals.harness import EndpointLM
+from pipeline.products.text.serving.client import TokenScores
+from pipeline.products.text.serving.scoring import score_sequences
+from pipeline.products.text.settings import HarnessEval, PerplexityEval
+from pipeline.running.journal import Journal
+from tests.fakes.tiny_llama import TEXTS, write_documents, write_tiny_llama
+
+CONTEXT = 32
+BOS, END = "<|bos|>", "<|end|>"
+DOCUMENTS = [*TEXTS, "a", " ".join(TEXTS), f"{BOS}The courier takes the parcel."]
+PAIRS = [
+    ("The courier", " takes the parcel"),
+    (TEXTS[1], " yes"),
+    (f"{BOS}A list", " of items"),
+    ("", "A list"),
+    ("The total is ", "42"),
+    (TEXTS[3], "!"),
+]
+TEMPLATES = {"none": "$A", "bos": f"{BOS} $A", "eos": f"$A {END}", "both": f"{BOS} $A {END}"}
+MAX_DIFFERENCE_NATS = 1e-5  # per token, float32 against float64
+
+
+class InProcess:
+    """A client in front of a model of this process, with the tokenizer and the scoring of the embedded server."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    async def tokenize(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return self.tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+
+    async def score(self, batch: list[list[int]], *, top_logprobs: int) -> list[TokenScores]:
+        scores = score_sequences(self.model, batch, num_top=top_logprobs)
+        return [TokenScores(s.token_logprobs, s.top_ids, s.top_logprobs) for s in scores]
+
+    def check_alive(self) -> None:
+        """This endpoint never dies."""
+
+
+@dataclass
+class Setup:
+    """A checkpoint whose tokenizer adds something to a text, or nothing."""
+
+    adds: str
+    folder: Path
+    client: InProcess
+    bos: int
+    end: int
+
+    def plain(self, text: str) -> list[int]:
+        ids: list[int] = self.client.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def make_context(self, tmp_path: Path, settings: Any) -> EvalContext:
+        evalset = None if isinstance(settings, HarnessEval) else load_evalset(Path(settings.evalset))
+        journal = Journal(tmp_path / "journal", fingerprint="f", key="k")
+        return EvalContext(
+            name="e",
+            settings=settings,
+            evalset=evalset,
+            client=self.client,  # type: ignore[arg-type]
+            journal=journal,
+            checkpoint=self.folder,
+            folder=tmp_path,
+            concurrency=4,
+            max_tokens=8,
+            context_length=CONTEXT,
+            fingerprint="f",
+        )
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = write_tiny_llama(tmp_path_factory.mktemp(request.param) / "tiny", initializer_range=0.2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, END)]
+    if request.param != "none":
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=TEMPLATES[request.param], special_tokens=specials
+        )
+    tokenizer.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # as it comes from disk
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    yield Setup(request.param, folder, InProcess(model, tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+def sum_last(model: Any, window: list[int], count: int) -> float:
+    """Return the nats of a window's last tokens, in float64."""
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model.double()(torch.tensor([window[:-1]])).logits[0], dim=-1)
+    model.float()
+    return math.fsum(-float(logprobs[i - 1, window[i]]) for i in range(len(window) - count, len(window)))
+
+
+def sum_nll(model: Any, first: int, tokens: list[int]) -> float:
+    """Return the nats of tokens behind `first`: in windows as long as the context, the last one moved left."""
+    ids, nats = [first, *tokens], []
+    for start in range(1, len(ids), CONTEXT):
+        stop = min(start + CONTEXT, len(ids))
+        nats.append(sum_last(model, ids[max(0, stop - 1 - CONTEXT) : stop], stop - start))
+    return math.fsum(nats)
+
+
+def test_a_document_is_predicted_behind_one_bos_as_a_float64_loop_says(setup: Setup, tmp_path: Path) -> None:
+    write_documents(tmp_path / "set", {"prose": DOCUMENTS})
+    settings = PerplexityEval(kind="perplexity", evalset=str(tmp_path / "set"))
+    records = asyncio.run(perplexity.evaluate(setup.make_context(tmp_path, settings)))
+    for record, text in zip(records, DOCUMENTS, strict=True):
+        tokens = setup.plain(text.removeprefix(BOS)) + ([setup.end] if setup.adds in ("eos", "both") else [])
+        assert record.scores["num_tokens"] == len(tokens)
+        expected = sum_nll(setup.client.model, setup.bos, tokens)
+        assert abs(record.scores["nll_nats"] - expected) < MAX_DIFFERENCE_NATS * len(tokens), text
+
+
+def ask(setup: Setup, tmp_path: Path, kind: str, arguments: list[Any]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    async def run() -> Any:
+        settings = HarnessEval(kind="harness", task="t")
+        context = setup.make_context(tmp_path, settings)
+        model = await asyncio.to_thread(EndpointLM, context, asyncio.get_running_loop())
+        requests = [Instance(kind, {}, pair, i) for i, pair in enumerate(arguments)]  # type: ignore[arg-type]
+        return await asyncio.to_thread(getattr(model, kind), requests)
+
+    return list(asyncio.run(run()))
+
+
+def test_lm_eval_s_requests_are_answered_behind_one_bos(setup: Setup, tmp_path: Path) -> None:
+    """A question that its tokenizer begins with BOS has it; every token of the answer is asked about, and no other."""
+    for (context, answer), (value, _) in zip(PAIRS, ask(setup, tmp_path, "loglikelihood", PAIRS), strict=True):
+        has_bos = setup.adds in ("bos", "both") or context.startswith(BOS) or not context
+        head = [setup.bos] if has_bos else []
+        question = setup.plain(context.removeprefix(BOS).rstrip())
+        whole = setup.plain((context + answer).removeprefix(BOS))
+        expected = sum_last(setup.client.model, (head + whole)[-CONTEXT - 1 :], len(whole) - len(question))
+        assert abs(-value - expected) < MAX_DIFFERENCE_NATS * len(whole), (context, answer)
+
+
+def test_lm_eval_s_rolling_requests_are_those_of_perplexity(setup: Setup, tmp_path: Path) -> None:
+    values = ask(setup, tmp_path, "loglikelihood_rolling", [(text,) for text in DOCUMENTS])
+    for value, text in zip(values, DOCUMENTS, strict=True):
+        tokens = setup.plain(text.removeprefix(BOS)) + ([setup.end] if setup.adds in ("eos", "both") else [])
+        assert abs(-value - sum_nll(setup.client.model, setup.bos, tokens)) < MAX_DIFFERENCE_NATS * len(tokens)
+
+
+def test_lm_eval_s_own_model_counts_a_second_bos(setup: Setup) -> None:
+    """What the docs say of it: by default it predicts BOS behind BOS, with `add_bos_token=False` it does not."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    text = TEXTS[0]
+    tail = [setup.end] if setup.adds in ("eos", "both") else []
+    second = [setup.bos] if setup.adds in ("bos", "both") else []
+    for option, tokens in ((None, second + setup.plain(text) + tail), (False, setup.plain(text))):
+        model = HFLM(
+            pretrained=setup.client.model,
+            tokenizer=setup.client.tokenizer,
+            add_bos_token=option,
+            max_length=CONTEXT,
+            device="cpu",
+        )
+        (value,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
+        expected = sum_nll(setup.client.model, setup.bos, tokens)
+        print(f"{setup.adds}, add_bos_token={option}: lm-eval {-value:.4f} nats, {len(tokens)} tokens")
+        assert abs(-value - expected) < MAX_DIFFERENCE_NATS * len(tokens)
+
+
+def test_a_tokenizer_that_rewrites_a_text_is_refused(setup: Setup) -> None:
+    class Rewriting(InProcess):
+        async def tokenize(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+            return [[7]] if add_special_tokens else [[8]]
+
+    with pytest.raises(CheckpointError, match=r"special tokens round a text, got \[7\] for 'a' with them and \[8\]"):
+        asyncio.run(read_frame(Rewriting(None, None), setup.folder))  # type: ignore[arg-type]
+
+
+def test_a_chat_has_the_bos_of_its_template_alone(setup: Setup) -> None:
+    """Of Llama's, template and tokenizer both have one; where messages are rendered, the template's counts."""
+    tokenizer = setup.client.tokenizer
+    template = tokenizer.chat_template
+    tokenizer.chat_template = BOS + template
+    try:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], return_dict=True)["input_ids"]
+    finally:
+        tokenizer.chat_template = template
+    assert ids.count(setup.bos) == 1 and ids[0] == setup.bos

@@ -1,0 +1,534 @@
+"""Settings against the files that they name: a contradiction is one line that starts with its path."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeline.products.text.preflight
+from pipeline.errors import EvalsetError, SettingsError
+from pipeline.evalsets.cards import Evalset, load_evalset
+from pipeline.products.params import choose_product, load_params, parse_params
+from pipeline.products.text.preflight import check_text
+from pipeline.products.text.settings import TextProduct
+from pipeline.records.digests import digest_file
+from tests.fakes.synthetic_records import NO_BENCHMARK
+from tests.fakes.tiny_llama import write_documents, write_tiny_llama
+from tests.paths import ROOT
+
+CALIBRATION = {"sources": ["prose", "long"], "num_samples": 8, "max_tokens": 64, "length_exponent": 0}
+SETTINGS: dict[str, Any] = {
+    "products": {
+        "agent": {
+            "kind": "text",
+            "reference": "reference",
+            "release": ["int4"],
+            "optimize": {"calibration_texts": "evalsets/calibration", "num_threads": 1},
+            "serving": {
+                "dtype": "float32",
+                "continuous_batching": True,
+                "concurrency": 8,
+                "num_threads": 1,
+                "context_length": 512,
+                "max_tokens": 64,
+            },
+            "resources": {"num_servers": 1, "request_timeout_s": 60, "start_timeout_s": 60},
+            "canary": {"num_prompts": 8, "target_rate": 0.3},
+            "evals": {
+                "prose": {"kind": "perplexity", "evalset": "evalsets/prose"},
+                "choices": {"kind": "harness", "task": "choices", "include_path": "evalsets/choices"},
+                "builtin": {"kind": "harness", "task": "arc_easy"},
+                "workflows": {"kind": "trajectories", "evalset": "evalsets/workflows", "max_turns": 8},
+            },
+            "gate": {
+                "alpha": 0.05,
+                "on_inconclusive": "block",
+                "tolerances": {"prose/perplexity_per_token": {"overall": 0.02, "buckets": {"long": 0.05}}},
+            },
+            "benchmark": NO_BENCHMARK,
+        }
+    },
+    "candidates": {
+        "reference": {"product": "agent", "checkpoint": "models/tiny", "steps": []},
+        "int4": {
+            "product": "agent",
+            "checkpoint": "models/tiny",
+            "steps": [{"kind": "gptq", "group_size": 64, "calibration": CALIBRATION}],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that SETTINGS names."""
+    root = tmp_path_factory.mktemp("project")
+    write_tiny_llama(root / "models/tiny")
+    write_documents(root / "evalsets/calibration", {"prose": ["a", "b"], "long": ["c"]})
+    write_documents(root / "evalsets/prose", {"short": ["a"], "long": ["b"]})
+    write_cases(root / "evalsets/choices", "easy", question="1 + 1 =", choices=["2", "3"], answer=0)
+    write_card(root / "evalsets/choices", kind="choices")
+    write_cases(
+        root / "evalsets/workflows",
+        "steps/2-4",
+        messages=[{"role": "user", "content": "Order 2."}],
+        state={"sent": 0},
+        checks=[{"path": "sent", "equals": 2}],
+    )
+    write_card(root / "evalsets/workflows", kind="trajectories", tools={"order": {"parameters": {}}})
+    (root / "evalsets/choices/task.yaml").write_text("task: choices\n")
+    (root / "evalsets/cardless").mkdir()
+    (root / "evalsets/cardless/task.yaml").write_text("task: choices\n")
+    return root
+
+
+def write_cases(folder: Path, bucket: str, **case: Any) -> None:
+    """Write one case, and a card that fits it but for the kind."""
+    write_documents(folder, {bucket: ["a"]})
+    path = folder / "cases.jsonl"
+    path.write_text(json.dumps({"id": "1", "cluster": "1", "buckets": [bucket], **case}) + "\n")
+    write_card(folder, sha256=digest_file(path))
+
+
+def write_card(folder: Path, **changes: Any) -> None:
+    path = folder / "card.yaml"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def check(project: Path, path: str = "", value: Any = None) -> None:
+    """Check SETTINGS with the value at a path ("candidates//int4", or a key of the product) replaced."""
+    data = copy.deepcopy(SETTINGS)
+    *parents, last = path.split("//")
+    target: Any = data if path.startswith("candidates") else data["products"]["agent"]
+    for part in parents:
+        target = target[int(part)] if isinstance(target, list) else target[part]
+    if path:
+        target[last] = {"product": "agent"} | value if parents == ["candidates"] else value
+    check_text(choose_product(parse_params(data), None, kind=TextProduct), project)
+
+
+def refusal(project: Path, path: str, value: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        check(project, path, value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_settings_that_fit_pass(project: Path) -> None:
+    check(project)
+
+
+def test_the_shipped_project_passes() -> None:
+    check_text(choose_product(load_params(ROOT / "params.yaml"), None, kind=TextProduct), ROOT)
+
+
+STEP = "candidates//int4//steps//0"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (
+            "candidates//int4//checkpoint",
+            "models/none",
+            "candidates.int4.checkpoint: expected a checkpoint folder, found none at ",
+        ),
+        (
+            f"{STEP}//calibration//sources",
+            ["prose", "web"],
+            "candidates.int4.steps.0.calibration.sources: 'web' is no bucket of the calibration texts; they have "
+            "prose, "
+            "long",
+        ),
+        (f"{STEP}//group_size", 96, "candidates.int4.steps.0: group_size: 96 does not divide the input features of "),
+        (
+            f"{STEP}//exclude",
+            ["lm_head", "model.layers.0.mlp.dwon_proj"],
+            "candidates.int4.steps.0: exclude: 'model.layers.0.mlp.dwon_proj' matches no linear layer; the nearest are "
+            "model.layers.0.mlp.down_proj",
+        ),
+        (
+            f"{STEP}//calibration//num_samples",
+            3,
+            "candidates.int4.steps.0: calibration: 192 tokens can't determine the 256 input features of model.layers.0."
+            "mlp.down_proj; raise num_samples or max_tokens",
+        ),
+        (f"{STEP}//exclude", ["re:("], "candidates.int4.steps.0: exclude: 're:(' is not a regular expression"),
+        (
+            "optimize//calibration_texts",
+            "evalsets/none",
+            "optimize.calibration_texts: expected an evalset folder with card.yaml and ",
+        ),
+        (
+            "optimize//calibration_texts",
+            "evalsets/workflows",
+            "optimize.calibration_texts: expected an evalset of kind 'documents', 'workflows' is of kind "
+            "'trajectories'",
+        ),
+        ("evals//prose//evalset", "evalsets/none", "evals.prose.evalset: expected an evalset folder with card.yaml"),
+        (
+            "evals//prose//evalset",
+            "evalsets/choices",
+            "evals.prose.evalset: expected an evalset of kind 'documents', 'choices' is of kind 'choices'",
+        ),
+        (
+            "evals//workflows//evalset",
+            "evalsets/prose",
+            "evals.workflows.evalset: expected an evalset of kind 'trajectories', 'prose' is of kind 'documents'",
+        ),
+        (
+            "evals//choices//include_path",
+            "evalsets/none",
+            "evals.choices.include_path: expected a folder with task YAML, found none at ",
+        ),
+        (
+            "gate//tolerances//prose/perplexity_per_token//buckets",
+            {"huge": 0.1},
+            "gate.tolerances.prose/perplexity_per_token.buckets.huge: evalset 'prose' has no such bucket; it has "
+            "short, "
+            "long",
+        ),
+        (
+            "gate//tolerances//choices/accuracy",
+            {"buckets": {"hard": 0.1}},
+            "gate.tolerances.choices/accuracy.buckets.hard: evalset 'choices' has no such bucket; it has easy",
+        ),
+    ],
+)
+def test_a_contradiction_is_named_by_its_path(project: Path, path: str, value: Any, said: str) -> None:
+    at = "" if said.startswith("candidates") else "products.agent."
+    assert refusal(project, path, value).startswith(at + said)
+
+
+def test_a_quantised_checkpoint_can_be_no_input_of_a_step(project: Path, tmp_path: Path) -> None:
+    packed = write_tiny_llama(tmp_path / "packed")
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    said = refusal(project, "candidates//int4//checkpoint", str(packed))
+    assert said.startswith("candidates.int4.steps.0: ") and "already quantised as 'gptq'" in said
+
+
+def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path, copied: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copied / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    tensors[name] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, copied / "model.safetensors")
+    assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
+        f"candidates.int4.steps.0: {copied}: expected a model without experts, found {name!r}; a mixture of experts "
+        "can't be quantised here: use it with `steps: []`"
+    )
+    check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def write_template(folder: Path, text: str) -> None:
+    (folder / "chat_template.jinja").write_text(text)
+
+
+def move_template(folder: Path, name: str, template: Any) -> None:
+    (folder / "chat_template.jinja").unlink()
+    path = folder / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | {"chat_template": template}))
+
+
+UNCLOSED = "{% for m in messages %}\n{{ m.content }}\n{% end %}"
+
+
+@pytest.fixture
+def copied(project: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(project / "models/tiny", tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(
+            lambda c: (c / "model.safetensors").write_bytes(b"x" * 50),
+            "model.safetensors: not a safetensors",
+            id="weights",
+        ),
+        pytest.param(
+            lambda c: (c / "tokenizer.json").write_text("{"), "tokenizer.json: not readable as JSON", id="tokenizer"
+        ),
+        pytest.param(
+            lambda c: (c / "tokenizer_config.json").unlink(),
+            "tokenizer_config.json: expected a file, found none",
+            id="no-tokenizer-settings",
+        ),
+        pytest.param(
+            lambda c: (c / "tokenizer_config.json").write_text("[]"),
+            "tokenizer_config.json: expected a JSON obj",
+            id="tokenizer-settings",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "tokenizer_config.json", bos_token=None, eos_token=None),
+            "tokenizer_config.json: expected a bos_token or an eos_token, which perplexity",
+            id="no-first-token",
+        ),
+        pytest.param(
+            lambda c: (c / "chat_template.jinja").unlink(),
+            "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
+            "from the source, or drop the evals of kind tool_calls and trajectories",
+            id="no-template",
+        ),
+        pytest.param(
+            lambda c: move_template(c, "chat_template.json", "{{ messages }}"),
+            "chat_template.jinja: expected a chat template, found none here or in tokenizer_config.json; copy it "
+            "out of chat_template.json, which no tokenizer reads",
+            id="template-of-a-processor",
+        ),
+        pytest.param(
+            lambda c: move_template(c, "tokenizer_config.json", []),
+            "chat_template.jinja: expected a chat template, found none here",
+            id="empty-list-of-templates",
+        ),
+        pytest.param(
+            lambda c: write_template(c, UNCLOSED),
+            "chat_template.jinja:3: expected a chat template in Jinja, got a syntax error: Encountered unknown "
+            "tag 'end'. Jinja was looking for the following tags: 'endfor' or 'else'. The innermost block that "
+            "needs to be closed is 'for'; copy it from the source",
+            id="template",
+        ),
+        pytest.param(
+            lambda c: move_template(c, "tokenizer_config.json", UNCLOSED),
+            "tokenizer_config.json: chat_template:3: expected a chat template in",
+            id="template-in-settings",
+        ),
+        pytest.param(
+            lambda c: move_template(
+                c,
+                "tokenizer_config.json",
+                [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": UNCLOSED}],
+            ),
+            "tokenizer_config.json: chat_template.1:3: expected a chat template in Jinja",
+            id="second-template",
+        ),
+        pytest.param(
+            lambda c: (c / "generation_config.json").write_text("{"),
+            "generation_config.json: not readable as JSON",
+            id="generation-settings",
+        ),
+        pytest.param(
+            lambda c: (c / "special_tokens_map.json").write_text("[]"),
+            "special_tokens_map.json: expected a JSON object, got list",
+            id="special-tokens",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "generation_config.json", eos_token_id=[2, 320]),
+            "generation_config.json: eos_token_id: expected ids below 320, the rows of the embedding, got 320; "
+            "copy it from the source",
+            id="last-token",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", eos_token_id=999),
+            "config.json: eos_token_id: expected ids below 320, ",
+            id="last-token-in-config",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", hidden_size=64),
+            "config.json: hidden_size: expected 128, as the stored embedding has, got 64",
+            id="width",
+        ),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", vocab_size=512),
+            "config.json: vocab_size: expected 320, as the stored embedding has, got 512",
+            id="vocabulary",
+        ),
+    ],
+)
+def test_a_checkpoint_that_could_not_be_served_is_refused_before_any_work(
+    project: Path, copied: Path, change: Callable[[Path], Any], said: str
+) -> None:
+    """A candidate without steps, which nothing would open before it is served."""
+    change(copied)
+    message = refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+    assert message.startswith(f"candidates.plain.checkpoint: {copied}/{said}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda c: move_template(c, "tokenizer_config.json", "{{ messages }}"), id="template-in-settings"),
+        pytest.param(
+            lambda c: write_template(
+                c,
+                "{% for m in messages %}{%- generation -%}{{ m.content }}"
+                "{% endgeneration %}{% if m.last %}{% break %}{% endif %}{% endfor %}",
+            ),
+            id="tags-that-transformers-adds",
+        ),
+        pytest.param(lambda c: edit_json(c / "generation_config.json", eos_token_id=None), id="no-last-token"),
+        pytest.param(lambda c: (c / "generation_config.json").unlink(), id="no-generation-settings"),
+        pytest.param(lambda c: edit_json(c / "config.json", hidden_size=None, vocab_size=None), id="no-sizes"),
+        pytest.param(
+            lambda c: edit_json(c / "config.json", hidden_size=1, text_config={"hidden_size": 128}), id="composite"
+        ),
+        pytest.param(lambda c: edit_json(c / "config.json", hidden_size=256, word_embed_proj_dim=128), id="projected"),
+        pytest.param(
+            lambda c: edit_json(
+                c / "config.json", max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}
+            ),
+            id="stretched-positions",
+        ),
+        pytest.param(lambda c: edit_json(c / "config.json", quantization_config={"quant_method": "gptq"}), id="packed"),
+    ],
+)
+def test_an_unusual_checkpoint_that_can_be_served_passes(
+    project: Path, copied: Path, change: Callable[[Path], Any]
+) -> None:
+    change(copied)
+    check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+
+
+@pytest.mark.parametrize("key", ["", "text_config"])
+def test_a_context_beyond_the_models_positions_is_refused(project: Path, copied: Path, key: str) -> None:
+    limit = {"max_position_embeddings": 256}
+    edit_json(copied / "config.json", **({key: limit} if key else limit))
+    assert refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []}) == (
+        "products.agent.serving.context_length: expected at most 256, the max_position_embeddings of "
+        f"{copied}/config.json, got 512; lower it"
+    )
+
+
+def test_what_an_endpoint_brings_itself_is_not_checked(project: Path, copied: Path) -> None:
+    (copied / "chat_template.jinja").unlink()
+    edit_json(copied / "config.json", max_position_embeddings=256)
+    endpoint = {"kind": "openai", "base_url": "http://localhost:8000", "model": "m"}
+    check(project, "candidates//there", {"checkpoint": str(copied), "steps": [], "engine": endpoint})
+    (copied / "model.safetensors").unlink()  # but the stage optimize describes the weights
+    said = refusal(project, "candidates//there", {"checkpoint": str(copied), "steps": [], "engine": endpoint})
+    assert said.startswith(f"candidates.there.checkpoint: {copied}: expected model.safetensors")
+
+
+def test_a_checkpoint_is_checked_without_its_libraries(copied: Path) -> None:
+    """Also one whose tokenizer is of an older kind: loading it would import transformers."""
+    vocabulary = json.loads((copied / "tokenizer.json").read_text())["model"]["vocab"]
+    (copied / "tokenizer.json").unlink()
+    (copied / "vocab.json").write_text(json.dumps(vocabulary))
+    code = (
+        f"import sys, pathlib, pipeline.products.text.checkpoints as c; "
+        f"c.open_checkpoint(pathlib.Path({str(copied)!r})); "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert child.stdout.strip() == "[]", child.stderr
+
+
+def speculative(draft: Path) -> list[dict[str, Any]]:
+    return [{"kind": "speculative", "method": "draft_model", "draft": str(draft), "num_tokens": 3}]
+
+
+def test_a_draft_of_the_targets_tokenizer_passes(project: Path, tmp_path: Path) -> None:
+    draft = write_tiny_llama(tmp_path / "draft", seed=1, num_hidden_layers=1)
+    check(project, "candidates//int4//steps", speculative(draft))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(
+            lambda draft: shutil.rmtree(draft), "expected the draft's checkpoint folder, found none", id="absent"
+        ),
+        pytest.param(
+            lambda draft: (draft / "tokenizer.json").unlink(),
+            "expected a file that draft and target share",
+            id="no-tokenizer",
+        ),
+        pytest.param(
+            lambda draft: (draft / "tokenizer.json").write_text("{}"),
+            "expected the same bytes as",
+            id="another-tokenizer",
+        ),
+        pytest.param(
+            lambda draft: write_tiny_llama(draft, vocab_size=512), "expected an embedding of ", id="another-vocabulary"
+        ),
+    ],
+)
+def test_a_draft_that_speaks_other_tokens_is_refused(
+    project: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
+) -> None:
+    draft = write_tiny_llama(tmp_path / "draft", seed=1)
+    change(draft)
+    message = refusal(project, "candidates//int4//steps", speculative(draft))
+    assert message.startswith(f"candidates.int4.steps.0: {draft}") and said in message
+
+
+def test_a_task_folder_without_a_card_has_no_buckets_to_check(project: Path) -> None:
+    check(project, "evals//choices//include_path", "evalsets/cardless")
+
+
+TASKS = """
+group: all
+tag: [reading, short]
+task:
+  - elsewhere
+  - task: inline
+    doc_to_text: !function text.make
+"""
+
+
+@pytest.mark.parametrize("task", ["all", "inline", "reading"])
+def test_a_task_that_a_file_defines_passes(project: Path, tmp_path: Path, task: str) -> None:
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper/tasks.yaml").write_text(TASKS)
+    check(project, "evals//choices", {"kind": "harness", "task": task, "include_path": str(tmp_path)})
+
+
+def test_a_task_that_no_file_defines_is_refused_with_those_that_are(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "tasks.yaml").write_text(TASKS)
+    (tmp_path / "broken.yaml").write_text("task: elsewhere\nmetric_list: [acc\n")
+    (tmp_path / "list.yaml").write_text("- task\n")
+    harness = {"kind": "harness", "task": "elsewhere", "include_path": str(tmp_path)}
+    assert refusal(project, "evals//choices", harness) == (
+        f"products.agent.evals.choices.task: expected a task, group or tag that a *.yaml file in {tmp_path} defines, "
+        f"got 'elsewhere'; they define inline, all, reading, short; {tmp_path}/broken.yaml is not valid YAML: line 3: "
+        "expected ',' or ']', but got '<stream end>'"
+    )
+
+
+def test_a_broken_tool_schema_is_refused_before_any_work(project: Path, tmp_path: Path) -> None:
+    folder = write_documents(tmp_path / "broken", {"x": ["a"]})
+    write_card(folder, kind="trajectories", tools={"order": {"parameters": {"type": "objekt"}}})
+    with pytest.raises(EvalsetError) as caught:
+        check(project, "evals//workflows//evalset", str(folder))
+    assert str(caught.value).startswith(f"{folder / 'card.yaml'}: tools.order.parameters: not a JSON Schema: type: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["optimize//calibration_texts", "evals//prose//evalset", "evals//choices//include_path"]
+)
+def test_a_broken_case_is_refused_before_any_work(project: Path, tmp_path: Path, path: str) -> None:
+    """A card that is in order says nothing of the lines beside it."""
+    folder = write_documents(tmp_path / "broken", {"prose": ["a", "b"], "long": ["c"]})
+    cases = folder / "cases.jsonl"
+    cases.write_text(cases.read_text().replace('"text": "b"', '"txet": "b"'))
+    with pytest.raises(EvalsetError) as caught:
+        check(project, path, str(folder))
+    assert str(caught.value).startswith(f"{cases}:2: text: expected this key, found none")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_two_evals_name_is_read_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(folder: Path) -> Evalset:
+        loaded.append(folder.name)
+        return load_evalset(folder)
+
+    monkeypatch.setattr(pipeline.products.text.preflight, "load_evalset", load)
+    check(project, "evals//again", {"kind": "perplexity", "evalset": "evalsets/prose/"})
+    assert sorted(loaded) == ["calibration", "choices", "prose", "workflows"]

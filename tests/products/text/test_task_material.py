@@ -1,0 +1,306 @@
+"""Scores of an lm-eval task belong to what it asked: when that changes, wherever it lies, it is asked anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import csv
+import gzip
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipeline.products.text.evals.evaluate as evaluate_module
+from pipeline.errors import SettingsError
+from pipeline.products.text.evals.evaluate import evaluate_candidate
+from pipeline.products.text.evals.material import digest_evalsets, digest_task, read_fresh
+from pipeline.products.text.serving.client import TokenScores
+from pipeline.products.text.settings import HarnessEval, TextProduct
+from pipeline.records.evaluations import CaseRecord, read_cases
+from tests.fakes.synthetic_records import make_candidate, make_params
+from tests.products.text.test_evaluate import FakeEndpoint as ChatEndpoint
+from tests.products.text.test_evaluate import FakeEngine
+
+CASES = [{"question": f"What is {i}?", "answer": f"a{i}"} for i in range(4)]
+EDITED = [CASES[0] | {"question": "Who is 0 ?"}, *CASES[1:]]  # of the same length, so a file keeps its size
+TASK = {
+    "task": "mine",
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": ["yes", "no"],
+    "doc_to_target": 0,
+    "metric_list": [{"metric": "acc"}],
+}
+Write = Callable[[Path, list[dict[str, str]]], None]
+
+
+class FakeEndpoint(ChatEndpoint):
+    """Scores whatever it is given alike, and counts it."""
+
+    async def tokenize(self, texts: list[str], **_: Any) -> list[list[int]]:
+        return [[1] * max(1, len(text.split())) for text in texts]
+
+    async def score(self, batch: list[list[int]], **_: Any) -> list[TokenScores]:
+        self.asked += [str(ids) for ids in batch]
+        return [
+            TokenScores(np.zeros(len(b) - 1, "f4"), np.ones((len(b) - 1, 1), "i4"), np.zeros((len(b) - 1, 1), "f4"))
+            for b in batch
+        ]
+
+    @contextlib.asynccontextmanager
+    async def start(self, *_: Any, **__: Any) -> AsyncIterator[tuple[FakeEngine, FakeEndpoint]]:
+        yield FakeEngine(self), self
+
+
+def write_lines(path: Path, cases: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(case) + "\n" for case in cases))
+
+
+def write_list(path: Path, cases: list[dict[str, str]]) -> None:
+    path.write_text(json.dumps(cases))
+
+
+def write_csv(path: Path, cases: list[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(cases[0]))
+        writer.writeheader()
+        writer.writerows(cases)
+
+
+def write_parquet(path: Path, cases: list[dict[str, str]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(cases), path)
+
+
+def write_text(path: Path, cases: list[dict[str, str]]) -> None:
+    path.write_text("".join(f"{case['question']}\n" for case in cases))
+
+
+def write_gzip(path: Path, cases: list[dict[str, str]]) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(case) + "\n" for case in cases).encode(), mtime=0))
+
+
+FORMATS: dict[str, tuple[str, Write]] = {
+    "json": ("json", write_list),
+    "csv": ("csv", write_csv),
+    "parquet": ("parquet", write_parquet),
+    "txt": ("text", write_text),
+    "json.gz": ("json", write_gzip),
+}
+
+
+def replace_quietly(path: Path, edit: Callable[[], None]) -> None:
+    """Edit a file and give it its old time of modification back, as a checkout or a copy may."""
+    before = path.stat()
+    edit()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+class Project:
+    """A project with one eval, an lm-eval task of the user's own."""
+
+    def __init__(self, root: Path, endpoint: FakeEndpoint) -> None:
+        self.root = root
+        self.endpoint = endpoint
+        checkpoint = root / make_candidate("a").checkpoint.path
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+        (root / "tasks").mkdir()
+        (root / "data").mkdir()
+
+    def write_task(self, **keys: Any) -> None:
+        (self.root / "tasks/mine.yaml").write_text(json.dumps(TASK | keys))  # JSON is YAML
+
+    def run(self, **settings: Any) -> list[CaseRecord]:
+        """Evaluate, as the stage does from the project's root; return the records."""
+        self.endpoint.asked.clear()
+        evals = {"e": {"kind": "harness", "task": "mine", "include_path": "tasks"} | settings}
+        params = TextProduct.model_validate(make_params(["a"], ["a"]).model_dump() | {"evals": evals})
+        asyncio.run(evaluate_candidate(make_candidate("a"), params, root=Path(), build=Path("build")))
+        return read_cases(Path("build/evaluations/a/e.jsonl"))
+
+    def watched(self, **settings: Any) -> str:
+        """Return what DVC watches."""
+        evals = {"e": {"kind": "harness", "task": "mine", "include_path": "tasks"} | settings}
+        params = TextProduct.model_validate(make_params(["a"], ["a"]).model_dump() | {"evals": evals})
+        return digest_evalsets(params, Path())["e"]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    endpoint = FakeEndpoint()
+    monkeypatch.setattr(evaluate_module, "start_engine", endpoint.start)
+    monkeypatch.chdir(tmp_path)
+    return Project(tmp_path, endpoint)
+
+
+def check_asked_anew(project: Project, path: Path, edit: Callable[[], None], **settings: Any) -> list[CaseRecord]:
+    """Run twice, edit a file without a trace in its size and time, run again: the second asks nothing, the third all.
+
+    What DVC watches must change with it, else the stage is not run at all.
+    """
+    project.run(**settings)
+    num_asked, watched = len(project.endpoint.asked), project.watched(**settings)
+    project.run(**settings)
+    assert not project.endpoint.asked, "nothing was edited"
+    assert project.watched(**settings) == watched
+    replace_quietly(path, edit)
+    records = project.run(**settings)
+    assert len(project.endpoint.asked) == num_asked
+    assert project.watched(**settings) != watched
+    return records
+
+
+@pytest.mark.parametrize("folder", ["tasks", "data"])
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet", "txt", "json.gz"])
+def test_an_edited_case_is_asked_anew_whatever_file_it_is_in(project: Project, folder: str, suffix: str) -> None:
+    builder, write = FORMATS[suffix]
+    path = Path(folder, f"cases.{suffix}")
+    write(path, CASES)
+    text = "{{text}}" if suffix == "txt" else "{{question}}"
+    project.write_task(dataset_path=builder, dataset_kwargs={"data_files": {"test": str(path)}}, doc_to_text=text)
+    records = check_asked_anew(project, path, lambda: write(path, EDITED))
+    assert [record.prompt for record in records] == [case["question"] for case in EDITED]
+
+
+NAMES: dict[str, dict[str, Any]] = {
+    "a name": {"dataset_path": "json", "dataset_kwargs": {"data_files": "data/test.jsonl"}, "test_split": "train"},
+    "a list": {"dataset_path": "json", "dataset_kwargs": {"data_files": ["data/test.jsonl"]}, "test_split": "train"},
+    "a list by split": {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": ["data/test.jsonl"]}}},
+    "a pattern": {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data/t*.jsonl"}}},
+    "a folder of data": {"dataset_path": "json", "dataset_kwargs": {"data_dir": "data"}},
+    "a data set's folder": {"dataset_path": "data"},
+}
+
+
+@pytest.mark.parametrize("keys", NAMES.values(), ids=NAMES)
+def test_an_edited_case_is_asked_anew_however_its_file_is_named(project: Project, keys: dict[str, Any]) -> None:
+    path = Path("data/test.jsonl")
+    write_lines(path, CASES)
+    project.write_task(**keys)
+    records = check_asked_anew(project, path, lambda: write_lines(path, EDITED))
+    assert records[0].prompt == EDITED[0]["question"]
+
+
+def test_an_edited_example_is_asked_with_anew(project: Project) -> None:
+    files = {"test": "data/test.json", "train": "data/shots.json"}
+    for file in files.values():
+        write_list(Path(file), CASES)
+    project.write_task(dataset_path="json", dataset_kwargs={"data_files": files}, training_split="train")
+    path = Path(files["train"])
+    records = check_asked_anew(project, path, lambda: write_list(path, EDITED), num_fewshot=4)
+    assert all("Who is 0" in record.prompt for record in records)
+
+
+CODE = """
+import json
+from pathlib import Path
+def read_documents(documents):
+    return documents.map(lambda document: document | {"question": Path("data/text").read_text()})
+def write_prompt(document):
+    from data import phrases
+    return phrases.START + document["question"]
+def read_results(document, results):
+    return {"acc": float(Path("tasks/right.txt").read_text() == "yes")}
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "keys"),
+    [
+        (
+            "tasks/code.py",
+            CODE.replace("phrases.START +", "phrases.START*1+"),
+            "doc_to_text: !function code.write_prompt",
+        ),
+        ("tasks/right.txt", "no!", "process_results: !function code.read_results"),
+        ("data/phrases.py", "START = 'Dear '", "doc_to_text: !function code.write_prompt"),
+        ("data/text", "Why?", "process_docs: !function code.read_documents"),
+        ("data/base.yaml", 'description: "To be"', "include: ../data/base.yaml"),
+    ],
+    ids=[
+        "the task's own code",
+        "a file beside it that judges",
+        "what the code imports",
+        "what the code reads",
+        "an include",
+    ],
+)
+def test_all_that_makes_a_prompt_or_a_score_counts(
+    project: Project, monkeypatch: pytest.MonkeyPatch, file: str, text: str, keys: str
+) -> None:
+    monkeypatch.syspath_prepend(str(project.root))
+    write_lines(Path("data/test.jsonl"), CASES)
+    Path("data/phrases.py").write_text("START = 'Hello'")
+    Path("data/text").write_text("What")
+    Path("data/base.yaml").write_text('description: "Or not"')
+    Path("tasks/right.txt").write_text("yes")
+    Path("tasks/code.py").write_text(CODE)
+    task = TASK | {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "data/test.jsonl"}}}
+    task.pop(keys.partition(":")[0], None)
+    lines = [f"{key}: {json.dumps(value)}" for key, value in task.items()]
+    Path("tasks/mine.yaml").write_text("\n".join([*lines, keys]))
+    check_asked_anew(project, Path(file), lambda: Path(file).write_text(text) and None)
+    assert not list(Path().rglob("*.pyc")), "Python would take an edit of the same second and size for the old code"
+
+
+def test_a_clone_elsewhere_has_the_same_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a fresh clone would ask everything again, and the gate of a pull request would never pass."""
+    digests = set()
+    for name in ("here", "there"):
+        root = tmp_path / name
+        (root / "tasks").mkdir(parents=True)
+        monkeypatch.chdir(root)
+        write_lines(Path("tasks/test.jsonl"), CASES)
+        Path("tasks/code.py").write_text(CODE)
+        files = {"data_files": {"test": "tasks/test.jsonl"}}
+        task = json.dumps(TASK | {"dataset_path": "json", "dataset_kwargs": files}).removesuffix("}")
+        Path("tasks/mine.yaml").write_text(task + ', "process_results": !function code.read_results}')
+        digests.add(digest_task("e", HarnessEval(kind="harness", task="mine", include_path="tasks")))
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("name", ["data/none.jsonl", "data/none*.jsonl"])
+def test_what_can_not_be_found_is_refused_by_name(project: Project, name: str) -> None:
+    project.write_task(dataset_path="json", dataset_kwargs={"data_files": {"test": name}})
+    with pytest.raises(SettingsError) as caught:
+        project.watched()
+    message = str(caught.value)
+    assert message.startswith("products.agent.evals.e.task: lm-eval can't load 'mine': FileNotFoundError: ")
+    assert name in message and "\n" not in message
+
+
+def test_a_data_set_that_can_not_be_reached_is_refused_by_name(project: Project) -> None:
+    project.write_task(dataset_path="someone/cases")
+    said = r"^products\.agent\.evals\.e\.task: lm-eval can't load 'mine': .*'someone/cases'"
+    with pytest.raises(SettingsError, match=said):
+        project.watched()
+
+
+def test_a_data_set_of_the_hub_keeps_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cached by its commit; without the cache it could not be read offline."""
+    import datasets
+
+    folders: dict[str, str | None] = {}
+
+    def note(path: str, cache_dir: str | None = None, **_: Any) -> None:
+        folders[path] = cache_dir
+
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    monkeypatch.setattr(datasets.load, "load_dataset_builder", note)
+    with read_fresh():
+        for path in ("someone/cases", "own", "csv"):
+            datasets.load.load_dataset_builder(path, cache_dir=None)
+        assert not datasets.is_caching_enabled()
+    assert folders["someone/cases"] is None
+    assert folders["own"] == folders["csv"] and not Path(str(folders["own"])).exists()
+    assert datasets.load.load_dataset_builder is note and datasets.is_caching_enabled()

@@ -1,0 +1,73 @@
+"""Processes that load once: why one can't is said by it, and one that dies ends the run with one line."""
+
+from __future__ import annotations
+
+import platform
+import time
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import CheckpointError, EngineError
+from pipeline.running.worker_pool import start_workers
+from tests.fakes.pool_tasks import add, count_new_pages, die, load
+
+DIED = "a process ended by itself; lower the batch size"
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_worker_loads_once_and_is_gone_with_the_pool() -> None:
+    """Loading for each task would take longer than the task."""
+    with start_workers(load, 40, 1, died=DIED) as pool:
+        found = [pool.submit(add, number).result() for number in range(3)]
+    assert [value for value, _ in found] == [40, 41, 42]
+    processes = {process for _, process in found}
+    assert len(processes) == 1
+    deadline = time.monotonic() + 10
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, processes))
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="no other malloc is told anything")
+def test_a_worker_can_keep_the_memory_that_it_frees() -> None:
+    """Asked for anew, the arrays of an upscaler took more time of the system than its convolutions took."""
+    with start_workers(load, 1, 1, died=DIED) as pool:
+        assert pool.submit(count_new_pages, 64 * 2**20).result() < 16, "even huge pages are 32"
+
+
+@pytest.mark.parametrize(
+    ("order", "error", "said"),
+    [
+        ("quantgate", CheckpointError, "^models/x: expected weights, found none$"),
+        ("bug", ZeroDivisionError, "^a mistake of ours$"),
+    ],
+)
+def test_what_keeps_a_worker_from_loading_is_what_its_tasks_raise(
+    order: str, error: type[Exception], said: str
+) -> None:
+    """A broken pool says that a process died; for our own mistakes it blamed the memory."""
+    with pytest.raises(error, match=said), start_workers(load, order, 1, died=DIED) as pool:
+        pool.submit(add, 1).result()
+
+
+def test_a_worker_that_dies_ends_with_the_given_line_and_keeps_what_was_done() -> None:
+    with pytest.raises(EngineError) as caught, start_workers(load, 1, 1, died=DIED) as pool:
+        done = pool.submit(add, 1)
+        wait([done])
+        pool.submit(die, 1).result()
+    assert str(caught.value) == DIED and done.result()[0] == 2
+
+
+def test_tasks_that_wait_are_dropped_when_one_fails() -> None:
+    """Else a run that failed at once would work on until its last batch."""
+    with pytest.raises(RuntimeError), start_workers(load, 1, 1, died=DIED) as pool:
+        pool.submit(add, 1).result()
+        waiting = [pool.submit(time.sleep, 0.2) for _ in range(100)]
+        raise RuntimeError
+    assert sum(future.cancelled() for future in waiting) > 80
