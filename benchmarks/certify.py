@@ -2,13 +2,13 @@
 
     python -m benchmarks.certify [pattern] [--project FOLDER] [--measured]
 
-Each row of `tests/certify/kill_rows.py` that the pattern finds gets a copy of the project in which one thing is
-wrong, and the real stages run on it: optimize where weights are made, evaluate with real servers and workers where they answer,
-compare and gate always. Rows about records of other tools and about what git keeps write their own beside it, and run
-`quantgate compare` or what `.ci/gate` runs. A defect is killed when the release does not go out, whichever stage stops
-it, and for the reason that the row gives. Changes that are none have to pass. Prints Markdown: what was planted, the
-verdict, the first line that was said, the largest loss that was measured, and seconds; ends with 1 when a row came out
-otherwise.
+Each row of `tests/certify/kill_rows.py` that the pattern finds gets a copy of the project in which one thing is wrong,
+and the real stages run on it: optimize where weights are made, evaluate with real servers and workers where they
+answer, compare and gate always. Rows about records of other tools and about what git keeps write their own beside it,
+and run `quantgate compare` or what `.ci/gate` runs. A defect is killed when the release does not go out, whichever
+stage stops it, and for the reason that the row gives. Changes that are none have to pass. Prints Markdown: what was
+planted, the verdict, the first line that was said, the largest loss that was measured, and seconds; ends with 1 when a
+row came out otherwise.
 
 Needs a project on which `make repro` has finished. Rows that are done lie in build/certify.json and are not run again,
 as long as the evaluations are the same. `--measured` adds what the gate alone sees of broken weights, which the check
