@@ -25,11 +25,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import jsonschema
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import EvalsetError, EvidenceError, describe_problem
-from pipeline.evalsets.cases import CASES_FILE, Bucket, Case, Kind, read_cases
+from pipeline.evalsets.cases import CASES_FILE, Bucket, Case, list_case_kinds, read_cases
 from pipeline.records.digests import canonical_json, digest_file, digest_json
 from pipeline.records.files import check_link, read_bounded
 from pipeline.records.record_files import Record
@@ -81,12 +81,20 @@ class CardText(Record):
     name: str
     version: str
     licence: str
-    kind: Kind
+    kind: str
     description: str
     made_by: str  # the command that wrote it
     cluster: str  # what a cluster is, in words
     tools: dict[str, Tool] = Field(default={}, validate_default=True)
     categories: dict[Bucket, Annotated[int, Field(ge=0)]] = {}  # of detection: name -> category_id
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        if kind not in (kinds := list_case_kinds()):
+            known = [repr(name) for name in kinds]
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
+        return kind
 
     @field_validator("tools")
     @classmethod

@@ -13,7 +13,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -23,7 +23,6 @@ from pipeline.records.digests import digest_json
 from pipeline.records.files import line_of, open_bounded, read_lines
 from pipeline.records.record_files import Record, first_problem
 
-Kind = Literal["documents", "choices", "tool_calls", "trajectories", "prompts", "detection", "upscaling"]
 CASES_FILE = "cases.jsonl"
 PICTURE_DIGESTS = {"image": "sha256", "target": "target_sha256"}  # what names a picture: what holds its digest
 T = TypeVar("T")
@@ -83,7 +82,13 @@ class Check(Record):
 
 
 class Case(Record):
-    """What every case has: an id, the cluster it belongs to, and its buckets."""
+    """What every case has: an id, the cluster it belongs to, and its buckets.
+
+    Attributes:
+        card_kind: of an evalset, in its card; a kind of product that has other cases derives their class in its folder.
+    """
+
+    card_kind: ClassVar[str]
 
     id: CaseId
     cluster: str
@@ -102,12 +107,14 @@ class Case(Record):
 class DocumentCase(Case):
     """A text whose likelihood is measured."""
 
+    card_kind: ClassVar[str] = "documents"
     text: str = Field(min_length=1)
 
 
 class ChoiceCase(Case):
     """A multiple-choice question."""
 
+    card_kind: ClassVar[str] = "choices"
     question: str
     choices: tuple[str, ...] = Field(min_length=2)
     answer: int = Field(ge=0)
@@ -134,6 +141,7 @@ class Call(Record):
 class ToolCallCase(Case):
     """A prompt and the one call it should lead to."""
 
+    card_kind: ClassVar[str] = "tool_calls"
     messages: tuple[Message, ...] = Field(min_length=1)
     expected: Call
     accepted: dict[str, tuple[Any, ...]] = {}
@@ -142,6 +150,7 @@ class ToolCallCase(Case):
 class TrajectoryCase(Case):
     """A task, the state it starts in, and what must hold at the end."""
 
+    card_kind: ClassVar[str] = "trajectories"
     messages: tuple[Message, ...] = Field(min_length=1)
     state: dict[str, Any]
     checks: tuple[Check, ...] = Field(min_length=1)
@@ -150,6 +159,7 @@ class TrajectoryCase(Case):
 class PromptCase(Case):
     """A prompt for a picture, and the seed of the noise that it is drawn from."""
 
+    card_kind: ClassVar[str] = "prompts"
     id: FileId
     prompt: str
     seed: int = Field(ge=0, lt=2**63)
@@ -174,6 +184,7 @@ class Annotation(Record):
 class DetectionCase(Case):
     """An image and what is on it; no annotation says that nothing is."""
 
+    card_kind: ClassVar[str] = "detection"
     id: FileId
     image: PicturePath
     sha256: Sha256
@@ -183,6 +194,7 @@ class DetectionCase(Case):
 class UpscalingCase(Case):
     """An image and what it shows at a multiple of its size."""
 
+    card_kind: ClassVar[str] = "upscaling"
     id: FileId
     image: PicturePath
     sha256: Sha256
@@ -190,18 +202,12 @@ class UpscalingCase(Case):
     target_sha256: Sha256
 
 
-_CASE_KINDS: dict[Kind, type[Case]] = {
-    "documents": DocumentCase,
-    "choices": ChoiceCase,
-    "tool_calls": ToolCallCase,
-    "trajectories": TrajectoryCase,
-    "prompts": PromptCase,
-    "detection": DetectionCase,
-    "upscaling": UpscalingCase,
-}
+def list_case_kinds() -> dict[str, type[Case]]:
+    """Return the classes of cases by the kind that a card names: those of this file, and those of kinds of products."""
+    return {case.card_kind: case for case in Case.__subclasses__()}
 
 
-def read_cases(path: Path, kind: Kind) -> list[Any]:
+def read_cases(path: Path, kind: str) -> list[Any]:
     """Read the cases of an evalset, in the order of the file.
 
     Raises:
@@ -212,7 +218,7 @@ def read_cases(path: Path, kind: Kind) -> list[Any]:
     seen: dict[str, int] = {}
     for number, line in enumerate(_read_lines(path), start=1):
         where = f"{path}:{number}"
-        case = _read_case(where, line, _CASE_KINDS[kind])
+        case = _read_case(where, line, list_case_kinds()[kind])
         if case.id in seen:
             raise EvalsetError(f"{where}: case id {case.id!r} was already used on line {seen[case.id]}")
         if isinstance(case, TrajectoryCase):

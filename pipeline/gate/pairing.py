@@ -26,8 +26,7 @@ from pipeline.records.evaluations import (
     CaseRecord,
     EvalFile,
     Evaluation,
-    ImageCandidate,
-    NetworkCandidate,
+    LocalCandidate,
     describe_failures,
     read_cases,
 )
@@ -35,7 +34,7 @@ from pipeline.records.fingerprints import Difference, find_difference, fingerpri
 from pipeline.records.record_files import read_record
 from pipeline.settings.base import Eval
 
-AnyCandidate = Candidate | ImageCandidate | NetworkCandidate
+AnyCandidate = Candidate | LocalCandidate
 
 
 @dataclass(frozen=True)

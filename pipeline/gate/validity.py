@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pipeline.gate.wording import definition_of
 
-_FACTS = ("finite_output_rate", "sound_image_rate", "oversaturated_image_rate")
 _MOST = 0.5  # of the reference's outputs that are valid: else the evalset, and not the candidate, is odd
 
 
@@ -24,7 +23,7 @@ def is_without_output(metric: str, bucket: str | None, reference: float, candida
     """
     definition = definition_of(metric)
     is_whole = definition.estimator == "average_precision" and definition.area == "all" and bucket is None
-    if definition.name not in _FACTS and not is_whole:
+    if not definition.is_validity and not is_whole:
         return False
     ours, theirs = (x if definition.better == "higher" else 1 - x for x in (reference, candidate))
     return theirs == 0 and ours >= _MOST

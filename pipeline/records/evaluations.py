@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.records.canary import CanaryFile
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import Record, iterate_records
-from pipeline.records.serving import NetworkServing, PipelineServing, ServingConfig
+from pipeline.records.serving import AnyServing, LocalServing, NetworkServing, PipelineServing, ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 
 
@@ -92,7 +92,7 @@ class Candidate(BuiltCandidate):
 class LocalCandidate(BuiltCandidate):
     """A folder plus how it is run, in processes of the stage itself: no engine stands between."""
 
-    serving: PipelineServing | NetworkServing
+    serving: PipelineServing | NetworkServing | LocalServing
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Evaluation(Record):
     candidate: str
     fingerprint: str
     checkpoint_digest: str
-    serving: ServingConfig | PipelineServing | NetworkServing  # as it was evaluated
+    serving: AnyServing  # as it was evaluated
     evals: dict[str, EvalFile]
     served_by: dict[str, Any]  # facts about the endpoint by section, see pipeline/records/fingerprints.py
     proof: str = ""  # who says so

@@ -1,11 +1,13 @@
-"""How a candidate is run, as JSON on disk: a checkpoint's server, a diffusers pipeline, a torch module.
+"""How a candidate is run, as JSON on disk: a server of a checkpoint, a diffusers pipeline, a torch module, or another.
 
 Each has an `identity`: the settings that make one way of serving another, by name. What is served is in `records.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, SerializeAsAny
 
 from pipeline.records.fingerprints import name_command, read_environment
 from pipeline.records.record_files import Record
@@ -55,6 +57,39 @@ class ServingConfig(Record):
             | {f"speculative.{part}": getattr(self.speculative, part, None) for part in parts}
             | {"command": name_command(self.command), "environment": read_environment(self.environment)}
         )
+
+
+class LocalServing(Record):
+    """How a kind of product that has no record in this file is run; its own record derives from this one.
+
+    Read back as this class it keeps all that the record has, so that its digest is the same.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    engine: str
+    dtype: str = "float32"
+
+    @property
+    def summary(self) -> str:
+        """The most important settings in a few words."""
+        return f"{self.engine} {self.dtype}"
+
+    @property
+    def tiling(self) -> None:
+        """Pictures only."""
+
+    @property
+    def speculative(self) -> None:
+        """Text only: no drafts."""
+
+    @property
+    def base_url(self) -> None:
+        """Text only: runs in the process of the stage."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return every setting that makes one way of serving another, by name."""
+        return self.model_dump(mode="json")
 
 
 class Tiling(Record):
@@ -185,3 +220,9 @@ class NetworkServing(Record):
         """Return every setting that makes one way of serving another, by name."""
         plain = self.model_dump(exclude={"tiling"}, mode="json")
         return plain | {f"tiling.{key}": getattr(self.tiling, key, None) for key in Tiling.model_fields}
+
+
+# in this order: a record of the last class may hold anything
+AnyServing = Annotated[
+    ServingConfig | PipelineServing | NetworkServing | SerializeAsAny[LocalServing], Field(union_mode="left_to_right")
+]

@@ -29,6 +29,7 @@ class MetricDefinition:
         is_gated: False for tripwires, which are shown against a threshold and never decide.
         area: of the objects that an average precision covers, a key of `AREAS`.
         iou: threshold of an average precision; None is the mean over COCO's ten.
+        is_validity: whether an output is one at all, as NaN or a black picture is not: a fact, whatever chance does.
     """
 
     name: str
@@ -41,6 +42,7 @@ class MetricDefinition:
     is_gated: bool = True
     area: str = "all"
     iou: float | None = None
+    is_validity: bool = False
 
     @property
     def sign(self) -> float:

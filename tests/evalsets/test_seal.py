@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
@@ -155,6 +156,14 @@ def test_the_command_prints_one_line(tmp_path: Path) -> None:
 # The examples of evalsets/README.md.
 
 README = (ROOT / "evalsets/README.md").read_text(encoding="utf-8")
+
+
+def read_evals(params: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of the evals of the only product."""
+    (product,) = params["products"].values()
+    return list(product["evals"].values())
+
+
 EXAMPLE = re.compile(r"^`([\w./-]+)`\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTIONS = {section.split("\n")[0]: dict(EXAMPLE.findall(section)) for section in re.split(r"^## ", README, flags=re.M)}
 KINDS = ["documents", "choices", "tool_calls", "trajectories", "prompts"]
@@ -177,7 +186,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
 def test_each_example_seals_loads_and_is_an_eval(example: Path, kind: str) -> None:
     assert load_evalset(example).card.kind == kind
     params = YAML(typ="safe").load(Path("params.yaml"))
-    (settings,) = params.get("images", params)["evals"].values()
+    (settings,) = read_evals(params)
     checked = TypeAdapter(EvalSettings | ImagesEval).validate_python(settings)
     assert str(example) in (getattr(checked, "evalset", None), getattr(checked, "include_path", None))
 
@@ -201,7 +210,7 @@ def test_lm_eval_reads_the_example_task(example: Path, monkeypatch: pytest.Monke
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache"))
-    (settings,) = YAML(typ="safe").load(Path("params.yaml"))["evals"].values()
+    (settings,) = read_evals(YAML(typ="safe").load(Path("params.yaml")))
     manager = TaskManager(include_path=settings["include_path"], include_defaults=False)
     task = manager.load([settings["task"]])["tasks"][settings["task"]]
     (document,) = task.test_docs()

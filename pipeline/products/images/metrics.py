@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipeline.settings.metrics import SEAM_STEP_LEVELS, MetricDefinition
 
 IMAGES = (
-    MetricDefinition("sound_image_rate", "proportion", "sound", "higher", ""),
-    MetricDefinition("oversaturated_image_rate", "proportion", "oversaturated", "lower", ""),
+    MetricDefinition("sound_image_rate", "proportion", "sound", "higher", "", is_validity=True),
+    MetricDefinition("oversaturated_image_rate", "proportion", "oversaturated", "lower", "", is_validity=True),
     MetricDefinition("saturated_pixel_fraction", "mean", "saturated", "lower", ""),
     MetricDefinition("clipped_pixel_fraction", "mean", "clipped", "lower", ""),
     MetricDefinition("clip_similarity", "mean", "clip", "higher", ""),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.settings.metrics import SEAM_STEP_LEVELS, MetricDefinition
 
-_FINITE = MetricDefinition("finite_output_rate", "proportion", "finite", "higher", "")
+_FINITE = MetricDefinition("finite_output_rate", "proportion", "finite", "higher", "", is_validity=True)
 
 DETECTION = (
     *(
