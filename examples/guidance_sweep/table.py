@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from examples.guidance_sweep.judging import OVERSATURATION, STD_RATIO, Estimate, SweepRow, list_pareto
+from examples.guidance_sweep.settings import SATURATION, SIMILARITY
 from pipeline.gate.wording import format_harm, format_range, format_tolerance
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct
-from pipeline.products.images.sweep.judging import OVERSATURATION, STD_RATIO, Estimate, SweepRow, list_pareto
-from pipeline.products.images.sweep.settings import SATURATION, SIMILARITY
 
 _COLUMNS = (
     "guidance",
