@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import PromptCase
 from pipeline.products.images.settings import ImagesEval, ImagesProduct
-from pipeline.products.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
+from pipeline.products.images.workers import RenderSetup, read_facts, render_batch, start_renderers, weigh_decode
 from pipeline.records.digests import digest_checkpoint, digest_json
 from pipeline.records.evaluations import Evaluation, ImageCandidate
 from pipeline.records.files import write_text
@@ -55,8 +55,8 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
             evalset = load_evalset(root / settings.evalset)
             judges = digest_judges(product, settings, root)
             key = digest_work(settings, evalset, judges)
-            order = Order(candidate, source, settings, root, judges)
-            with start_renderers(order, product.resources.num_workers) as pool:
+            setup = RenderSetup(candidate, source, settings, root, judges)
+            with start_renderers(setup, product.resources.num_workers) as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(name, evalset, candidate, pool, journal, working.path)

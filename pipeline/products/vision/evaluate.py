@@ -23,7 +23,7 @@ from pipeline.products.vision.detecting import Categories, describe_categories, 
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct
 from pipeline.products.vision.workers import (
-    Order,
+    InferenceSetup,
     PictureCase,
     ShapeBatch,
     describe_run,
@@ -70,11 +70,11 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
                 if isinstance(settings, DetectionEval)
                 else None
             )
-            order = Order(candidate, product.name, root, product.adapter, source, settings, categories)
+            setup = InferenceSetup(candidate, product.name, root, product.adapter, source, settings, categories)
             key = digest_work(product, settings, evalset, root)
             # what one process compiles, another would compile again
             num_workers = 1 if candidate.serving.compile_mode else product.resources.num_workers
-            with start_runners(order, num_workers, cache=working.path / ".compiled") as pool:
+            with start_runners(setup, num_workers, cache=working.path / ".compiled") as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(
