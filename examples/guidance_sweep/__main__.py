@@ -24,7 +24,7 @@ from examples.guidance_sweep.judging import judge_sweep
 from examples.guidance_sweep.plot import plot_sweep
 from examples.guidance_sweep.rendering import render_settings, take_prompts
 from examples.guidance_sweep.settings import list_settings, make_sweep_product
-from examples.guidance_sweep.table import describe_pareto, describe_verdicts, render_sweep, render_table
+from examples.guidance_sweep.table import format_pareto, format_verdicts, render_sweep, render_table
 from pipeline.errors import SettingsError
 from pipeline.gate.wording import use_metrics
 from pipeline.products.images.preflight import check_images
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         rows = judge_sweep(product, build)
         plot_sweep(rows, product, options.out / PICTURE)
         write_text(options.out / TABLE, render_sweep(rows, product, picture=PICTURE))
-        print(f"{render_table(rows)}\n\nPareto set:\n{describe_pareto(rows)}\n\n{describe_verdicts(rows)}")
+        print(f"{render_table(rows)}\n\nPareto set:\n{format_pareto(rows)}\n\n{format_verdicts(rows)}")
     _say(f"{options.out / TABLE}: {len(rows)} settings, {len(rendered)} rendered now, {time.monotonic() - start:.0f} s")
     return 0
 

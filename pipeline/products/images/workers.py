@@ -46,7 +46,7 @@ class Rendered:
     exact_decode_s: float  # of the same latents by the reference's VAE in float32, in turn
     peak_memory_mib: float  # of the process
 
-    def describe(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return all but records and pictures as JSON, for a journal."""
         kept = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("records", "pictures")
@@ -77,7 +77,7 @@ def start_renderers(setup: RenderSetup, num_workers: int) -> AbstractContextMana
     return start_workers(_load, setup, num_workers, died=died)
 
 
-def weigh_decode(num_images: int) -> float:
+def measure_decode_mib(num_images: int) -> float:
     """Return the MiB that a decode of so many images takes at most: the VAE's weights, and what the decode makes."""
     import torch
 

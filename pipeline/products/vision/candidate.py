@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.errors import SettingsError
 from pipeline.products.vision.adapters import load_adapter
 from pipeline.products.vision.conv_policy import resolve_policy
-from pipeline.products.vision.files import describe_folder
+from pipeline.products.vision.files import read_network_checkpoint
 from pipeline.products.vision.loading import Network, load_network
 from pipeline.products.vision.serving import run_plainly, serve
 from pipeline.products.vision.settings import (
@@ -61,7 +61,7 @@ def build_network_candidate(name: str, product: VisionProduct, *, root: Path, bu
 def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
     settings, adapter = product.candidates[name], load_adapter(root / product.adapter)
     folder = root / settings.checkpoint
-    checkpoint = describe_folder(folder, root=root, kind=product.kind)
+    checkpoint = read_network_checkpoint(folder, root=root, kind=product.kind)
     check_finite(iterate_weights(folder), where=folder)
     network = load_network(folder, adapter, run_plainly(product))
     coverage: tuple[LayerCoverage, ...] = ()

@@ -27,7 +27,7 @@ from pipeline.products.vision.adapters import Adapter, load_adapter
 from pipeline.products.vision.costs import measure_costs
 from pipeline.products.vision.detecting import Categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
-from pipeline.products.vision.layer_numerics import compare_layers, describe_layers
+from pipeline.products.vision.layer_numerics import build_layer_notes, compare_layers
 from pipeline.products.vision.loading import Network, list_tensors, load_network
 from pipeline.products.vision.settings import UpscalingEval
 from pipeline.products.vision.upscaling import judge_picture
@@ -262,7 +262,7 @@ class ShapeBatch:
     num_pictures: int
 
 
-def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> dict[str, Any]:
+def measure_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> dict[str, Any]:
     """Return what is noted of a candidate beside its records: how far each layer is from float32, and what it costs.
 
     Args:
@@ -308,6 +308,6 @@ def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, 
     default = getattr(torch, serving.dtype)
     dtypes = {name: dtypes.get(name, default) for name, _ in eager.module.named_modules()}
     try:
-        return describe_layers(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
+        return build_layer_notes(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
     except NumericsError:  # another architecture, whose layers have no counterparts
         return {}
