@@ -16,7 +16,7 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.products.images.folders import iterate_weights, read_pipeline_checkpoint
 from pipeline.products.images.rendering import Prompt
 from pipeline.products.images.serving import sample_plainly, serve
-from pipeline.products.images.settings import ChannelsLastStep, ImagesProduct, VaeRangeFixStep
+from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.steps import STEPS
 from pipeline.records.evaluations import BuiltCandidate, Fallback, ImageCandidate
 from pipeline.records.files import replace_folder
@@ -26,7 +26,6 @@ from pipeline.running.weight_files import check_finite
 
 # what can change an image
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "safetensors")
-_RENDERING = (VaeRangeFixStep, ChannelsLastStep)  # steps that render prompts of the first eval
 
 
 def build_image_candidate(name: str, product: ImagesProduct, *, root: Path, build: Path) -> ImageCandidate:
@@ -83,7 +82,7 @@ def _apply_steps(
     serving, records = sample_plainly(product), []
     fallbacks: list[Fallback] = []
     for i, step in enumerate(product.candidates[name].steps):
-        more = {"prompts": load_prompts(product, root)} if isinstance(step, _RENDERING) else {}
+        more = {"prompts": load_prompts(product, root)} if step.renders_prompts else {}
         try:
             done = STEPS[step.kind](folder, serving, step=step, **more)
         except (NumericsError, SettingsError) as error:

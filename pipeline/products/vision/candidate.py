@@ -20,14 +20,11 @@ from pipeline.products.vision.serving import run_plainly, serve
 from pipeline.products.vision.settings import (
     CompileStep,
     ConvPolicyStep,
-    MemoryFormatStep,
-    PrecisionStep,
     VisionProduct,
 )
 from pipeline.records.evaluations import BuiltCandidate, Fallback, LayerCoverage, NetworkCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
-from pipeline.records.serving import Tiling
 from pipeline.running.weight_files import check_finite, iterate_weights
 
 LIBRARIES = ("torch", "safetensors")  # what can change an output
@@ -68,10 +65,10 @@ def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
     fallbacks: list[Fallback] = []
     records = []
     for i, step in enumerate(settings.steps):
-        record: dict[str, Any] = {"serving": _describe_step(step)}
+        record: dict[str, Any] = {"serving": step.build_serving()}
         if isinstance(step, ConvPolicyStep):
-            coverage, found = _resolve(step, network, f"candidates.{name}.steps.{i}")
-            fallbacks += found
+            coverage, missed = _resolve(step, network, f"candidates.{name}.steps.{i}")
+            fallbacks += missed
             record["serving"] = {
                 "conv_policy": {
                     layer.layer: dict(zip(("algorithm", "dtype"), layer.format.split(), strict=True))
@@ -97,17 +94,6 @@ def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
         fallbacks=tuple(fallbacks),
         libraries=versions | {"adapter": adapter.digest},
     )
-
-
-def _describe_step(step: Any) -> dict[str, Any]:
-    """Return what a step changes of the serving config."""
-    if isinstance(step, PrecisionStep):
-        return {"dtype": step.dtype, "autocast": step.autocast}
-    if isinstance(step, MemoryFormatStep):
-        return {"channels_last": True}
-    if isinstance(step, CompileStep):
-        return {"compile_mode": step.mode, "compile_dynamic": step.dynamic}
-    return {"tiling": Tiling(**step.model_dump(exclude={"kind"})).model_dump()} if step.kind == "tiling" else {}
 
 
 def _resolve(step: ConvPolicyStep, network: Network, where: str) -> tuple[tuple[LayerCoverage, ...], list[Fallback]]:
