@@ -9,7 +9,7 @@ from pipeline.gate.preflight import check_gates
 from pipeline.products import KINDS
 from pipeline.products.inputs import digest_inputs
 from pipeline.products.params import load_params
-from pipeline.running.environment import describe_problems, read_libraries, read_machine, write_if_changed
+from pipeline.running.environment import list_gpu_problems, read_libraries, read_machine, write_if_changed
 from pipeline.settings.base import ENV
 from stages.cli import run_stage
 
@@ -17,7 +17,7 @@ from stages.cli import run_stage
 def main(argv: list[str]) -> int:
     """Write what the stages depend on to build/env, one JSON file each; print what the user should know on stderr."""
     params, machine = load_params(), read_machine()
-    warnings = describe_problems(machine)
+    warnings = list_gpu_problems(machine)
     for product in params.products.values():
         warnings += KINDS[product.kind].check(product, Path(), machine)
     warnings += check_gates(params.products.values(), Path())

@@ -152,7 +152,7 @@ def _read_sections(data: Any) -> dict[str, dict[str, Any]]:
     ):
         section = data.get(key) if isinstance(data, Mapping) else None
         if not isinstance(section, Mapping) or not section:
-            raise SettingsError(f"{key}: expected {what}, {_describe(section)}")
+            raise SettingsError(f"{key}: expected {what}, {_format_value(section)}")
         sections[key] = dict(section)
     for key in data:
         if key not in sections:
@@ -162,7 +162,7 @@ def _read_sections(data: Any) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def _describe(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "found none" if value in (None, {}, "") else f"got {show_value(value)}"
 
 
@@ -172,7 +172,7 @@ def _check_section(name: str, section: Any) -> None:
         raise SettingsError(f"{where}: a name is lower-case letters, digits and dashes, and not {_RESERVED[0]!r}")
     kind = section.get("kind") if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise SettingsError(f"{where}.kind: expected one of {', '.join(KINDS)}, {_describe(kind)}")
+        raise SettingsError(f"{where}.kind: expected one of {', '.join(KINDS)}, {_format_value(kind)}")
     for key in ("name", "candidates"):
         if key in section:
             raise SettingsError(f"{where}.{key}: unknown key; candidates stand in `candidates`, and name their product")
@@ -184,7 +184,7 @@ def _read_owner(name: str, candidate: Any, owned: Mapping[str, Any]) -> str:
         raise SettingsError(f"{where}: a name is lower-case letters, digits and dashes")
     owner = candidate.get("product") if isinstance(candidate, Mapping) else None
     if not isinstance(owner, str) or owner not in owned:
-        raise SettingsError(f"{where}.product: expected one of {', '.join(owned)}, {_describe(owner)}")
+        raise SettingsError(f"{where}.product: expected one of {', '.join(owned)}, {_format_value(owner)}")
     return owner
 
 

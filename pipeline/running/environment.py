@@ -144,8 +144,8 @@ def read_machine() -> Machine:
     )
 
 
-def describe_problems(machine: Machine) -> list[str]:
-    """Say in one line each why a GPU that is there will not be used, or can't be."""
+def list_gpu_problems(machine: Machine) -> list[str]:
+    """Return a line for each reason why a GPU of this machine will not or can't be used."""
     if not machine.gpus or machine.gpus_hidden:
         return []
     names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
@@ -164,10 +164,10 @@ def describe_problems(machine: Machine) -> list[str]:
             f"torch ({machine.torch_build}) sees no GPU, though the machine has {names} with driver {driver}; "
             "the driver may be older than this build of torch needs"
         ]
-    return [_describe_device(index, device, proof) for index, device in enumerate(proof.devices) if device.error]
+    return [_format_device_problem(index, device, proof) for index, device in enumerate(proof.devices) if device.error]
 
 
-def _describe_device(index: int, device: ProvedDevice, proof: GpuProof) -> str:
+def _format_device_problem(index: int, device: ProvedDevice, proof: GpuProof) -> str:
     if not is_architecture_covered(device.capability, proof.architectures):
         return (
             f"cuda:{index} is {device.capability}, and this build of torch has kernels for "

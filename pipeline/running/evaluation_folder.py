@@ -46,8 +46,8 @@ class WorkingFolder:
         """
         return Journal(self._journals / f"{name}.jsonl", fingerprint=fingerprint(facts), key=key)
 
-    def describe_eval(self, name: str, settings: Eval, evalset: Evalset, *, key: str) -> EvalFile:
-        """Seal what was written of one eval: its records, its notes, and its arrays where it has any."""
+    def build_eval_file(self, name: str, settings: Eval, evalset: Evalset, *, key: str) -> EvalFile:
+        """Return the seal of one eval's files: its records, its notes, and its arrays where it has any."""
         records = self.path / f"{name}.jsonl"
         arrays = records.with_suffix(".npz")
         return EvalFile(

@@ -40,13 +40,13 @@ def read_config_file(path: Path, what: str, *, if_missing: str) -> dict[str, Any
     return found
 
 
-def describe_weights(
+def build_checkpoint(
     folder: Path, tensors: Iterable[TensorInfo], *, root: Path, kind: str, format: str, parent_digest: str | None = None
 ) -> Checkpoint:
-    """Describe a folder of unpacked weights as a record.
+    """Return the record of a folder of unpacked weights.
 
     Args:
-        folder: what is described.
+        folder: of the weights.
         tensors: all that it stores, from the headers.
         root: project root, which the record's path is relative to when the folder is inside it.
         kind: what it is.

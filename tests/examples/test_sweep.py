@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.guidance_sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
+from examples.guidance_sweep.plot import plot_sweep
+from examples.guidance_sweep.rendering import take_prompts
+from examples.guidance_sweep.settings import list_settings, make_sweep_product, name_setting, read_setting
+from examples.guidance_sweep.table import format_step, render_sweep, render_table
 from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.images.serving import serve
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct
-from pipeline.products.images.sweep.judging import find_pareto_set, judge_sweep, resample_pareto_set
-from pipeline.products.images.sweep.plot import plot_sweep
-from pipeline.products.images.sweep.rendering import take_prompts
-from pipeline.products.images.sweep.settings import list_settings, make_sweep_product, name_setting, read_setting
-from pipeline.products.images.sweep.table import format_step, render_sweep, render_table
 from pipeline.records.digests import digest_text
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Checkpoint
 from pipeline.records.record_files import write_record
@@ -235,6 +235,6 @@ def test_more_prompts_hold_the_fewer_and_keep_their_order(tmp_path: Path) -> Non
 
 
 def test_the_command_starts() -> None:
-    command = [sys.executable, ROOT / "scripts/sweep_guidance.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "examples.guidance_sweep", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--scales" in done.stdout, done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.evalsets.cases import Annotation, DetectionCase
-from pipeline.products.vision.detecting import describe_categories, judge_results, save_tables
+from pipeline.products.vision.detecting import build_categories, judge_results, save_tables
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import CaseRecord, EvalFile, Evaluation
@@ -81,7 +81,7 @@ def write_categories_tree(
     rng = np.random.default_rng(5)
     cases = cases or make_cases(rng)
     found = [detect(case, rng) for case in cases]
-    categories = describe_categories(cases, names, settings)
+    categories = build_categories(cases, names, settings)
     for name in ("reference", *changes):
         candidate, folder = make_candidate(name), build / "evaluations" / name
         write_candidate(build, candidate)

@@ -12,7 +12,7 @@ import pytest
 from pipeline.errors import EngineError, EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.products.vision.detecting import describe_categories, judge_results
+from pipeline.products.vision.detecting import build_categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
@@ -128,7 +128,7 @@ def test_a_category_of_the_card_without_an_object_may_be_found() -> None:
     cases = make_cases(np.random.default_rng(5))[:1]
     result = [{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": 99}]
     for names, count in (({}, 1.0), ({"kite": 99}, 0.0)):
-        categories = describe_categories(cases, names, SETTINGS)
+        categories = build_categories(cases, names, SETTINGS)
         _, scores = judge_results(cases[0], result, is_finite=True, settings=SETTINGS, categories=categories)
         assert scores["unknown_categories"] == count
 
@@ -137,7 +137,7 @@ def test_a_category_of_the_card_without_an_object_may_be_found() -> None:
 def test_an_id_that_none_can_be_is_one_line(number: int) -> None:
     cases = make_cases(np.random.default_rng(5))[:1]
     result = [{"bbox": [0, 0, 1, 1], "score": 0.5, "category_id": number}]
-    categories = describe_categories(cases, {}, SETTINGS)
+    categories = build_categories(cases, {}, SETTINGS)
     with pytest.raises(EngineError, match="category_id is 0 or more"):
         judge_results(cases[0], result, is_finite=True, settings=SETTINGS, categories=categories)
 
@@ -145,8 +145,8 @@ def test_an_id_that_none_can_be_is_one_line(number: int) -> None:
 def test_names_come_from_the_settings_then_the_card_then_the_number() -> None:
     cases = make_cases(np.random.default_rng(5))
     own = SETTINGS.model_copy(update={"categories": {"people": PERSON}})
-    categories = describe_categories(cases, {"person": PERSON, "cat": 2}, own)
+    categories = build_categories(cases, {"person": PERSON, "cat": 2}, own)
     assert {"people", "cat", "category 3"} <= categories.buckets.keys() and "person" not in categories.buckets
     assert len(categories.buckets) == 80
-    alone = describe_categories([c for c in cases if {a.category_id for a in c.annotations} == {PERSON}], {}, SETTINGS)
+    alone = build_categories([c for c in cases if {a.category_id for a in c.annotations} == {PERSON}], {}, SETTINGS)
     assert alone.buckets == {}, "a single category is the whole"

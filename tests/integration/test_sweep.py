@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.guidance_sweep.rendering import render_settings, take_prompts
+from examples.guidance_sweep.settings import list_settings, make_sweep_product
 from pipeline.products.images.settings import ImagesProduct
-from pipeline.products.images.sweep.rendering import render_settings, take_prompts
-from pipeline.products.images.sweep.settings import list_settings, make_sweep_product
 from pipeline.records.evaluations import read_cases
 from tests.examples.test_sweep import make_track
 from tests.paths import ROOT

@@ -15,8 +15,8 @@ from pipeline.running.environment import (
     GpuProof,
     Machine,
     ProvedDevice,
-    describe_problems,
     is_architecture_covered,
+    list_gpu_problems,
     parse_cpuinfo,
     parse_nvidia_smi,
     read_libraries,
@@ -47,20 +47,20 @@ def proof(capability: str = "sm_90", error: str | None = None, architectures: tu
 
 
 def test_cpu_machine_has_no_problem() -> None:
-    assert describe_problems(machine()) == []
+    assert list_gpu_problems(machine()) == []
 
 
 def test_cpu_only_torch_on_a_gpu_machine_is_said_plainly() -> None:
-    (line,) = describe_problems(machine(gpus=(H100,)))
+    (line,) = list_gpu_problems(machine(gpus=(H100,)))
     assert "NVIDIA H100" in line and "CPU-only" in line and "QUANTGATE_TORCH_INDEX" in line
 
 
 def test_hidden_gpu_is_a_choice_not_a_problem() -> None:
-    assert describe_problems(machine(gpus=(H100,), gpus_hidden=True)) == []
+    assert list_gpu_problems(machine(gpus=(H100,), gpus_hidden=True)) == []
 
 
 def test_working_gpu_is_no_problem() -> None:
-    assert describe_problems(machine(gpus=(H100,), torch_build="cuda 13.0", gpu_proof=proof())) == []
+    assert list_gpu_problems(machine(gpus=(H100,), torch_build="cuda 13.0", gpu_proof=proof())) == []
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_working_gpu_is_no_problem() -> None:
     ids=["torch-cannot-start", "torch-sees-none", "architecture-missing", "allocation-fails", "no-proof"],
 )
 def test_unusable_gpu_names_the_reason(gpu_proof: GpuProof | None, expected: str) -> None:
-    (line,) = describe_problems(machine(gpus=(H100,), torch_build="cuda 13.0", gpu_proof=gpu_proof))
+    (line,) = list_gpu_problems(machine(gpus=(H100,), torch_build="cuda 13.0", gpu_proof=gpu_proof))
     assert expected in line
 
 

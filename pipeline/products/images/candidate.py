@@ -13,10 +13,10 @@ from typing import Any
 
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.evalsets.cards import load_evalset
-from pipeline.products.images.folders import describe_pipeline, iterate_weights
+from pipeline.products.images.folders import iterate_weights, read_pipeline_checkpoint
 from pipeline.products.images.rendering import Prompt
 from pipeline.products.images.serving import sample_plainly, serve
-from pipeline.products.images.settings import ChannelsLastStep, ImagesProduct, VaeRangeFixStep
+from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.steps import STEPS
 from pipeline.records.evaluations import BuiltCandidate, Fallback, ImageCandidate
 from pipeline.records.files import replace_folder
@@ -26,7 +26,6 @@ from pipeline.running.weight_files import check_finite
 
 # what can change an image
 LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "safetensors")
-_RENDERING = (VaeRangeFixStep, ChannelsLastStep)  # steps that render prompts of the first eval
 
 
 def build_image_candidate(name: str, product: ImagesProduct, *, root: Path, build: Path) -> ImageCandidate:
@@ -61,7 +60,7 @@ def build_image_candidate(name: str, product: ImagesProduct, *, root: Path, buil
 def _build(name: str, product: ImagesProduct, working: Path, target: Path, *, root: Path) -> BuiltCandidate:
     settings = product.candidates[name]
     source = root / settings.checkpoint
-    checkpoint = describe_pipeline(source, root=root)
+    checkpoint = read_pipeline_checkpoint(source, root=root)
     check_finite(iterate_weights(source), where=source)
     records: tuple[dict[str, Any], ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
@@ -69,7 +68,7 @@ def _build(name: str, product: ImagesProduct, working: Path, target: Path, *, ro
         folder = working / "checkpoint"
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("README.md", "card.json", "*.png"))
         records, fallbacks = _apply_steps(name, product, folder, root)
-        made = describe_pipeline(folder, root=root, parent_digest=checkpoint.digest)
+        made = read_pipeline_checkpoint(folder, root=root, parent_digest=checkpoint.digest)
         check_finite(iterate_weights(folder), where=folder)
         checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
     versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
@@ -83,7 +82,7 @@ def _apply_steps(
     serving, records = sample_plainly(product), []
     fallbacks: list[Fallback] = []
     for i, step in enumerate(product.candidates[name].steps):
-        more = {"prompts": load_prompts(product, root)} if isinstance(step, _RENDERING) else {}
+        more = {"prompts": load_prompts(product, root)} if step.renders_prompts else {}
         try:
             done = STEPS[step.kind](folder, serving, step=step, **more)
         except (NumericsError, SettingsError) as error:

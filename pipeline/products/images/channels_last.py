@@ -37,15 +37,14 @@ def run_channels_last(
     """
     pipe = load_pipeline(folder, serving)
     batch = prompts[: serving.batch_size]
-    found = [measure_layout(pipe, part, batch, serving, rounds=ROUNDS) for part in sorted(set(step.parts))]
-    kept = tuple(m.part for m in found if m.decision == "keep")
-    fallbacks = tuple(_explain(m) for m in found if m.decision != "keep")
-    return StepResult(
-        serving.model_copy(update={"channels_last": kept}), {"layout": {m.part: _describe(m) for m in found}}, fallbacks
-    )
+    measurements = [measure_layout(pipe, part, batch, serving, rounds=ROUNDS) for part in sorted(set(step.parts))]
+    kept = tuple(m.part for m in measurements if m.decision == "keep")
+    fallbacks = tuple(_explain(m) for m in measurements if m.decision != "keep")
+    record = {"layout": {m.part: _build_record(m) for m in measurements}}
+    return StepResult(serving.model_copy(update={"channels_last": kept}), record, fallbacks)
 
 
-def _describe(measured: LayoutMeasurement) -> dict[str, Any]:
+def _build_record(measured: LayoutMeasurement) -> dict[str, Any]:
     return {
         "decision": measured.decision,
         "ratio": measured.ratio.model_dump(),

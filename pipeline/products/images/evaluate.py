@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import PromptCase
 from pipeline.products.images.settings import ImagesEval, ImagesProduct
-from pipeline.products.images.workers import Order, read_facts, render_batch, start_renderers, weigh_decode
+from pipeline.products.images.workers import RenderSetup, measure_decode_mib, read_facts, render_batch, start_renderers
 from pipeline.records.digests import digest_checkpoint, digest_json
 from pipeline.records.evaluations import Evaluation, ImageCandidate
 from pipeline.records.files import write_text
@@ -55,12 +55,12 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
             evalset = load_evalset(root / settings.evalset)
             judges = digest_judges(product, settings, root)
             key = digest_work(settings, evalset, judges)
-            order = Order(candidate, source, settings, root, judges)
-            with start_renderers(order, product.resources.num_workers) as pool:
+            setup = RenderSetup(candidate, source, settings, root, judges)
+            with start_renderers(setup, product.resources.num_workers) as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(name, evalset, candidate, pool, journal, working.path)
-            files[name] = working.describe_eval(name, settings, evalset, key=key)
+            files[name] = working.build_eval_file(name, settings, evalset, key=key)
         return working.finish(files, facts, proof="loaded and run by the processes that rendered")
 
 
@@ -84,8 +84,8 @@ def _run_eval(
         (folder / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))
     write_cases(folder / f"{name}.jsonl", records)
     noted = [journal.find_text(_name_batch(batch)) for batch, _ in batches]
-    notes = _describe([json.loads(text) for text in noted if text is not None], candidate) | {
-        "decode_peak_mib": round(pool.submit(weigh_decode, candidate.serving.batch_size).result(), 2)
+    notes = _build_notes([json.loads(text) for text in noted if text is not None], candidate) | {
+        "decode_peak_mib": round(pool.submit(measure_decode_mib, candidate.serving.batch_size).result(), 2)
     }
     write_text(folder / f"{name}.json", json.dumps(notes, indent=1) + "\n")
     sound = sum(r.scores["sound"] for r in records)
@@ -111,7 +111,7 @@ def _render(
     for place, found in run_tasks(pool, render_batch, batches, what=name):
         cases = batches[place][0]
         # first: a batch counts as finished when all its images do
-        journal.add_text(_name_batch(cases), json.dumps(found.describe() | {"num": len(cases)}))
+        journal.add_text(_name_batch(cases), json.dumps(found.as_json() | {"num": len(cases)}))
         for case, record, picture in zip(cases, found.records, found.pictures, strict=True):
             journal.add(case.digest, record, base64.b64encode(picture).decode())
 
@@ -120,13 +120,13 @@ def _name_batch(cases: Sequence[PromptCase]) -> str:
     return digest_json([case.digest for case in cases])
 
 
-def _describe(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
+def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
     """Return the notes from those of all batches, whichever run made them.
 
     Time is that of pipeline/running/timing.py. Fewer than six batches give no interval of the ratio.
     """
     from pipeline.numerics.activation_watch import ModuleRange
-    from pipeline.products.images.scoring import describe_activations
+    from pipeline.products.images.scoring import build_range_notes
 
     num = sum(batch["num"] for batch in batches)
     denoise_ms, decode_ms = (1000 * sum(batch[key] for batch in batches) / num for key in ("denoise_s", "decode_s"))
@@ -140,7 +140,7 @@ def _describe(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -
         "decode_to_float32": bound_median(ratios).model_dump() if len(ratios) >= MIN_ROUNDS else None,
         "std_ratio_by_step": [round(statistics.fmean(values), 5) for values in map(_drop_nan, steps) if values],
         "peak_memory_mib": round(max(batch["peak_memory_mib"] for batch in batches), 1),
-        "decoder": describe_activations(ranges, candidate.serving.vae_dtype),
+        "decoder": build_range_notes(ranges, candidate.serving.vae_dtype),
     }
 
 

@@ -15,7 +15,7 @@ from pipeline.errors import CheckpointError
 from pipeline.products.images.schedulers import check_scheduler
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.weight_files import TensorInfo, read_header
-from pipeline.running.weight_folders import describe_weights, read_config_file
+from pipeline.running.weight_folders import build_checkpoint, read_config_file
 
 INDEX_FILE = "model_index.json"
 FORMAT = "diffusers"
@@ -143,8 +143,8 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{part}.{name}", opened.get_tensor(name)
 
 
-def describe_pipeline(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
-    """Check a pipeline folder and describe it as a record; `kind` is the pipeline's class.
+def read_pipeline_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
+    """Check a pipeline folder and return its record; `kind` is the pipeline's class.
 
     Args:
         folder: the pipeline.
@@ -153,7 +153,7 @@ def describe_pipeline(folder: Path, *, root: Path, parent_digest: str | None = N
     """
     stored = [info for tensors in open_pipeline(folder).values() for info in tensors.values()]
     kind = str(read_index(folder)["_class_name"])
-    return describe_weights(folder, stored, root=root, kind=kind, format=FORMAT, parent_digest=parent_digest)
+    return build_checkpoint(folder, stored, root=root, kind=kind, format=FORMAT, parent_digest=parent_digest)
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def to_bytes(raw: torch.Tensor) -> torch.Tensor:
     return (to_unit_range(raw.nan_to_num(-1.0, -1.0, -1.0)).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def describe_activations(
+def build_range_notes(
     batches: Sequence[Mapping[str, ModuleRange]], dtype: str
 ) -> dict[str, dict[str, float | int | None]]:
     """Return the range of each module of a decoder over all batches as JSON: what it wrote, how often that can double.

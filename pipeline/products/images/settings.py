@@ -6,7 +6,7 @@ Names are those of diffusers where it has one. What needs a file beside params.y
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,23 +26,31 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 SAMPLE_MAX = 1.0  # the schedulers' own default
 
 
-class VaePrecisionStep(Settings):
+class PipelineStep(Settings):
+    """A step of a pipeline."""
+
+    renders_prompts: ClassVar[bool] = False  # it draws prompts of the first eval while the candidate is built
+    rewrites_weights: ClassVar[bool] = False  # no step may stand before it
+
+
+class VaePrecisionStep(PipelineStep):
     """The number format that latents are decoded in; float32 is what diffusers calls `force_upcast`."""
 
     kind: Literal["vae_precision"]
     dtype: Dtype
 
 
-class UnetPrecisionStep(Settings):
+class UnetPrecisionStep(PipelineStep):
     """The number format of the U-Net and the text encoders."""
 
     kind: Literal["unet_precision"]
     dtype: Dtype
 
 
-class VaeRangeFixStep(Settings):
+class VaeRangeFixStep(PipelineStep):
     """Rescale the decoder's residual stream so that float16 holds it, and prove that float32 output stays the same."""
 
+    renders_prompts = rewrites_weights = True
     kind: Literal["vae_range_fix"]
     target_absmax: float = Field(default=4096.0, ge=256, le=32768)  # of the residual stream, after scaling
     num_prompts: int = Field(default=32, ge=4)  # at most, from all over the eval, whose latents are measured
@@ -50,9 +58,10 @@ class VaeRangeFixStep(Settings):
     max_difference: float = Field(default=1e-3, gt=0)  # of the float32 output, whose range is -1 to 1
 
 
-class ChannelsLastStep(Settings):
+class ChannelsLastStep(PipelineStep):
     """Channels-last memory format, for those of the parts that are measured to gain by it on this machine."""
 
+    renders_prompts = True
     kind: Literal["channels_last"]
     parts: list[Literal["unet", "vae"]] = Field(min_length=1)
 
@@ -64,7 +73,7 @@ class Guidance(Settings):
     rescale: float = Field(default=0.0, ge=0, le=1)  # toward the conditional std (Lin et al. 2023)
 
 
-class GuidanceStep(Guidance):
+class GuidanceStep(Guidance, PipelineStep):
     """Another guidance than the product's; `by_category` overrides it where a prompt has that bucket."""
 
     kind: Literal["guidance"]
@@ -77,7 +86,7 @@ class GuidanceStep(Guidance):
     by_category: dict[str, Guidance] = {}
 
 
-class VaeTilingStep(Settings):
+class VaeTilingStep(PipelineStep):
     """Decode in tiles that overlap, which bounds memory."""
 
     kind: Literal["vae_tiling"]
@@ -147,11 +156,11 @@ def find_image_problems(product: ImagesProduct) -> list[str]:
 
 
 def _step_problems(steps: list[ImageStep]) -> list[str]:
-    kinds = [step.kind for step in steps]
     problems = find_repeated_steps(steps)
-    if "vae_range_fix" in kinds and kinds.index("vae_range_fix") != 0:
-        problems.append(
-            f"steps.{kinds.index('vae_range_fix')}: expected vae_range_fix to be the first step, found "
-            f"{kinds[0]} before it; it rewrites weights, which must be final: move it to the front"
-        )
+    problems += [
+        f"steps.{i}: expected {step.kind} to be the first step, found {steps[0].kind} before it; it rewrites weights, "
+        "which must be final: move it to the front"
+        for i, step in enumerate(steps)
+        if step.rewrites_weights and i
+    ]
     return problems + find_window_problems(steps)

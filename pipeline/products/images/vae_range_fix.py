@@ -59,10 +59,11 @@ def run_vae_range_fix(
     stored = find_weights(folder / "vae")
     fixed.save_pretrained(folder / "vae", safe_serialization=True)
     assert stored.is_file()
-    return StepResult(serving, {"proof": describe_proof(proof, num_prompts=len(unseen)), "scales": dict(plan.scales)})
+    record = {"proof": build_proof_record(proof, num_prompts=len(unseen)), "scales": dict(plan.scales)}
+    return StepResult(serving, record)
 
 
-def describe_proof(proof: RangeFixProof, *, num_prompts: int) -> dict[str, Any]:
+def build_proof_record(proof: RangeFixProof, *, num_prompts: int) -> dict[str, Any]:
     """Return a proof as JSON: what was measured on latents that the plan had not seen."""
     worst = min(proof.headroom_bits_before, key=lambda name: proof.headroom_bits_before[name])
     return {

@@ -23,7 +23,7 @@ from pipeline.running.worker_pool import get_loaded, start_workers
 
 
 @dataclass(frozen=True)
-class Order:
+class RenderSetup:
     """What a worker loads, and the digests of the files that it must have."""
 
     candidate: ImageCandidate
@@ -46,7 +46,7 @@ class Rendered:
     exact_decode_s: float  # of the same latents by the reference's VAE in float32, in turn
     peak_memory_mib: float  # of the process
 
-    def describe(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return all but records and pictures as JSON, for a journal."""
         kept = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("records", "pictures")
@@ -67,17 +67,17 @@ class _Loaded:
     num_batches: int = 0
 
 
-def start_renderers(order: Order, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
+def start_renderers(setup: RenderSetup, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
     """Start processes that render; see `worker_pool.start_workers`."""
     died = (
-        f"{order.candidate.name}: a rendering process ended by itself, perhaps for lack of memory; lower "
+        f"{setup.candidate.name}: a rendering process ended by itself, perhaps for lack of memory; lower "
         "serving.batch_size or resources.num_workers of its product; finished batches are kept, run "
         "`dvc repro` to go on"
     )
-    return start_workers(_load, order, num_workers, died=died)
+    return start_workers(_load, setup, num_workers, died=died)
 
 
-def weigh_decode(num_images: int) -> float:
+def measure_decode_mib(num_images: int) -> float:
     """Return the MiB that a decode of so many images takes at most: the VAE's weights, and what the decode makes."""
     import torch
 
@@ -97,12 +97,12 @@ def read_facts() -> dict[str, Any]:
     return facts
 
 
-def _load(order: Order) -> _Loaded:
+def _load(setup: RenderSetup) -> _Loaded:
     from pipeline.products.images.rendering import load_exact_vae, load_pipeline
     from pipeline.products.images.scoring import ClipScorer
 
-    candidate, serving = order.candidate, order.candidate.serving
-    pipe = load_pipeline(order.root / candidate.checkpoint.path, serving)
+    candidate, serving = setup.candidate, setup.candidate.serving
+    pipe = load_pipeline(setup.root / candidate.checkpoint.path, serving)
     for key, part in (("unet_dtype", pipe.unet), ("vae_dtype", pipe.vae)):
         if (dtype := str(part.dtype).removeprefix("torch.")) != getattr(serving, key):
             raise EngineError(
@@ -112,26 +112,26 @@ def _load(order: Order) -> _Loaded:
     loaded = _Loaded(
         candidate,
         pipe,
-        load_exact_vae(order.source),
-        ClipScorer(order.root / order.settings.clip),
-        order.settings.oversaturated_above,
+        load_exact_vae(setup.source),
+        ClipScorer(setup.root / setup.settings.clip),
+        setup.settings.oversaturated_above,
         candidate.facts | read_machine_facts(),
     )
-    _check_files(order)  # after they were read: what is digested is what runs
+    _check_files(setup)  # after they were read: what is digested is what runs
     return loaded
 
 
-def _check_files(order: Order) -> None:
+def _check_files(setup: RenderSetup) -> None:
     """Refuse files that are not those that the candidate was built of, or that the eval's key names."""
-    checkpoint = order.candidate.checkpoint
-    found = digest_files(order.root / checkpoint.path)
+    checkpoint = setup.candidate.checkpoint
+    found = digest_files(setup.root / checkpoint.path)
     if digest_json(found) != checkpoint.digest:
         changed = name_changed_file(checkpoint.files, found)
         raise EngineError(
-            f"{checkpoint.path}: expected the files that candidate {order.candidate.name!r} was built "
+            f"{checkpoint.path}: expected the files that candidate {setup.candidate.name!r} was built "
             f"of, {changed}; run `dvc repro` to build it again"
         )
-    for folder, digest in order.judges.items():
+    for folder, digest in setup.judges.items():
         if digest_checkpoint(folder) != digest:
             raise EngineError(f"{folder}: its files changed while this ran; run `dvc repro` again")
 

@@ -56,7 +56,7 @@ def load_adapter(path: Path) -> Adapter:
     try:
         exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
-        raise CheckpointError(f"{path}: the adapter can't be imported: {tell_error(error, path)}") from None
+        raise CheckpointError(f"{path}: the adapter can't be imported: {format_adapter_error(error, path)}") from None
     missing = [function for function in FUNCTIONS if not callable(getattr(module, function, None))]
     if missing:
         raise CheckpointError(
@@ -67,15 +67,15 @@ def load_adapter(path: Path) -> Adapter:
     return Adapter(path=path, digest=hashlib.sha256(source).hexdigest(), **functions)
 
 
-def tell_error(error: BaseException, path: Path) -> str:
-    """Say what an error was and, where it came through the adapter, on which of its lines."""
+def format_adapter_error(error: BaseException, path: Path) -> str:
+    """Return an error as text; where it came through the adapter, with the number of its line there."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    said: object = error
+    message: object = error
     if isinstance(error, SyntaxError) and error.filename == str(path):
-        said, lines = error.msg, [error.lineno]
+        message, lines = error.msg, [error.lineno]
     line = lines[-1] if lines else None
-    said = " ".join(str(said).split())[:300] or "without a message"
-    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
+    text = " ".join(str(message).split())[:300] or "without a message"
+    return f"{type(error).__name__}: {text}" + (f" (line {line})" if line else "")
 
 
 def _guard(path: Path, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +84,8 @@ def _guard(path: Path, name: str, function: Callable[..., Any]) -> Callable[...,
             return function(*arguments)
         except (Exception, SystemExit) as error:
             raise EngineError(
-                f"{path}: {name}() failed: {tell_error(error, path)}; correct the adapter, or what it is given"
+                f"{path}: {name}() failed: {format_adapter_error(error, path)}; "
+                "correct the adapter, or what it is given"
             ) from None
 
     return call

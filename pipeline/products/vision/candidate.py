@@ -14,20 +14,17 @@ from typing import Any
 from pipeline.errors import SettingsError
 from pipeline.products.vision.adapters import load_adapter
 from pipeline.products.vision.conv_policy import resolve_policy
-from pipeline.products.vision.files import describe_folder
+from pipeline.products.vision.files import read_network_checkpoint
 from pipeline.products.vision.loading import Network, load_network
 from pipeline.products.vision.serving import run_plainly, serve
 from pipeline.products.vision.settings import (
     CompileStep,
     ConvPolicyStep,
-    MemoryFormatStep,
-    PrecisionStep,
     VisionProduct,
 )
 from pipeline.records.evaluations import BuiltCandidate, Fallback, LayerCoverage, NetworkCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
-from pipeline.records.serving import Tiling
 from pipeline.running.weight_files import check_finite, iterate_weights
 
 LIBRARIES = ("torch", "safetensors")  # what can change an output
@@ -61,17 +58,17 @@ def build_network_candidate(name: str, product: VisionProduct, *, root: Path, bu
 def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
     settings, adapter = product.candidates[name], load_adapter(root / product.adapter)
     folder = root / settings.checkpoint
-    checkpoint = describe_folder(folder, root=root, kind=product.kind)
+    checkpoint = read_network_checkpoint(folder, root=root, kind=product.kind)
     check_finite(iterate_weights(folder), where=folder)
     network = load_network(folder, adapter, run_plainly(product))
     coverage: tuple[LayerCoverage, ...] = ()
     fallbacks: list[Fallback] = []
     records = []
     for i, step in enumerate(settings.steps):
-        record: dict[str, Any] = {"serving": _describe_step(step)}
+        record: dict[str, Any] = {"serving": step.build_serving()}
         if isinstance(step, ConvPolicyStep):
-            coverage, found = _resolve(step, network, f"candidates.{name}.steps.{i}")
-            fallbacks += found
+            coverage, missed = _resolve(step, network, f"candidates.{name}.steps.{i}")
+            fallbacks += missed
             record["serving"] = {
                 "conv_policy": {
                     layer.layer: dict(zip(("algorithm", "dtype"), layer.format.split(), strict=True))
@@ -97,17 +94,6 @@ def _build(name: str, product: VisionProduct, root: Path) -> BuiltCandidate:
         fallbacks=tuple(fallbacks),
         libraries=versions | {"adapter": adapter.digest},
     )
-
-
-def _describe_step(step: Any) -> dict[str, Any]:
-    """Return what a step changes of the serving config."""
-    if isinstance(step, PrecisionStep):
-        return {"dtype": step.dtype, "autocast": step.autocast}
-    if isinstance(step, MemoryFormatStep):
-        return {"channels_last": True}
-    if isinstance(step, CompileStep):
-        return {"compile_mode": step.mode, "compile_dynamic": step.dynamic}
-    return {"tiling": Tiling(**step.model_dump(exclude={"kind"})).model_dump()} if step.kind == "tiling" else {}
 
 
 def _resolve(step: ConvPolicyStep, network: Network, where: str) -> tuple[tuple[LayerCoverage, ...], list[Fallback]]:

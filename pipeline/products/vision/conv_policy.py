@@ -179,7 +179,7 @@ def apply_policy(network: nn.Module, policy: Mapping[str, ConvArithmetic]) -> No
     covered = list_convolutions(network)
     for name, arithmetic in policy.items():
         if name not in covered:
-            raise SettingsError(_describe_miss(name, covered, _list_others(network)))
+            raise SettingsError(_format_miss(name, covered, _list_others(network)))
         if arithmetic.algorithm != "direct" and (reason := explain_no_winograd(covered[name])):
             raise NumericsError(
                 f"{name}: expected a 3x3 convolution with stride 1 for {arithmetic.algorithm}, "
@@ -218,7 +218,7 @@ def _find_arithmetic(
 def _check_patterns(rules: Sequence[Rule], covered: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> None:
     for path, pattern in _list_patterns(rules):
         if not any(fnmatchcase(name, pattern) for name in covered):
-            raise SettingsError(f"{path}: {_describe_miss(pattern, covered, others)}")
+            raise SettingsError(f"{path}: {_format_miss(pattern, covered, others)}")
     taken: set[str] = set()
     for i, (patterns, *_) in enumerate(rules):
         named = {name for name in covered if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -236,7 +236,7 @@ def _list_patterns(rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:
             yield f"rules.{i}.layers.{j}", pattern
 
 
-def _describe_miss(pattern: str, covered: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> str:
+def _format_miss(pattern: str, covered: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> str:
     """Say what a pattern that matches no covered convolution does match, or would nearly."""
     if found := next((name for name in others if fnmatchcase(name, pattern)), None):
         return (

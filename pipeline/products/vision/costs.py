@@ -77,7 +77,7 @@ def measure_costs(
         "total": total,
         "compile": compilations,
         "layout": _follow_layout(load, serving, timed),
-        "peak_mib": _weigh(load, serving, largest),
+        "peak_mib": _measure_peak_mib(load, serving, largest),
         "peak_pixels": list(largest.shape[1:3]),
         "work": count_work(largest.shape[1:3], serving),
     }
@@ -226,7 +226,7 @@ def _follow_layout(load: Load, serving: NetworkServing, pixels: torch.Tensor) ->
     }
 
 
-def _weigh(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> float | None:
+def _measure_peak_mib(load: Load, serving: NetworkServing, pixels: torch.Tensor) -> float | None:
     """Return the MiB that running one picture takes at most, weights included; of a compiled one without compiling.
 
     On a CPU nothing is computed: tensors without content are counted. None where a module can't run on those, and for

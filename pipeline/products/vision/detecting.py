@@ -53,9 +53,7 @@ class Categories:
     known: frozenset[int]
 
 
-def describe_categories(
-    cases: Sequence[DetectionCase], names: Mapping[str, int], settings: DetectionEval
-) -> Categories:
+def build_categories(cases: Sequence[DetectionCase], names: Mapping[str, int], settings: DetectionEval) -> Categories:
     """Return the categories of an evalset.
 
     Args:

@@ -6,7 +6,7 @@ Free of numpy, as all settings are. What needs the evalset is checked where that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ class DetectionEval(Eval):
     """Boxes found on images, matched as COCO does and judged by average precision."""
 
     metrics = DETECTION
+    may_tile: ClassVar[bool] = False  # a box may lie in two tiles
     kind: Literal["detection"]
     evalset: str
     # bucket -> smallest and largest area, beside COCO's: a bucket of ap, ap_50 and ap_75

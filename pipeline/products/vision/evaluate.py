@@ -19,14 +19,14 @@ from pathlib import Path
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import spread
 from pipeline.evalsets.pictures import measure_picture
-from pipeline.products.vision.detecting import Categories, describe_categories, save_tables
+from pipeline.products.vision.detecting import Categories, build_categories, save_tables
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.products.vision.settings import UpscalingEval, VisionProduct
 from pipeline.products.vision.workers import (
-    Order,
+    InferenceSetup,
     PictureCase,
     ShapeBatch,
-    describe_run,
+    measure_run,
     read_facts,
     run_batch,
     start_runners,
@@ -66,15 +66,15 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
         for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
             categories = (
-                describe_categories(evalset.cases, evalset.card.categories, settings)
+                build_categories(evalset.cases, evalset.card.categories, settings)
                 if isinstance(settings, DetectionEval)
                 else None
             )
-            order = Order(candidate, product.name, root, product.adapter, source, settings, categories)
+            setup = InferenceSetup(candidate, product.name, root, product.adapter, source, settings, categories)
             key = digest_work(product, settings, evalset, root)
             # what one process compiles, another would compile again
             num_workers = 1 if candidate.serving.compile_mode else product.resources.num_workers
-            with start_runners(order, num_workers, cache=working.path / ".compiled") as pool:
+            with start_runners(setup, num_workers, cache=working.path / ".compiled") as pool:
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(
@@ -88,7 +88,7 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
                         root / settings.evalset,
                         categories,
                     )
-            files[name] = working.describe_eval(name, settings, evalset, key=key)
+            files[name] = working.build_eval_file(name, settings, evalset, key=key)
         return working.finish(files, facts, proof="loaded and run by the processes that judged")
 
 
@@ -110,7 +110,7 @@ def _run_eval(
     left = [batch for batch in batches if any(journal.find(case.digest) is None for case in batch)]
     compared = spread(max(groups.values(), key=len), _NUM_COMPARED)
     # first: it compiles for all shapes in turn, killed runs before or not, and is timed before freed memory is kept
-    notes = pool.submit(describe_run, compared, _pick_shapes(groups, batch_size)).result()
+    notes = pool.submit(measure_run, compared, _pick_shapes(groups, batch_size)).result()
     _run_batches(name, left, pool, journal)
     found = [journal.find(case.digest) for case in evalset.cases]
     records = [entry[0] for entry in found if entry is not None]

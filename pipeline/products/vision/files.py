@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.errors import CheckpointError
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.weight_files import read_tensors
-from pipeline.running.weight_folders import describe_weights, read_config_file
+from pipeline.running.weight_folders import build_checkpoint, read_config_file
 
 CONFIG_FILE = "config.json"
 
@@ -22,8 +22,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_config_file(folder / CONFIG_FILE, "the network's config", if_missing="correct the path")
 
 
-def describe_folder(folder: Path, *, root: Path, kind: str) -> Checkpoint:
-    """Check a network's folder and describe it as a record.
+def read_network_checkpoint(folder: Path, *, root: Path, kind: str) -> Checkpoint:
+    """Check a network's folder and return its record.
 
     Args:
         folder: with config.json and safetensors.
@@ -35,4 +35,4 @@ def describe_folder(folder: Path, *, root: Path, kind: str) -> Checkpoint:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a folder with config.json and model.safetensors, found none")
-    return describe_weights(folder, read_tensors(folder).values(), root=root, kind=kind, format="dense")
+    return build_checkpoint(folder, read_tensors(folder).values(), root=root, kind=kind, format="dense")

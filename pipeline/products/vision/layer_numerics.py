@@ -2,7 +2,7 @@
 
     runs = [(lambda: reference(x), lambda: candidate(x))]
     numerics = compare_layers(reference, candidate, runs, dtypes={"branches.small.0.0": torch.float16})
-    describe_layers(numerics)["branches.small.0.0"]["relative_error"]
+    build_layer_notes(numerics)["branches.small.0.0"]["relative_error"]
 
 Both networks run whole, one input at a time, and the outputs of their convolutions and linear layers are compared. So
 an error is all that was accumulated from the input to that layer, not what the layer adds: a layer with the reference's
@@ -112,7 +112,7 @@ def compare_layers(
     }
 
 
-def describe_layers(numerics: Mapping[str, LayerNumerics]) -> dict[str, Any]:
+def build_layer_notes(numerics: Mapping[str, LayerNumerics]) -> dict[str, Any]:
     """Return what `compare_layers` found as JSON, by layer."""
     return {name: found.as_json() for name, found in numerics.items()}
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.errors import CheckpointError, EngineError, QuantgateError
 from pipeline.numerics.tiling import blend_tiles
-from pipeline.products.vision.adapters import Adapter, tell_error
+from pipeline.products.vision.adapters import Adapter, format_adapter_error
 from pipeline.products.vision.conv_policy import apply_policy
 from pipeline.products.vision.files import read_config
 from pipeline.records.serving import NetworkServing
@@ -74,7 +74,7 @@ class Network:
         except Exception as error:
             raise EngineError(
                 f"{self.adapter.path}: the module failed on an input of shape {tuple(x.shape)}: "
-                f"{tell_error(error, self.adapter.path)}"
+                f"{format_adapter_error(error, self.adapter.path)}"
             ) from None
 
     def finish(self, outputs: Any) -> Any:

@@ -82,7 +82,7 @@ class _Trial:
             if (largest := torch.linalg.vector_norm(values, math.inf).item()) > self.largest:
                 self.largest, self.step = largest, step
 
-    def describe(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the numbers as JSON, to five significant digits; None for what is not finite."""
         return {
             "largest": shorten(self.largest),
@@ -217,7 +217,7 @@ def _propose(
         kept.arithmetic.algorithm,
         kept.arithmetic.dtype,
         "; ".join([*said, _praise(kept)]),
-        {key: trial.describe() for key, trial in by_name.items()},
+        {key: trial.as_json() for key, trial in by_name.items()},
         not why_direct,
         kept.multiplications,
         direct.multiplications,
@@ -228,11 +228,11 @@ def _object(trial: _Trial, limit: float, min_headroom_bits: float) -> str:
     """Say why a trial is not kept, or nothing."""
     name, dtype = NAMES[trial.arithmetic.algorithm], trial.arithmetic.dtype
     end, error = torch.finfo(TORCH_DTYPES[dtype]).max, trial.error.read()
-    reaches = f"{name}'s {trial.step} reaches {_say(trial.largest)}"
+    reaches = f"{name}'s {trial.step} reaches {_format_number(trial.largest)}"
     if trial.largest > end:
-        return f"{reaches}, {dtype} ends at {_say(end)}"
+        return f"{reaches}, {dtype} ends at {_format_number(end)}"
     if trial.headroom_bits < min_headroom_bits:
-        return f"{reaches}, {trial.headroom_bits:.1f} doublings below {dtype}'s end of {_say(end)}"
+        return f"{reaches}, {trial.headroom_bits:.1f} doublings below {dtype}'s end of {_format_number(end)}"
     if trial.nonfinite_count or error is None:
         return f"{name} gives NaN or infinity in {dtype}"
     return f"{name}'s error is {_percent(error)}, over {_percent(limit)}" if error > limit else ""
@@ -247,7 +247,7 @@ def _praise(trial: _Trial) -> str:
     )
 
 
-def _say(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:.3g}"
 
 

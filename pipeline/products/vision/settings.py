@@ -7,7 +7,7 @@ Each names an adapter, a file of the user's own that builds the module and knows
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -29,12 +29,40 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Algorithm = Literal["direct", "winograd_f23", "winograd_f43"]
 
 
-class PrecisionStep(Settings):
+class VisionStep(Settings):
+    """A step of a network: it rewrites no weights, and says how they are run."""
+
+    is_for_speed: ClassVar[bool] = False  # its only reason is speed: without a sure gain it is not released
+    is_emulated: ClassVar[bool] = False  # an emulation's own speed and number format say nothing
+    fits_emulation: ClassVar[bool] = True  # it may stand beside a step that is emulated
+    runs_tiles: ClassVar[bool] = False  # another amount of work than the whole picture
+
+    @property
+    def changes_time(self) -> bool:
+        """The same work takes another time with it."""
+        return self.is_for_speed
+
+    def build_serving(self) -> dict[str, Any]:
+        """Return what it changes of the serving config; nothing where that depends on the network."""
+        return {}
+
+
+class PrecisionStep(VisionStep):
     """The number format of weights and activations, or with autocast of the operations that torch deems safe."""
 
+    fits_emulation = False
     kind: Literal["precision"]
     dtype: Dtype
     autocast: bool = False
+
+    @property
+    def changes_time(self) -> bool:
+        """Float32 is what the reference runs in."""
+        return self.dtype != "float32"
+
+    def build_serving(self) -> dict[str, Any]:
+        """Return the number format."""
+        return {"dtype": self.dtype, "autocast": self.autocast}
 
 
 class ConvRule(Settings):
@@ -46,42 +74,59 @@ class ConvRule(Settings):
     reason: str = ""
 
 
-class ConvPolicyStep(Settings):
+class ConvPolicyStep(VisionStep):
     """The algorithm and the arithmetic of each convolution (Lavin and Gray 2015), emulated exactly."""
 
+    is_emulated = True
     kind: Literal["conv_policy"]
     algorithm: Algorithm  # of the 3x3 convolutions with stride 1 that no rule names; all others are direct
     dtype: Dtype  # of all convolutions that no rule names
     rules: list[ConvRule] = []  # the first that names a layer holds
 
 
-class MemoryFormatStep(Settings):
+class MemoryFormatStep(VisionStep):
     """Channels-last memory format for weights and input."""
 
+    is_for_speed, fits_emulation = True, False
     kind: Literal["channels_last"]
 
+    def build_serving(self) -> dict[str, Any]:
+        """Return the memory format."""
+        return {"channels_last": True}
 
-class CompileStep(Settings):
+
+class CompileStep(VisionStep):
     """torch.compile."""
 
+    is_for_speed, fits_emulation = True, False
     kind: Literal["compile"]
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
     dynamic: bool | None = None  # shapes; None: as torch decides once it has met a second one
 
+    def build_serving(self) -> dict[str, Any]:
+        """Return how it is compiled."""
+        return {"compile_mode": self.mode, "compile_dynamic": self.dynamic}
 
-class TilingStep(Settings):
+
+class TilingStep(VisionStep):
     """Run in tiles that overlap, which bounds memory."""
 
+    runs_tiles = True
     kind: Literal["tiling"]
     tile: int = Field(ge=8)  # pixels of the input
     overlap: float = Field(ge=0, le=0.5)  # fraction of a tile
     window: Literal["none", "linear", "hann"]
 
+    def build_serving(self) -> dict[str, Any]:
+        """Return the tiles."""
+        return {"tiling": self.model_dump(exclude={"kind"})}
 
-NetworkStep = Annotated[
-    PrecisionStep | ConvPolicyStep | MemoryFormatStep | CompileStep | TilingStep, Field(discriminator="kind")
-]
-SPEED_STEPS = ("channels_last", "compile")  # whose only reason is speed
+
+AnyStep = PrecisionStep | ConvPolicyStep | MemoryFormatStep | CompileStep | TilingStep
+NetworkStep = Annotated[AnyStep, Field(discriminator="kind")]
+SPEED_STEPS = tuple(
+    get_args(step.model_fields["kind"].annotation)[0] for step in get_args(AnyStep) if step.is_for_speed
+)
 
 
 class NetworkCandidateSettings(Settings):
@@ -93,7 +138,7 @@ class NetworkCandidateSettings(Settings):
     @property
     def is_for_speed(self) -> bool:
         """Some step's only reason is speed: without a sure gain it is not released."""
-        return any(step.kind in SPEED_STEPS for step in self.steps)
+        return any(step.is_for_speed for step in self.steps)
 
 
 class ServingSettings(Settings):
@@ -113,6 +158,7 @@ class UpscalingEval(Eval):
     """Pictures enlarged, and compared with what they were made from."""
 
     metrics = UPSCALING
+    may_tile: ClassVar[bool] = True  # a picture is put together of tiles
     kind: Literal["upscaling"]
     evalset: str
 
@@ -155,12 +201,12 @@ class VisionProduct(Product):
     def _must_be_timed(self, name: str) -> bool:
         """Say whether a candidate may take another time than the reference: by a step, or as another checkpoint."""
         candidate, reference = self.candidates[name], self.candidates[self.reference]
-        steps = {
-            step.kind for step in candidate.steps if not isinstance(step, PrecisionStep) or step.dtype != "float32"
-        }
-        is_other = Path(candidate.checkpoint) != Path(reference.checkpoint) or "tiling" in steps
+        if any(step.is_emulated for step in candidate.steps):
+            return False
+        runs_tiles = any(step.runs_tiles for step in candidate.steps)
+        is_other = Path(candidate.checkpoint) != Path(reference.checkpoint) or runs_tiles
         is_asked = self.gate.max_slowdown is not None and is_other
-        return "conv_policy" not in steps and (is_asked or bool(steps & {"precision", *SPEED_STEPS}))
+        return is_asked or any(step.changes_time for step in candidate.steps)
 
 
 def find_network_problems(product: VisionProduct) -> list[str]:
@@ -173,10 +219,11 @@ def find_network_problems(product: VisionProduct) -> list[str]:
         for name, settings in product.evals.items()
         if settings.kind != product.task
     ]
+    may_tile = all(settings.may_tile for settings in product.evals.values())
     problems += [
         f"candidates.{name}.{problem}"
         for name, candidate in product.candidates.items()
-        for problem in _step_problems(candidate.steps, product.task)
+        for problem in _step_problems(candidate.steps, may_tile=may_tile)
     ]
     problems += [
         f"evals.{name}.{problem}"
@@ -187,22 +234,20 @@ def find_network_problems(product: VisionProduct) -> list[str]:
     return problems
 
 
-def _step_problems(steps: list[Any], task: str) -> list[str]:
-    kinds = [step.kind for step in steps]
+def _step_problems(steps: list[AnyStep], *, may_tile: bool) -> list[str]:
     problems = find_repeated_steps(steps)
-    if "conv_policy" in kinds:
-        # an emulation's own speed and number format say nothing
-        problems += [
-            f"steps.{i}: expected no {kind} beside conv_policy, which is emulated in float32 and says for "
-            "each layer in which arithmetic; remove one of them"
-            for i, kind in enumerate(kinds)
-            if kind in ("precision", "channels_last", "compile")
-        ]
-    if "tiling" in kinds and task == "detection":
-        problems.append(
-            f"steps.{kinds.index('tiling')}: expected a step that a detector knows, got tiling: a box may "
-            "lie in two tiles; remove it"
-        )
+    problems += [
+        f"steps.{i}: expected no {step.kind} beside {emulated.kind}, which is emulated in float32 and says for "
+        "each layer in which arithmetic; remove one of them"
+        for emulated in [step for step in steps if step.is_emulated][:1]
+        for i, step in enumerate(steps)
+        if not step.fits_emulation
+    ]
+    problems += [
+        f"steps.{i}: expected a step that a detector knows, got {step.kind}: a box may lie in two tiles; remove it"
+        for i, step in enumerate(steps)
+        if step.runs_tiles and not may_tile
+    ]
     problems += [
         f"steps.{i}.autocast: expected bfloat16 or float16 with it, got float32; remove autocast"
         for i, step in enumerate(steps)

@@ -27,7 +27,7 @@ from pipeline.products.vision.adapters import Adapter, load_adapter
 from pipeline.products.vision.costs import measure_costs
 from pipeline.products.vision.detecting import Categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
-from pipeline.products.vision.layer_numerics import compare_layers, describe_layers
+from pipeline.products.vision.layer_numerics import build_layer_notes, compare_layers
 from pipeline.products.vision.loading import Network, list_tensors, load_network
 from pipeline.products.vision.settings import UpscalingEval
 from pipeline.products.vision.upscaling import judge_picture
@@ -44,7 +44,7 @@ Judged = tuple[CaseRecord, bytes | None]  # and the picture as PNG, of an upscal
 
 
 @dataclass(frozen=True)
-class Order:
+class InferenceSetup:
     """What a worker loads, and how it judges."""
 
     candidate: NetworkCandidate
@@ -58,7 +58,7 @@ class Order:
 
 @dataclass
 class _Loaded:
-    order: Order
+    setup: InferenceSetup
     adapter: Adapter
     network: Network
     facts: dict[str, Any]
@@ -66,28 +66,28 @@ class _Loaded:
     @cached_property
     def reference(self) -> Network:
         """The reference, which has no steps; loaded when it is first asked for."""
-        return self.load(self.order.candidate.serving.plain, self.order.source)
+        return self.load(self.setup.candidate.serving.plain, self.setup.source)
 
     def load(self, serving: NetworkServing, folder: str | None = None) -> Network:
         """Set the candidate's weights, or those of another folder, up in another way."""
-        return load_network(self.order.root / (folder or self.order.candidate.checkpoint.path), self.adapter, serving)
+        return load_network(self.setup.root / (folder or self.setup.candidate.checkpoint.path), self.adapter, serving)
 
 
 @contextlib.contextmanager
-def start_runners(order: Order, num_workers: int, *, cache: Path) -> Iterator[ProcessPoolExecutor]:
+def start_runners(setup: InferenceSetup, num_workers: int, *, cache: Path) -> Iterator[ProcessPoolExecutor]:
     """Start processes that run pictures; see `worker_pool.start_workers`.
 
     Args:
-        order: what they load, and how they judge.
+        setup: what they load, and how they judge.
         num_workers: processes.
         cache: folder for what they compile, gone when they are.
     """
     died = (
-        f"{order.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
-        f"as {order.adapter} ends it; lower products.{order.product}.serving.batch_size or "
+        f"{setup.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
+        f"as {setup.adapter} ends it; lower products.{setup.product}.serving.batch_size or "
         "resources.num_workers; finished pictures are kept, run `dvc repro` to go on"
     )
-    with _compile_into(cache), start_workers(_load, order, num_workers, died=died) as pool:
+    with _compile_into(cache), start_workers(_load, setup, num_workers, died=died) as pool:
         yield pool
 
 
@@ -106,24 +106,24 @@ def _compile_into(cache: Path) -> Iterator[None]:
         shutil.rmtree(cache, ignore_errors=True)
 
 
-def _load(order: Order) -> _Loaded:
-    candidate = order.candidate
+def _load(setup: InferenceSetup) -> _Loaded:
+    candidate = setup.candidate
     torch.set_num_threads(candidate.serving.num_threads)
-    adapter = load_adapter(order.root / order.adapter)
+    adapter = load_adapter(setup.root / setup.adapter)
     if adapter.digest != candidate.libraries.get("adapter"):
         raise EngineError(
             f"{adapter.path}: expected the adapter that candidate {candidate.name!r} was built with, "
             "found another; run `dvc repro` to build it again"
         )
-    network = load_network(order.root / candidate.checkpoint.path, adapter, candidate.serving)
-    found = digest_files(order.root / candidate.checkpoint.path)  # after it was read: what is digested is what runs
+    network = load_network(setup.root / candidate.checkpoint.path, adapter, candidate.serving)
+    found = digest_files(setup.root / candidate.checkpoint.path)  # after it was read: what is digested is what runs
     if digest_json(found) != candidate.checkpoint.digest:
         changed = name_changed_file(candidate.checkpoint.files, found)
         raise EngineError(
             f"{candidate.checkpoint.path}: expected the files that candidate {candidate.name!r} was "
             f"built of, {changed}; run `dvc repro` to build it again"
         )
-    return _Loaded(order, adapter, network, candidate.facts | read_machine_facts())
+    return _Loaded(setup, adapter, network, candidate.facts | read_machine_facts())
 
 
 def read_facts() -> dict[str, Any]:
@@ -156,7 +156,7 @@ def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:
             input_digest=case.digest,
             cluster=case.cluster,
             buckets=case.buckets,
-            prompt=f"{loaded.order.settings.evalset}/{case.image}",
+            prompt=f"{loaded.setup.settings.evalset}/{case.image}",
             output=output,
             scores=scores,
             fingerprint=mark,
@@ -170,7 +170,7 @@ def _enlarge_whole(loaded: _Loaded, pixels: NDArray[np.uint8]) -> Sequence[Any]:
 
     It is run again here as the evaluation of one candidate must not depend on that of another.
     """
-    network = loaded.reference if loaded.order.candidate.serving.tiling else None
+    network = loaded.reference if loaded.setup.candidate.serving.tiling else None
     if network is None:
         return [None] * len(pixels)
     outputs = network.run(network.prepare(torch.from_numpy(pixels)))
@@ -203,24 +203,24 @@ def _finish(network: Network, outputs: Any, finite: Sequence[bool]) -> Any:
 
 
 def _read(loaded: _Loaded, case: PictureCase) -> NDArray[np.uint8]:
-    return read_picture(loaded.order.root / loaded.order.settings.evalset / case.image, case.sha256)
+    return read_picture(loaded.setup.root / loaded.setup.settings.evalset / case.image, case.sha256)
 
 
 def _judge(
     loaded: _Loaded, case: PictureCase, result: Any, given: NDArray[np.uint8], is_finite: bool, whole: Any
 ) -> tuple[str, dict[str, float], bytes | None]:
-    order = loaded.order
+    setup = loaded.setup
     if isinstance(case, DetectionCase):
-        assert isinstance(order.settings, DetectionEval) and order.categories is not None
+        assert isinstance(setup.settings, DetectionEval) and setup.categories is not None
         found = [] if result is _UNTAKEN else result
         output, scores = judge_results(
-            case, found, is_finite=is_finite, settings=order.settings, categories=order.categories
+            case, found, is_finite=is_finite, settings=setup.settings, categories=setup.categories
         )
         return output, scores, None
-    target = read_picture(order.root / order.settings.evalset / case.target, case.target_sha256)
+    target = read_picture(setup.root / setup.settings.evalset / case.target, case.target_sha256)
     result = torch.zeros(target.shape, dtype=torch.uint8) if result is _UNTAKEN else result
     scores = judge_picture(
-        case.id, result, target, given, is_finite=is_finite, tiling=order.candidate.serving.tiling, whole=whole
+        case.id, result, target, given, is_finite=is_finite, tiling=setup.candidate.serving.tiling, whole=whole
     )
     pixels = result.numpy()
     buffer = io.BytesIO()
@@ -262,7 +262,7 @@ class ShapeBatch:
     num_pictures: int
 
 
-def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> dict[str, Any]:
+def measure_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> dict[str, Any]:
     """Return what is noted of a candidate beside its records: how far each layer is from float32, and what it costs.
 
     Args:
@@ -270,7 +270,7 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
         shapes: all that the eval meets, in its order; time is measured on the most common one.
     """
     loaded: _Loaded = get_loaded()
-    folder = loaded.order.root / loaded.order.settings.evalset
+    folder = loaded.setup.root / loaded.setup.settings.evalset
 
     def read(batch: Sequence[PictureCase]) -> torch.Tensor:
         return torch.from_numpy(np.stack([_read(loaded, case) for case in batch]))
@@ -278,9 +278,9 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
     batches = [shape.cases for shape in shapes]
     largest = max(batches, key=lambda batch: np.prod(measure_picture(folder / batch[0].image)))[:1]
     common = max(shapes, key=lambda shape: shape.num_pictures)  # of equals the first
-    timed, order = read(common.cases), loaded.order
-    is_other = Path(order.candidate.checkpoint.path) != Path(order.source)
-    load_reference = partial(loaded.load, folder=order.source) if is_other else None
+    timed, setup = read(common.cases), loaded.setup
+    is_other = Path(setup.candidate.checkpoint.path) != Path(setup.source)
+    load_reference = partial(loaded.load, folder=setup.source) if is_other else None
     return {
         "layers": _compare_layers(loaded, cases),
         "shapes": {
@@ -297,9 +297,9 @@ def describe_run(cases: Sequence[PictureCase], shapes: Sequence[ShapeBatch]) -> 
 
 def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, Any]:
     """Return how far each layer is from the reference's in float32; nothing where it runs the very same, or others."""
-    order, serving = loaded.order, loaded.order.candidate.serving
+    setup, serving = loaded.setup, loaded.setup.candidate.serving
     inner = serving.model_copy(update={"compile_mode": None, "compile_dynamic": None, "tiling": None})
-    if inner == serving.plain and order.candidate.checkpoint.path == order.source:
+    if inner == serving.plain and setup.candidate.checkpoint.path == setup.source:
         return {}
     eager, exact = loaded.load(inner), loaded.reference
     pixels = [torch.from_numpy(_read(loaded, case))[None] for case in cases]
@@ -308,6 +308,6 @@ def _compare_layers(loaded: _Loaded, cases: Sequence[PictureCase]) -> dict[str, 
     default = getattr(torch, serving.dtype)
     dtypes = {name: dtypes.get(name, default) for name, _ in eager.module.named_modules()}
     try:
-        return describe_layers(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
+        return build_layer_notes(compare_layers(exact.module, eager.module, runs, dtypes=dtypes))
     except NumericsError:  # another architecture, whose layers have no counterparts
         return {}

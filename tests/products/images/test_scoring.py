@@ -12,7 +12,7 @@ from pipeline.gate.images import find_overflow, headroom
 from pipeline.numerics.activation_watch import ModuleRange
 from pipeline.numerics.seams import seam_excess
 from pipeline.products.images.rendering import list_stitches
-from pipeline.products.images.scoring import describe_activations, score_images, to_bytes
+from pipeline.products.images.scoring import build_range_notes, score_images, to_bytes
 from pipeline.records.serving import Tiling
 
 SIZE = 32
@@ -132,8 +132,8 @@ def test_the_module_that_overflowed_is_the_first_that_holds_none() -> None:
         "up.2.norm": module(1, 8),
         "conv_out": module(1, 9),
     }
-    modules = describe_activations([ranges, {"conv_in": module(4096)}], "float16")
+    modules = build_range_notes([ranges, {"conv_in": module(4096)}], "float16")
     assert find_overflow(modules) == "up.1"
     assert modules["conv_in"]["absmax"] == 4096 and headroom(modules["conv_in"]) > 3.9
     assert headroom(modules["up.1"]) == float("-inf")
-    assert find_overflow(describe_activations([{"conv_in": module(3)}], "float16")) is None
+    assert find_overflow(build_range_notes([{"conv_in": module(3)}], "float16")) is None

@@ -14,7 +14,7 @@ from pipeline.errors import EngineError
 from pipeline.evalsets.cases import Annotation, DetectionCase
 from pipeline.products.vision.detecting import (
     Categories,
-    describe_categories,
+    build_categories,
     judge_results,
     match_output,
     save_tables,
@@ -151,7 +151,7 @@ def test_a_category_without_annotations_is_left_out_as_coco_does() -> None:
 def test_categories_are_those_of_the_evalset_in_order() -> None:
     marked = [Annotation(bbox=(0, 0, 1, 1), category_id=number, area=1) for number in (7, 3, 7)]
     cases = [make_case(0, marked[:1]), make_case(1, []), make_case(2, marked)]
-    assert describe_categories(cases, {}, SETTINGS).numbers == (3, 7)
+    assert build_categories(cases, {}, SETTINGS).numbers == (3, 7)
 
 
 NAN, INF = float("nan"), float("inf")

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.errors import NumericsError
 from pipeline.products.vision.conv_policy import ConvArithmetic, apply_policy
-from pipeline.products.vision.layer_numerics import LayerNumerics, compare_layers, describe_layers
+from pipeline.products.vision.layer_numerics import LayerNumerics, build_layer_notes, compare_layers
 
 
 def compare(reference: nn.Module, candidate: nn.Module, inputs: Any, **named: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_nothing_finite_is_no_error_of_zero() -> None:
     reference = build()
     found = compare(reference, spoil(reference, ..., math.inf), draw(2), dtypes={})
     assert found["0"].relative_error is None
-    assert describe_layers(found)["0"] == {
+    assert build_layer_notes(found)["0"] == {
         "relative_error": None,
         "absmax": None,
         "nonfinite_count": 2 * 8 * 64,

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.guidance_sweep.settings import SATURATION, SIMILARITY, read_setting
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Measured
 from pipeline.gate.compare import compare_release, number_clusters
 from pipeline.gate.pairing import read_scores
 from pipeline.products.images import ImagesKind
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct
-from pipeline.products.images.sweep.settings import SATURATION, SIMILARITY, read_setting
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Comparison, Verdict
 

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from examples.guidance_sweep.judging import Estimate, SweepRow, list_pareto
+from examples.guidance_sweep.settings import SATURATION, SIMILARITY
 from pipeline.products.images.settings import ImagesProduct
-from pipeline.products.images.sweep.judging import Estimate, SweepRow, list_pareto
-from pipeline.products.images.sweep.settings import SATURATION, SIMILARITY
 from pipeline.report.plots import save_figure
 
 _COLOURS = ("#009E73", "#0072B2", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#4D4D4D")  # Okabe-Ito

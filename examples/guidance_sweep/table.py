@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from examples.guidance_sweep.judging import OVERSATURATION, STD_RATIO, Estimate, SweepRow, list_pareto
+from examples.guidance_sweep.settings import SATURATION, SIMILARITY
 from pipeline.gate.wording import format_harm, format_range, format_tolerance
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct
-from pipeline.products.images.sweep.judging import OVERSATURATION, STD_RATIO, Estimate, SweepRow, list_pareto
-from pipeline.products.images.sweep.settings import SATURATION, SIMILARITY
 
 _COLUMNS = (
     "guidance",
@@ -36,14 +36,14 @@ def render_sweep(rows: Sequence[SweepRow], product: ImagesProduct, *, picture: s
     """
     parts = [
         "# Guidance: saturation against CLIP similarity",
-        _describe_work(rows, product),
+        _format_work(rows, product),
         f"![saturated pixels against CLIP similarity, a point a setting]({picture})",
         render_table(rows),
-        _describe_columns(product),
+        _format_columns(product),
         "## Pareto set",
-        describe_pareto(rows),
+        format_pareto(rows),
         "## What the gate would conclude",
-        describe_verdicts(rows),
+        format_verdicts(rows),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -53,7 +53,7 @@ def render_table(rows: Sequence[SweepRow]) -> str:
     return "\n".join([_join(_COLUMNS), f"|{'|'.join(_ALIGNED)}|", *map(_render_row, rows)])
 
 
-def describe_pareto(rows: Sequence[SweepRow]) -> str:
+def format_pareto(rows: Sequence[SweepRow]) -> str:
     """List the settings of the Pareto set as steps of params.yaml, the least saturated first."""
     lines = [
         f"- `{format_step(row.step)}`: saturated {100 * row.estimates[SATURATION].value:.2f} %, CLIP similarity "
@@ -68,7 +68,7 @@ def describe_pareto(rows: Sequence[SweepRow]) -> str:
     return "\n".join(lines)
 
 
-def describe_verdicts(rows: Sequence[SweepRow]) -> str:
+def format_verdicts(rows: Sequence[SweepRow]) -> str:
     """Count the verdicts and name what would pass."""
     judged = [row for row in rows if row.verdict]
     counts = Counter(row.verdict.outcome for row in judged if row.verdict)
@@ -100,7 +100,7 @@ def format_threshold(step: GuidanceStep) -> str:
     return f"{step.dynamic_threshold_percentile:g} %, at most {step.sample_max_value:g}"
 
 
-def _describe_work(rows: Sequence[SweepRow], product: ImagesProduct) -> str:
+def _format_work(rows: Sequence[SweepRow], product: ImagesProduct) -> str:
     (settings,) = product.evals.values()
     sampling = product.serving
     return (
@@ -111,7 +111,7 @@ def _describe_work(rows: Sequence[SweepRow], product: ImagesProduct) -> str:
     )
 
 
-def _describe_columns(product: ImagesProduct) -> str:
+def _format_columns(product: ImagesProduct) -> str:
     ((eval_name, settings),) = product.evals.items()
     tolerated = [
         f"{name} {format_tolerance(metric, allowed.overall)}"

@@ -1,8 +1,10 @@
 """Render the image product's reference over a grid of guidance settings, and say what each would cost.
 
-    python scripts/sweep_guidance.py [--scales 5 9 12 15] [--rescales 0 0.3 0.5 0.7 1]
-                                     [--percentiles none 99.5] [--max-values 1] [--prompts N] [--eval NAME]
-                                     [--out build/sweep]
+    python -m examples.guidance_sweep [--scales 5 9 12 15] [--rescales 0 0.3 0.5 0.7 1]
+                                      [--percentiles none 99.5] [--max-values 1] [--prompts N] [--eval NAME]
+                                      [--out build/sweep]
+
+Run from the project root.
 
 Reads a product of kind `images`: the reference's checkpoint, sampling, prompts, CLIP and tolerances. Prints
 the table and writes it with its picture to `sweep.md` and `sweep.png` in `build/sweep`. A percentile turns the
@@ -18,21 +20,18 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from pipeline.errors import SettingsError  # noqa: E402
-from pipeline.gate.wording import use_metrics  # noqa: E402
-from pipeline.products.images.preflight import check_images  # noqa: E402
-from pipeline.products.images.settings import SAMPLE_MAX, ImagesProduct  # noqa: E402
-from pipeline.products.images.sweep.judging import judge_sweep  # noqa: E402
-from pipeline.products.images.sweep.plot import plot_sweep  # noqa: E402
-from pipeline.products.images.sweep.rendering import render_settings, take_prompts  # noqa: E402
-from pipeline.products.images.sweep.settings import list_settings, make_sweep_product  # noqa: E402
-from pipeline.products.images.sweep.table import describe_pareto, describe_verdicts, render_sweep, render_table  # noqa: E402
-from pipeline.products.params import choose_product, load_params  # noqa: E402
-from pipeline.records.files import write_text  # noqa: E402
-from stages.cli import run_stage  # noqa: E402
+from examples.guidance_sweep.judging import judge_sweep
+from examples.guidance_sweep.plot import plot_sweep
+from examples.guidance_sweep.rendering import render_settings, take_prompts
+from examples.guidance_sweep.settings import list_settings, make_sweep_product
+from examples.guidance_sweep.table import format_pareto, format_verdicts, render_sweep, render_table
+from pipeline.errors import SettingsError
+from pipeline.gate.wording import use_metrics
+from pipeline.products.images.preflight import check_images
+from pipeline.products.images.settings import SAMPLE_MAX, ImagesProduct
+from pipeline.products.params import choose_product, load_params
+from pipeline.records.files import write_text
+from stages.cli import run_stage
 
 PICTURE, TABLE = "sweep.png", "sweep.md"
 
@@ -53,13 +52,13 @@ def main(argv: list[str]) -> int:
         rows = judge_sweep(product, build)
         plot_sweep(rows, product, options.out / PICTURE)
         write_text(options.out / TABLE, render_sweep(rows, product, picture=PICTURE))
-        print(f"{render_table(rows)}\n\nPareto set:\n{describe_pareto(rows)}\n\n{describe_verdicts(rows)}")
+        print(f"{render_table(rows)}\n\nPareto set:\n{format_pareto(rows)}\n\n{format_verdicts(rows)}")
     _say(f"{options.out / TABLE}: {len(rows)} settings, {len(rendered)} rendered now, {time.monotonic() - start:.0f} s")
     return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="sweep_guidance", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="guidance_sweep", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scales", type=float, nargs="+", default=[5, 9, 12, 15])
     parser.add_argument("--rescales", type=float, nargs="+", default=[0, 0.3, 0.5, 0.7, 1])
     parser.add_argument(
@@ -107,4 +106,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    run_stage("sweep_guidance", main)
+    run_stage("guidance_sweep", main)
