@@ -3,14 +3,14 @@
     python -m evalsets.make                 all of them
     python -m evalsets.make workflows       one
 
-Same seed, same bytes; of pictures on one machine only, so that those in git are what counts.
+Same seed, same bytes. Git holds no pictures: `evalsets/made.yaml` names this command, and the cases have their digests.
 `evalsets.texts.split_of` keeps what is evaluated apart from what is trained on and from what is calibrated with.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -246,6 +246,20 @@ def write_evalset(name: str, folder: Path) -> None:
     load_evalset(folder)
 
 
+def main() -> None:
+    """Parse the command line, write the evalsets."""
+    known = [*EVALSETS, *PICTURE_SETS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; else all")
+    parser.add_argument("--out", type=Path, help="folder to write one evalset to; else its own")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"expected one of {', '.join(known)}, got {unknown[0]!r}")
+    if args.out and len(args.names) != 1:
+        parser.error(f"--out: expected one evalset, got {len(args.names)}")
+    for name in args.names or known:
+        write_evalset(name, args.out or ROOT / name)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [*EVALSETS, *PICTURE_SETS]:
-        write_evalset(name, ROOT / name)
+    main()

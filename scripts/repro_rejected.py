@@ -21,9 +21,11 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from pipeline.running.made_files import list_made_files  # noqa: E402
+
 
 def copy_project(target: Path) -> None:
-    """Copy tracked files and new ones that git does not ignore, as they are now."""
+    """Copy tracked files, new ones that git does not ignore, and those that a script made, as they are now."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -31,7 +33,8 @@ def copy_project(target: Path) -> None:
         capture_output=True,
         text=True,
     ).stdout
-    for name in filter(None, listed.split("\0")):
+    made = [path.relative_to(ROOT).as_posix() for path in list_made_files(ROOT)]
+    for name in filter(None, [*listed.split("\0"), *made]):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)

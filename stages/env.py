@@ -1,4 +1,4 @@
-"""Record the libraries and the machine, and check settings, checkpoints and memory before any work."""
+"""Make what git does not hold, record libraries and machine, check settings, checkpoints and memory before any work."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pipeline.products import KINDS
 from pipeline.products.inputs import digest_inputs
 from pipeline.products.params import load_params
 from pipeline.running.environment import list_gpu_problems, read_libraries, read_machine, write_if_changed
+from pipeline.running.made_files import make_missing
 from pipeline.settings.base import ENV
 from stages.cli import run_stage
 
 
 def main(argv: list[str]) -> int:
     """Write what the stages depend on to build/env, one JSON file each; print what the user should know on stderr."""
+    make_missing(Path(), note=lambda line: print(f"quantgate env: {line}", file=sys.stderr))
     params, machine = load_params(), read_machine()
     warnings = list_gpu_problems(machine)
     for product in params.products.values():

@@ -8,6 +8,13 @@ import pytest
 
 from pipeline.gate.wording import use_metrics
 from pipeline.products import list_known_metrics
+from pipeline.running.made_files import make_missing
+from tests.paths import ROOT
+
+
+def pytest_sessionstart() -> None:
+    """Make the weights and pictures that git does not hold, as test files read some while they are imported."""
+    make_missing(ROOT)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,211 @@
+"""Files that git does not hold, as a script of the project makes them byte for byte: copies of models, and pictures.
+
+`models/made.yaml` and `evalsets/made.yaml` say for each such folder which script makes it and what digests its files
+must have. Stage `env`, `scripts/check_settings.py` and the tests make what is missing before they look at a checkpoint
+or a picture. By hand:
+
+    python -m pipeline.running.made_files
+
+The lists lie above the folders, as a file in a checkpoint's folder is part of the checkpoint. A file gets its name
+only after its digest was checked, one process at a time, so that a kill leaves nothing half made. A file that is there
+is never written over. Its digest is checked once for each list; after that a look is a `stat` a file. Not covered: a
+file that is changed after that. DVC notices one of a checkpoint, the seal of the evalset one of its pictures.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from filelock import FileLock
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+from ruamel.yaml.error import YAMLError
+
+from pipeline.errors import QuantgateError, SettingsError
+from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS
+from pipeline.records.digests import digest_file, digest_json
+from pipeline.records.files import read_lines, write_text
+from pipeline.settings.base import BUILD, Settings, describe_yaml_error
+from pipeline.settings.yaml_files import read_yaml
+
+PLACES = ("models", "evalsets")  # a model is made before another one is made from it: the order is that of the list
+LIST = "made.yaml"
+_LOCK = BUILD / "made.lock"
+_CHECKED = BUILD / "made.json"  # by folder, the digest of the list that its files were checked against
+_MAKING = ".making"  # beside the folders, so that a move stays on one disk
+_DIGITS = 12  # of a digest in messages
+_LIBRARIES = ("numpy", "pillow", "torch", "safetensors")  # that write the files
+
+
+class Recipe(Settings):
+    """How the files of one folder are made; an entry of `made.yaml` under the folder's name."""
+
+    module: str  # is run with the arguments and `--out FOLDER`
+    arguments: list[str] = []
+    # digests by name, or the file of cases that has both
+    files: dict[str, Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]] | Literal["cases.jsonl"]
+
+
+@dataclass(frozen=True)
+class MadeFolder:
+    """A folder whose files are made."""
+
+    path: Path
+    recipe: Recipe
+    files: dict[str, str]  # digest by name in the folder
+
+    @property
+    def command(self) -> str:
+        """The command as a person types it."""
+        return " ".join(["python -m", self.recipe.module, *self.recipe.arguments, "--out", str(self.path)])
+
+    def list_missing(self) -> list[str]:
+        """List the files that are not there."""
+        return [name for name in self.files if not (self.path / name).is_file()]
+
+
+def make_missing(root: Path, note: Callable[[str], None] | None = None) -> None:
+    """Make the files that are missing, and check once those that are there.
+
+    Args:
+        root: of the project; one without lists has nothing to make.
+        note: is called with a line before a script runs, as that takes seconds.
+
+    Raises:
+        QuantgateError: a script failed, or a file has another digest than its list says.
+    """
+    folders = list(read_folders(root))
+    if not _list_open(folders, root):
+        return
+    (root / _LOCK).parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / _LOCK):
+        for place in PLACES:
+            shutil.rmtree(root / place / _MAKING, ignore_errors=True)  # of a run that was killed
+        for folder in _list_open(folders, root):
+            if folder.list_missing():
+                _make(folder, root, note)
+            _check(folder, folder.path, "of the file that is there; delete it, and run this again to make it anew")
+            checked = _read_checked(root) | {_name(folder, root): digest_json(folder.files)}
+            write_text(root / _CHECKED, json.dumps(checked, indent=2) + "\n")
+
+
+def list_made_files(root: Path) -> list[Path]:
+    """List every file of the lists, whether it is there or not."""
+    return [folder.path / name for folder in read_folders(root) for name in folder.files]
+
+
+def read_folders(root: Path) -> Iterator[MadeFolder]:
+    """Read the lists of a project.
+
+    Raises:
+        SettingsError: a list is malformed.
+    """
+    for place in PLACES:
+        path = root / place / LIST
+        if not path.is_file():
+            continue
+        try:
+            recipes = TypeAdapter(dict[str, Recipe]).validate_python(read_yaml(path))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise SettingsError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        except YAMLError as error:
+            raise SettingsError(f"{path}: {describe_yaml_error(error)}") from None
+        for name, recipe in recipes.items():
+            folder = path.with_name(name)
+            files = recipe.files if isinstance(recipe.files, dict) else _read_pictures(folder / CASES_FILE)
+            yield MadeFolder(folder, recipe, files)
+
+
+def _read_pictures(cases: Path) -> dict[str, str]:
+    """Return the digests of the pictures that cases name."""
+    lines = [json.loads(line) for line in read_lines(cases)]
+    return {case[name]: case[key] for case in lines for name, key in PICTURE_DIGESTS.items() if name in case}
+
+
+def _list_open(folders: list[MadeFolder], root: Path) -> list[MadeFolder]:
+    """List the folders that miss a file, or were not checked against this list."""
+    checked = _read_checked(root)
+    return [f for f in folders if f.list_missing() or checked.get(_name(f, root)) != digest_json(f.files)]
+
+
+def _read_checked(root: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((root / _CHECKED).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}  # then the files are checked again
+
+
+def _name(folder: MadeFolder, root: Path) -> str:
+    return folder.path.relative_to(root).as_posix()
+
+
+def _make(folder: MadeFolder, root: Path, note: Callable[[str], None] | None) -> None:
+    """Run the script of a folder, and move the missing files into place if they have their digests."""
+    missing = folder.list_missing()
+    if note:
+        note(f"{folder.path}: making {len(missing)} file{'s' * (len(missing) > 1)} by `{folder.command}`")
+    making = folder.path.parent / _MAKING
+    making.mkdir(parents=True, exist_ok=True)
+    try:
+        # a name of its own: the script of a process that was killed may still write
+        out = Path(tempfile.mkdtemp(dir=making)) / folder.path.name
+        arguments = [*folder.recipe.arguments, "--out", str(out.relative_to(root))]
+        command = [sys.executable, "-m", folder.recipe.module, *arguments]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+            raise QuantgateError(f"{folder.path}: `{folder.command}` failed: {reason}")
+        _check(folder, out, _name_makers(folder))
+        for name in missing:
+            (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(out / name, folder.path / name)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _check(folder: MadeFolder, where: Path, remedy: str) -> None:
+    """Refuse files of other digests than the list has.
+
+    Args:
+        folder: that the files belong to.
+        where: they lie.
+        remedy: what to do, for the message.
+    """
+    for name, expected in folder.files.items():
+        digest = digest_file(where / name) if (where / name).is_file() else "no file"
+        if digest != expected:
+            raise QuantgateError(
+                f"{folder.path / name}: expected sha256 {expected[:_DIGITS]}, got {digest[:_DIGITS]} {remedy}"
+            )
+
+
+def _name_makers(folder: MadeFolder) -> str:
+    """Say which script and libraries wrote a file, and how other ones come to be used."""
+    versions = []
+    for name in _LIBRARIES:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    return (
+        f"from `{folder.command}` with {', '.join(versions)} on {platform.machine()}; run `make setup`, which installs "
+        "the versions of constraints.txt, or copy the file from a checkout that has it"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        make_missing(Path(), note=print)
+    except QuantgateError as error:
+        sys.exit(f"quantgate: {error}")
