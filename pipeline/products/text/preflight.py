@@ -96,7 +96,7 @@ def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) ->
     config: dict[str, Any] = dict(engine.options)
     if step is not None:
         drafts = SpeculativeConfig(
-            method=step.method, num_tokens=step.num_tokens, options=step.options, draft_path=step.draft
+            method=step.method, num_tokens=step.num_speculative_tokens, options=step.options, draft_path=step.draft
         )
         config["speculative-config"] = build_speculative_config(drafts)
     check_config(config, version=engine.version, where=where)

@@ -148,11 +148,11 @@ def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: 
         )
     if isinstance(engine, TransformersEngine) and step.options:
         problems.append(f".options: expected none for engine transformers, got {step.options!r}; remove them")
-    own = [key for key in step.options if key in ("method", "model", "num_speculative_tokens")]
     problems += [
         f".options.{key}: expected an option that the step does not set itself; it is method, draft or "
-        "num_tokens: remove it"
-        for key in own
+        "num_speculative_tokens: remove it"
+        for key in step.options
+        if key in ("method", "model", "num_speculative_tokens")
     ]
     if reason := _name_loss(step):
         problems.append(f".lossy: expected true, as {reason}, got false; say so, or remove the option")

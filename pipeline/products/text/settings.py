@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJECTORIES
 from pipeline.records.benchmarks import Work
@@ -63,10 +63,19 @@ class SpeculativeStep(Settings):
     kind: Literal["speculative"]
     method: str  # "draft_model", "prompt_lookup", or another one that the engine knows
     draft: str | None = None  # checkpoint folder of the draft model
-    num_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
+    num_speculative_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
     min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it fails
     options: dict[str, Any] = {}  # further ones of the method, as the engine spells them
     lossy: bool = False  # the answers may be others than the target's own
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old(cls, data: Any) -> Any:
+        """Take the settings of a released bundle, which may spell the number of drafted tokens `num_tokens`."""
+        if not isinstance(data, dict) or "num_tokens" not in data or "num_speculative_tokens" in data:
+            return data
+        kept = {key: value for key, value in data.items() if key != "num_tokens"}
+        return kept | {"num_speculative_tokens": data["num_tokens"]}
 
 
 Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]

@@ -31,7 +31,7 @@ def run_speculative(source: Path, *, step: SpeculativeStep, root: Path) -> StepR
     Raises:
         CheckpointError: the draft is broken or does not speak the target's tokens.
     """
-    config = SpeculativeConfig(method=step.method, num_tokens=step.num_tokens, options=step.options)
+    config = SpeculativeConfig(method=step.method, num_tokens=step.num_speculative_tokens, options=step.options)
     if step.draft is not None:
         folder = root / step.draft
         check_draft(folder, target=source)
