@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 
 from pipeline.errors import SettingsError, UnequalWorkError
-from pipeline.gate.prefix_cache import find_known_prompts
+from pipeline.gate.prefix_cache import find_prefix_cache_hits
 from pipeline.products.text.benchmark.audits import read_peak_memory_mib
 from pipeline.products.text.benchmark.probes import probe, read_text
 from pipeline.products.text.benchmark.prompts import Grid, Plan, load_prompts, plan_grid, read_expected
@@ -143,8 +143,8 @@ async def _probe_side(
 ) -> tuple[Probe, ...]:
     """Find out whether a server knows the prompts, before minutes are spent on timing it."""
     probes = await probe(grid.probes, side, texts, num_tokens=num_tokens)
-    if recalled := find_known_prompts(probes, list(grid.probes), role=side.role, name=name):
-        raise UnequalWorkError(recalled)
+    if hits := find_prefix_cache_hits(probes, list(grid.probes), role=side.role, name=name):
+        raise UnequalWorkError(hits)
     return probes
 
 
