@@ -25,13 +25,13 @@ LOCAL, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"
 
 
 @dataclass(frozen=True)
-class Order:
-    """What an engine is asked for.
+class ServerLaunch:
+    """The order to an engine: serve this candidate to these evals.
 
     Attributes:
         candidate: what to serve.
         resources: number of servers and time limits.
-        evals: what the endpoint will be asked for, by name; anything else it may lack.
+        evals: by name, the evals that will ask the endpoint. It may lack anything that they do not need.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs and the configuration that the engine was given.
         host: address to listen at.
@@ -105,12 +105,12 @@ class Engine:
         )
 
 
-async def probe_servers(engine: Engine, order: Order) -> None:
+async def probe_servers(engine: Engine, launch: ServerLaunch) -> None:
     """Ask each server what the evals will ask."""
 
     async def ask(url: str) -> None:
-        async with engine.connect(order.resources, concurrency=1, only=url) as client:
-            await probe(client, order.evals)
+        async with engine.connect(launch.resources, concurrency=1, only=url) as client:
+            await probe(client, launch.evals)
 
     await gather(*(ask(url) for url in engine.base_urls))
 

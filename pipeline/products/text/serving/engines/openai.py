@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.errors import EngineError
 from pipeline.products.text.serving.client import Client
-from pipeline.products.text.serving.engines.engine import Engine, Order, check_facts
+from pipeline.products.text.serving.engines.engine import Engine, ServerLaunch, check_facts
 from pipeline.products.text.serving.readiness import check_context, probe
 from pipeline.products.text.serving.vllm_facts import read_resolved
 from pipeline.products.text.settings import EvalSettings
@@ -26,13 +26,13 @@ DECLARED = "declared by the settings, not proved by the server"
 
 
 @contextlib.asynccontextmanager
-async def start(order: Order) -> AsyncIterator[Engine]:
+async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     """Attach to the server that a candidate names.
 
     Raises:
         EngineError: no such server, it serves no such model, or does not give what an eval needs.
     """
-    candidate, serving = order.candidate, order.candidate.serving
+    candidate, serving = launch.candidate, launch.candidate.serving
     if not serving.base_url or not serving.model:
         raise EngineError(
             f"{candidate.name}: engine openai needs base_url and model, got {serving.base_url!r} and {serving.model!r}"
@@ -42,11 +42,11 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         [url],
         serving.model,
         concurrency=1,
-        timeout_s=order.resources.request_timeout_s,
+        timeout_s=launch.resources.request_timeout_s,
         max_refusals=MAX_REFUSALS,
         api_key=key,
     ) as client:
-        await _check_listing(client, url, order)
+        await _check_listing(client, url, launch)
     async with Client(
         [url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1, api_key=key
     ) as client:
@@ -63,8 +63,8 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         is_declared="checkpoint" not in facts,
         api_key=key,
     )
-    async with engine.connect(order.resources, concurrency=serving.concurrency) as client:
-        await probe(client, order.evals, attached_as=candidate.name)
+    async with engine.connect(launch.resources, concurrency=serving.concurrency) as client:
+        await probe(client, launch.evals, attached_as=candidate.name)
     yield engine
 
 
@@ -121,9 +121,9 @@ async def _get(client: Client, path: str) -> Mapping[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-async def _check_listing(client: Client, url: str, order: Order) -> None:
+async def _check_listing(client: Client, url: str, launch: ServerLaunch) -> None:
     """Check that a server is there, that it serves the model, and that its context is long enough."""
-    model, where = client.model, f"candidates.{order.candidate.name}.engine"
+    model, where = client.model, f"candidates.{launch.candidate.name}.engine"
     try:
         listed = await client.list_models()
     except EngineError as error:
@@ -134,5 +134,5 @@ async def _check_listing(client: Client, url: str, order: Order) -> None:
         raise EngineError(
             f"{url}/v1/models: expected {model!r} among the served models, got {list(listed)!r}; correct {where}.model"
         )
-    evals: Mapping[str, EvalSettings] = order.evals
-    check_context(order.candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")
+    evals: Mapping[str, EvalSettings] = launch.evals
+    check_context(launch.candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")
