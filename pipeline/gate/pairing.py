@@ -28,7 +28,7 @@ from pipeline.records.evaluations import (
     Evaluation,
     ImageCandidate,
     NetworkCandidate,
-    describe_failures,
+    format_failures,
     read_cases,
 )
 from pipeline.records.fingerprints import Difference, find_difference, fingerprint
@@ -229,7 +229,7 @@ def _check_records(path: Path, records: CaseTable, file: EvalFile, fingerprint: 
             f"first {strangers[0].case_id!r}: expected fingerprint {fingerprint[:12]!r}, "
             f"got {strangers[0].fingerprint[:12]!r}"
         )
-    if problem := describe_failures(records):
+    if problem := format_failures(records):
         raise EvidenceError(f"{path}: {problem}")
 
 

@@ -66,8 +66,8 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def describe_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
-    """Check a checkpoint and describe it as a record.
+def read_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
+    """Check a checkpoint and return its record.
 
     `num_parameters` counts weights, not stored elements: a packed INT4 word is eight parameters,
     scales and zero points are none. `dtype` is the float type that most bytes are stored in.

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.errors import EvidenceError
 from pipeline.evalsets.cases import ToolCallCase, TrajectoryCase, spread
 from pipeline.gate.rates import predictive_quantile
-from pipeline.products.text.evals.calls import declare_tools, describe_reply
+from pipeline.products.text.evals.calls import declare_tools, format_reply
 from pipeline.products.text.first_turns import load_evaluated, read_first_turns
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.openai import adopt, read_facts
@@ -187,7 +187,7 @@ async def _ask_again(
         messages = [message.model_dump() for message in case.messages]
         reply = await client.chat(messages, max_tokens=product.serving.max_tokens, tools=tools)
         echoes.add(reply.fingerprint)
-        answered = describe_reply(reply)
+        answered = format_reply(reply)
         kind = classify_difference(recorded[case.id], answered)
         return Changed(eval_name, case.id, kind, recorded[case.id], answered) if kind else None
 

@@ -111,7 +111,7 @@ def _measure_speed(
     """Add the speed to what was measured of a candidate: a note, or a failure where it is slower than tolerated."""
     fingerprints = reference.fingerprint, evidence.fingerprint
     try:
-        work = product.benchmark.describe_work()
+        work = product.benchmark.build_work()
         measured.benchmark = load_benchmark(build, evidence.candidate.name, work, fingerprints)
         speed = measured.speed = judge_speed(measured.benchmark)
     except EvidenceError as error:

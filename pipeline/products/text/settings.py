@@ -216,7 +216,7 @@ class BenchmarkSettings(Settings):
     rounds: int = Field(ge=6, le=100)  # fewer have no 95 % interval of their median
     max_slowdown: float | None = Field(default=None, gt=0, lt=1)  # of the throughput, relative; more fails
 
-    def describe_work(self) -> Work:
+    def build_work(self) -> Work:
         """Return the part of the settings that says what work is done."""
         return Work(**self.model_dump(include=set(Work.model_fields)))
 

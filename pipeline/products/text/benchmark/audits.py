@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.errors import UnequalWorkError
 from pipeline.products.text.benchmark.prompts import Plan, Prompt
 from pipeline.products.text.benchmark.streaming import TimedReply
-from pipeline.products.text.evals.calls import describe_reply
+from pipeline.products.text.evals.calls import format_reply
 
 _SHOWN = 60  # characters of an answer
 # of a stream that is decoded as it comes; no hardware decodes 20,000 tokens/s for one user, one buffer sends them so
@@ -78,15 +78,15 @@ def is_evaluated_answer(timed: TimedReply, expected: str) -> bool:
 
     Args:
         timed: an answer of a fixed number of tokens.
-        expected: the evaluated first turn, in the words of `describe_reply`.
+        expected: the evaluated first turn, in the words of `format_reply`.
     """
-    answer = describe_reply(timed.reply)
+    answer = format_reply(timed.reply)
     return answer.startswith(expected) or expected.startswith(answer)
 
 
-def describe_change(timed: TimedReply, expected: str) -> str:
+def format_change(timed: TimedReply, expected: str) -> str:
     """Say what was answered and what was evaluated."""
-    return f"answered {describe_reply(timed.reply)[:_SHOWN]!r}, evaluated was {expected[:_SHOWN]!r}"
+    return f"answered {format_reply(timed.reply)[:_SHOWN]!r}, evaluated was {expected[:_SHOWN]!r}"
 
 
 def read_peak_memory_mib(pids: Iterable[int]) -> float | None:

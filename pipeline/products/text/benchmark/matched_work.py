@@ -52,7 +52,7 @@ async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: P
     pair = [read_candidate(build, side, product) for side in (product.reference, name)]
     _check_two_servers(pair)
     benchmark = Benchmark(
-        name=name, work=product.benchmark.describe_work(), machine=_describe_machine(), definitions=DEFINITIONS
+        name=name, work=product.benchmark.build_work(), machine=_build_machine(), definitions=DEFINITIONS
     )
     reference, candidate = (
         _serve(side, role, product, root=root, build=build, logs=build / "logs" / name / role)
@@ -81,7 +81,7 @@ async def _measure(
     # the longest prompts with the fewest in flight: where a cached prefix shows best
     number = min(range(len(plans)), key=lambda i: (-plans[i].band[0], plans[i].concurrency))
     found = {
-        side.role: await _describe_side(
+        side.role: await _build_side(
             side,
             plans[number],
             getattr(cells[number], side.role)[-1].ttft_ms,
@@ -148,7 +148,7 @@ async def _probe_side(
     return probes
 
 
-async def _describe_side(
+async def _build_side(
     side: Contender, plan: Plan, first_ms: float, *, probes: tuple[Probe, ...], num_tokens: int
 ) -> Side:
     peak_memory_mib = read_peak_memory_mib(process.popen.pid for process in side.engine.processes)
@@ -163,6 +163,6 @@ async def _describe_side(
     )
 
 
-def _describe_machine() -> Machine:
+def _build_machine() -> Machine:
     machine = read_machine()
     return Machine(cpu=machine.cpu, num_cores=machine.num_cores, gpus=tuple(gpu.name for gpu in machine.gpus))

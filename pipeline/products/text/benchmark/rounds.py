@@ -21,7 +21,7 @@ from pipeline.products.text.benchmark.audits import (
     check_stream,
     check_text,
     check_work,
-    describe_change,
+    format_change,
     is_evaluated_answer,
 )
 from pipeline.products.text.benchmark.prompts import Plan, Prompt
@@ -108,7 +108,7 @@ class Contender:
         if not is_evaluated_answer(timed, expected):
             self.num_changed += 1
             if self.is_exact:
-                raise UnequalWorkError(f"{prompt.name}: {describe_change(timed, expected)}")
+                raise UnequalWorkError(f"{prompt.name}: {format_change(timed, expected)}")
 
 
 async def warm_up(plans: Sequence[Plan], sides: Sequence[Contender], *, num_tokens: int) -> None:

@@ -30,7 +30,7 @@ def parse_call(reply: Reply) -> Call | None:
         return None
 
 
-def describe_reply(reply: Reply) -> str:
+def format_reply(reply: Reply) -> str:
     """Return a reply as one line of text: its content, or its first tool call."""
     if reply.text or not reply.tool_calls:
         return reply.text.replace("\n", "\\n")

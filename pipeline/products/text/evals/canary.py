@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.errors import RequestError
 from pipeline.evalsets.cards import Evalset
 from pipeline.evalsets.cases import spread
-from pipeline.products.text.evals.calls import declare_tools, describe_reply
+from pipeline.products.text.evals.calls import declare_tools, format_reply
 from pipeline.products.text.serving.client import Client, Reply
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.settings import ChatEval, EvalSettings, ResourceSettings
@@ -92,7 +92,7 @@ async def ask_canary(
     loaded = await _ask(client, prompts, max_tokens)
     again = await _ask(client, prompts, max_tokens)
     runs = {"alone": alone, "loaded": loaded, "again": again}
-    return {prefix + name: [_describe(reply) for reply in replies] for name, replies in runs.items()}, loaded
+    return {prefix + name: [_build_answer(reply) for reply in replies] for name, replies in runs.items()}, loaded
 
 
 async def measure_margins(client: Client, replies: Sequence[Reply]) -> list[tuple[float, ...]]:
@@ -143,5 +143,5 @@ async def _ask(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> li
     return list(await asyncio.gather(*map(ask, prompts)))
 
 
-def _describe(reply: Reply) -> CanaryAnswer:
-    return CanaryAnswer(text=describe_reply(reply), token_ids=reply.token_ids)
+def _build_answer(reply: Reply) -> CanaryAnswer:
+    return CanaryAnswer(text=format_reply(reply), token_ids=reply.token_ids)

@@ -178,14 +178,14 @@ def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any],
         cluster=str(document.get("cluster", hashes[0])),
         buckets=tuple(document.get("buckets", ())),
         prompt=str(sample["arguments"][0][0]),
-        output=_describe_answer(sample),
+        output=_format_answer(sample),
         scores={"accuracy": float(sample[metric])},
         latency_s=seconds,
         fingerprint=context.fingerprint,
     )
 
 
-def _describe_answer(sample: dict[str, Any]) -> str:
+def _format_answer(sample: dict[str, Any]) -> str:
     answers = sample["filtered_resps"]
     if len(sample["arguments"]) == 1:
         return str(answers[0])

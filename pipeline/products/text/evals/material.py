@@ -186,10 +186,10 @@ def _digest_requests(task: Any) -> str:
 
 
 def _render(value: Any) -> bytes:
-    return json.dumps(value, default=_describe).encode() + b"\n"
+    return json.dumps(value, default=_encode).encode() + b"\n"
 
 
-def _describe(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     """Render what JSON has no form for; a task's documents hold whatever its data set does."""
     if callable(value):
         return value.__qualname__ if hasattr(value, "__qualname__") else type(value).__qualname__

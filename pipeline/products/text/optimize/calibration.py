@@ -69,7 +69,7 @@ def encode(text: str, tokenizer: Any) -> list[int]:
     return ids
 
 
-def describe_samples(samples: Sequence[Sequence[int]]) -> dict[str, int]:
+def count_samples(samples: Sequence[Sequence[int]]) -> dict[str, int]:
     """Summarise samples for the step's record: how many, how many distinct, and token lengths."""
     lengths = sorted(map(len, samples))
     return {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.settings import SpeculativeStep
@@ -35,7 +35,7 @@ def run_speculative(source: Path, *, step: SpeculativeStep, root: Path) -> StepR
     if step.draft is not None:
         folder = root / step.draft
         check_draft(folder, target=source)
-        draft = describe_checkpoint(folder, root=root)
+        draft = read_checkpoint(folder, root=root)
         check_finite(iterate_weights(folder), where=folder)
         config = config.model_copy(update={"draft_digest": draft.digest, "draft_path": draft.path})
     # the threshold is the gate's: another one must not make the candidate be evaluated again

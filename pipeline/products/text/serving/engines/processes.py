@@ -35,7 +35,7 @@ class ServerProcess:
     def check_alive(self) -> None:
         """Raise EngineError when the process has ended."""
         if (code := self.popen.poll()) is not None:
-            raise self.failure(describe_exit(code))
+            raise self.failure(format_exit(code))
 
     def failure(self, what: str) -> EngineError:
         """Describe a failure with the line of the log that says most."""
@@ -105,7 +105,7 @@ def _release(process: ServerProcess, timeout_s: float) -> None:
                 stream.close()
 
 
-def describe_exit(code: int) -> str:
+def format_exit(code: int) -> str:
     """Say how a process ended."""
     return f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
 

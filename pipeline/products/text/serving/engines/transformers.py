@@ -24,7 +24,7 @@ from pipeline.products.text.serving.engines.engine import (
     gather,
     probe_servers,
 )
-from pipeline.products.text.serving.engines.processes import ServerProcess, describe_exit, spawn, stop
+from pipeline.products.text.serving.engines.processes import ServerProcess, format_exit, spawn, stop
 from pipeline.records.evaluations import Candidate
 
 PROJECT = Path(__file__).resolve().parents[5]
@@ -108,5 +108,5 @@ async def _read_report(process: ServerProcess, timeout_s: float) -> dict[str, An
         process.popen.kill()
         raise
     if not text:
-        raise process.failure(describe_exit(process.popen.wait()))
+        raise process.failure(format_exit(process.popen.wait()))
     return json.loads(text)
