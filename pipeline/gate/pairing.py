@@ -123,7 +123,7 @@ def _check_identity(candidate: AnyCandidate, evaluation: Evaluation, path: Path)
     if difference is not None:
         raise EvidenceError(
             f"{path}: what was evaluated is not what would ship: {difference.field}: expected "
-            f"{difference.expected!r}, got {difference.found!r}; run `dvc repro` to evaluate it again"
+            f"{difference.expected!r}, got {difference.actual!r}; run `dvc repro` to evaluate it again"
         )
 
 
@@ -139,7 +139,7 @@ def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
     if difference := find_difference(ours, theirs):
         raise EvidenceError(
             f"{difference.field}: {reference.candidate} was evaluated on {difference.expected!r}, "
-            f"{candidate.candidate} on {difference.found!r}; sums round otherwise there: run "
+            f"{candidate.candidate} on {difference.actual!r}; sums round otherwise there: run "
             f"`dvc repro -f -s evaluate@{reference.candidate}` to evaluate both on one machine"
         )
 

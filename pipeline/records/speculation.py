@@ -82,5 +82,5 @@ class SpeculationCounts(Record):
 
 def sum_speculation(counts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:
     """Add up the counts of requests that one server config answered; None when there are none."""
-    found = [c for c in counts if c is not None]
-    return reduce(add, found) if found else None
+    counted = [c for c in counts if c is not None]
+    return reduce(add, counted) if counted else None

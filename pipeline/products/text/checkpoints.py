@@ -275,10 +275,10 @@ def _check_sizes(folder: Path, config: dict[str, Any], embedding: TensorInfo | N
     # OPT's embedding may be narrower than its layers, with a projection between
     width = config.get("word_embed_proj_dim") or config.get("hidden_size")
     rows = config.get("vocab_size")
-    for key, said, stored in (("vocab_size", rows, embedding.shape[0]), ("hidden_size", width, embedding.shape[1])):
-        if said is not None and said != stored:
+    for key, declared, stored in (("vocab_size", rows, embedding.shape[0]), ("hidden_size", width, embedding.shape[1])):
+        if declared is not None and declared != stored:
             raise CheckpointError(
-                f"{folder / CONFIG_FILE}: {key}: expected {stored}, as the stored embedding has, got {said!r}; "
+                f"{folder / CONFIG_FILE}: {key}: expected {stored}, as the stored embedding has, got {declared!r}; "
                 "copy config and weights from one source"
             )
 
@@ -296,8 +296,8 @@ def _check_copied(folder: Path) -> None:
     """Refuse damage in what ships byte by byte though no loader may read it, and answers that could never end."""
     rows = embedding_rows(folder)
     for name in ("special_tokens_map.json", "generation_config.json", CONFIG_FILE):
-        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        for eos in found if isinstance(found, list) else [found]:
+        eos_ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        for eos in eos_ids if isinstance(eos_ids, list) else [eos_ids]:
             if isinstance(eos, int) and rows is not None and eos >= rows:
                 raise CheckpointError(
                     f"{folder / name}: eos_token_id: expected ids below {rows}, the rows of the "

@@ -133,7 +133,7 @@ def _compare_fingerprints(
     """Compare what a server told, and what its replies carried, with what was evaluated."""
     evaluated = evaluation.served_by
     differences = [
-        f"{d.field}: evaluated {d.expected!r}, the endpoint has {d.found!r}"
+        f"{d.field}: evaluated {d.expected!r}, the endpoint has {d.actual!r}"
         for d in find_differences(evaluated, server)
     ]
     compared = {section for section in SECTIONS if section in evaluated and section in server}
@@ -164,7 +164,7 @@ def _name_wrong_echo(candidate: Candidate, expected: str, echoes: set[str], conf
     answer, which knows no fingerprint of ours: there another one of our own alone is a difference.
     """
     is_vllm = candidate.serving.engine == "vllm"
-    wrong = sorted(said for said in echoes - {expected} if is_vllm or len(said) == len(expected))
+    wrong = sorted(echo for echo in echoes - {expected} if is_vllm or len(echo) == len(expected))
     if not wrong:
         return []
     came = repr(wrong[-1][:12]) if wrong[-1] else "nothing"
@@ -191,4 +191,4 @@ async def _ask_again(
         kind = classify_difference(recorded[case.id], answered)
         return Changed(eval_name, case.id, kind, recorded[case.id], answered) if kind else None
 
-    return [found for found in await asyncio.gather(*map(ask, cases)) if found is not None]
+    return [changed for changed in await asyncio.gather(*map(ask, cases)) if changed is not None]

@@ -120,7 +120,7 @@ def check_needs(needs: list[MemoryNeed], *, total_mib: int, available_mib: int) 
 def read_available_mib(total_mib: int, meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the memory that is free now in MiB, at most `total_mib`; all of it where the system won't say."""
     try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return total_mib
-    return min(total_mib, int(found.group(1)) >> 10) if found else total_mib
+    return min(total_mib, int(match.group(1)) >> 10) if match else total_mib

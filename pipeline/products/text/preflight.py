@@ -157,12 +157,14 @@ def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tu
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: expected a chat template in UTF-8: {error}; copy it again") from None
         return
-    found = tokenizer.get("chat_template")
+    templates = tokenizer.get("chat_template")
     where = f"{folder / 'tokenizer_config.json'}: chat_template"
-    if isinstance(found, list) and found:  # several under names
-        yield from ((f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(found) if "template" in entry)
-    elif isinstance(found, str):
-        yield where, found
+    if isinstance(templates, list) and templates:  # several under names
+        yield from (
+            (f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(templates) if "template" in entry
+        )
+    elif isinstance(templates, str):
+        yield where, templates
     else:
         hint = (
             "copy it out of chat_template.json, which no tokenizer reads"
@@ -232,8 +234,8 @@ def _check_task(where: str, task: str, folder: Path) -> None:
 def _task_names(data: Any) -> Iterator[str]:
     """Yield what a task file defines; names in a group's list are another file's, unless they come with keys."""
     for key in ("task", "group", "tag") if isinstance(data, dict) else ():
-        found = data.get(key)
-        for entry in found if isinstance(found, list) else [found]:
-            if isinstance(entry, str) and (key == "tag" or not isinstance(found, list)):
+        entries = data.get(key)
+        for entry in entries if isinstance(entries, list) else [entries]:
+            if isinstance(entry, str) and (key == "tag" or not isinstance(entries, list)):
                 yield str(entry)
             yield from _task_names(entry)

@@ -178,18 +178,18 @@ def _name_loss(step: SpeculativeStep) -> str | None:
     how = step.options.get("rejection_sample_method", "standard")
     if how not in LOSSLESS_REJECTION:
         return f"rejection_sample_method {how!r} is not known to keep the target's own tokens"
-    found = next((key for key in LOSSY_OPTIONS if key in step.options), None)
-    return f"{found} lets tokens through that are not the target's" if found else None
+    lossy_option = next((key for key in LOSSY_OPTIONS if key in step.options), None)
+    return f"{lossy_option} lets tokens through that are not the target's" if lossy_option else None
 
 
 def _quantising_problems(steps: list[Step]) -> list[str]:
-    problems, found = [], [(i, step) for i, step in enumerate(steps) if isinstance(step, WeightStep)]
-    if len(found) > 1:
+    problems, weight_steps = [], [(i, step) for i, step in enumerate(steps) if isinstance(step, WeightStep)]
+    if len(weight_steps) > 1:
         problems.append(
-            f"steps.{found[1][0]}: expected one quantising step at most, found {found[1][1].kind} after "
-            f"{found[0][1].kind}: what is quantised can't be quantised again; remove one"
+            f"steps.{weight_steps[1][0]}: expected one quantising step at most, found {weight_steps[1][1].kind} after "
+            f"{weight_steps[0][1].kind}: what is quantised can't be quantised again; remove one"
         )
-    for i, step in found:
+    for i, step in weight_steps:
         sources = step.calibration.sources if step.calibration else []
         problems += [
             f"steps.{i}.calibration.sources.{n}: {source!r} is listed twice, and counts once; remove one"

@@ -109,5 +109,5 @@ def _list_tree(pid: int) -> list[int]:
 
 
 def _read_peak_kib(pid: int) -> int:
-    found = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(found.group(1)) if found else 0  # a process that has just ended holds nothing
+    match = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(match.group(1)) if match else 0  # a process that has just ended holds nothing

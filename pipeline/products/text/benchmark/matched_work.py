@@ -60,10 +60,10 @@ async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: P
     )
     try:
         async with reference as (ours, client), candidate as (theirs, _):
-            cells, found = await _measure(ours, theirs, client, product, root=root, name=name)
+            cells, sides = await _measure(ours, theirs, client, product, root=root, name=name)
     except UnequalWorkError as error:
         return benchmark.model_copy(update={"refusal": str(error)})
-    return benchmark.model_copy(update={"cells": tuple(cells), **found})
+    return benchmark.model_copy(update={"cells": tuple(cells), **sides})
 
 
 async def _measure(
@@ -80,7 +80,7 @@ async def _measure(
     cells = await run_rounds(plans, ours, theirs, num_tokens=num_tokens)
     # the longest prompts with the fewest in flight: where a cached prefix shows best
     number = min(range(len(plans)), key=lambda i: (-plans[i].band[0], plans[i].concurrency))
-    found = {
+    sides = {
         side.role: await _build_side(
             side,
             plans[number],
@@ -90,7 +90,7 @@ async def _measure(
         )
         for side in (ours, theirs)
     }
-    return cells, found
+    return cells, sides
 
 
 def _check_two_servers(pair: list[Candidate]) -> None:

@@ -62,7 +62,7 @@ async def _freshen(prompt: Prompt, side: Contender, all_texts: Sequence[str]) ->
         changed = prompt.messages[number] | {"content": f"{content[:start]}{word} {rest}".rstrip(" ")}
         copies.append(replace(prompt, messages=[*prompt.messages[:number], changed, *prompt.messages[number + 1 :]]))
     tokens = await asyncio.gather(*(side.client.tokenize_chat(c.messages, tools=c.tools) for c in copies))
-    return min(zip(copies, tokens, strict=True), key=lambda found: abs(len(found[1]) - prompt.num_tokens))[0]
+    return min(zip(copies, tokens, strict=True), key=lambda pair: abs(len(pair[1]) - prompt.num_tokens))[0]
 
 
 def find_own_start(prompt: Prompt, all_texts: Sequence[str]) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def find_own_start(prompt: Prompt, all_texts: Sequence[str]) -> tuple[int, int]:
         start = text[:length]
         return bisect_right(all_texts, start + _LAST) - bisect_left(all_texts, start) < least
 
-    own = bisect_left(range(len(text) + 1), True, key=is_own)
-    before = text[: max(own - 1, 0)]
+    own_length = bisect_left(range(len(text) + 1), True, key=is_own)
+    before = text[: max(own_length - 1, 0)]
     number, content = before.count(_END), before.rpartition(_END)[2]
     return number, max(content.rfind(space) for space in " \n") + 1

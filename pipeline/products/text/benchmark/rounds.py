@@ -131,12 +131,14 @@ async def run_rounds(
     num_rounds = len(plans[0].rounds)
     for number in range(num_rounds):
         start = time.monotonic()
-        for plan, found in zip(plans, timed, strict=True):
+        for plan, batches_by_role in zip(plans, timed, strict=True):
             for side in (reference, candidate) if number % 2 == 0 else (candidate, reference):
-                found[side.role].append(await side.time_batch(plan, plan.rounds[number], num_tokens=num_tokens))
+                batches_by_role[side.role].append(
+                    await side.time_batch(plan, plan.rounds[number], num_tokens=num_tokens)
+                )
         print(f"  round {number + 1} of {num_rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-    for plan, found in zip(plans, timed, strict=True):
-        for role, batches in found.items():
+    for plan, batches_by_role in zip(plans, timed, strict=True):
+        for role, batches in batches_by_role.items():
             check_stream([batch.inter_token_latency_ms for batch in batches], f"{role}, {plan.name}")
     for side in (reference, candidate):
         if side.has_drafts and not (side.speculation and side.speculation.num_drafted):
@@ -146,10 +148,10 @@ async def run_rounds(
             concurrency=plan.concurrency,
             prompt_tokens=plan.band,
             num_requests=len(plan.warm_up),
-            reference=tuple(found[reference.role]),
-            candidate=tuple(found[candidate.role]),
+            reference=tuple(batches_by_role[reference.role]),
+            candidate=tuple(batches_by_role[candidate.role]),
         )
-        for plan, found in zip(plans, timed, strict=True)
+        for plan, batches_by_role in zip(plans, timed, strict=True)
     ]
 
 

@@ -119,8 +119,8 @@ def make_records(
         CanaryRecord(
             case_id=prompt.case_id,
             input_digest=prompt.digest,
-            answers={run: found[i] for run, found in answers.items()},
-            margins={run: found[i] for run, found in margins.items() if found[i]},
+            answers={run: by_prompt[i] for run, by_prompt in answers.items()},
+            margins={run: by_prompt[i] for run, by_prompt in margins.items() if by_prompt[i]},
         )
         for i, prompt in enumerate(prompts)
     ]

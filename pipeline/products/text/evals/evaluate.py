@@ -136,7 +136,7 @@ async def _evaluate(
         is_declared=engine.is_declared,
         config=_write_config(paths.folder, engine.config),
         canary=_write_canary(paths.folder, canary, product.canary.num_prompts),
-        speculation=sum_speculation(r.speculation for found in records.values() for r in found),
+        speculation=sum_speculation(r.speculation for cases in records.values() for r in cases),
         seconds=round(time.monotonic() - start, 3),
     )
     write_record(paths.folder / "evaluation.json", evaluation)
@@ -299,7 +299,7 @@ def _format_headline(metric: MetricDefinition, records: list[CaseRecord]) -> str
 
 def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
     problems = [
-        f"{eval_name}: {problem}" for eval_name, found in records.items() if (problem := format_failures(found))
+        f"{eval_name}: {problem}" for eval_name, cases in records.items() if (problem := format_failures(cases))
     ]
     if problems:
         raise EvidenceError(

@@ -95,10 +95,10 @@ async def run_cases(
     records: dict[str, CaseRecord] = {}
     waiting: list[C] = []
     for case in cases:
-        if (found := context.journal.find(case.digest)) is None:
+        if (finished := context.journal.find(case.digest)) is None:
             waiting.append(case)
             continue
-        records[case.id], attachment = found
+        records[case.id], attachment = finished
         if attachments is not None and attachment is not None:
             attachments[case.id] = attachment
     if records:

@@ -48,10 +48,10 @@ def plan_folder(folder: Path, step: Int4Step) -> LayerPlan:
 def check_source(folder: Path) -> None:
     """Refuse a checkpoint that is already quantised, or that mixes experts."""
     tensors = read_tensors(folder)
-    found = detect_format(folder, read_config(folder), tensors)
-    if found != "dense":
+    weight_format = detect_format(folder, read_config(folder), tensors)
+    if weight_format != "dense":
         raise QuantizationError(
-            f"{folder}: already quantised as {found!r}; quantise the original, or use it with `steps: []`"
+            f"{folder}: already quantised as {weight_format!r}; quantise the original, or use it with `steps: []`"
         )
     # transformers stacks the experts into one tensor, which holds no linear layer for the library to find
     if expert := next((name for name in tensors if ".experts." in name), None):
@@ -108,11 +108,11 @@ def match_patterns(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     known = list(names)
     matched: set[str] = set()
     for pattern in patterns:
-        found = {name for name in known if _matches(pattern, name)}
-        if not found:
+        matching = {name for name in known if _matches(pattern, name)}
+        if not matching:
             nearest = ", ".join(_nearest(pattern, known))
             raise QuantizationError(f"exclude: {pattern!r} matches no linear layer; the nearest are {nearest}")
-        matched |= found
+        matched |= matching
     return matched
 
 

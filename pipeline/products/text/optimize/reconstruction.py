@@ -61,12 +61,12 @@ def check_reconstruction(folder: Path, *, source: Path, step: Int4Step, plan: La
 
 def _collect(folder: Path, plan: LayerPlan) -> dict[str, dict[str, Any]]:
     """Return the tensors of the planned layers, by layer and by what they are of it."""
-    kind, found = read_config(folder)["model_type"], dict[str, dict[str, Any]]()
+    kind, tensors = read_config(folder)["model_type"], dict[str, dict[str, Any]]()
     for name, tensor in iterate_weights(folder):
         layer, _, part = name.rpartition(".")
         if (layer := name_layer(layer, kind)) in plan.asked:
-            found.setdefault(layer, {})[part] = tensor
-    return found
+            tensors.setdefault(layer, {})[part] = tensor
+    return tensors
 
 
 def _measure_errors(parts: dict[str, Any], weight: Any, step: Int4Step) -> Any:

@@ -302,8 +302,8 @@ def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: An
 
         def _build_completion(self, request_id: str, *args: Any, usage: Any, **kwargs: Any) -> dict[str, Any]:
             completion = super()._build_completion(request_id, *args, usage=add_counts(request_id, usage), **kwargs)
-            if found := noting.token_ids.get(request_id):
-                completion["prompt_token_ids"], completion["choices"][0]["token_ids"] = found
+            if id_lists := noting.token_ids.get(request_id):
+                completion["prompt_token_ids"], completion["choices"][0]["token_ids"] = id_lists
             return {**completion, "system_fingerprint": loaded.fingerprint}
 
         def _build_chunk_sse(self, request_id: str = "", *args: Any, usage: Any = None, **kwargs: Any) -> str:

@@ -216,13 +216,13 @@ class Client:
         """Return the JSON of one GET request to the first server."""
         return await self._request(self._servers[0], "GET", path, None, lambda answer, _: answer)
 
-    def _check_echo(self, server: _Server, said: str) -> None:
+    def _check_echo(self, server: _Server, system_fingerprint: str) -> None:
         """Refuse a reply of another server than the one that was asked first, as far as servers say who they are."""
-        self.echo = self.echo or said
-        if said and said != self.echo:
+        self.echo = self.echo or system_fingerprint
+        if system_fingerprint and system_fingerprint != self.echo:
             raise EngineError(
                 f"{server.url}: expected answers of system_fingerprint {self.echo[:20]!r}, got "
-                f"{said[:20]!r}: another server, or another model, answers there now; start the right "
+                f"{system_fingerprint[:20]!r}: another server, or another model, answers there now; start the right "
                 "one and run `dvc repro`"
             )
 

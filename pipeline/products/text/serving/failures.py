@@ -14,7 +14,7 @@ E = TypeVar("E", bound=Exception)
 def find_error(group: BaseExceptionGroup[BaseException], kind: type[E]) -> E | None:
     """Return the first error of a kind in a group, however deep; None where there is none."""
     for error in group.exceptions:
-        found = find_error(error, kind) if isinstance(error, BaseExceptionGroup) else error
-        if isinstance(found, kind):
-            return found
+        cause = find_error(error, kind) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, kind):
+            return cause
     return None

@@ -124,7 +124,7 @@ def check_facts(candidate: Candidate, facts: Mapping[str, Any], *, where: str) -
     if difference := find_difference(candidate.facts, facts):
         raise EngineError(
             f"{where}: {difference.field}: the candidate says {difference.expected!r}, the server loaded "
-            f"{difference.found!r}; run the optimize stage again"
+            f"{difference.actual!r}; run the optimize stage again"
         )
 
 

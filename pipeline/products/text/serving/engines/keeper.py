@@ -62,11 +62,11 @@ def _end_all(timeout_s: float) -> None:
 
 def _signal_all(number: int) -> bool:
     """Signal every process that descends from this one; say whether there was any."""
-    found = list_descendants(os.getpid())
-    for process in found:
+    descendants = list_descendants(os.getpid())
+    for process in descendants:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)
-    return bool(found)
+    return bool(descendants)
 
 
 def list_descendants(ancestor: int) -> list[int]:
@@ -77,10 +77,10 @@ def list_descendants(ancestor: int) -> list[int]:
             state, parent = entry.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[int(entry.parent.name)] = int(parent)
-    found = {ancestor}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found - {ancestor})
+    family = {ancestor}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sorted(family - {ancestor})
 
 
 if __name__ == "__main__":

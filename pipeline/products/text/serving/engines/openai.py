@@ -96,9 +96,9 @@ def adopt(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
     """Ask a server what it is: its facts by section as far as it tells them, and what they prove."""
-    own = (await _get(client, "/v1/fingerprint")).get("facts")
-    if isinstance(own, dict) and _are_facts(own):
-        return own, "computed by the server from the files and objects it loaded"
+    server_facts = (await _get(client, "/v1/fingerprint")).get("facts")
+    if isinstance(server_facts, dict) and _are_facts(server_facts):
+        return server_facts, "computed by the server from the files and objects it loaded"
     if not (version := (await _get(client, "/version")).get("version")):
         return {}, ""
     facts: dict[str, Any] = {"libraries": {"vllm": str(version).split("+")[0]}}
@@ -107,10 +107,10 @@ async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
     return facts, f"{DECLARED}, but for its version"
 
 
-def _are_facts(told: Mapping[str, Any]) -> bool:
+def _are_facts(facts: Mapping[str, Any]) -> bool:
     """Say whether a server told all of its facts: one that tells half of them proves nothing."""
-    sections = [told.get(name) for name in SECTIONS]
-    return all(isinstance(section, dict) for section in sections) and isinstance(told["checkpoint"].get("digest"), str)
+    sections = [facts.get(name) for name in SECTIONS]
+    return all(isinstance(section, dict) for section in sections) and isinstance(facts["checkpoint"].get("digest"), str)
 
 
 async def _get(client: Client, path: str) -> Mapping[str, Any]:

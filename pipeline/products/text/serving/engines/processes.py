@@ -117,8 +117,8 @@ def read_cause(log: Path) -> str:
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [_LOG_PREFIX.sub("", line) for line in re.split(r"[\r\n]+", text)]
-    said = [line.strip()[:300] for line in lines if not _NOISE.search(line) or "Value error, " in line]
-    errors = [line for line in said if _CAUSE.search(line) and not _REFUSAL.search(line)]
+    messages = [line.strip()[:300] for line in lines if not _NOISE.search(line) or "Value error, " in line]
+    errors = [line for line in messages if _CAUSE.search(line) and not _REFUSAL.search(line)]
     causes = [line for line in errors if not _POINTER.search(line)]
-    found = causes or errors or said
-    return found[-1] if found else "the log is empty"
+    explanations = causes or errors or messages
+    return explanations[-1] if explanations else "the log is empty"
