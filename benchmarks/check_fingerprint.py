@@ -152,7 +152,7 @@ def write_project(root: Path) -> TextProduct:
     seal(cases.parent)
     shipped = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["products"][PRODUCT]
     shipped["gate"].pop("loosened", None)  # nothing was released there before
-    step = {"kind": "speculative", "method": "draft_model", "draft": "models/agent-draft", "num_tokens": 5}
+    step = {"kind": "speculative", "method": "draft_model", "draft": "models/agent-draft", "num_speculative_tokens": 5}
     product = shipped | {
         "reference": "reference",
         "release": [NAME],

@@ -36,7 +36,7 @@ from benchmarks.check_resume import list_children
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import Call, ToolCallCase
 from pipeline.products.params import choose_product, load_params
-from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.evals import tool_calls
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.client import Client
@@ -183,7 +183,7 @@ def read_cpu_s(pid: int) -> float:
 
 def describe_candidate(product: TextProduct) -> Candidate:
     """Return the reference's checkpoint as the embedded engine serves it."""
-    checkpoint = describe_checkpoint(Path(product.candidates[product.reference].checkpoint), root=Path())
+    checkpoint = read_checkpoint(Path(product.candidates[product.reference].checkpoint), root=Path())
     return serve(BuiltCandidate(name=product.reference, checkpoint=checkpoint), product)
 
 

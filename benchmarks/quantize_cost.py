@@ -24,7 +24,7 @@ from pipeline.errors import SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.params import load_params
 from pipeline.products.text.checkpoints import load_tokenizer
-from pipeline.products.text.optimize.calibration import describe_samples, select_samples
+from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.settings import GptqStep, TextProduct
 
 # What the library's documentation shows, with its defaults but for batching and shuffling, which
@@ -102,7 +102,7 @@ def write_job(folder: Path, name: str | None) -> Path:
     step = candidate.steps[0]
     evalset = load_evalset(Path(texts))
     samples = select_samples(evalset, load_tokenizer(Path(candidate.checkpoint)), step.calibration)
-    print(f"{chosen}: {candidate.checkpoint}, {describe_samples(samples)}")
+    print(f"{chosen}: {candidate.checkpoint}, {count_samples(samples)}")
     settings = step.model_dump(mode="json")
     job = settings | {
         "checkpoint": candidate.checkpoint,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.evals import tool_calls, trajectories
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.serving.client import Reply
@@ -76,7 +76,7 @@ def load(dtype: str, asked: tuple[str, int] | None) -> tuple[LoadedModel, Decode
     config = SpeculativeConfig(method=asked[0], num_tokens=asked[1]) if asked else None
     candidate = Candidate(
         name="speculation",
-        checkpoint=describe_checkpoint(TARGET, root=Path()),
+        checkpoint=read_checkpoint(TARGET, root=Path()),
         serving=ServingConfig(dtype=dtype, continuous_batching=False, speculative=config),
     )
     loaded = load_candidate(candidate, TARGET, draft_folder=DRAFT if uses_draft else None)

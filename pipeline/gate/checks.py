@@ -192,7 +192,7 @@ def check_candidates(judgement: Judgement, product: P, kind: Auditor[P], root: P
         if difference := find_difference(verdict.facts, candidate.facts):
             raise EvidenceError(
                 f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
-                f"{difference.found!r}; run `dvc repro` so that it is evaluated again"
+                f"{difference.actual!r}; run `dvc repro` so that it is evaluated again"
             )
         if candidate.serving.engine == "openai":
             continue

@@ -27,7 +27,7 @@ from pipeline.records.evaluations import (
     EvalFile,
     Evaluation,
     LocalCandidate,
-    describe_failures,
+    format_failures,
     read_cases,
 )
 from pipeline.records.fingerprints import Difference, find_difference, fingerprint
@@ -122,7 +122,7 @@ def _check_identity(candidate: AnyCandidate, evaluation: Evaluation, path: Path)
     if difference is not None:
         raise EvidenceError(
             f"{path}: what was evaluated is not what would ship: {difference.field}: expected "
-            f"{difference.expected!r}, got {difference.found!r}; run `dvc repro` to evaluate it again"
+            f"{difference.expected!r}, got {difference.actual!r}; run `dvc repro` to evaluate it again"
         )
 
 
@@ -138,7 +138,7 @@ def check_same_hardware(reference: Evaluation, candidate: Evaluation) -> None:
     if difference := find_difference(ours, theirs):
         raise EvidenceError(
             f"{difference.field}: {reference.candidate} was evaluated on {difference.expected!r}, "
-            f"{candidate.candidate} on {difference.found!r}; sums round otherwise there: run "
+            f"{candidate.candidate} on {difference.actual!r}; sums round otherwise there: run "
             f"`dvc repro -f -s evaluate@{reference.candidate}` to evaluate both on one machine"
         )
 
@@ -228,7 +228,7 @@ def _check_records(path: Path, records: CaseTable, file: EvalFile, fingerprint: 
             f"first {strangers[0].case_id!r}: expected fingerprint {fingerprint[:12]!r}, "
             f"got {strangers[0].fingerprint[:12]!r}"
         )
-    if problem := describe_failures(records):
+    if problem := format_failures(records):
         raise EvidenceError(f"{path}: {problem}")
 
 

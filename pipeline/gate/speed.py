@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.products.text.benchmark.prefix_cache import find_known_prompts
+from pipeline.products.text.benchmark.prefix_cache import find_prefix_cache_hits
 from pipeline.records.benchmarks import Benchmark, Cell, Work
 from pipeline.records.medians import MedianInterval, bound_median, cover_median
 from pipeline.records.record_files import read_record
@@ -51,8 +51,8 @@ def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, 
             raise EvidenceError(
                 f"{path}: expected the {role} that was evaluated ({expected[:12]}), found {found}; run `dvc repro`"
             )
-        if recalled := find_known_prompts(side.probes, work.prompt_tokens, role=role, name=name):
-            raise EvidenceError(f"benchmark of {name}: {recalled}")
+        if hits := find_prefix_cache_hits(side.probes, work.prompt_tokens, role=role, name=name):
+            raise EvidenceError(f"benchmark of {name}: {hits}")
     return benchmark
 
 

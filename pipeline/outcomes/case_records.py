@@ -14,7 +14,7 @@ from pipeline.outcomes.cases import Grouping, Outcomes
 from pipeline.outcomes.questions import tell_prompt
 from pipeline.outcomes.reading import read_first_keys
 from pipeline.records.digests import digest_file
-from pipeline.records.evaluations import Evaluation, describe_failures, read_cases
+from pipeline.records.evaluations import Evaluation, format_failures, read_cases
 from pipeline.records.record_files import read_record
 
 FORMAT = "case_records"
@@ -51,7 +51,7 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
             f"{path}: quantgate's own records know their clusters and buckets; they can't be grouped by another field"
         )
     records = read_cases(path)
-    if problem := describe_failures(records):
+    if problem := format_failures(records):
         raise EvidenceError(f"{path}: {problem}")
     first: dict[str, str] = {}
     for record in records:

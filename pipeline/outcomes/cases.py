@@ -30,7 +30,7 @@ from pipeline.outcomes.questions import (
 )
 from pipeline.outcomes.reading import clean
 from pipeline.records.digests import digest_json
-from pipeline.records.evaluations import CaseRecord, describe_failures
+from pipeline.records.evaluations import CaseRecord, format_failures
 from pipeline.settings.metrics import MetricDefinition
 
 Direction = Literal["higher", "lower"]
@@ -178,7 +178,7 @@ def build_outcomes(
     numeric = _find_numeric(found)
     problems: dict[str, str] = {}
     records = [_make_record(case, digest_json(case.asked), numeric, problems) for case in found]
-    if failed := describe_failures(records):
+    if failed := format_failures(records):
         raise EvidenceError(f"{path}: {failed}")
     asks = {record.case_id: case.question for record, case in zip(records, found, strict=True)}
     questions = list(asks.values())

@@ -94,5 +94,7 @@ def read_machine(path: Path) -> Machine | None:
     """
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return Machine(cpu=found["cpu"], num_cores=found["num_cores"], gpus=tuple(gpu["name"] for gpu in found["gpus"]))
+    machine = json.loads(path.read_text(encoding="utf-8"))
+    return Machine(
+        cpu=machine["cpu"], num_cores=machine["num_cores"], gpus=tuple(gpu["name"] for gpu in machine["gpus"])
+    )

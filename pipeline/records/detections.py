@@ -188,8 +188,8 @@ def _match(
         mine, there = np.flatnonzero(classes == number), np.flatnonzero(objects.classes == number)
         iou = compute_iou(boxes[mine], objects.boxes[there], objects.is_crowd[there])
         matched[mine], ignored[mine] = _match_class(iou, objects.is_crowd[there], is_hidden[:, there])
-    own = boxes[:, 2] * boxes[:, 3]
-    is_elsewhere = (own < bounds[:, :1]) | (own > bounds[:, 1:])
+    box_areas = boxes[:, 2] * boxes[:, 3]
+    is_elsewhere = (box_areas < bounds[:, :1]) | (box_areas > bounds[:, 1:])
     ignored |= ~matched & is_elsewhere.T[:, :, None]
     num_objects = np.stack([np.bincount(objects.classes[~hidden], minlength=num_classes) for hidden in is_hidden], 1)
     return MatchTable(
@@ -230,21 +230,21 @@ def score_image(table: MatchTable) -> dict[str, float]:
     return scores
 
 
-def compute_iou(found: Floats, boxes: Floats, is_crowd: Bools) -> Floats:
-    """Return the intersection over union [num_found, num_boxes]; with a crowd, over the area of what was found."""
-    low = np.maximum(found[:, None, :2], boxes[None, :, :2])
-    high = np.minimum(found[:, None, :2] + found[:, None, 2:], boxes[None, :, :2] + boxes[None, :, 2:])
+def compute_iou(detected: Floats, boxes: Floats, is_crowd: Bools) -> Floats:
+    """Return the intersection over union [num_detected, num_boxes]; with a crowd, over the area of the detection."""
+    low = np.maximum(detected[:, None, :2], boxes[None, :, :2])
+    high = np.minimum(detected[:, None, :2] + detected[:, None, 2:], boxes[None, :, :2] + boxes[None, :, 2:])
     sides = np.maximum(high - low, 0.0)
     overlap = sides[..., 0] * sides[..., 1]
-    own, other = found[:, 2] * found[:, 3], boxes[:, 2] * boxes[:, 3]
-    union = np.where(is_crowd, own[:, None], own[:, None] + other - overlap)
+    detected_areas, areas = detected[:, 2] * detected[:, 3], boxes[:, 2] * boxes[:, 3]
+    union = np.where(is_crowd, detected_areas[:, None], detected_areas[:, None] + areas - overlap)
     return np.divide(overlap, union, out=np.zeros_like(overlap), where=overlap > 0)
 
 
 def _match_class(iou: Floats, is_crowd: Bools, is_hidden: Bools) -> tuple[Bools, Bools]:
     """Match one class: iou [detections, objects] to matched and ignored, each [detections, areas, thresholds]."""
-    num_found, num_there = iou.shape
-    shape = (num_found, len(is_hidden), len(IOU_THRESHOLDS))
+    num_detected, num_there = iou.shape
+    shape = (num_detected, len(is_hidden), len(IOU_THRESHOLDS))
     matched, ignored = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
     limits = np.minimum(IOU_THRESHOLDS, 1 - 1e-10)[:, None]
     is_taken = np.zeros((*shape[1:], num_there), dtype=bool)

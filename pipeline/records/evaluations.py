@@ -149,7 +149,7 @@ def read_cases(path: Path) -> list[CaseRecord]:
 OUTGROWN = "(not asked: the conversation outgrew serving.context_length)"
 
 
-def describe_failures(records: Sequence[CaseRecord]) -> str | None:
+def format_failures(records: Sequence[CaseRecord]) -> str | None:
     """Say how many cases have no judgement, of which class, and why the first has none; None when all are judged."""
     failed = [(r.case_id, " ".join(r.failure.split())) for r in records if r.failure is not None]
     if not failed:

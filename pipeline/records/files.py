@@ -71,12 +71,12 @@ def check_size(num_bytes: int, where: str) -> None:
         EvidenceError: it is.
         SettingsError: the limit is no number of MiB.
     """
-    said = os.environ.get(LIMIT, str(_MAX_MIB))
-    if not (said.isascii() and said.isdigit() and 0 < len(said) < 10 and int(said)):
-        raise SettingsError(f"{LIMIT}: expected a whole number of MiB above 0, got {said[:40]!r}")
-    if num_bytes > int(said) * _MIB:
+    limit_mib = os.environ.get(LIMIT, str(_MAX_MIB))
+    if not (limit_mib.isascii() and limit_mib.isdigit() and 0 < len(limit_mib) < 10 and int(limit_mib)):
+        raise SettingsError(f"{LIMIT}: expected a whole number of MiB above 0, got {limit_mib[:40]!r}")
+    if num_bytes > int(limit_mib) * _MIB:
         raise EvidenceError(
-            f"{where}: expected {said} MiB at most, got {-(-num_bytes // _MIB):,} MiB; if it is what "
+            f"{where}: expected {limit_mib} MiB at most, got {-(-num_bytes // _MIB):,} MiB; if it is what "
             f"you mean and memory allows, raise {LIMIT}"
         )
 

@@ -41,7 +41,7 @@ class Difference:
 
     field: str
     expected: Any
-    found: Any
+    actual: Any
 
 
 def fingerprint(facts: Facts) -> str:
@@ -52,25 +52,25 @@ def fingerprint(facts: Facts) -> str:
     return digest_json(sections)
 
 
-def find_difference(expected: Facts, found: Facts) -> Difference | None:
+def find_difference(expected: Facts, actual: Facts) -> Difference | None:
     """Return the most telling field in which facts differ; None when none does."""
-    return next(_find_differences(expected, found), None)
+    return next(_find_differences(expected, actual), None)
 
 
-def find_differences(expected: Facts, found: Facts) -> list[Difference]:
+def find_differences(expected: Facts, actual: Facts) -> list[Difference]:
     """Return every field in which facts differ, over the sections that both sides have: the most telling first."""
-    return list(_find_differences(expected, found))
+    return list(_find_differences(expected, actual))
 
 
-def _find_differences(expected: Facts, found: Facts) -> Iterator[Difference]:
+def _find_differences(expected: Facts, actual: Facts) -> Iterator[Difference]:
     for section in SECTIONS:
-        if section not in expected or section not in found:
+        if section not in expected or section not in actual:
             continue
         if section == "checkpoint":
-            if difference := _compare_checkpoints(expected[section], found[section]):
+            if difference := _compare_checkpoints(expected[section], actual[section]):
                 yield difference
             continue
-        ours, theirs = dict(_flatten(expected[section])), dict(_flatten(found[section]))
+        ours, theirs = dict(_flatten(expected[section])), dict(_flatten(actual[section]))
         # drafts first: what else differs in a section often follows from them
         for key in sorted(ours | theirs, key=lambda key: "speculative" not in key):
             if (was := ours.get(key, "nothing")) != (now := theirs.get(key, "nothing")):
@@ -91,11 +91,11 @@ def name_command(command: Sequence[str]) -> list[str]:
     return [word.rpartition("/")[2] or word for word in command]
 
 
-def _compare_checkpoints(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Difference | None:
-    if expected["digest"] == found["digest"]:
+def _compare_checkpoints(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Difference | None:
+    if expected["digest"] == actual["digest"]:
         return None
-    which = name_changed_file(expected.get("files", {}), found.get("files", {}))
-    return Difference(f"checkpoint digest ({which})", expected["digest"][:12], found["digest"][:12])
+    which = name_changed_file(expected.get("files", {}), actual.get("files", {}))
+    return Difference(f"checkpoint digest ({which})", expected["digest"][:12], actual["digest"][:12])
 
 
 def _flatten(values: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:

@@ -27,8 +27,8 @@ def show_unprintable(text: str, *, keep: str = "") -> str:
     return _COMMAND.sub(_write_out, text) if "::" in text or "##" in text else text
 
 
-def _write_out(found: re.Match[str]) -> str:
-    return r"\x23" if found[0] == "#" else rf"{found[1]}\x3a"
+def _write_out(match: re.Match[str]) -> str:
+    return r"\x23" if match[0] == "#" else rf"{match[1]}\x3a"
 
 
 def format_line(text: str) -> str:

@@ -16,7 +16,8 @@ class SpeculativeConfig(Record):
     """How a server drafts tokens for the target to check. Where the draft model lies is not part of what it is."""
 
     method: str  # "draft_model", "prompt_lookup", or what the engine calls another one
-    num_tokens: int  # drafted per target forward pass, at most
+    # drafted per target forward pass, at most; the fingerprints of released bundles cover it under this name
+    num_tokens: int
     options: dict[str, Any] = {}  # of the method, in the engine's own spelling
     draft_digest: str | None = None
     draft_path: str | None = None  # relative to the project root
@@ -81,5 +82,5 @@ class SpeculationCounts(Record):
 
 def sum_speculation(counts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:
     """Add up the counts of requests that one server config answered; None when there are none."""
-    found = [c for c in counts if c is not None]
-    return reduce(add, found) if found else None
+    counted = [c for c in counts if c is not None]
+    return reduce(add, counted) if counted else None

@@ -95,15 +95,15 @@ def _describe_audits(benchmark: Benchmark, sides: Sequence[Side]) -> str:
     return (
         f"Audits: {total:,} timed requests with {benchmark.work.num_tokens} completion tokens and a prompt within "
         f"its band each; {changed:,} answers differ from the evaluated ones. The evals have asked these prompts: "
-        f"against prompts that nobody had asked their TTFT is {_describe_recall(benchmark)}, where surely less "
+        f"against prompts that nobody had asked their TTFT is {_describe_cache_probes(benchmark)}, where surely less "
         f"than {LEAST_RATIO:g} would be answers from memory. No prompt is repeated in the rounds: sent once more, "
         f"prompts have {ours} (reference) and {theirs} (candidate) of their first TTFT; that a cache gains where "
         "prompts repeat, and it is in no number above."
     )
 
 
-def _describe_recall(benchmark: Benchmark) -> str:
-    """Show what `recall` judges, of both sides in each band."""
+def _describe_cache_probes(benchmark: Benchmark) -> str:
+    """Show the ratios that `prefix_cache` judges, of both sides in each band."""
     assert benchmark.reference is not None and benchmark.candidate is not None
     ratios = [
         (

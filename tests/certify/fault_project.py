@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evalsets.seal import seal
-from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import ResourceSettings
 from pipeline.records.evaluations import BuiltCandidate, Candidate
@@ -134,7 +134,7 @@ def write_project(folder: Path, url: str, there: dict[str, Any], **resources: An
         )
     )
     for name, settings in candidates.items():
-        checkpoint = describe_checkpoint(folder / settings["checkpoint"], root=folder)
+        checkpoint = read_checkpoint(folder / settings["checkpoint"], root=folder)
         write_record(
             folder / BUILD / "candidates" / name / "candidate.json", BuiltCandidate(name=name, checkpoint=checkpoint)
         )
@@ -143,7 +143,7 @@ def write_project(folder: Path, url: str, there: dict[str, Any], **resources: An
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[str]:
     """Serve `models/tiny` of a project by the embedded engine; yield where."""
-    checkpoint = describe_checkpoint(folder / "models/tiny", root=folder)
+    checkpoint = read_checkpoint(folder / "models/tiny", root=folder)
     candidate = Candidate(name=MODEL, checkpoint=checkpoint, serving=ServingConfig(**SERVING))
     with serve_candidate(candidate, ResourceSettings(**RESOURCES), root=folder) as url:
         yield url

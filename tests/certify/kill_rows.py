@@ -19,7 +19,9 @@ from tests.certify.kill_trial import Trial
 
 DRAFTED = {
     "checkpoint": "models/agent",
-    "steps": [{"kind": "speculative", "method": "draft_model", "draft": "models/agent-draft", "num_tokens": 5}],
+    "steps": [
+        {"kind": "speculative", "method": "draft_model", "draft": "models/agent-draft", "num_speculative_tokens": 5}
+    ],
 }
 
 # as awq-long-g32, but for the length of the search: what is planted strikes after it

@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 
 from pipeline.gate.verdicts import VERDICT_FILE, Judgement
 from pipeline.products.params import get_product, load_params
-from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record, write_cases, write_record
@@ -169,7 +169,7 @@ class Trial:
             self.settings["checkpoint"] = "models/changed"
             self.write()
         change(folder)
-        made = describe_checkpoint(folder, root=self.root, parent_digest=built.checkpoint.parent_digest)
+        made = read_checkpoint(folder, root=self.root, parent_digest=built.checkpoint.parent_digest)
         write_record(path, built.model_copy(update={"checkpoint": made}))
 
     def change_records(self, eval_name: str, change: Callable[[list[CaseRecord]], list[CaseRecord]]) -> None:

@@ -383,7 +383,11 @@ def speculate(build, counts, *, evaluated=SPECULATIVE, num_uncounted=0):
 def judge_speculation(build, min_acceptance=None):
     params = make_params(["a"], ["a"])
     step = SpeculativeStep(
-        kind="speculative", method="draft_model", draft="models/draft", num_tokens=2, min_acceptance=min_acceptance
+        kind="speculative",
+        method="draft_model",
+        draft="models/draft",
+        num_speculative_tokens=2,
+        min_acceptance=min_acceptance,
     )
     path = build / "candidates/a/candidate.json"
     write_record(path, read_record(path, BuiltCandidate).model_copy(update={"steps": (step.model_dump(mode="json"),)}))

@@ -163,7 +163,7 @@ def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(project, t
 def test_gate_refuses_a_judgement_under_another_min_acceptance(project, monkeypatch):
     project("good")
     asked = stages.gate.load_params().products[PRODUCT]
-    step = SpeculativeStep(kind="speculative", method="prompt_lookup", num_tokens=2, min_acceptance=0.5)
+    step = SpeculativeStep(kind="speculative", method="prompt_lookup", num_speculative_tokens=2, min_acceptance=0.5)
     good = asked.candidates["good"].model_copy(update={"steps": [step]})
     asked = asked.model_copy(update={"candidates": asked.candidates | {"good": good}})
     monkeypatch.setattr(stages.gate, "load_params", lambda: Params({PRODUCT: asked}))

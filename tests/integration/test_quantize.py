@@ -14,7 +14,7 @@ import pytest
 from pipeline.errors import CheckpointError, QuantizationError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.params import get_product, parse_params
-from pipeline.products.text.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
 from pipeline.products.text.optimize import candidate as candidate_module
 from pipeline.products.text.optimize.coverage import check_coverage, expected_bytes
 from pipeline.products.text.optimize.layers import plan_folder
@@ -174,7 +174,7 @@ def test_quantised_folder_is_described_and_not_quantised_again(
     source: Path, texts: Evalset, gptq_folder: tuple[Path, StepResult], tmp_path: Path
 ) -> None:
     folder = gptq_folder[0]
-    before, after = (describe_checkpoint(f, root=f.parent) for f in (source, folder))
+    before, after = (read_checkpoint(f, root=f.parent) for f in (source, folder))
     assert after.format == "compressed-tensors"
     assert after.num_parameters == before.num_parameters
     assert after.num_bytes < 0.5 * before.num_bytes
@@ -340,7 +340,7 @@ def test_candidate_is_written_whole_and_replaces_the_old_one(project: Path) -> N
     assert sorted(os.listdir(target)) == ["candidate.json", "checkpoint"]
     assert made.checkpoint.path == "build/agent/candidates/int4/checkpoint"
     assert made.checkpoint.parent_digest == build_candidate("reference", params, root=project).checkpoint.digest
-    assert describe_checkpoint(project / made.checkpoint.path, root=project).digest == made.checkpoint.digest
+    assert read_checkpoint(project / made.checkpoint.path, root=project).digest == made.checkpoint.digest
     assert {layer.format for layer in made.coverage} == {"int4-g64-symmetric", "float32"}
     assert not [n for n in os.listdir(target.parent) if n.startswith(".")]
     import torch

@@ -30,7 +30,7 @@ from tests.fakes.fake_vllm import answer, make_handler
 from tests.fakes.synthetic_records import NO_BENCHMARK, PRODUCT
 
 ROOT = Path(__file__).resolve().parents[2]
-STEP = {"kind": "speculative", "method": "prompt_lookup", "num_tokens": 3}
+STEP = {"kind": "speculative", "method": "prompt_lookup", "num_speculative_tokens": 3}
 COMMAND = [sys.executable, str(ROOT / "tests/fakes/fake_vllm.py"), "serve"]
 CANDIDATES: dict[str, Any] = {
     "reference": {"steps": []},

@@ -23,7 +23,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from pipeline.errors import EngineError, RequestError
-from pipeline.products.text.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines import registry as engines
 from pipeline.products.text.serving.engines import transformers
@@ -49,7 +49,7 @@ WORDS = ["the", "courier", "takes", "12", "parcels", "to", "gate", "before", "no
 
 
 def make_candidate(folder: Path, **serving: Any) -> Candidate:
-    checkpoint = describe_checkpoint(folder, root=folder.parent)
+    checkpoint = read_checkpoint(folder, root=folder.parent)
     return Candidate(
         name="tiny",
         checkpoint=checkpoint,
@@ -226,7 +226,7 @@ def test_the_serial_path_answers_the_probe_as_plain_generation_does(running: Run
 def speculative_candidate(folder: Path, draft: Path | None, num_tokens: int) -> Candidate:
     config = SpeculativeConfig(method="prompt_lookup", num_tokens=num_tokens)
     if draft is not None:
-        digest, path = describe_checkpoint(draft, root=draft.parent).digest, draft.name
+        digest, path = read_checkpoint(draft, root=draft.parent).digest, draft.name
         config = SpeculativeConfig(method="draft_model", num_tokens=num_tokens, draft_digest=digest, draft_path=path)
     return make_candidate(folder, continuous_batching=False, speculative=config)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineError, QuantgateError
-from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
@@ -47,7 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_candidate(root: Path, **changes: Any) -> Candidate:
     serving: dict[str, Any] = {"engine": "vllm", "command": COMMAND, "version": "0.32.0", "context_length": 256}
-    checkpoint = describe_checkpoint(root / "tiny", root=root)
+    checkpoint = read_checkpoint(root / "tiny", root=root)
     return Candidate(name="tiny", checkpoint=checkpoint, serving=ServingConfig(**serving | changes))
 
 

@@ -355,8 +355,8 @@ def test_a_contradiction_is_named_by_its_path(path: str, value: Any, said: str) 
     assert refusal(edited(path, value)).startswith(said if said.startswith("candidates") else f"products.agent.{said}")
 
 
-DRAFT = {"kind": "speculative", "method": "draft_model", "draft": "models/draft", "num_tokens": 5}
-LOOKUP = {"kind": "speculative", "method": "prompt_lookup", "num_tokens": 5, "min_acceptance": 0.4}
+DRAFT = {"kind": "speculative", "method": "draft_model", "draft": "models/draft", "num_speculative_tokens": 5}
+LOOKUP = {"kind": "speculative", "method": "prompt_lookup", "num_speculative_tokens": 5, "min_acceptance": 0.4}
 GPTQ = {"kind": "gptq", "calibration": CALIBRATION}
 
 
@@ -364,6 +364,15 @@ GPTQ = {"kind": "gptq", "calibration": CALIBRATION}
 def test_a_candidate_may_end_with_a_speculative_step(steps: list[Any]) -> None:
     candidate = parse(edited("candidates//int4//steps", steps)).candidates["int4"]
     assert isinstance(candidate.speculative, SpeculativeStep) and candidate.speculative is candidate.steps[-1]
+
+
+def test_a_speculative_step_reads_the_key_of_released_settings() -> None:
+    old = {"num_tokens" if key == "num_speculative_tokens" else key: value for key, value in DRAFT.items()}
+    assert SpeculativeStep.model_validate(old) == SpeculativeStep.model_validate(DRAFT)
+    both = DRAFT | {"num_tokens": 5}
+    assert refusal(edited("candidates//int4//steps", [both])).startswith(
+        f"candidates.int4.steps.0.num_tokens: {UNKNOWN}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -379,8 +388,8 @@ def test_a_candidate_may_end_with_a_speculative_step(steps: list[Any]) -> None:
         ),
         ([DRAFT, LOOKUP], "0: expected one speculative step at most, found another after it; remove one"),
         ([DRAFT, GPTQ], "0: expected speculative to be the last step, found gptq after it: "),
-        ([DRAFT | {"num_tokens": 0}], "0.num_tokens: expected 1 or more, got 0"),
-        ([DRAFT | {"num_tokens": 17}], "0.num_tokens: expected 16 or less, got 17"),
+        ([DRAFT | {"num_speculative_tokens": 0}], "0.num_speculative_tokens: expected 1 or more, got 0"),
+        ([DRAFT | {"num_speculative_tokens": 17}], "0.num_speculative_tokens: expected 16 or less, got 17"),
         ([DRAFT | {"min_acceptance": 1.5}], "0.min_acceptance: expected 1 or less, got 1.5"),
         ([DRAFT | {"method": "eagle"}], "0.method: expected one of draft_model, prompt_lookup for engine transf"),
         ([DRAFT | {"drafts": "x"}], f"0.drafts: {UNKNOWN}"),

@@ -1,9 +1,9 @@
 """Is a live endpoint still what was evaluated? Ask it again what the evaluation asked, and compare the answers.
 
-Two proofs. The fingerprint: what the server tells of itself, section by section, and what its replies carry,
-which for a vLLM that was started as evaluated is known beforehand. And its behaviour: the first turn of cases
-spread over the evals that chat, at temperature 0. The recorded answers are the evaluation's own, so nothing has
-to be prepared. Not covered: speed, and answers beyond the first turn.
+There are two proofs. The fingerprint compares the facts that the server states, section by section, and the
+fingerprint that its replies carry. A vLLM that was started as evaluated carries one that is known beforehand. The
+behaviour is the first turn of cases spread over the evals that chat, at temperature 0. The recorded answers are the
+evaluation's own, so nothing has to be prepared. Not covered: speed, and answers beyond the first turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.errors import EvidenceError
 from pipeline.evalsets.cases import ToolCallCase, TrajectoryCase, spread
 from pipeline.gate.rates import predictive_quantile
-from pipeline.products.text.evals.calls import declare_tools, describe_reply
+from pipeline.products.text.evals.calls import declare_tools, format_reply
 from pipeline.products.text.first_turns import load_evaluated, read_first_turns
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.openai import adopt, read_facts
@@ -48,7 +48,7 @@ class Comparison:
 
     Attributes:
         differences: one sentence for each field that differs, the most telling first.
-        compared: sections of the facts that both sides told, or that the echo covers.
+        compared: sections of the facts that both sides state, or that the echo covers.
         missing: sections that could not be compared.
         is_echoed: every reply carried the fingerprint that was expected.
     """
@@ -66,7 +66,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Drift:
-    """What was found. Up to `num_explained` changed answers are within the floor: as many change from run to run."""
+    """The differences. Up to `num_explained` changed answers are within the floor: as many change from run to run."""
 
     fingerprint: Comparison
     num_asked: int
@@ -130,10 +130,10 @@ def _count_explained(evaluation: Evaluation, candidate: Candidate, product: Text
 def _compare_fingerprints(
     candidate: Candidate, evaluation: Evaluation, server: dict[str, Any], echoes: set[str], *, config: Path
 ) -> Comparison:
-    """Compare what a server told, and what its replies carried, with what was evaluated."""
+    """Compare the facts of a server, and the fingerprints in its replies, with those of the evaluation."""
     evaluated = evaluation.served_by
     differences = [
-        f"{d.field}: evaluated {d.expected!r}, the endpoint has {d.found!r}"
+        f"{d.field}: evaluated {d.expected!r}, the endpoint has {d.actual!r}"
         for d in find_differences(evaluated, server)
     ]
     compared = {section for section in SECTIONS if section in evaluated and section in server}
@@ -164,7 +164,7 @@ def _name_wrong_echo(candidate: Candidate, expected: str, echoes: set[str], conf
     answer, which knows no fingerprint of ours: there another one of our own alone is a difference.
     """
     is_vllm = candidate.serving.engine == "vllm"
-    wrong = sorted(said for said in echoes - {expected} if is_vllm or len(said) == len(expected))
+    wrong = sorted(echo for echo in echoes - {expected} if is_vllm or len(echo) == len(expected))
     if not wrong:
         return []
     came = repr(wrong[-1][:12]) if wrong[-1] else "nothing"
@@ -187,8 +187,8 @@ async def _ask_again(
         messages = [message.model_dump() for message in case.messages]
         reply = await client.chat(messages, max_tokens=product.serving.max_tokens, tools=tools)
         echoes.add(reply.fingerprint)
-        answered = describe_reply(reply)
+        answered = format_reply(reply)
         kind = classify_difference(recorded[case.id], answered)
         return Changed(eval_name, case.id, kind, recorded[case.id], answered) if kind else None
 
-    return [found for found in await asyncio.gather(*map(ask, cases)) if found is not None]
+    return [changed for changed in await asyncio.gather(*map(ask, cases)) if changed is not None]

@@ -52,7 +52,7 @@ def estimate_needs(product: TextProduct, root: Path) -> list[MemoryNeed]:
     """Estimate what serving and quantising take, for every candidate that is served from a folder."""
     needs = []
     for name, candidate in product.candidates.items():
-        if candidate.engine.kind != "openai":
+        if not candidate.engine.is_attached:
             sizes = measure_weights(read_tensors(root / candidate.checkpoint))
             step = candidate.speculative
             draft = measure_weights(read_tensors(root / step.draft)).num_weights if step and step.draft else 0
@@ -120,7 +120,7 @@ def check_needs(needs: list[MemoryNeed], *, total_mib: int, available_mib: int) 
 def read_available_mib(total_mib: int, meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the memory that is free now in MiB, at most `total_mib`; all of it where the system won't say."""
     try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return total_mib
-    return min(total_mib, int(found.group(1)) >> 10) if found else total_mib
+    return min(total_mib, int(match.group(1)) >> 10) if match else total_mib

@@ -1,8 +1,8 @@
 """Check params.yaml against the files it names, before any work: the second half of validation.
 
-`params.py` sees params.yaml alone; this sees the layers, the tokenizer and the chat template of each
-checkpoint, every case of each evalset and of the calibration texts. Of weights it reads headers only,
-so it costs a fraction of a second.
+`params.py` sees params.yaml alone. This sees the layers, the tokenizer and the chat template of each
+checkpoint, and every case of each evalset and of the calibration texts. It reads only the headers of
+weights, so it costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ Load = Callable[[Path], Evalset]
 
 # transformers adds this tag; it only marks where an answer is, so the text without it parses alike
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-_CARD_KINDS = {"perplexity": "documents", "tool_calls": "tool_calls", "trajectories": "trajectories"}
 
 
 def check_text(product: TextProduct, root: Path) -> None:
@@ -75,7 +74,7 @@ def _check_candidate(
     if not folder.is_dir():
         raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
     try:
-        check_folder(folder, candidate.engine.kind != "openai")
+        check_folder(folder, not candidate.engine.is_attached)
     except CheckpointError as error:
         raise SettingsError(f"{where}.checkpoint: {error}") from None
     if isinstance(candidate.engine, VllmEngine):
@@ -96,7 +95,7 @@ def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) ->
     config: dict[str, Any] = dict(engine.options)
     if step is not None:
         drafts = SpeculativeConfig(
-            method=step.method, num_tokens=step.num_tokens, options=step.options, draft_path=step.draft
+            method=step.method, num_tokens=step.num_speculative_tokens, options=step.options, draft_path=step.draft
         )
         config["speculative-config"] = build_speculative_config(drafts)
     check_config(config, version=engine.version, where=where)
@@ -105,17 +104,17 @@ def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) ->
 def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
     """Refuse a checkpoint that a later stage could not use; behind an endpoint, how it is served is not ours."""
     open_checkpoint(folder)
-    kinds = {settings.kind for settings in product.evals.values()}
+    needs_first_token = any(settings.needs_first_token for settings in product.evals.values())
     path = folder / "tokenizer_config.json"
-    tokenizer = read_json(path) if path.is_file() or "perplexity" in kinds else {}
-    if "perplexity" in kinds and not (tokenizer.get("bos_token") or tokenizer.get("eos_token")):
+    tokenizer = read_json(path) if path.is_file() or needs_first_token else {}
+    if needs_first_token and not (tokenizer.get("bos_token") or tokenizer.get("eos_token")):
         raise CheckpointError(
             f"{path}: expected a bos_token or an eos_token, which perplexity puts before each text, "
             "found neither; name the one that the model was trained with"
         )
     if is_served:
         _check_context(folder, product)
-    if is_served and kinds & {"tool_calls", "trajectories"}:
+    if is_served and product.chat_evals:
         _check_chat_template(folder, tokenizer)
 
 
@@ -157,12 +156,14 @@ def _read_chat_templates(folder: Path, tokenizer: dict[str, Any]) -> Iterator[tu
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: expected a chat template in UTF-8: {error}; copy it again") from None
         return
-    found = tokenizer.get("chat_template")
+    templates = tokenizer.get("chat_template")
     where = f"{folder / 'tokenizer_config.json'}: chat_template"
-    if isinstance(found, list) and found:  # several under names
-        yield from ((f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(found) if "template" in entry)
-    elif isinstance(found, str):
-        yield where, found
+    if isinstance(templates, list) and templates:  # several under names
+        yield from (
+            (f"{where}.{i}", str(entry["template"])) for i, entry in enumerate(templates) if "template" in entry
+        )
+    elif isinstance(templates, str):
+        yield where, templates
     else:
         hint = (
             "copy it out of chat_template.json, which no tokenizer reads"
@@ -198,7 +199,7 @@ def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> E
 
 def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:
     if not isinstance(settings, HarnessEval):
-        return load_kind(load, root / settings.evalset, f"{where}.evalset", _CARD_KINDS[settings.kind])
+        return load_kind(load, root / settings.evalset, f"{where}.evalset", settings.card_kind)
     if settings.include_path is None:
         return None
     folder = root / settings.include_path
@@ -232,8 +233,8 @@ def _check_task(where: str, task: str, folder: Path) -> None:
 def _task_names(data: Any) -> Iterator[str]:
     """Yield what a task file defines; names in a group's list are another file's, unless they come with keys."""
     for key in ("task", "group", "tag") if isinstance(data, dict) else ():
-        found = data.get(key)
-        for entry in found if isinstance(found, list) else [found]:
-            if isinstance(entry, str) and (key == "tag" or not isinstance(found, list)):
+        entries = data.get(key)
+        for entry in entries if isinstance(entries, list) else [entries]:
+            if isinstance(entry, str) and (key == "tag" or not isinstance(entries, list)):
                 yield str(entry)
             yield from _task_names(entry)

@@ -1,6 +1,6 @@
 """What contradicts itself in the settings of the text product, each in one line.
 
-Needs no file beside params.yaml; what does is in `preflight.py`.
+Needs no file beside params.yaml; checks that read other files are in `preflight.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pipeline.products.text.settings import (
     SpeculativeStep,
     Step,
     TextProduct,
-    TransformersEngine,
     VllmEngine,
     WeightStep,
 )
@@ -141,18 +140,18 @@ def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: 
         problems.append(".draft: expected the draft model's checkpoint folder for method draft_model, found none")
     if step.method == "prompt_lookup" and step.draft is not None:
         problems.append(f".draft: expected none for method prompt_lookup, got {step.draft!r}; remove it")
-    if isinstance(engine, TransformersEngine) and step.method not in TRANSFORMERS_METHODS:
+    if engine.is_embedded and step.method not in TRANSFORMERS_METHODS:
         problems.append(
             f".method: expected one of {', '.join(TRANSFORMERS_METHODS)} for engine transformers, got "
             f"{step.method!r}; name another engine"
         )
-    if isinstance(engine, TransformersEngine) and step.options:
+    if engine.is_embedded and step.options:
         problems.append(f".options: expected none for engine transformers, got {step.options!r}; remove them")
-    own = [key for key in step.options if key in ("method", "model", "num_speculative_tokens")]
     problems += [
         f".options.{key}: expected an option that the step does not set itself; it is method, draft or "
-        "num_tokens: remove it"
-        for key in own
+        "num_speculative_tokens: remove it"
+        for key in step.options
+        if key in ("method", "model", "num_speculative_tokens")
     ]
     if reason := _name_loss(step):
         problems.append(f".lossy: expected true, as {reason}, got false; say so, or remove the option")
@@ -161,7 +160,7 @@ def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: 
             ".options: expected drafts that are verified, got synthetic acceptance, which accepts tokens "
             "without looking at them; remove it"
         )
-    if later and later[0].kind == "speculative":
+    if later and isinstance(later[0], SpeculativeStep):
         problems.append(": expected one speculative step at most, found another after it; remove one")
     elif later:
         problems.append(
@@ -178,18 +177,18 @@ def _name_loss(step: SpeculativeStep) -> str | None:
     how = step.options.get("rejection_sample_method", "standard")
     if how not in LOSSLESS_REJECTION:
         return f"rejection_sample_method {how!r} is not known to keep the target's own tokens"
-    found = next((key for key in LOSSY_OPTIONS if key in step.options), None)
-    return f"{found} lets tokens through that are not the target's" if found else None
+    lossy_option = next((key for key in LOSSY_OPTIONS if key in step.options), None)
+    return f"{lossy_option} lets tokens through that are not the target's" if lossy_option else None
 
 
 def _quantising_problems(steps: list[Step]) -> list[str]:
-    problems, found = [], [(i, step) for i, step in enumerate(steps) if isinstance(step, WeightStep)]
-    if len(found) > 1:
+    problems, weight_steps = [], [(i, step) for i, step in enumerate(steps) if isinstance(step, WeightStep)]
+    if len(weight_steps) > 1:
         problems.append(
-            f"steps.{found[1][0]}: expected one quantising step at most, found {found[1][1].kind} after "
-            f"{found[0][1].kind}: what is quantised can't be quantised again; remove one"
+            f"steps.{weight_steps[1][0]}: expected one quantising step at most, found {weight_steps[1][1].kind} after "
+            f"{weight_steps[0][1].kind}: what is quantised can't be quantised again; remove one"
         )
-    for i, step in found:
+    for i, step in weight_steps:
         sources = step.calibration.sources if step.calibration else []
         problems += [
             f"steps.{i}.calibration.sources.{n}: {source!r} is listed twice, and counts once; remove one"

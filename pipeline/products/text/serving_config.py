@@ -1,6 +1,6 @@
 """How a candidate is served, derived from params.yaml: one place for whoever serves it and whoever judges it.
 
-Free of torch: the gate asks here what would ship.
+Free of torch: the gate asks here how a candidate would ship.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def serve(built: BuiltCandidate, product: TextProduct) -> Candidate:
     if built.speculative is not None:
         shared["speculative"] = built.speculative
         # transformers' continuous batching drops speculation without a word
-        shared["continuous_batching"] &= engine.kind != "transformers"
+        shared["continuous_batching"] &= not engine.is_embedded
     return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
 
 

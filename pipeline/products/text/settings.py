@@ -1,14 +1,14 @@
-"""The settings of the text product: checkpoints, what makes them smaller and faster, what serves, asks and times them.
+"""The settings of the text product: checkpoints, optimisation steps, engines, evals and the benchmark.
 
-What contradicts itself in them is in `text_problems.py`.
+`problems.py` finds contradictions in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJECTORIES
 from pipeline.records.benchmarks import Work
@@ -33,8 +33,13 @@ class WeightStep(Settings):
 
 
 class Int4Step(WeightStep):
-    """What INT4 quantisers share."""
+    """What INT4 quantisers share.
 
+    Attributes:
+        rounds_to_nearest: no weight is further than half a step from its source.
+    """
+
+    rounds_to_nearest: ClassVar[bool] = False
     bits: Literal[4, 8] = 4
     group_size: int = Field(default=128, ge=1)
     symmetric: bool = True
@@ -53,6 +58,7 @@ class GptqStep(Int4Step):
 class AwqStep(Int4Step):
     """AWQ (Lin et al. 2023): scale salient channels by activation before rounding."""
 
+    rounds_to_nearest = True
     kind: Literal["awq"]
     num_grid_points: int = Field(default=20, ge=3)  # the grid steps by 1 / (points - 2)
 
@@ -63,10 +69,19 @@ class SpeculativeStep(Settings):
     kind: Literal["speculative"]
     method: str  # "draft_model", "prompt_lookup", or another one that the engine knows
     draft: str | None = None  # checkpoint folder of the draft model
-    num_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
+    num_speculative_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
     min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it fails
     options: dict[str, Any] = {}  # further ones of the method, as the engine spells them
     lossy: bool = False  # the answers may be others than the target's own
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old(cls, data: Any) -> Any:
+        """Take the settings of a released bundle, which may spell the number of drafted tokens `num_tokens`."""
+        if not isinstance(data, dict) or "num_tokens" not in data or "num_speculative_tokens" in data:
+            return data
+        kept = {key: value for key, value in data.items() if key != "num_tokens"}
+        return kept | {"num_speculative_tokens": data["num_tokens"]}
 
 
 Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]
@@ -74,13 +89,26 @@ Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 
-class TransformersEngine(Settings):
+class Engine(Settings):
+    """Base of an engine's settings, and as class attributes what the pipeline asks of its kind.
+
+    Attributes:
+        is_embedded: it runs in processes of this environment.
+        is_attached: somebody else starts it and decides how it serves.
+    """
+
+    is_embedded: ClassVar[bool] = False
+    is_attached: ClassVar[bool] = False
+
+
+class TransformersEngine(Engine):
     """The embedded engine: `transformers serve` in processes of this environment."""
 
+    is_embedded = True
     kind: Literal["transformers"] = "transformers"
 
 
-class VllmEngine(Settings):
+class VllmEngine(Engine):
     """vLLM, started from an environment or a container of its own."""
 
     kind: Literal["vllm"]
@@ -90,9 +118,10 @@ class VllmEngine(Settings):
     environment: dict[str, str] = {}  # variables that it is started with
 
 
-class OpenaiEngine(Settings):
+class OpenaiEngine(Engine):
     """A server of the OpenAI API that somebody else runs."""
 
+    is_attached = True
     kind: Literal["openai"]
     base_url: str
     model: NonEmpty
@@ -124,7 +153,7 @@ class OptimizeSettings(Settings):
 
 
 class ServingSettings(Settings):
-    """How the embedded engine serves, and how hard the client drives it: what can change an answer."""
+    """How the embedded engine serves, and how hard the client drives it: each setting can change an answer."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     continuous_batching: bool
@@ -135,7 +164,7 @@ class ServingSettings(Settings):
 
 
 class ResourceSettings(Settings):
-    """How much of the machine is taken, and how long is waited: what changes no answer."""
+    """How much of the machine is taken, and how long is waited: no setting changes an answer."""
 
     num_servers: int = Field(ge=1, le=64)
     request_timeout_s: float = Field(gt=0)
@@ -146,44 +175,67 @@ class CanarySettings(Settings):
     """The prompts that every candidate answers several ways, and what a difference means."""
 
     num_prompts: int = Field(ge=8, le=10_000)  # spread over the evals that chat
-    target_rate: float = Field(ge=0.001, lt=0.5)  # of answers that another path changes: what must be noticed
-    session_calls: int = Field(default=5, ge=1)  # of a user's session: what a rate comes to over one
+    target_rate: float = Field(ge=0.001, lt=0.5)  # of answers that another path changes; such a path must be noticed
+    session_calls: int = Field(default=5, ge=1)  # of a user's session, over which a rate is stated
 
 
-class PerplexityEval(Eval):
+class TextEval(Eval):
+    """Base of a text eval's settings, and as class attributes what the pipeline asks of its kind.
+
+    Attributes:
+        card_kind: the kind of evalset that it reads; "" where a task brings its own cases.
+        needs_logprobs: it asks for the log-probabilities of given tokens.
+        needs_first_token: it puts a BOS or EOS token before each text.
+        shows_weights: its scores of an attached server show whether it serves the candidate's weights.
+    """
+
+    card_kind: ClassVar[str] = ""
+    needs_logprobs: ClassVar[bool] = False
+    needs_first_token: ClassVar[bool] = False
+    shows_weights: ClassVar[bool] = False
+
+
+class PerplexityEval(TextEval):
     """Perplexity and bits per byte of held-out documents, and the material for divergence."""
 
     metrics = PERPLEXITY
+    card_kind = "documents"
+    needs_logprobs = True
+    needs_first_token = True
+    shows_weights = True
     kind: Literal["perplexity"]
     evalset: str
     top_logprobs: int = Field(default=20, ge=1, le=100)
 
 
-class HarnessEval(Eval):
+class HarnessEval(TextEval):
     """One lm-eval task: a task name, with the folder of its YAML when it is not built in."""
 
     metrics = HARNESS
+    needs_logprobs = True
     kind: Literal["harness"]
     task: str
     include_path: str | None = None
     num_fewshot: int = Field(default=0, ge=0)
 
 
-class ToolCallsEval(Eval):
+class ToolCallsEval(TextEval):
     """Single tool calls with expected arguments."""
 
     metrics = TOOL_CALLS
     chats = True
+    card_kind = "tool_calls"
     kind: Literal["tool_calls"]
     evalset: str
     send_tools: bool = False  # put the card's tools into every request
 
 
-class TrajectoriesEval(Eval):
+class TrajectoriesEval(TextEval):
     """Multi-step workflows against simulated tools, judged by the final state."""
 
     metrics = TRAJECTORIES
     chats = True
+    card_kind = "trajectories"
     kind: Literal["trajectories"]
     evalset: str
     max_turns: int = Field(ge=1)
@@ -207,7 +259,7 @@ class BenchmarkSettings(Settings):
     rounds: int = Field(ge=6, le=100)  # fewer have no 95 % interval of their median
     max_slowdown: float | None = Field(default=None, gt=0, lt=1)  # of the throughput, relative; more fails
 
-    def describe_work(self) -> Work:
+    def build_work(self) -> Work:
         """Return the part of the settings that says what work is done."""
         return Work(**self.model_dump(include=set(Work.model_fields)))
 
@@ -230,7 +282,7 @@ class TextProduct(Product):
         return {name: e for name, e in self.evals.items() if isinstance(e, ChatEval)}
 
     def list_rules(self) -> dict[str, Any]:
-        """Return what is asked of drafts, canary and benchmark."""
+        """Return the rules for drafts, canary and benchmark."""
         limit = self.benchmark.max_slowdown
         return {
             "min_acceptance": {

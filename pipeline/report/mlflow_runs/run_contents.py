@@ -232,7 +232,7 @@ def _describe_step(step: dict[str, Any]) -> str:
     if "bits" in step:
         words += [f"int{step['bits']}", f"g{step.get('group_size')}", "sym" if step.get("symmetric") else "asym"]
     if step["kind"] == "speculative":
-        words += [step["method"], f"k{step['num_tokens']}"]
+        words += [step["method"], f"k{step.get('num_speculative_tokens', step.get('num_tokens'))}"]
     words += [str(step[key]) for key in _STEP_WORDS if key in step]
     return " ".join(words)
 

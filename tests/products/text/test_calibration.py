@@ -10,7 +10,7 @@ import pytest
 from pipeline.errors import EvalsetError, QuantizationError
 from pipeline.evalsets.cards import Card, Evalset
 from pipeline.evalsets.cases import DocumentCase
-from pipeline.products.text.optimize.calibration import describe_samples, encode, select_samples
+from pipeline.products.text.optimize.calibration import count_samples, encode, select_samples
 from pipeline.products.text.settings import Calibration
 from tests.fakes.tiny_llama import build_tokenizer
 
@@ -61,7 +61,7 @@ def mixed() -> Evalset:
 def test_without_weighting_no_text_is_drawn_twice(mixed: Evalset, tokenizer) -> None:
     samples = select_samples(mixed, tokenizer, settings(num_samples=50))
     assert Counter(map(tuple, samples)).most_common(1)[0][1] == 1
-    assert describe_samples(samples) == {
+    assert count_samples(samples) == {
         "num_samples": 50,
         "num_distinct": 50,
         "num_tokens": 40 * SHORT + 10 * LONG,
@@ -86,7 +86,7 @@ def test_each_text_is_drawn_as_often_as_its_weight_asks(mixed: Evalset, tokenize
 
 def test_weight_counts_the_tokens_that_are_left_after_the_cut(mixed: Evalset, tokenizer) -> None:
     samples = select_samples(mixed, tokenizer, settings(num_samples=50, max_tokens=SHORT, length_exponent=4.0))
-    assert describe_samples(samples)["num_distinct"] == 50
+    assert count_samples(samples)["num_distinct"] == 50
     assert {len(ids) for ids in samples} == {SHORT}
 
 
@@ -99,7 +99,7 @@ def test_seed_decides_the_draw(mixed: Evalset, tokenizer) -> None:
 def test_sources_filter_by_bucket(tokenizer) -> None:
     evalset = make_set({"prose": [digits(i, LONG) for i in range(5)], "workflows": [digits(9, LONG) + "!"]})
     samples = select_samples(evalset, tokenizer, settings(sources=["workflows"], num_samples=3))
-    assert describe_samples(samples)["num_distinct"] == 1
+    assert count_samples(samples)["num_distinct"] == 1
     with pytest.raises(QuantizationError, match="is in bucket 'tools'; it has prose, workflows"):
         select_samples(evalset, tokenizer, settings(sources=["prose", "tools"]))
 

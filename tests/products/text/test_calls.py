@@ -12,7 +12,7 @@ from pipeline.evalsets.cases import Call
 from pipeline.products.text.evals.calls import (
     continue_conversation,
     declare_tools,
-    describe_reply,
+    format_reply,
     is_accepted,
     is_exact,
     parse_call,
@@ -176,9 +176,9 @@ def test_an_expected_null_is_not_the_same_as_leaving_it_out() -> None:
 
 
 def test_a_reply_is_one_line() -> None:
-    assert describe_reply(reply("a\nb")) == "a\\nb"
-    assert json.loads(describe_reply(reply("", tool_call("order", "{}")))) == {"name": "order", "arguments": "{}"}
-    assert describe_reply(reply("")) == ""
+    assert format_reply(reply("a\nb")) == "a\\nb"
+    assert json.loads(format_reply(reply("", tool_call("order", "{}")))) == {"name": "order", "arguments": "{}"}
+    assert format_reply(reply("")) == ""
 
 
 def test_the_conversation_goes_on_in_the_form_of_the_reply() -> None:

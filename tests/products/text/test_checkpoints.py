@@ -14,12 +14,12 @@ import pytest
 from pipeline.errors import CheckpointError
 from pipeline.products.text.checkpoints import (
     check_memory,
-    describe_checkpoint,
     estimate_load_bytes,
     layer_shapes,
     load_model,
     load_tokenizer,
     open_checkpoint,
+    read_checkpoint,
 )
 from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
 from tests.fakes.tiny_llama import write_tiny_llama
@@ -49,7 +49,7 @@ def break_value(folder: Path, name: str, value: float) -> None:
 
 
 def test_description(source: Path) -> None:
-    found = describe_checkpoint(source, root=source.parent)
+    found = read_checkpoint(source, root=source.parent)
     assert (found.path, found.kind, found.format, found.dtype) == ("tiny", "llama", "dense", "float32")
     # 2 embeddings of 320 x 128, 2 x (q 128, k 64, v 64, o 128, gate + up + down 3 x 256) x 128, 5 norms
     expected = 2 * 320 * 128 + 2 * (128 + 64 + 64 + 128 + 3 * 256) * 128 + 5 * 128
@@ -58,10 +58,10 @@ def test_description(source: Path) -> None:
 
 def test_digest_ignores_the_readme_and_the_place_but_not_a_weight(source: Path, folder: Path) -> None:
     (folder / "README.md").write_text("edited")
-    before = describe_checkpoint(source, root=source.parent).digest
-    assert describe_checkpoint(folder, root=folder.parent).digest == before
+    before = read_checkpoint(source, root=source.parent).digest
+    assert read_checkpoint(folder, root=folder.parent).digest == before
     break_value(folder, "model.norm.weight", 1.5)
-    assert describe_checkpoint(folder, root=folder.parent).digest != before
+    assert read_checkpoint(folder, root=folder.parent).digest != before
 
 
 def test_layer_shapes_are_out_by_in_and_leave_the_embedding_out(source: Path) -> None:
@@ -93,7 +93,7 @@ def test_headers_are_read_without_torch() -> None:
 
 
 def test_estimate_counts_the_loaded_type(source: Path) -> None:
-    num_parameters = describe_checkpoint(source, root=source.parent).num_parameters
+    num_parameters = read_checkpoint(source, root=source.parent).num_parameters
     assert estimate_load_bytes(source, dtype="bfloat16") == 2 * num_parameters
     assert estimate_load_bytes(source, dtype="auto") == 4 * num_parameters
     with pytest.raises(CheckpointError, match="use a smaller dtype or a larger machine"):
@@ -181,7 +181,7 @@ DAMAGES = [
 def test_damage_is_one_line(folder: Path, damage, message: str) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
-        describe_checkpoint(folder, root=folder.parent)
+        read_checkpoint(folder, root=folder.parent)
     assert "\n" not in str(caught.value)
 
 
@@ -231,7 +231,7 @@ def test_old_formats_say_which_package_they_need(folder: Path, method: str) -> N
     if importlib.util.find_spec("gptqmodel"):
         pytest.skip("gptqmodel is installed")
     edit_json(folder / "config.json", quantization_config={"quant_method": method, "bits": 4, "group_size": 64})
-    assert describe_checkpoint(folder, root=folder.parent).format == method
+    assert read_checkpoint(folder, root=folder.parent).format == method
     with pytest.raises(CheckpointError, match="need the package gptqmodel, which is not installed; `pip install"):
         load_model(folder, dtype="float32")
 

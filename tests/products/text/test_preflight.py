@@ -428,7 +428,7 @@ def test_a_checkpoint_is_checked_without_its_libraries(copied: Path) -> None:
 
 
 def speculative(draft: Path) -> list[dict[str, Any]]:
-    return [{"kind": "speculative", "method": "draft_model", "draft": str(draft), "num_tokens": 3}]
+    return [{"kind": "speculative", "method": "draft_model", "draft": str(draft), "num_speculative_tokens": 3}]
 
 
 def test_a_draft_of_the_targets_tokenizer_passes(project: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def make_params(draft: str | None, **step: Any) -> TextProduct:
     """Return the shipped settings with a candidate that is served with drafts."""
     params = get_product(load_params(ROOT / "params.yaml"), "agent", kind=TextProduct)
     speculative = SpeculativeStep(
-        **{"kind": "speculative", "method": "draft_model", "draft": draft, "num_tokens": 5} | step
+        **{"kind": "speculative", "method": "draft_model", "draft": draft, "num_speculative_tokens": 5} | step
     )
     candidate = params.candidates["agent"].model_copy(update={"checkpoint": "tiny", "steps": [speculative]})
     return params.model_copy(update={"candidates": params.candidates | {"fast": candidate}})
@@ -116,7 +116,7 @@ def test_the_fingerprint_covers_draft_tokens_and_method_and_not_the_path(project
     (project / "draft").rename(project / "moved")
     assert build(project, make_params("moved")).fingerprint == first.fingerprint
     others = [
-        build(project, make_params("moved", num_tokens=4)),
+        build(project, make_params("moved", num_speculative_tokens=4)),
         build(project, make_params(None, method="prompt_lookup")),
     ]
     write_tiny_llama(project / "moved", seed=2)
@@ -175,5 +175,5 @@ def test_the_documented_example_is_valid_and_fits_the_shipped_checkpoints() -> N
     candidates = data["candidates"] | {name: {"product": "agent"} | c for name, c in example["candidates"].items()}
     params = get_product(parse_params(data | {"candidates": candidates}), "agent", kind=TextProduct)
     step = params.candidates["spec-draft-k5"].speculative
-    assert (step.method, step.draft, step.num_tokens) == ("draft_model", "models/agent-draft", 5)
+    assert (step.method, step.draft, step.num_speculative_tokens) == ("draft_model", "models/agent-draft", 5)
     check_text(params, ROOT)

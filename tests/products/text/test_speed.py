@@ -80,7 +80,7 @@ def make_benchmark(*ratios: Sequence[float], **changes: Any) -> Benchmark:
     )
     benchmark = Benchmark(
         name="a",
-        work=params_of().benchmark.describe_work(),
+        work=params_of().benchmark.build_work(),
         machine=HERE,
         definitions="TTFT is so and so.",
         reference=reference,

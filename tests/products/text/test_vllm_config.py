@@ -100,7 +100,7 @@ def test_the_stage_env_tells_before_any_work(change: dict[str, Any], said: str) 
         "kind": "speculative",
         "method": change.get("method", "draft_model"),
         "draft": "models/agent-draft",
-        "num_tokens": 5,
+        "num_speculative_tokens": 5,
     }
     data["candidates"]["fast"] = {"product": "agent", "checkpoint": "models/agent", "steps": [step], "engine": engine}
     with pytest.raises(SettingsError) as caught:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.errors import UnequalWorkError
 from pipeline.products.text.benchmark.prompts import Plan, Prompt
 from pipeline.products.text.benchmark.streaming import TimedReply
-from pipeline.products.text.evals.calls import describe_reply
+from pipeline.products.text.evals.calls import format_reply
 
 _SHOWN = 60  # characters of an answer
 # of a stream that is decoded as it comes; no hardware decodes 20,000 tokens/s for one user, one buffer sends them so
@@ -37,7 +37,7 @@ def check_work(timed: TimedReply, prompt: Prompt, plan: Plan, num_tokens: int) -
 
 
 def check_stream(latencies_ms: Sequence[float], where: str) -> None:
-    """Refuse answers whose tokens come all at once: when the first of them was there can't be told.
+    """Refuse answers whose tokens come all at once: nothing shows when the first of them was there.
 
     Single answers may come so where the client was kept waiting; half of them only where nothing streams.
 
@@ -78,21 +78,21 @@ def is_evaluated_answer(timed: TimedReply, expected: str) -> bool:
 
     Args:
         timed: an answer of a fixed number of tokens.
-        expected: the evaluated first turn, in the words of `describe_reply`.
+        expected: the evaluated first turn, in the words of `format_reply`.
     """
-    answer = describe_reply(timed.reply)
+    answer = format_reply(timed.reply)
     return answer.startswith(expected) or expected.startswith(answer)
 
 
-def describe_change(timed: TimedReply, expected: str) -> str:
+def format_change(timed: TimedReply, expected: str) -> str:
     """Say what was answered and what was evaluated."""
-    return f"answered {describe_reply(timed.reply)[:_SHOWN]!r}, evaluated was {expected[:_SHOWN]!r}"
+    return f"answered {format_reply(timed.reply)[:_SHOWN]!r}, evaluated was {expected[:_SHOWN]!r}"
 
 
 def read_peak_memory_mib(pids: Iterable[int]) -> float | None:
     """Return the largest resident set since the start, in MiB, summed over processes and their descendants.
 
-    A GPU's memory is not in it. None where the system does not tell, or when there are no processes.
+    A GPU's memory is not in it. None where the system does not show it, or when there are no processes.
     """
     try:
         peaks = [_read_peak_kib(pid) for root in pids for pid in _list_tree(root)]
@@ -109,5 +109,5 @@ def _list_tree(pid: int) -> list[int]:
 
 
 def _read_peak_kib(pid: int) -> int:
-    found = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(found.group(1)) if found else 0  # a process that has just ended holds nothing
+    match = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(match.group(1)) if match else 0  # a process that has just ended holds nothing

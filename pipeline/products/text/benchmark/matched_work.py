@@ -17,7 +17,7 @@ import aiohttp
 
 from pipeline.errors import SettingsError, UnequalWorkError
 from pipeline.products.text.benchmark.audits import read_peak_memory_mib
-from pipeline.products.text.benchmark.prefix_cache import find_known_prompts
+from pipeline.products.text.benchmark.prefix_cache import find_prefix_cache_hits
 from pipeline.products.text.benchmark.probes import probe, read_text
 from pipeline.products.text.benchmark.prompts import Grid, Plan, load_prompts, plan_grid, read_expected
 from pipeline.products.text.benchmark.rounds import Contender, run_rounds, time_repeats, warm_up
@@ -52,7 +52,7 @@ async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: P
     pair = [read_candidate(build, side, product) for side in (product.reference, name)]
     _check_two_servers(pair)
     benchmark = Benchmark(
-        name=name, work=product.benchmark.describe_work(), machine=_describe_machine(), definitions=DEFINITIONS
+        name=name, work=product.benchmark.build_work(), machine=_build_machine(), definitions=DEFINITIONS
     )
     reference, candidate = (
         _serve(side, role, product, root=root, build=build, logs=build / "logs" / name / role)
@@ -60,10 +60,10 @@ async def run_benchmark(name: str, product: TextProduct, *, root: Path, build: P
     )
     try:
         async with reference as (ours, client), candidate as (theirs, _):
-            cells, found = await _measure(ours, theirs, client, product, root=root, name=name)
+            cells, sides = await _measure(ours, theirs, client, product, root=root, name=name)
     except UnequalWorkError as error:
         return benchmark.model_copy(update={"refusal": str(error)})
-    return benchmark.model_copy(update={"cells": tuple(cells), **found})
+    return benchmark.model_copy(update={"cells": tuple(cells), **sides})
 
 
 async def _measure(
@@ -80,8 +80,8 @@ async def _measure(
     cells = await run_rounds(plans, ours, theirs, num_tokens=num_tokens)
     # the longest prompts with the fewest in flight: where a cached prefix shows best
     number = min(range(len(plans)), key=lambda i: (-plans[i].band[0], plans[i].concurrency))
-    found = {
-        side.role: await _describe_side(
+    sides = {
+        side.role: await _build_side(
             side,
             plans[number],
             getattr(cells[number], side.role)[-1].ttft_ms,
@@ -90,7 +90,7 @@ async def _measure(
         )
         for side in (ours, theirs)
     }
-    return cells, found
+    return cells, sides
 
 
 def _check_two_servers(pair: list[Candidate]) -> None:
@@ -143,12 +143,12 @@ async def _probe_side(
 ) -> tuple[Probe, ...]:
     """Find out whether a server knows the prompts, before minutes are spent on timing it."""
     probes = await probe(grid.probes, side, texts, num_tokens=num_tokens)
-    if recalled := find_known_prompts(probes, list(grid.probes), role=side.role, name=name):
-        raise UnequalWorkError(recalled)
+    if hits := find_prefix_cache_hits(probes, list(grid.probes), role=side.role, name=name):
+        raise UnequalWorkError(hits)
     return probes
 
 
-async def _describe_side(
+async def _build_side(
     side: Contender, plan: Plan, first_ms: float, *, probes: tuple[Probe, ...], num_tokens: int
 ) -> Side:
     peak_memory_mib = read_peak_memory_mib(process.popen.pid for process in side.engine.processes)
@@ -163,6 +163,6 @@ async def _describe_side(
     )
 
 
-def _describe_machine() -> Machine:
+def _build_machine() -> Machine:
     machine = read_machine()
     return Machine(cpu=machine.cpu, num_cores=machine.num_cores, gpus=tuple(gpu.name for gpu in machine.gpus))

@@ -30,7 +30,7 @@ def bound_known_ttft(probes: Sequence[Probe], band: tuple[int, int]) -> MedianIn
     return bound_median([p.known_ttft_ms / p.fresh_ttft_ms for p in probes if p.prompt_tokens == band])
 
 
-def find_known_prompts(
+def find_prefix_cache_hits(
     probes: Sequence[Probe], bands: Sequence[tuple[int, int]], *, role: str, name: str
 ) -> str | None:
     """Say in which band a server surely knew the prompts, or is not shown not to; None: in none.

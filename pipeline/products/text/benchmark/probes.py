@@ -1,9 +1,9 @@
 """Ask a server prompts of the timed ones' kind, and in turn copies of them that nobody can have asked.
 
-A copy has a random word where its prompt begins to be its own: after what one prompt in twenty shares with it (a
-system prompt, a preamble), which a cache holds for both and would hold for users. Further words make way until
-both have about the same number of tokens. The prompts are sent once to each server, the copies have a word of
-their own for each, so a cache that both servers share shows too. `pipeline/gate/prefix_cache.py` judges the times.
+A copy has a random word where its prompt begins to be its own. One prompt in twenty shares the text before it (a
+system prompt, a preamble). A cache holds that for both and would hold it for users. Further words make way until
+both have about the same number of tokens. The prompts are sent once to each server, and each server gets other
+copies, so a cache that both servers share shows too. `prefix_cache.py` judges the times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def probe(
     Args:
         prompts: by band, none of which is timed in the rounds.
         side: the server, which has been warmed up.
-        all_texts: what the evals have asked, each in the words of `read_text`, sorted.
+        all_texts: the prompts of all evals, each in the words of `read_text`, sorted.
         num_tokens: completion tokens of every request.
     """
     probes = []
@@ -62,7 +62,7 @@ async def _freshen(prompt: Prompt, side: Contender, all_texts: Sequence[str]) ->
         changed = prompt.messages[number] | {"content": f"{content[:start]}{word} {rest}".rstrip(" ")}
         copies.append(replace(prompt, messages=[*prompt.messages[:number], changed, *prompt.messages[number + 1 :]]))
     tokens = await asyncio.gather(*(side.client.tokenize_chat(c.messages, tools=c.tools) for c in copies))
-    return min(zip(copies, tokens, strict=True), key=lambda found: abs(len(found[1]) - prompt.num_tokens))[0]
+    return min(zip(copies, tokens, strict=True), key=lambda pair: abs(len(pair[1]) - prompt.num_tokens))[0]
 
 
 def find_own_start(prompt: Prompt, all_texts: Sequence[str]) -> tuple[int, int]:
@@ -80,7 +80,7 @@ def find_own_start(prompt: Prompt, all_texts: Sequence[str]) -> tuple[int, int]:
         start = text[:length]
         return bisect_right(all_texts, start + _LAST) - bisect_left(all_texts, start) < least
 
-    own = bisect_left(range(len(text) + 1), True, key=is_own)
-    before = text[: max(own - 1, 0)]
+    own_length = bisect_left(range(len(text) + 1), True, key=is_own)
+    before = text[: max(own_length - 1, 0)]
     number, content = before.count(_END), before.rpartition(_END)[2]
     return number, max(content.rfind(space) for space in " \n") + 1

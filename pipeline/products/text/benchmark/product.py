@@ -66,7 +66,7 @@ def _digest_work(name: str, product: TextProduct, build: Path) -> str:
     ]
     return digest_json(
         [
-            product.benchmark.describe_work().model_dump(mode="json"),
+            product.benchmark.build_work().model_dump(mode="json"),
             digest_code("benchmark", "text"),
             *(digest_file(path) if path.is_file() else "" for path in sides),
         ]

@@ -77,9 +77,9 @@ def load_prompts(product: TextProduct, root: Path) -> list[Prompt]:
             messages = [message.model_dump() for message in case.messages]
             # two cases may ask the same in different states: as a prompt they are one
             prompts.setdefault(canonical_json([messages, tools]), Prompt(name, case.id, messages, tools))
-    found = list(prompts.values())
-    random.Random(0).shuffle(found)
-    return found
+    mixed = list(prompts.values())
+    random.Random(0).shuffle(mixed)
+    return mixed
 
 
 def read_expected(product: TextProduct, root: Path, folder: Path, evaluation: Evaluation) -> dict[str, str]:
@@ -110,16 +110,16 @@ async def plan_grid(prompts: Sequence[Prompt], client: Client, settings: Benchma
     sizes = {concurrency: max(concurrency, MIN_REQUESTS) for concurrency in settings.concurrency}
     needed = (settings.rounds + 1) * sum(sizes.values()) + NUM_PROBES
     bands = [(low, high) for low, high in settings.prompt_tokens]
-    found = await _fill_bands(prompts, client, bands, needed)
+    prompts_by_band = await _fill_bands(prompts, client, bands, needed)
     plans, probes = [], {}
     for number, band in enumerate(bands):
-        if len(found[band]) < needed:
+        if len(prompts_by_band[band]) < needed:
             raise SettingsError(
                 f"benchmark.prompt_tokens.{number}: expected {needed} distinct prompts of {band[0]} to "
-                f"{band[1]} tokens, so that none is sent twice, found {len(found[band])} in the evals "
+                f"{band[1]} tokens, so that none is sent twice, found {len(prompts_by_band[band])} in the evals "
                 f"that chat; widen the band, or lower benchmark.concurrency or benchmark.rounds"
             )
-        rest = iter(found[band])
+        rest = iter(prompts_by_band[band])
         plans += [_plan_cell(concurrency, band, rest, size, settings.rounds) for concurrency, size in sizes.items()]
         probes[band] = list(rest)
     return Grid(plans, probes)
@@ -134,14 +134,14 @@ async def _fill_bands(
     prompts: Sequence[Prompt], client: Client, bands: Sequence[tuple[int, int]], needed: int
 ) -> dict[tuple[int, int], list[Prompt]]:
     """Count tokens until every band is full, or all prompts were counted."""
-    found: dict[tuple[int, int], list[Prompt]] = {band: [] for band in bands}
+    prompts_by_band: dict[tuple[int, int], list[Prompt]] = {band: [] for band in bands}
     for start in range(0, len(prompts), _COUNTED_AT_ONCE):
-        if all(len(band) >= needed for band in found.values()):
+        if all(len(band) >= needed for band in prompts_by_band.values()):
             break
         some = prompts[start : start + _COUNTED_AT_ONCE]
         tokens = await asyncio.gather(*(client.tokenize_chat(p.messages, tools=p.tools) for p in some))
         for prompt, ids in zip(some, tokens, strict=True):
             band = next((band for band in bands if band[0] <= len(ids) <= band[1]), None)
-            if band is not None and len(found[band]) < needed:
-                found[band].append(replace(prompt, num_tokens=len(ids)))
-    return found
+            if band is not None and len(prompts_by_band[band]) < needed:
+                prompts_by_band[band].append(replace(prompt, num_tokens=len(ids)))
+    return prompts_by_band

@@ -1,8 +1,8 @@
 """The timed rounds: every cell of the grid, both sides in turn, the same prompts in the same round.
 
-The order of the sides changes from round to round, so that what favours whoever comes first, or second, does
-not favour one side. A round goes through all cells before the next begins: a machine that slows down for
-a minute slows down every cell a little, not one cell for good.
+The order of the sides changes from round to round, so that no side gains by being first or second. A round goes
+through all cells before the next begins. So a machine that slows down for a minute slows down every cell a little,
+not one cell for good.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.products.text.benchmark.audits import (
     check_stream,
     check_text,
     check_work,
-    describe_change,
+    format_change,
     is_evaluated_answer,
 )
 from pipeline.products.text.benchmark.prompts import Plan, Prompt
@@ -108,7 +108,7 @@ class Contender:
         if not is_evaluated_answer(timed, expected):
             self.num_changed += 1
             if self.is_exact:
-                raise UnequalWorkError(f"{prompt.name}: {describe_change(timed, expected)}")
+                raise UnequalWorkError(f"{prompt.name}: {format_change(timed, expected)}")
 
 
 async def warm_up(plans: Sequence[Plan], sides: Sequence[Contender], *, num_tokens: int) -> None:
@@ -131,12 +131,14 @@ async def run_rounds(
     num_rounds = len(plans[0].rounds)
     for number in range(num_rounds):
         start = time.monotonic()
-        for plan, found in zip(plans, timed, strict=True):
+        for plan, batches_by_role in zip(plans, timed, strict=True):
             for side in (reference, candidate) if number % 2 == 0 else (candidate, reference):
-                found[side.role].append(await side.time_batch(plan, plan.rounds[number], num_tokens=num_tokens))
+                batches_by_role[side.role].append(
+                    await side.time_batch(plan, plan.rounds[number], num_tokens=num_tokens)
+                )
         print(f"  round {number + 1} of {num_rounds}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-    for plan, found in zip(plans, timed, strict=True):
-        for role, batches in found.items():
+    for plan, batches_by_role in zip(plans, timed, strict=True):
+        for role, batches in batches_by_role.items():
             check_stream([batch.inter_token_latency_ms for batch in batches], f"{role}, {plan.name}")
     for side in (reference, candidate):
         if side.has_drafts and not (side.speculation and side.speculation.num_drafted):
@@ -146,17 +148,17 @@ async def run_rounds(
             concurrency=plan.concurrency,
             prompt_tokens=plan.band,
             num_requests=len(plan.warm_up),
-            reference=tuple(found[reference.role]),
-            candidate=tuple(found[candidate.role]),
+            reference=tuple(batches_by_role[reference.role]),
+            candidate=tuple(batches_by_role[candidate.role]),
         )
-        for plan, found in zip(plans, timed, strict=True)
+        for plan, batches_by_role in zip(plans, timed, strict=True)
     ]
 
 
 async def time_repeats(plan: Plan, side: Contender, *, num_tokens: int, first_ms: float) -> float:
     """Send the prompts of a cell's last round once more, and return their TTFT relative to the first time.
 
-    Far below 1 is what a benchmark that repeats its prompts would have claimed for the server.
+    A benchmark that repeats its prompts would have claimed this gain for the server.
 
     Args:
         plan: of the cell.

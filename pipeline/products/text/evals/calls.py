@@ -1,8 +1,8 @@
 """Read a tool call out of a reply, and compare two calls.
 
 A call comes either as the reply's `tool_calls` (a server with a tool parser) or as JSON in its text:
-`{"name": ..., "arguments": {...}}`. Calls are compared as JSON values: the order of keys does not
-matter, 2 equals 2.0, but "2" does not equal 2 and true does not equal 1.
+`{"name": ..., "arguments": {...}}`. Calls are compared as JSON values. The order of keys does not
+matter, and 2 equals 2.0; but "2" does not equal 2, and true does not equal 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse_call(reply: Reply) -> Call | None:
         return None
 
 
-def describe_reply(reply: Reply) -> str:
+def format_reply(reply: Reply) -> str:
     """Return a reply as one line of text: its content, or its first tool call."""
     if reply.text or not reply.tool_calls:
         return reply.text.replace("\n", "\\n")

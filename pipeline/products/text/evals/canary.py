@@ -3,8 +3,8 @@
 Each prompt is the first turn of a case, greedy. "alone" asks one request at a time, "loaded" asks all at
 once at the concurrency that is deployed, "again" repeats that. A candidate with drafts is asked first
 without them, on a server of its own: "plain alone" and "plain loaded". Where the endpoint gives token ids
-and scores, each token's margin over the second most likely one is kept too: a small one is a token at risk
-even where nothing flipped.
+and scores, each token's margin over the second most likely one is kept too. A small margin marks a token at
+risk even where nothing flipped.
 
 What the differences mean is for the gate (`pipeline/gate/canary.py`).
 """
@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.errors import RequestError
 from pipeline.evalsets.cards import Evalset
 from pipeline.evalsets.cases import spread
-from pipeline.products.text.evals.calls import declare_tools, describe_reply
+from pipeline.products.text.evals.calls import declare_tools, format_reply
 from pipeline.products.text.serving.client import Client, Reply
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.settings import ChatEval, EvalSettings, ResourceSettings
@@ -92,11 +92,11 @@ async def ask_canary(
     loaded = await _ask(client, prompts, max_tokens)
     again = await _ask(client, prompts, max_tokens)
     runs = {"alone": alone, "loaded": loaded, "again": again}
-    return {prefix + name: [_describe(reply) for reply in replies] for name, replies in runs.items()}, loaded
+    return {prefix + name: [_build_answer(reply) for reply in replies] for name, replies in runs.items()}, loaded
 
 
 async def measure_margins(client: Client, replies: Sequence[Reply]) -> list[tuple[float, ...]]:
-    """Return how far each token of an answer is ahead of the second most likely one, in nat; empty where not told."""
+    """Return how far each token of an answer is ahead of the second most likely one, in nat; empty where unknown."""
     known = [r for r in replies if r.token_ids and r.prompt_token_ids]
     try:
         scores = await client.score(
@@ -119,8 +119,8 @@ def make_records(
         CanaryRecord(
             case_id=prompt.case_id,
             input_digest=prompt.digest,
-            answers={run: found[i] for run, found in answers.items()},
-            margins={run: found[i] for run, found in margins.items() if found[i]},
+            answers={run: by_prompt[i] for run, by_prompt in answers.items()},
+            margins={run: by_prompt[i] for run, by_prompt in margins.items() if by_prompt[i]},
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -143,5 +143,5 @@ async def _ask(client: Client, prompts: Sequence[Prompt], max_tokens: int) -> li
     return list(await asyncio.gather(*map(ask, prompts)))
 
 
-def _describe(reply: Reply) -> CanaryAnswer:
-    return CanaryAnswer(text=describe_reply(reply), token_ids=reply.token_ids)
+def _build_answer(reply: Reply) -> CanaryAnswer:
+    return CanaryAnswer(text=format_reply(reply), token_ids=reply.token_ids)

@@ -1,7 +1,7 @@
 """Run every eval of one candidate through its endpoint and write the evaluation folder.
 
 Evals run one after another in the order of params.yaml, each keeping all servers busy. Records are
-written to a temporary folder that takes the place of the old one when every case of every eval has
+written to a temporary folder. It takes the place of the old one when every case of every eval has
 been judged; until then finished cases live in the journal. Then a copy of the folder takes the place of
 the journal: an eval that it holds just so (same endpoint, settings, cases and code) is taken over by the
 next run, not repeated. DVC removes the folder itself before each run.
@@ -37,7 +37,7 @@ from pipeline.products.text.serving.engines.registry import start_engine
 from pipeline.products.text.settings import EvalSettings, HarnessEval, TextProduct
 from pipeline.records.canary import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.records.digests import digest_file, digest_json, digest_text
-from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation, describe_failures, read_cases
+from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation, format_failures, read_cases
 from pipeline.records.files import replace_folder, write_text
 from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.speculation import sum_speculation
@@ -130,13 +130,13 @@ async def _evaluate(
         fingerprint=engine.fingerprint,
         checkpoint_digest=candidate.checkpoint.digest,
         serving=candidate.serving,
-        evals={job.name: _describe_file(job, paths.folder, len(records[job.name])) for job in evals},
+        evals={job.name: _build_eval_file(job, paths.folder, len(records[job.name])) for job in evals},
         served_by=engine.facts,
         proof=engine.proof,
         is_declared=engine.is_declared,
         config=_write_config(paths.folder, engine.config),
         canary=_write_canary(paths.folder, canary, product.canary.num_prompts),
-        speculation=sum_speculation(r.speculation for found in records.values() for r in found),
+        speculation=sum_speculation(r.speculation for cases in records.values() for r in cases),
         seconds=round(time.monotonic() - start, 3),
     )
     write_record(paths.folder / "evaluation.json", evaluation)
@@ -262,7 +262,7 @@ async def _run_eval(
             f"{foreign.fingerprint[:12]!r}, expected {engine.fingerprint[:12]!r}"
         )
     write_cases(paths.folder / f"{job.name}.jsonl", records)
-    shown = _headline(job.settings.metrics[0], records)
+    shown = _format_headline(job.settings.metrics[0], records)
     print(f"  {job.name}: n={len(records)}, {shown}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return records
 
@@ -285,7 +285,7 @@ def _make_context(
     )
 
 
-def _headline(metric: MetricDefinition, records: list[CaseRecord]) -> str:
+def _format_headline(metric: MetricDefinition, records: list[CaseRecord]) -> str:
     """Return the first metric of an eval as text; the gate computes the ones that count."""
     judged = [r for r in records if r.failure is None]
     if not judged:
@@ -299,7 +299,7 @@ def _headline(metric: MetricDefinition, records: list[CaseRecord]) -> str:
 
 def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
     problems = [
-        f"{eval_name}: {problem}" for eval_name, found in records.items() if (problem := describe_failures(found))
+        f"{eval_name}: {problem}" for eval_name, cases in records.items() if (problem := format_failures(cases))
     ]
     if problems:
         raise EvidenceError(
@@ -308,7 +308,7 @@ def _check_judged(name: str, records: dict[str, list[CaseRecord]]) -> None:
         )
 
 
-def _describe_file(job: _Eval, folder: Path, num_cases: int) -> EvalFile:
+def _build_eval_file(job: _Eval, folder: Path, num_cases: int) -> EvalFile:
     records, arrays = folder / f"{job.name}.jsonl", folder / f"{job.name}.npz"
     return EvalFile(
         kind=job.settings.kind,

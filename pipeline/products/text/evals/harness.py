@@ -1,11 +1,11 @@
 """lm-eval tasks through the endpoint, with lm-eval as a library.
 
 lm-eval builds the prompts and judges the answers; `EndpointLM` hands its requests to the one client.
-A task whose metric is `acc` (or `exact_match`) becomes one record per document, paired by
+A task whose metric is `acc` (or `exact_match`) becomes one record per document. Records are paired by
 lm-eval's hashes of document, prompt and target, which are the same for every candidate.
 
-Not covered: lm-eval's request cache, which has no model in its key; chat templates; stop strings
-on the server (an answer is cut at its stop string after it was generated).
+Not covered: lm-eval's request cache, which has no model in its key; chat templates; and stop strings
+on the server. An answer is cut at its stop string after it was generated.
 """
 
 from __future__ import annotations
@@ -178,14 +178,14 @@ def _record(context: EvalContext, settings: HarnessEval, sample: dict[str, Any],
         cluster=str(document.get("cluster", hashes[0])),
         buckets=tuple(document.get("buckets", ())),
         prompt=str(sample["arguments"][0][0]),
-        output=_describe_answer(sample),
+        output=_format_answer(sample),
         scores={"accuracy": float(sample[metric])},
         latency_s=seconds,
         fingerprint=context.fingerprint,
     )
 
 
-def _describe_answer(sample: dict[str, Any]) -> str:
+def _format_answer(sample: dict[str, Any]) -> str:
     answers = sample["filtered_resps"]
     if len(sample["arguments"]) == 1:
         return str(answers[0])

@@ -35,14 +35,14 @@ def _is_below(path: Path, folders: set[Path]) -> bool:
 
 
 def _find_imports(path: Path, roots: list[Path]) -> list[Path]:
-    found: list[Path] = []
+    files: list[Path] = []
     for level, name in _list_names(ast.parse(path.read_bytes())):
         # what is beside a task's code is looked for there, too: such code often adds its folder to sys.path
         folders = [path.parents[level - 1]] if level else [path.parent, *roots]
         parts = name.split(".")
         bases = (folder.joinpath(*parts[:i]) for folder in folders for i in range(1, len(parts) + 1))
-        found += [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
-    return [file.resolve() for file in found]
+        files += [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
+    return [file.resolve() for file in files]
 
 
 def _list_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

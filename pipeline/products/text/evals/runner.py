@@ -1,7 +1,7 @@
 """Run the cases of an eval concurrently, journal each as it finishes, and class what goes wrong.
 
 A wrong answer is a score. A request that failed for good is `failure="infrastructure: ..."`, an
-exception in the eval's own code is `failure="evaluator: ..."`; neither is journaled, so the next run
+exception in the eval's own code is `failure="evaluator: ..."`. Neither is journaled, so the next run
 tries those cases again. A dead server, or one that fails case after case, ends the eval.
 """
 
@@ -95,10 +95,10 @@ async def run_cases(
     records: dict[str, CaseRecord] = {}
     waiting: list[C] = []
     for case in cases:
-        if (found := context.journal.find(case.digest)) is None:
+        if (finished := context.journal.find(case.digest)) is None:
             waiting.append(case)
             continue
-        records[case.id], attachment = found
+        records[case.id], attachment = finished
         if attachments is not None and attachment is not None:
             attachments[case.id] = attachment
     if records:

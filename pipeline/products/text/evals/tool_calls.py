@@ -1,13 +1,13 @@
 """Single tool calls: one request in words, one call expected.
 
-Two scores a case: `exact` (the expected call as JSON values; sensitive to any change) and `accepted`
-(every argument among the values that the case accepts; what a user would call right).
+A case has two scores. `exact` asks for the expected call as JSON values and is sensitive to any change.
+`accepted` asks that the case accepts the value of every argument, as a user would.
 """
 
 from __future__ import annotations
 
 from pipeline.evalsets.cases import ToolCallCase
-from pipeline.products.text.evals.calls import declare_tools, describe_reply, is_accepted, is_exact, parse_call
+from pipeline.products.text.evals.calls import declare_tools, format_reply, is_accepted, is_exact, parse_call
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.runner import check_prompts_fit, run_cases
 from pipeline.products.text.settings import ToolCallsEval
@@ -30,7 +30,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
             cluster=case.cluster,
             buckets=case.buckets,
             prompt=case.messages[-1].content,
-            output=describe_reply(reply),
+            output=format_reply(reply),
             scores={
                 "exact": float(call is not None and is_exact(call, case.expected)),
                 "accepted": float(call is not None and is_accepted(call, case.expected, case.accepted)),

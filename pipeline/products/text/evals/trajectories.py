@@ -15,7 +15,7 @@ from pipeline.evalsets.cases import TrajectoryCase
 from pipeline.products.text.evals.calls import (
     continue_conversation,
     declare_tools,
-    describe_reply,
+    format_reply,
     parse_call,
     same_value,
 )
@@ -54,7 +54,7 @@ async def evaluate(context: EvalContext) -> list[CaseRecord]:
                     raise
                 turns.append(OUTGROWN)
                 break
-            turns.append(describe_reply(reply))
+            turns.append(format_reply(reply))
             latency_s += reply.latency_s
             num_tokens += reply.num_completion_tokens
             counts.append(reply.speculation)

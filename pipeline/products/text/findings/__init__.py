@@ -1,8 +1,8 @@
-"""What the gate asks of a language model beside its scores: whether its endpoint answered, and what its path changes.
+"""The checks of a language model beside its scores: did its endpoint answer, and does its path change answers?
 
-A server that says nothing passes where doing nothing is right; a path (batching, drafts, another engine) changes
-answers although the weights are the same; drafts are refused too often; it is slower. Each is a refusal, a failure or a
-note of the verdict.
+A server that says nothing passes where doing nothing is right. A path (batching, drafts, another engine) changes
+answers although the weights are the same. Drafts are refused too often, or the candidate is slower. Each is a refusal,
+a failure or a note of the verdict.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ class TextAuditor:
         self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
     ) -> None:
         """Add whose weights answered, and how far the outputs of one eval part from the reference's."""
-        pairs = measured.pairs[eval_name]
-        if product.evals[eval_name].kind == "perplexity" and (
-            problem := check_weights(reference, evidence, pairs, eval_name)
-        ):
+        pairs, settings = measured.pairs[eval_name], product.evals[eval_name]
+        if settings.shows_weights and (problem := check_weights(reference, evidence, pairs, eval_name)):
             measured.refusals.append(problem)
         try:
             tripwires = measure_tripwires(
@@ -63,7 +61,7 @@ class TextAuditor:
                 evidence,
                 pairs,
                 eval_name,
-                names=[m.name for m in product.evals[eval_name].metrics if not m.is_gated],
+                names=[m.name for m in settings.metrics if not m.is_gated],
                 thresholds=product.gate.tripwires,
                 alpha=product.gate.alpha,
             )
@@ -108,7 +106,7 @@ def _check_room(measured: Measured, evidence: Evidence, *, is_reference: bool) -
 
 
 def _measure_canary(measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct) -> None:
-    """Compare what the candidate's path answers to the canary with what the reference's does."""
+    """Compare the candidate's answers to the canary with the reference's."""
     try:
         measured.canary = compare_canary(reference, evidence, product.canary, alpha=product.gate.alpha)
     except EvidenceError as error:
@@ -133,7 +131,7 @@ def _measure_speed(
     """Add the speed to what was measured of a candidate: a note, or a failure where it is slower than tolerated."""
     fingerprints = reference.fingerprint, evidence.fingerprint
     try:
-        work = product.benchmark.describe_work()
+        work = product.benchmark.build_work()
         measured.benchmark = load_benchmark(build, evidence.candidate.name, work, fingerprints)
         speed = measured.speed = judge_speed(measured.benchmark)
     except EvidenceError as error:

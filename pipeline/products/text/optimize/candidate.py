@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.products.text.checkpoints import check_kernels, describe_checkpoint
+from pipeline.products.text.checkpoints import check_kernels, read_checkpoint
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.registry import STEPS
 from pipeline.products.text.settings import Step, TextProduct, WeightStep
@@ -67,16 +67,16 @@ def read_library_versions() -> dict[str, str]:
 def _build(name: str, product: TextProduct, working: Path, target: Path, *, root: Path) -> BuiltCandidate:
     settings = product.candidates[name]
     source = root / settings.checkpoint
-    checkpoint = describe_checkpoint(source, root=root)
+    checkpoint = read_checkpoint(source, root=root)
     weight_steps = [step for step in settings.steps if isinstance(step, WeightStep)]
     if weight_steps:
         calibration_set = load_evalset(root / product.optimize.calibration_texts)
         _pin_threads(product.optimize.num_threads)
         results = _apply_steps(weight_steps, source, working=working, calibration_set=calibration_set)
-        made = describe_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
+        made = read_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
         checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
     else:
-        if settings.engine.kind == "transformers":
+        if settings.engine.is_embedded:
             check_kernels(source)
         check_finite(iterate_weights(source), where=source)
         results = []

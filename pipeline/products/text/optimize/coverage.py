@@ -1,7 +1,7 @@
-"""Read back a quantised folder and hold it against what was asked.
+"""Read back a quantised folder and hold it against the settings of its step.
 
-Only headers and config.json are read, so what is checked is what a server will open, not what the
-quantiser had in memory.
+Only headers and config.json are read: the files that a server will open are checked, not the tensors
+that the quantiser had in memory.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def check_coverage(
         log: losses of the step, by layer.
 
     Raises:
-        QuantizationError: a layer that was asked for is not in the asked format or has another
-            size, another layer was packed, config.json declares something else, or a tokenizer,
-            chat template or generation config differs from the source's.
+        QuantizationError: a layer has another format or size than asked, or was packed unasked. Or config.json
+            declares something else, or a tokenizer, chat template or generation config differs from the source's.
     """
     _check_text_files(folder, source)
     _check_config(folder, step)
@@ -49,8 +48,8 @@ def check_coverage(
     for name, info in tensors.items():
         layer, _, part = name.rpartition(".")
         parts.setdefault(name_layer(layer, kind), {})[part] = info
-    for layer, found in parts.items():
-        if "weight_packed" in found and layer not in plan.asked:
+    for layer, layer_parts in parts.items():
+        if "weight_packed" in layer_parts and layer not in plan.asked:
             raise QuantizationError(f"{folder}: layer {layer!r} was packed, but the step did not ask for it")
     return tuple(_cover_layers(folder, step, plan, parts, log))
 
@@ -73,13 +72,14 @@ def _cover_layers(
     folder: Path, step: Int4Step, plan: LayerPlan, parts: dict[str, dict[str, TensorInfo]], log: StepLog
 ) -> Iterator[LayerCoverage]:
     for layer, shape in plan.asked.items():
-        found = {part: info for part, info in parts.get(layer, {}).items() if part.startswith("weight")}
-        scale = found.get("weight_scale")
+        weight_parts = {part: info for part, info in parts.get(layer, {}).items() if part.startswith("weight")}
+        scale = weight_parts.get("weight_scale")
         wanted = expected_bytes(shape, step, scale_bytes=_FLOAT_BYTES.get(scale.dtype, 0) if scale else 0)
-        sizes = {part: info.num_bytes for part, info in found.items()}
+        sizes = {part: info.num_bytes for part, info in weight_parts.items()}
         if sizes != wanted:
             raise QuantizationError(
-                f"{folder}: layer {layer!r}: expected {format_name(step)} as {_show(wanted)}, found {_show(sizes)}"
+                f"{folder}: layer {layer!r}: expected {format_name(step)} as {_format_sizes(wanted)}, "
+                f"found {_format_sizes(sizes)}"
             )
         yield LayerCoverage(
             layer=layer, format=format_name(step), num_bytes=sum(sizes.values()), asked=True, loss=log.losses.get(layer)
@@ -101,7 +101,7 @@ def _check_config(folder: Path, step: Int4Step) -> None:
     settings: dict[str, Any] = read_config(folder).get("quantization_config") or {}
     groups = list((settings.get("config_groups") or {}).values())
     weights = (groups[0].get("weights") or {}) if len(groups) == 1 else {}
-    found = (
+    declared = (
         settings.get("quant_method"),
         settings.get("format"),
         weights.get("num_bits"),
@@ -109,8 +109,8 @@ def _check_config(folder: Path, step: Int4Step) -> None:
         weights.get("symmetric"),
     )
     wanted = ("compressed-tensors", "pack-quantized", step.bits, step.group_size, step.symmetric)
-    if found != wanted:
-        raise QuantizationError(f"{folder}/config.json: quantization_config: expected {wanted}, found {found}")
+    if declared != wanted:
+        raise QuantizationError(f"{folder}/config.json: quantization_config: expected {wanted}, found {declared}")
 
 
 def _check_text_files(folder: Path, source: Path) -> None:
@@ -124,5 +124,5 @@ def _digest_if_there(path: Path) -> str | None:
     return digest_file(path) if path.is_file() else None
 
 
-def _show(sizes: dict[str, int]) -> str:
+def _format_sizes(sizes: dict[str, int]) -> str:
     return ", ".join(f"{part} {size} B" for part, size in sorted(sizes.items())) or "no tensors"

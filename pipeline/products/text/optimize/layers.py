@@ -1,9 +1,9 @@
 """Plan which linear layers a quantisation step covers, before any weight is read.
 
 Works on names and shapes alone, so settings are checked against a checkpoint in milliseconds.
-Refused here: a pattern that matches nothing, a group size that divides nothing, layers that an
-engine fuses into one kernel but that would end in different formats, and a head that shares its
-weights with the embedding.
+A pattern that matches nothing is refused here, and so is a group size that divides nothing. Layers that an
+engine fuses into one kernel must end in one format. A head that shares its weights with the embedding
+must be excluded.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def plan_folder(folder: Path, step: Int4Step) -> LayerPlan:
 def check_source(folder: Path) -> None:
     """Refuse a checkpoint that is already quantised, or that mixes experts."""
     tensors = read_tensors(folder)
-    found = detect_format(folder, read_config(folder), tensors)
-    if found != "dense":
+    weight_format = detect_format(folder, read_config(folder), tensors)
+    if weight_format != "dense":
         raise QuantizationError(
-            f"{folder}: already quantised as {found!r}; quantise the original, or use it with `steps: []`"
+            f"{folder}: already quantised as {weight_format!r}; quantise the original, or use it with `steps: []`"
         )
     # transformers stacks the experts into one tensor, which holds no linear layer for the library to find
     if expert := next((name for name in tensors if ".experts." in name), None):
@@ -70,7 +70,7 @@ def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_h
         tied_head: name of a head that shares its weights with the embedding, if there is one.
 
     Raises:
-        QuantizationError: a pattern matches no layer, nothing is left, a group size does not
+        QuantizationError: a pattern matches no layer, or nothing is left. Or a group size does not
             divide, a fused group disagrees, or the tied head is asked for.
     """
     excluded = match_patterns(shapes, step.exclude)
@@ -108,11 +108,11 @@ def match_patterns(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     known = list(names)
     matched: set[str] = set()
     for pattern in patterns:
-        found = {name for name in known if _matches(pattern, name)}
-        if not found:
+        matching = {name for name in known if _matches(pattern, name)}
+        if not matching:
             nearest = ", ".join(_nearest(pattern, known))
             raise QuantizationError(f"exclude: {pattern!r} matches no linear layer; the nearest are {nearest}")
-        matched |= found
+        matched |= matching
     return matched
 
 

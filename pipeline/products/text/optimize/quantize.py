@@ -1,6 +1,6 @@
 """Run a quantisation step from a checked source to a checked output folder.
 
-The output is judged by what is read back from disk, never by the model in memory. Tokenizer, chat
+The output is read back from disk and judged, never the model in memory. Tokenizer, chat
 template and generation config are copied, because a tokenizer that is saved again comes out
 different.
 """
@@ -22,7 +22,7 @@ from pipeline.products.text.checkpoints import (
     load_tokenizer,
     open_checkpoint,
 )
-from pipeline.products.text.optimize.calibration import describe_samples, select_samples
+from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.layers import Int4Step, LayerPlan, check_rank, check_source, plan_layers
 from pipeline.products.text.optimize.progress import StepLog
@@ -84,7 +84,7 @@ def quantize(
             log.record_fallback(layer, f"rounded to nearest: no {step.kind} rule of the library fits this layer")
     check_finite(iterate_weights(destination), where=destination)
     _check_logits(destination, samples[0][:_PROBE_TOKENS])
-    record = step.model_dump(mode="json") | {"calibrated_on": describe_samples(samples)}
+    record = step.model_dump(mode="json") | {"calibrated_on": count_samples(samples)}
     return StepResult(coverage=coverage, fallbacks=tuple(log.fallbacks), record=record)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.products.text.checkpoints import describe_checkpoint
+from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.settings import SpeculativeStep
@@ -31,11 +31,11 @@ def run_speculative(source: Path, *, step: SpeculativeStep, root: Path) -> StepR
     Raises:
         CheckpointError: the draft is broken or does not speak the target's tokens.
     """
-    config = SpeculativeConfig(method=step.method, num_tokens=step.num_tokens, options=step.options)
+    config = SpeculativeConfig(method=step.method, num_tokens=step.num_speculative_tokens, options=step.options)
     if step.draft is not None:
         folder = root / step.draft
         check_draft(folder, target=source)
-        draft = describe_checkpoint(folder, root=root)
+        draft = read_checkpoint(folder, root=root)
         check_finite(iterate_weights(folder), where=folder)
         config = config.model_copy(update={"draft_digest": draft.digest, "draft_path": draft.path})
     # the threshold is the gate's: another one must not make the candidate be evaluated again

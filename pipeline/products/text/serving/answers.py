@@ -1,4 +1,4 @@
-"""Read what a server answered, and say what came when it is not what was asked for.
+"""Read the answer of a server, and show its start when it is not the answer that was asked for.
 
 A server may send anything: the page of a proxy, another API's JSON, an answer that lacks half of its
 keys. Whatever it is becomes a `NonsenseError` that shows the start of it; how Python stumbled over it
@@ -37,7 +37,7 @@ class Reply:
     num_prompt_tokens: int
     num_completion_tokens: int
     latency_s: float  # of the request that succeeded, waiting for a free place not included
-    fingerprint: str  # what the server said answered; empty when it said nothing
+    fingerprint: str  # of the endpoint that answered, as the server states it; empty when it does not
     speculation: SpeculationCounts | None = None
     token_ids: tuple[int, ...] | None = None  # of the answer, where asked for and offered
     prompt_token_ids: tuple[int, ...] | None = None
@@ -113,23 +113,23 @@ def _read_speculation(answer: Any) -> SpeculationCounts | None:
     usage = answer["usage"]
     if usage.get("speculation"):
         return SpeculationCounts(**usage["speculation"])
-    found = (answer.get("metrics") or {}).get("speculative_decoding")
-    if not found:
+    metrics = (answer.get("metrics") or {}).get("speculative_decoding")
+    if not metrics:
         return None
-    histogram, num_accepted = found["acceptance_histogram"], found["num_accepted_draft_tokens"]
+    histogram, num_accepted = metrics["acceptance_histogram"], metrics["num_accepted_draft_tokens"]
     return SpeculationCounts(
         method="",  # it does not say
-        num_tokens=found["num_spec_tokens"],
+        num_tokens=metrics["num_spec_tokens"],
         # one for the prompt, one for each step with drafts; without drafts each token is a pass of its own
-        num_target_forwards=max(found["num_spec_steps"] + 1, usage["completion_tokens"] - num_accepted),
+        num_target_forwards=max(metrics["num_spec_steps"] + 1, usage["completion_tokens"] - num_accepted),
         num_completion_tokens=usage["completion_tokens"],
-        num_drafted=found["num_draft_tokens"],
+        num_drafted=metrics["num_draft_tokens"],
         accepted_by_position=tuple(sum(histogram[i:]) for i in range(1, len(histogram))),
     )
 
 
 def read_models(answer: Any) -> dict[str, int | None]:
-    """Read the list of models: the longest context of each, in tokens, where the server tells."""
+    """Read the list of models: the longest context of each, in tokens, where the server states it."""
     try:
         lengths = {entry["id"]: entry.get("max_model_len") for entry in answer["data"]}
     except _UNREADABLE:
@@ -153,12 +153,16 @@ def read_scores(answer: Any, num_tokens: Sequence[int], num_top: int) -> list[To
     """Read the scores of sequences of so many tokens from one completion with echoed prompts."""
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        found = [choice.get("logprobs") for choice in choices]
+        logprobs_by_choice = [choice.get("logprobs") for choice in choices]
     except _UNREADABLE:
         raise NonsenseError(f"expected echoed logprobs, got {_excerpt(answer)}") from None
-    if len(found) != len(num_tokens):
-        raise NonsenseError(f"expected echoed logprobs of each sequence ({len(num_tokens)} sent), got {len(found)}")
-    return [_read_sequence(logprobs, size, num_top) for logprobs, size in zip(found, num_tokens, strict=True)]
+    if len(logprobs_by_choice) != len(num_tokens):
+        raise NonsenseError(
+            f"expected echoed logprobs of each sequence ({len(num_tokens)} sent), got {len(logprobs_by_choice)}"
+        )
+    return [
+        _read_sequence(logprobs, size, num_top) for logprobs, size in zip(logprobs_by_choice, num_tokens, strict=True)
+    ]
 
 
 def read_refusal(body: bytes) -> str:
@@ -209,6 +213,6 @@ def _read_sequence(logprobs: Any, num_tokens: int, num_top: int) -> TokenScores:
 
 
 def _excerpt(answer: Any) -> str:
-    """Return the start of what came, on one line."""
+    """Return the start of an answer, on one line."""
     text = (answer if isinstance(answer, bytes) else orjson.dumps(answer)).decode(errors="replace")
     return repr(" ".join(text.split())[:EXCERPT_CHARS]) if text.strip() else "nothing"

@@ -1,9 +1,9 @@
 """The one client: everything that talks to an endpoint goes through here, whoever runs the endpoint.
 
 Speaks the OpenAI chat API and vLLM's way of scoring given tokens. Always greedy, always with an
-explicit `max_tokens`. Spreads requests over servers, keeps a conversation on one server so that
-its prefix stays cached there, merges concurrent score calls into one request, waits when a server
-says Retry-After, repeats what may succeed later and never repeats what was refused.
+explicit `max_tokens`. Spreads requests over servers, and keeps a conversation on one server so that
+its prefix stays cached there. Merges concurrent score calls into one request. Waits when a server says
+Retry-After, repeats a request that may succeed later, and never repeats a refused one.
 
 Not covered: streaming and sampling.
 """
@@ -209,20 +209,20 @@ class Client:
         return ids
 
     async def list_models(self) -> dict[str, int | None]:
-        """Return the models that the first server serves, with the longest context of each where it tells."""
+        """Return the models that the first server serves, with the longest context of each where it is stated."""
         return await self._request(self._servers[0], "GET", "/v1/models", None, lambda answer, _: read_models(answer))
 
     async def get(self, path: str) -> Any:
         """Return the JSON of one GET request to the first server."""
         return await self._request(self._servers[0], "GET", path, None, lambda answer, _: answer)
 
-    def _check_echo(self, server: _Server, said: str) -> None:
+    def _check_echo(self, server: _Server, system_fingerprint: str) -> None:
         """Refuse a reply of another server than the one that was asked first, as far as servers say who they are."""
-        self.echo = self.echo or said
-        if said and said != self.echo:
+        self.echo = self.echo or system_fingerprint
+        if system_fingerprint and system_fingerprint != self.echo:
             raise EngineError(
                 f"{server.url}: expected answers of system_fingerprint {self.echo[:20]!r}, got "
-                f"{said[:20]!r}: another server, or another model, answers there now; start the right "
+                f"{system_fingerprint[:20]!r}: another server, or another model, answers there now; start the right "
                 "one and run `dvc repro`"
             )
 

@@ -1,7 +1,7 @@
-"""Load a checkpoint for serving, and find out what was really loaded.
+"""Load a checkpoint for serving, and compute its facts from the objects in memory.
 
 The fingerprint is computed here from the files and objects of this process, in the way of
-`Candidate.fingerprint`, so that it proves what answers instead of repeating what was asked for.
+`Candidate.fingerprint`. So it proves which model answers, and does not repeat the settings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
-from pipeline.products.text.checkpoints import describe_checkpoint, load_model, load_tokenizer
+from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import fingerprint, read_environment
@@ -29,7 +29,7 @@ MAX_BATCH_TOKENS = 512  # new tokens per forward: bounds how long a prefill dela
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory and what was found out about it.
+    """A model in memory and the facts about it.
 
     `scorer` shares the weights of `model`, but keeps plain attention when continuous batching
     has switched `model` to a paged one.
@@ -69,7 +69,7 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
 
     asked = candidate.serving
     torch.set_num_threads(asked.num_threads)
-    checkpoint = describe_checkpoint(folder, root=folder.parent)
+    checkpoint = read_checkpoint(folder, root=folder.parent)
     model = load_model(folder, dtype=asked.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     check_context(model.config, asked.context_length)
     model.set_attn_implementation(asked.attention)
@@ -97,8 +97,8 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
             "libraries": {name: _version(name) for name in candidate.libraries},
         }
     )
-    batching = describe_batching(serving)
-    facts = _describe(loaded, model, engine={"num_packed_layers": num_packed, **_plain_fields(batching)})
+    batching = build_batching_config(serving)
+    facts = _build_facts(loaded, model, engine={"num_packed_layers": num_packed, **_plain_fields(batching)})
     config = {"generation_config.json": model.generation_config.to_json_string()}
     if draft is not None:
         config["draft/generation_config.json"] = draft.generation_config.to_json_string()
@@ -202,7 +202,7 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def describe_batching(serving: ServingConfig) -> Any:
+def build_batching_config(serving: ServingConfig) -> Any:
     """Return the library's continuous batching config for a way of serving."""
     from transformers import ContinuousBatchingConfig
 
@@ -220,7 +220,7 @@ def _plain_fields(config: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(config).items() if isinstance(value, bool | int | float | str | None)}
 
 
-def _describe(loaded: Candidate, model: Any, *, engine: dict[str, Any]) -> dict[str, Any]:
+def _build_facts(loaded: Candidate, model: Any, *, engine: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     on_gpu = model.device.type == "cuda"

@@ -1,12 +1,12 @@
-"""Find out before the first case whether an endpoint gives what the evals will ask of it.
+"""Find out before the first case whether an endpoint can answer every kind of request that the evals will send.
 
 An eval that needs something which the endpoint lacks would fail case after case, hours into a run. So
 one small request of each kind that the evals will send goes out first, and none of a kind that they
 will not: a server without log-probabilities is good enough for evals that only chat.
 
-A server may also take a request and ignore a part of it. What the answers give away is refused here
-and by the client: an answer that is too long, or another model's; tools that cost no prompt token; the
-same request answered in two ways.
+A server may also take a request and ignore a part of it. Where the answers show it, it is refused
+here and by the client. An answer is too long, or another model's; tools cost no prompt token; the same
+request is answered in two ways.
 
 Not covered: whether the answers are right; a server that samples so seldom that it is not seen here.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pipeline.errors import EngineError, IgnoredFieldError
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.vllm_config import SCORE_TOKENS
-from pipeline.products.text.settings import EvalSettings, HarnessEval, PerplexityEval
+from pipeline.products.text.settings import ChatEval, EvalSettings
 
 PROBE_TOKENS = 32  # of each of two answers that must agree
 # many continuations are about as likely: a server that samples hardly says the same twice
@@ -118,7 +118,7 @@ async def _check_greedy(client: Client, name: str) -> None:
 
 
 def check_context(context_length: int, longest: int | None, evals: Mapping[str, EvalSettings], *, where: str) -> None:
-    """Refuse a context that a server can't hold; a server that does not tell its own is not checked.
+    """Refuse a context that a server can't hold; a server that does not state its own is not checked.
 
     Args:
         context_length: tokens, of the settings.
@@ -139,10 +139,10 @@ def check_context(context_length: int, longest: int | None, evals: Mapping[str, 
 
 def needs_scores(evals: Mapping[str, EvalSettings]) -> bool:
     """Say whether some eval asks for the log-probabilities of given tokens."""
-    return any(_find_need(settings) is _SCORES for settings in evals.values())
+    return any(settings.needs_logprobs for settings in evals.values())
 
 
 def _find_need(settings: EvalSettings) -> _Need:
-    if isinstance(settings, PerplexityEval | HarnessEval):
+    if settings.needs_logprobs:
         return _SCORES
-    return _TOOLS if settings.send_tools else _CHAT
+    return _TOOLS if isinstance(settings, ChatEval) and settings.send_tools else _CHAT

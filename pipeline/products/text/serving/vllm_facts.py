@@ -1,4 +1,4 @@
-"""What a running vLLM resolved its configuration to: the part that can change an answer."""
+"""The resolved configuration of a running vLLM: the part that can change an answer."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ _RESOLVED = {
 
 
 def read_resolved(server_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's resolved configuration, "section.key" -> value; empty where it was not told."""
+    """Return the engine's resolved configuration, "section.key" -> value; empty where the server does not state it."""
     config = server_info.get("vllm_config")
     if not isinstance(config, Mapping):
         return {}
     return {
-        f"{section}.{key}": found[key]
+        f"{section}.{key}": values[key]
         for section, keys in _RESOLVED.items()
-        if isinstance(found := config.get(section), Mapping)
+        if isinstance(values := config.get(section), Mapping)
         for key in keys
-        if key in found
+        if key in values
     }
 
 
@@ -70,6 +70,6 @@ def read_sampling(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     path = folder / "generation_config.json"
     source = options.get("generation-config", "auto")
-    found = read_json(path) if source == "auto" and path.is_file() else {}
-    merged = {**found, **(options.get("override-generation-config") or {})}
+    generation_config = read_json(path) if source == "auto" and path.is_file() else {}
+    merged = {**generation_config, **(options.get("override-generation-config") or {})}
     return {"source": source} | {key: merged[key] for key in _SAMPLING if key in merged}

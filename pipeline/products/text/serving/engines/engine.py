@@ -1,4 +1,4 @@
-"""What every engine gives: where to ask, and what answers there.
+"""The interface of engines: the order to one, and the endpoint that it gives.
 
 An engine is an async context manager: entering starts it and waits until it has answered real
 requests, leaving stops it, whatever happened in between.
@@ -25,13 +25,13 @@ LOCAL, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"
 
 
 @dataclass(frozen=True)
-class Order:
-    """What an engine is asked for.
+class ServerLaunch:
+    """The order to an engine: serve this candidate to these evals.
 
     Attributes:
         candidate: what to serve.
         resources: number of servers and time limits.
-        evals: what the endpoint will be asked for, by name; anything else it may lack.
+        evals: by name, the evals that will ask the endpoint. It may lack anything that they do not need.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs and the configuration that the engine was given.
         host: address to listen at.
@@ -105,12 +105,12 @@ class Engine:
         )
 
 
-async def probe_servers(engine: Engine, order: Order) -> None:
+async def probe_servers(engine: Engine, launch: ServerLaunch) -> None:
     """Ask each server what the evals will ask."""
 
     async def ask(url: str) -> None:
-        async with engine.connect(order.resources, concurrency=1, only=url) as client:
-            await probe(client, order.evals)
+        async with engine.connect(launch.resources, concurrency=1, only=url) as client:
+            await probe(client, launch.evals)
 
     await gather(*(ask(url) for url in engine.base_urls))
 
@@ -124,12 +124,12 @@ def check_facts(candidate: Candidate, facts: Mapping[str, Any], *, where: str) -
     if difference := find_difference(candidate.facts, facts):
         raise EngineError(
             f"{where}: {difference.field}: the candidate says {difference.expected!r}, the server loaded "
-            f"{difference.found!r}; run the optimize stage again"
+            f"{difference.actual!r}; run the optimize stage again"
         )
 
 
 async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Await all; at the first failure cancel the others and raise that one: what they say then is only its echo."""
+    """Await all; at the first failure cancel the others and raise that one: later errors are only its echo."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]

@@ -1,7 +1,7 @@
 """A server that somebody else runs, reached over the OpenAI API; quantgate neither starts nor stops it.
 
-What it serves is its operator's word, declared in params.yaml. What it can be asked is asked: a
-quantgate server tells its own facts, vLLM its version, and in development mode its configuration.
+Params.yaml declares what it serves, on its operator's word. The server is asked for its facts as far as
+it has them: a quantgate server states all, vLLM its version, and in development mode its configuration.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.errors import EngineError
 from pipeline.products.text.serving.client import Client
-from pipeline.products.text.serving.engines.engine import Engine, Order, check_facts
+from pipeline.products.text.serving.engines.engine import Engine, ServerLaunch, check_facts
 from pipeline.products.text.serving.readiness import check_context, probe
 from pipeline.products.text.serving.vllm_facts import read_resolved
 from pipeline.products.text.settings import EvalSettings
@@ -26,13 +26,13 @@ DECLARED = "declared by the settings, not proved by the server"
 
 
 @contextlib.asynccontextmanager
-async def start(order: Order) -> AsyncIterator[Engine]:
+async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     """Attach to the server that a candidate names.
 
     Raises:
         EngineError: no such server, it serves no such model, or does not give what an eval needs.
     """
-    candidate, serving = order.candidate, order.candidate.serving
+    candidate, serving = launch.candidate, launch.candidate.serving
     if not serving.base_url or not serving.model:
         raise EngineError(
             f"{candidate.name}: engine openai needs base_url and model, got {serving.base_url!r} and {serving.model!r}"
@@ -42,11 +42,11 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         [url],
         serving.model,
         concurrency=1,
-        timeout_s=order.resources.request_timeout_s,
+        timeout_s=launch.resources.request_timeout_s,
         max_refusals=MAX_REFUSALS,
         api_key=key,
     ) as client:
-        await _check_listing(client, url, order)
+        await _check_listing(client, url, launch)
     async with Client(
         [url], serving.model, concurrency=1, timeout_s=FACTS_TIMEOUT_S, max_tries=1, api_key=key
     ) as client:
@@ -63,8 +63,8 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         is_declared="checkpoint" not in facts,
         api_key=key,
     )
-    async with engine.connect(order.resources, concurrency=serving.concurrency) as client:
-        await probe(client, order.evals, attached_as=candidate.name)
+    async with engine.connect(launch.resources, concurrency=serving.concurrency) as client:
+        await probe(client, launch.evals, attached_as=candidate.name)
     yield engine
 
 
@@ -95,10 +95,10 @@ def adopt(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
-    """Ask a server what it is: its facts by section as far as it tells them, and what they prove."""
-    own = (await _get(client, "/v1/fingerprint")).get("facts")
-    if isinstance(own, dict) and _are_facts(own):
-        return own, "computed by the server from the files and objects it loaded"
+    """Ask a server for its facts by section, as far as it states them, and return with them what they prove."""
+    server_facts = (await _get(client, "/v1/fingerprint")).get("facts")
+    if isinstance(server_facts, dict) and _are_facts(server_facts):
+        return server_facts, "computed by the server from the files and objects it loaded"
     if not (version := (await _get(client, "/version")).get("version")):
         return {}, ""
     facts: dict[str, Any] = {"libraries": {"vllm": str(version).split("+")[0]}}
@@ -107,10 +107,10 @@ async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
     return facts, f"{DECLARED}, but for its version"
 
 
-def _are_facts(told: Mapping[str, Any]) -> bool:
-    """Say whether a server told all of its facts: one that tells half of them proves nothing."""
-    sections = [told.get(name) for name in SECTIONS]
-    return all(isinstance(section, dict) for section in sections) and isinstance(told["checkpoint"].get("digest"), str)
+def _are_facts(facts: Mapping[str, Any]) -> bool:
+    """Say whether a server states all of its facts: half of them prove nothing."""
+    sections = [facts.get(name) for name in SECTIONS]
+    return all(isinstance(section, dict) for section in sections) and isinstance(facts["checkpoint"].get("digest"), str)
 
 
 async def _get(client: Client, path: str) -> Mapping[str, Any]:
@@ -121,9 +121,9 @@ async def _get(client: Client, path: str) -> Mapping[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-async def _check_listing(client: Client, url: str, order: Order) -> None:
+async def _check_listing(client: Client, url: str, launch: ServerLaunch) -> None:
     """Check that a server is there, that it serves the model, and that its context is long enough."""
-    model, where = client.model, f"candidates.{order.candidate.name}.engine"
+    model, where = client.model, f"candidates.{launch.candidate.name}.engine"
     try:
         listed = await client.list_models()
     except EngineError as error:
@@ -134,5 +134,5 @@ async def _check_listing(client: Client, url: str, order: Order) -> None:
         raise EngineError(
             f"{url}/v1/models: expected {model!r} among the served models, got {list(listed)!r}; correct {where}.model"
         )
-    evals: Mapping[str, EvalSettings] = order.evals
-    check_context(order.candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")
+    evals: Mapping[str, EvalSettings] = launch.evals
+    check_context(launch.candidate.serving.context_length, listed[model], evals, where=f"{model!r} at {url}")

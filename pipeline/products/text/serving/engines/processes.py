@@ -1,7 +1,7 @@
 """Server processes: started with a log, watched, and gone when we are gone.
 
-Every server's standard input is a pipe that we hold open: it closes when we end in whatever way, and
-the server, or the keeper in front of it, takes that as the order to stop.
+Every server's standard input is a pipe that we hold open, and it closes when we end in whatever way. The
+server, or the keeper in front of it, takes that as the order to stop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?((INFO|WARNING|ERROR) \d\d-\d\d
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: \S|(^|\s)error: \S|Value error, ")
 # points at an error elsewhere
 _POINTER = re.compile(r"[Ee]ngine core init|See root cause|Failed core proc|EngineDeadError|validation errors? for ")
-_REFUSAL = re.compile(r"RequestValidationError")  # of one request, whose client was told
+_REFUSAL = re.compile(r"RequestValidationError")  # of one request, whose client has the answer
 
 
 @dataclass
@@ -35,7 +35,7 @@ class ServerProcess:
     def check_alive(self) -> None:
         """Raise EngineError when the process has ended."""
         if (code := self.popen.poll()) is not None:
-            raise self.failure(describe_exit(code))
+            raise self.failure(format_exit(code))
 
     def failure(self, what: str) -> EngineError:
         """Describe a failure with the line of the log that says most."""
@@ -105,7 +105,7 @@ def _release(process: ServerProcess, timeout_s: float) -> None:
                 stream.close()
 
 
-def describe_exit(code: int) -> str:
+def format_exit(code: int) -> str:
     """Say how a process ended."""
     return f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
@@ -117,8 +117,8 @@ def read_cause(log: Path) -> str:
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [_LOG_PREFIX.sub("", line) for line in re.split(r"[\r\n]+", text)]
-    said = [line.strip()[:300] for line in lines if not _NOISE.search(line) or "Value error, " in line]
-    errors = [line for line in said if _CAUSE.search(line) and not _REFUSAL.search(line)]
+    messages = [line.strip()[:300] for line in lines if not _NOISE.search(line) or "Value error, " in line]
+    errors = [line for line in messages if _CAUSE.search(line) and not _REFUSAL.search(line)]
     causes = [line for line in errors if not _POINTER.search(line)]
-    found = causes or errors or said
-    return found[-1] if found else "the log is empty"
+    explanations = causes or errors or messages
+    return explanations[-1] if explanations else "the log is empty"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines import openai, transformers, vllm
-from pipeline.products.text.serving.engines.engine import LOCAL, Engine, Order
+from pipeline.products.text.serving.engines.engine import LOCAL, Engine, ServerLaunch
 from pipeline.products.text.settings import EvalSettings, ResourceSettings
 from pipeline.records.evaluations import Candidate
 
-ENGINES: dict[str, Callable[[Order], AbstractAsyncContextManager[Engine]]] = {
+ENGINES: dict[str, Callable[[ServerLaunch], AbstractAsyncContextManager[Engine]]] = {
     "transformers": transformers.start,
     "vllm": vllm.start,
     "openai": openai.start,
@@ -36,7 +36,7 @@ async def start_engine(
     Args:
         candidate: what to serve.
         resources: number of servers and time limits.
-        evals: what the endpoint will be asked for, by name; anything else it may lack.
+        evals: by name, the evals that will ask the endpoint. It may lack anything that they do not need.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs.
         host: address that a server of ours listens at.
@@ -46,9 +46,9 @@ async def start_engine(
         EngineError: a server did not come up, does not answer, is not what was asked for, or does not
             give what an eval needs.
     """
-    order = Order(candidate, resources, evals, root, logs, host, port)
+    launch = ServerLaunch(candidate, resources, evals, root, logs, host, port)
     async with (
-        ENGINES[candidate.serving.engine](order) as engine,
+        ENGINES[candidate.serving.engine](launch) as engine,
         engine.connect(resources, concurrency=candidate.serving.concurrency) as client,
     ):
         yield engine, client

@@ -16,34 +16,45 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.products.text.serving import launcher
-from pipeline.products.text.serving.engines.engine import LOCAL, Engine, Order, check_facts, gather, probe_servers
-from pipeline.products.text.serving.engines.processes import ServerProcess, describe_exit, spawn, stop
+from pipeline.products.text.serving.engines.engine import (
+    LOCAL,
+    Engine,
+    ServerLaunch,
+    check_facts,
+    gather,
+    probe_servers,
+)
+from pipeline.products.text.serving.engines.processes import ServerProcess, format_exit, spawn, stop
 from pipeline.records.evaluations import Candidate
 
 PROJECT = Path(__file__).resolve().parents[5]
 
 
 @contextlib.asynccontextmanager
-async def start(order: Order) -> AsyncIterator[Engine]:
+async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     """Start the servers of a candidate.
 
     Raises:
         EngineError: a server did not come up, loaded something else, or does not give what an eval needs.
     """
-    candidate, resources = order.candidate, order.resources
+    candidate, resources = launch.candidate, launch.resources
     processes: list[ServerProcess] = []
     try:
         for index in range(resources.num_servers):
             processes.append(
                 _spawn(
-                    candidate, root=order.root, log=order.logs / f"server-{index}.log", host=order.host, port=order.port
+                    candidate,
+                    root=launch.root,
+                    log=launch.logs / f"server-{index}.log",
+                    host=launch.host,
+                    port=launch.port,
                 )
             )
         reports = await gather(*(_read_report(p, resources.start_timeout_s) for p in processes))
         for process, report in zip(processes, reports, strict=True):
             check_facts(candidate, report["facts"], where=f"server {process.log.stem}")
         engine = Engine(
-            base_urls=tuple(order.url(report["port"]) for report in reports),
+            base_urls=tuple(launch.url(report["port"]) for report in reports),
             model=candidate.name,
             facts=reports[0]["facts"],
             proof="computed by the server from the files and objects it loaded",
@@ -51,7 +62,7 @@ async def start(order: Order) -> AsyncIterator[Engine]:
             config=reports[0]["config"],
             processes=tuple(processes),
         )
-        await probe_servers(engine, order)
+        await probe_servers(engine, launch)
         yield engine
     finally:
         stop(processes)
@@ -97,5 +108,5 @@ async def _read_report(process: ServerProcess, timeout_s: float) -> dict[str, An
         process.popen.kill()
         raise
     if not text:
-        raise process.failure(describe_exit(process.popen.wait()))
+        raise process.failure(format_exit(process.popen.wait()))
     return json.loads(text)

@@ -1,8 +1,8 @@
 """vLLM, started from its own environment or container by the command of params.yaml.
 
 It gets one configuration file, which is what a release would be served with, a free port, and a keeper
-that ends it with us. Ready means that it has answered real requests. What it resolved the file to, it
-tells itself: `/version` and `/server_info`, which its development mode adds and nothing else depends on.
+that ends it with us. Ready means that it has answered real requests. `/version` and `/server_info`
+show how it resolved the file; its development mode adds the second, and nothing else depends on that mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.errors import EngineError
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines import keeper
-from pipeline.products.text.serving.engines.engine import Engine, Order, check_facts, probe_servers
+from pipeline.products.text.serving.engines.engine import Engine, ServerLaunch, check_facts, probe_servers
 from pipeline.products.text.serving.engines.processes import ServerProcess, spawn, stop_kept
 from pipeline.products.text.serving.vllm_config import (
     CONFIG_FILE,
@@ -50,7 +50,7 @@ _ENVIRONMENT = {
 
 
 @contextlib.asynccontextmanager
-async def start(order: Order) -> AsyncIterator[Engine]:
+async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     """Start vLLM on a candidate.
 
     Raises:
@@ -58,16 +58,16 @@ async def start(order: Order) -> AsyncIterator[Engine]:
         EngineError: it did not come up, is another release, loaded something else, or does not give what an
             eval needs.
     """
-    candidate, port = order.candidate, _find_port(order)
-    checkpoint = _digest(order.root / candidate.checkpoint.path)
-    config = build_config(candidate, needs_scores=order.needs_scores) | {"host": order.host}
+    candidate, port = launch.candidate, _find_port(launch)
+    checkpoint = _digest(launch.root / candidate.checkpoint.path)
+    config = build_config(candidate, needs_scores=launch.needs_scores) | {"host": launch.host}
     check_config(config, version=str(candidate.serving.version), where=f"candidates.{candidate.name}")
-    path = order.logs / CONFIG_FILE
+    path = launch.logs / CONFIG_FILE
     write_text(path, render_config(config))
-    process = _spawn(candidate, order.root, path, port, order.logs / "server-0.log")
+    process = _spawn(candidate, launch.root, path, port, launch.logs / "server-0.log")
     try:
-        url = order.url(port)
-        facts = await _wait(process, url, order) | {"checkpoint": checkpoint}
+        url = launch.url(port)
+        facts = await _wait(process, url, launch) | {"checkpoint": checkpoint}
         check_facts(candidate, facts, where="server server-0")
         proof = "computed from the files before the start, and from what the running engine says of itself"
         engine = Engine(
@@ -79,7 +79,7 @@ async def start(order: Order) -> AsyncIterator[Engine]:
             config={CONFIG_FILE: render_config(config)},
             processes=(process,),
         )
-        await probe_servers(engine, order)
+        await probe_servers(engine, launch)
         yield engine
     finally:
         stop_kept(process, STOP_TIMEOUT_S)
@@ -92,14 +92,14 @@ def _spawn(candidate: Candidate, root: Path, config: Path, port: int, log: Path)
     return spawn([sys.executable, keeper.__file__, *arguments], folder=root, environment=environment, log=log)
 
 
-async def _wait(process: ServerProcess, url: str, order: Order) -> dict[str, Any]:
-    """Wait until the server lists its model, and return the facts that it tells."""
-    limit_s, start = order.resources.start_timeout_s, time.monotonic()
+async def _wait(process: ServerProcess, url: str, launch: ServerLaunch) -> dict[str, Any]:
+    """Wait until the server lists its model, and return the facts that it states."""
+    limit_s, start = launch.resources.start_timeout_s, time.monotonic()
     async with Client(
         [url],
-        order.candidate.name,
+        launch.candidate.name,
         concurrency=1,
-        timeout_s=order.resources.request_timeout_s,
+        timeout_s=launch.resources.request_timeout_s,
         max_refusals=1,
         check_alive=process.check_alive,
     ) as client:
@@ -107,7 +107,7 @@ async def _wait(process: ServerProcess, url: str, order: Order) -> dict[str, Any
             process.check_alive()
             try:
                 await client.list_models()
-                return await _read_facts(client, order)
+                return await _read_facts(client, launch)
             except EngineError as error:
                 process.check_alive()
                 if time.monotonic() - start > limit_s:
@@ -115,8 +115,8 @@ async def _wait(process: ServerProcess, url: str, order: Order) -> dict[str, Any
             await asyncio.sleep(POLL_S)
 
 
-async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
-    candidate = order.candidate
+async def _read_facts(client: Client, launch: ServerLaunch) -> dict[str, Any]:
+    candidate = launch.candidate
     version = str((await client.get("/version"))["version"])
     info = await client.get("/server_info?config_format=json")
     resolved, system = read_resolved(info), info.get("system_env") or {}
@@ -128,14 +128,14 @@ async def _read_facts(client: Client, order: Order) -> dict[str, Any]:
     if method != rename_method(serving["speculative.method"]):
         serving["speculative.method"] = method
     if (draft := candidate.serving.speculative) and draft.draft_path:
-        serving["speculative.draft_digest"] = digest_checkpoint(order.root / draft.draft_path)
+        serving["speculative.draft_digest"] = digest_checkpoint(launch.root / draft.draft_path)
     return {
         "serving": serving,
         "libraries": {"vllm": version.split("+")[0]},
         "engine": resolved,
-        "sampling": read_sampling(order.root / candidate.checkpoint.path, candidate.serving.options),
+        "sampling": read_sampling(launch.root / candidate.checkpoint.path, candidate.serving.options),
         "environment": read_environment(os.environ | candidate.serving.environment)
-        | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, order.root)},
+        | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, launch.root)},
         "hardware": _read_hardware(resolved, system),
     }
 
@@ -162,16 +162,16 @@ def _digest_scripts(candidate: Candidate, root: Path) -> Iterator[tuple[str, str
             yield path.name, hashlib.sha256(content.partition(b"\n")[2]).hexdigest()
 
 
-def _find_port(order: Order) -> int:
+def _find_port(launch: ServerLaunch) -> int:
     """Return the port that was asked for, or a free one; refuse one on which another server would answer for ours."""
     with socket.socket() as listener:
-        if order.port is not None:  # one that was left a moment ago can be had again
+        if launch.port is not None:  # one that was left a moment ago can be had again
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((order.host, order.port or 0))
+            listener.bind((launch.host, launch.port or 0))
         except OSError as error:
             raise EngineError(
-                f"expected to listen at {order.host}:{order.port or 'a free port'}, got: "
+                f"expected to listen at {launch.host}:{launch.port or 'a free port'}, got: "
                 f"{error.strerror}; name another address or port"
             ) from None
         return int(listener.getsockname()[1])
