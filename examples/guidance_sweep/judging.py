@@ -145,11 +145,11 @@ def _read_records(measured: Measured, eval_name: str) -> list[CaseRecord]:
 
 def _read_estimates(measured: Measured) -> dict[str, Estimate]:
     names = (SATURATION, OVERSATURATION, SIMILARITY, STD_RATIO)
-    found = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None}
+    metrics = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None}
     return {
         name: Estimate(m.value, m.low if m.low is not None else m.value, m.high if m.high is not None else m.value)
         for name in names
-        if (m := found[name])
+        if (m := metrics[name])
     }
 
 

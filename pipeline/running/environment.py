@@ -268,8 +268,8 @@ def read_torch_build() -> str:
     if spec is None or spec.origin is None:
         return "absent"
     text = _read_text(Path(spec.origin).with_name("version.py"))
-    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return f"cuda {found.group(1)}" if found else "cpu"
+    match = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return f"cuda {match.group(1)}" if match else "cpu"
 
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:

@@ -54,17 +54,17 @@ def list_other_formats(network: nn.Module, call: Callable[[], Any]) -> list[str]
 
     A tensor of one channel, or of one pixel, is in both formats and counts as channels last.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if (
                 isinstance(output, torch.Tensor)
                 and output.ndim == 4
-                and name not in found
+                and name not in names
                 and not output.is_contiguous(memory_format=torch.channels_last)
             ):
-                found.append(name)
+                names.append(name)
 
         return hook
 
@@ -78,4 +78,4 @@ def list_other_formats(network: nn.Module, call: Callable[[], Any]) -> list[str]
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return names

@@ -96,9 +96,9 @@ def _measure_speeds(
     return measure_speed(load, serving, baseline, pixels, network), total
 
 
-def is_surely_slower(found: dict[str, Any] | None) -> bool:
-    """Say whether what `measure_speed` found is surely slower than its baseline, by some clock."""
-    clocks = found["timed"] if found else None
+def is_surely_slower(speed: dict[str, Any] | None) -> bool:
+    """Say whether a result of `measure_speed` is surely slower than its baseline, by some clock."""
+    clocks = speed["timed"] if speed else None
     return any(clock["ratio"]["low"] > 1 for clock in (clocks or {}).values())
 
 
@@ -132,7 +132,7 @@ def measure_speed(
     """
     ours, theirs = network or load(serving), (load_base or load)(base)
     x, y = ours.prepare(pixels), theirs.prepare(pixels)
-    found: dict[str, Any] = {
+    speed: dict[str, Any] = {
         "baseline": f"the reference, {base.summary}" if load_base else base.summary,
         "difference": None,
         "tolerance": None,
@@ -143,9 +143,9 @@ def measure_speed(
         exact = load(serving.model_copy(update=_LAYOUT | {"dtype": "float32", "autocast": False}))
         limits = limit_rounding(exact, pixels, getattr(torch, serving.dtype), len(differences))
         worst = int(np.argmax(differences / limits))  # NaN is the largest
-        found |= {"difference": _finite(differences[worst]), "tolerance": _finite(limits[worst])}
+        speed |= {"difference": _finite(differences[worst]), "tolerance": _finite(limits[worst])}
         if not (differences <= limits).all():
-            return found
+            return speed
 
     def clock() -> Floats:
         return np.array([read_seconds(ours.device), time.perf_counter()])
@@ -155,7 +155,7 @@ def measure_speed(
     # [round, theirs or ours, clock]
     pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock))
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
-    return found | {
+    return speed | {
         "timed": {
             name: {
                 "baseline_ms": bound_median((1e3 * pairs[:, 0, i] / len(pixels)).tolist()).model_dump(),

@@ -74,9 +74,9 @@ class _Trial:
         return math.log2(torch.finfo(TORCH_DTYPES[self.arithmetic.dtype]).max / self.largest)
 
     def run(self, conv: nn.Conv2d, x: torch.Tensor, expected: torch.Tensor) -> None:
-        found = convolve(conv, x, self.arithmetic)
-        self.error.add(expected, found)
-        self.nonfinite_count += found.numel() - int(found.isfinite().sum())
+        actual = convolve(conv, x, self.arithmetic)
+        self.error.add(expected, actual)
+        self.nonfinite_count += actual.numel() - int(actual.isfinite().sum())
         self.multiplications += _count_multiplications(conv, expected, self.arithmetic.algorithm)
         for step, values in _list_stored(conv, x, expected, self.arithmetic.algorithm):
             if (largest := torch.linalg.vector_norm(values, math.inf).item()) > self.largest:
@@ -206,17 +206,17 @@ def _propose(
     limit = max_relative_error
     if error is None or error > max_relative_error:
         limit = math.inf if error is None else _MAX_OVER_DIRECT * error
-    said, kept = [why_direct] if why_direct else [], trials[-1]
+    reasons, kept = [why_direct] if why_direct else [], trials[-1]
     for trial in trials[:-1]:
         if not (objection := _object(trial, limit, min_headroom_bits)):
             kept = trial
             break
-        said.append(objection)
+        reasons.append(objection)
     return LayerProposal(
         name,
         kept.arithmetic.algorithm,
         kept.arithmetic.dtype,
-        "; ".join([*said, _praise(kept)]),
+        "; ".join([*reasons, _praise(kept)]),
         {key: trial.as_json() for key, trial in by_name.items()},
         not why_direct,
         kept.multiplications,

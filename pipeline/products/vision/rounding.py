@@ -46,8 +46,8 @@ def differ(ours: Any, theirs: Any) -> Floats:
     a, b = ([tensor.float() for tensor in list_tensors(side)] for side in (ours, theirs))
     if [x.shape for x in a] != [y.shape for y in b]:
         return np.array([np.inf])
-    found = [difference for x, y in zip(a, b, strict=True) for difference in _compare(x, y)]
-    return np.array(found or [np.nan])
+    differences = [difference for x, y in zip(a, b, strict=True) for difference in _compare(x, y)]
+    return np.array(differences or [np.nan])
 
 
 def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> list[float]:
@@ -74,10 +74,10 @@ def limit_rounding(exact: Network, pixels: torch.Tensor, dtype: torch.dtype, num
     x = exact.prepare(pixels)
     expected = exact.run(x)
     _round_all(exact.module, cut)
-    found = _NUM_RUNS * differ(exact.run(_round(x, cut)), expected)
-    if len(found) != num:  # it selected other boxes
+    differences = _NUM_RUNS * differ(exact.run(_round(x, cut)), expected)
+    if len(differences) != num:  # it selected other boxes
         return fixed
-    return np.where(np.isfinite(found), np.maximum(found, fixed), fixed)
+    return np.where(np.isfinite(differences), np.maximum(differences, fixed), fixed)
 
 
 def _round_all(module: torch.nn.Module, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
