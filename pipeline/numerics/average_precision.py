@@ -1,8 +1,8 @@
 """Average precision and recall from matched detections: COCO's twelve numbers, of any resample of the images.
 
 A resample is a weight per image, how often it is drawn. An image that is drawn twice has every detection and every
-object twice, and its copies stand together in the ranking, so weighted counts give the AP of the image list with
-repetitions, exactly but for the order of equal scores on one image; all resamples are computed at once. A class
+object twice, and its copies stand together in the ranking. So weighted counts give the AP of the image list with
+repetitions, exactly but for the order of equal scores on one image. All resamples are computed at once. A class
 without an object in a bucket does not enter that bucket's mean, as in COCO, in a resample too; where no class has one
 there is no AP, which is NaN here and never -1: -1 less -1 would be no change.
 """

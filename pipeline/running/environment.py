@@ -1,9 +1,9 @@
 """What the numbers were made on: library versions, the machine, and whether its GPU can be used.
 
 Quality depends on the libraries alone, latency on the machine as well, so the two are separate
-records and separate dependencies in dvc.yaml. Nothing here imports torch: its version and build
-are read from the installed files, and a GPU is proved by allocating on it in a child process, so
-that on a CPU machine the record costs milliseconds. Covers Linux with NVIDIA GPUs, and the CPU of
+records and separate dependencies in dvc.yaml. Nothing here imports torch, so that on a CPU machine
+the record costs milliseconds: its version and build are read from the installed files, and a GPU is
+proved by allocating on it in a child process. Covers Linux with NVIDIA GPUs, and the CPU of
 other systems; whether a checkpoint fits in memory is in `memory.py`.
 """
 

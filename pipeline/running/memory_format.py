@@ -1,7 +1,7 @@
 """Does channels-last survive a network? What each module wrote, and what oneDNN had to copy.
 
-A module that writes another format (a view in the wrong order, an operation without a kernel for it) makes its
-followers run as before, and copies between formats, oneDNN's reorders, eat the gain. Hooks see each module of an eager
+A module may write another format: a view in the wrong order, an operation without a kernel for it. Its followers then
+run as before, and copies between formats, oneDNN's reorders, eat the gain. Hooks see each module of an eager
 network; oneDNN's log also shows a compiled one. Copies that torch makes itself are not in that log, and a GPU writes
 none.
 """

@@ -121,9 +121,9 @@ def _name_batch(cases: Sequence[PromptCase]) -> str:
 
 
 def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
-    """Return the notes from those of all batches, whichever run made them.
+    """Return the notes of the eval from the notes of all batches, whichever run made them.
 
-    Time is that of pipeline/running/timing.py. Fewer than six batches give no interval of the ratio.
+    Time is measured as in pipeline/running/timing.py. Fewer than six batches give no interval of the ratio.
     """
     from pipeline.numerics.activation_watch import ModuleRange
     from pipeline.products.images.scoring import build_range_notes

@@ -1,14 +1,15 @@
 """What a candidate costs beside its baseline: time, memory, compilation, and whether its memory format survives.
 
-The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand;
-that of any other is the same weights run plainly, in float32 without a step, in the same tiles where there are any.
-What a candidate takes in total is told beside the reference run plainly, too: channels-last may be five times as fast
+The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand.
+Any other candidate is timed beside the same weights run plainly, in float32 without a step, in the same tiles where
+there are any.
+The total time of a candidate is shown beside the reference run plainly, too: channels-last may be five times as fast
 as bfloat16 without it where float32 is forty times as fast. What is slower in total has no gain, and is timed no
 further.
 
-Time is of one batch, in pairs whose order alternates. Of the same weights it is told only where both outputs are equal
+Time is of one batch, in pairs whose order alternates. Of the same weights it is shown only where both outputs are equal
 within the number format's rounding (`rounding.py`). Another checkpoint, as an INT8 artefact is, and tiles beside whole
-pictures give other outputs by nature: what those lose is the gate's matter. An emulated policy has no speed of its own
+pictures give other outputs by nature: their loss is the gate's matter. An emulated policy has no speed of its own
 (`benchmarks/winograd_speed.py` measures real kernels).
 """
 
@@ -173,7 +174,7 @@ def measure_speed(
 def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
     """Return what compilation met from its first call on, over one batch of each shape.
 
-    Graphs and graph breaks are those of the first shape, recompilations the graphs of the others. A worker's cache is
+    Graphs and graph breaks are counted on the first shape, recompilations on the others. A worker's cache is
     empty at first, so its first call takes as long as on a machine that never saw the network. Where torch has compiled
     a function as often as its limit allows, it runs it without for every further shape and only logs it:
     `num_over_limit` counts such functions, `shape_over_limit` is the number of the shape that was the first.

@@ -79,7 +79,7 @@ def write_policy(text: str, candidate: str, dtype: Dtype, proposals: Sequence[La
 
 
 def tabulate(proposals: Sequence[LayerProposal]) -> str:
-    """Return a table, a row a layer, and what it comes to."""
+    """Return a table, a row a layer, with a line that sums it up."""
     counts = Counter(p.algorithm for p in proposals if p.can_run_winograd)
     width = max((len(p.layer) for p in proposals), default=0)
     rows = [f"{p.layer:<{width}}  {NAMES[p.algorithm]:<6}  {p.dtype:<8}  {p.reason}" for p in proposals]

@@ -4,14 +4,14 @@
     apply_policy(network, make_policy(proposals))
 
 The float32 network runs on each image; every convolution is tried with each algorithm on the very input it gets there,
-the one with fewest multiplications first. Kept is the first that leaves the largest number it stores (transformed
-inputs, sums of products, output) some doublings below the dtype's end, gives no NaN or infinity, and is near enough to
-the float32 result. Where even the direct sum lacks the range, bfloat16 has it.
+the one with fewest multiplications first. The first that fits is kept: the largest number it stores (transformed
+inputs, sums of products, output) lies some doublings below the dtype's end. It gives no NaN or infinity, and is near
+enough to the float32 result. Where even the direct sum lacks the range, bfloat16 has it.
 
 The images must not be those that the candidate is evaluated on. What they do not show, a proposal does not know:
-`min_headroom_bits` is for pictures that excite a layer more. Errors are those of one layer, and what they come to in
-the network's result is for the evaluation to say. How long an algorithm takes is not looked at: multiplications are
-counted from shapes, without those of the transforms.
+`min_headroom_bits` is for pictures that excite a layer more. Each error is of one layer; the evaluation shows the error
+of the network's result. How long an algorithm takes is not looked at: multiplications are counted from shapes, without
+the transforms.
 """
 
 from __future__ import annotations
