@@ -200,9 +200,9 @@ def find_unwatched_evals(product: Product, metric: str, harm: str) -> list[str]:
     tolerances = {name: product.gate.tolerances.get(f"{name}/{metric}") for name in product.evals}
     return [
         f"gate.tolerances: expected {name}/{metric} with an overall tolerance that can stop a release, found "
-        f"{'an advisory one' if found and found.overall else 'none'}; {harm} must not pass for want of one"
-        for name, found in tolerances.items()
-        if found is None or found.overall is None or found.tier == "advisory"
+        f"{'an advisory one' if tolerance and tolerance.overall else 'none'}; {harm} must not pass for want of one"
+        for name, tolerance in tolerances.items()
+        if tolerance is None or tolerance.overall is None or tolerance.tier == "advisory"
     ]
 
 
