@@ -10,10 +10,10 @@ from pipeline.product import Inputs, Plot, Watched
 from pipeline.products.text.settings import (
     HarnessEval,
     PerplexityEval,
-    SpeculativeStep,
     TextProduct,
     ToolCallsEval,
     TrajectoriesEval,
+    WeightStep,
 )
 from pipeline.running.environment import Machine
 from pipeline.settings.base import Eval
@@ -69,7 +69,7 @@ class TextKind:
             # the least acceptance is the gate's: another one makes no other weights
             steps = [step.model_dump(mode="json", exclude={"min_acceptance"}) for step in candidate.steps]
             optimize[name] = {"checkpoint": candidate.checkpoint, "steps": steps}
-            if any(not isinstance(step, SpeculativeStep) for step in candidate.steps):
+            if any(isinstance(step, WeightStep) for step in candidate.steps):
                 optimize[name] |= {"optimize": product.optimize.model_dump(mode="json"), "calibration_texts": texts}
             if candidate.speculative and candidate.speculative.draft:
                 optimize[name]["draft"] = digest_checkpoint(root / candidate.speculative.draft)

@@ -49,10 +49,8 @@ def audit_eval(
     measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
 ) -> None:
     """Add whose weights answered, and how far the outputs of one eval part from the reference's."""
-    pairs = measured.pairs[eval_name]
-    if product.evals[eval_name].kind == "perplexity" and (
-        problem := check_weights(reference, evidence, pairs, eval_name)
-    ):
+    pairs, settings = measured.pairs[eval_name], product.evals[eval_name]
+    if settings.shows_weights and (problem := check_weights(reference, evidence, pairs, eval_name)):
         measured.refusals.append(problem)
     try:
         tripwires = measure_tripwires(
@@ -60,7 +58,7 @@ def audit_eval(
             evidence,
             pairs,
             eval_name,
-            names=[m.name for m in product.evals[eval_name].metrics if not m.is_gated],
+            names=[m.name for m in settings.metrics if not m.is_gated],
             thresholds=product.gate.tripwires,
             alpha=product.gate.alpha,
         )

@@ -52,7 +52,7 @@ def estimate_needs(product: TextProduct, root: Path) -> list[MemoryNeed]:
     """Estimate what serving and quantising take, for every candidate that is served from a folder."""
     needs = []
     for name, candidate in product.candidates.items():
-        if candidate.engine.kind != "openai":
+        if not candidate.engine.is_attached:
             sizes = measure_weights(read_tensors(root / candidate.checkpoint))
             step = candidate.speculative
             draft = measure_weights(read_tensors(root / step.draft)).num_weights if step and step.draft else 0

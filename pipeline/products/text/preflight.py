@@ -44,7 +44,6 @@ Load = Callable[[Path], Evalset]
 
 # transformers adds this tag; it only marks where an answer is, so the text without it parses alike
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-_CARD_KINDS = {"perplexity": "documents", "tool_calls": "tool_calls", "trajectories": "trajectories"}
 
 
 def check_text(product: TextProduct, root: Path) -> None:
@@ -75,7 +74,7 @@ def _check_candidate(
     if not folder.is_dir():
         raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
     try:
-        check_folder(folder, candidate.engine.kind != "openai")
+        check_folder(folder, not candidate.engine.is_attached)
     except CheckpointError as error:
         raise SettingsError(f"{where}.checkpoint: {error}") from None
     if isinstance(candidate.engine, VllmEngine):
@@ -105,17 +104,17 @@ def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) ->
 def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
     """Refuse a checkpoint that a later stage could not use; behind an endpoint, how it is served is not ours."""
     open_checkpoint(folder)
-    kinds = {settings.kind for settings in product.evals.values()}
+    needs_first_token = any(settings.needs_first_token for settings in product.evals.values())
     path = folder / "tokenizer_config.json"
-    tokenizer = read_json(path) if path.is_file() or "perplexity" in kinds else {}
-    if "perplexity" in kinds and not (tokenizer.get("bos_token") or tokenizer.get("eos_token")):
+    tokenizer = read_json(path) if path.is_file() or needs_first_token else {}
+    if needs_first_token and not (tokenizer.get("bos_token") or tokenizer.get("eos_token")):
         raise CheckpointError(
             f"{path}: expected a bos_token or an eos_token, which perplexity puts before each text, "
             "found neither; name the one that the model was trained with"
         )
     if is_served:
         _check_context(folder, product)
-    if is_served and kinds & {"tool_calls", "trajectories"}:
+    if is_served and product.chat_evals:
         _check_chat_template(folder, tokenizer)
 
 
@@ -200,7 +199,7 @@ def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> E
 
 def _load_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:
     if not isinstance(settings, HarnessEval):
-        return load_kind(load, root / settings.evalset, f"{where}.evalset", _CARD_KINDS[settings.kind])
+        return load_kind(load, root / settings.evalset, f"{where}.evalset", settings.card_kind)
     if settings.include_path is None:
         return None
     folder = root / settings.include_path

@@ -15,7 +15,6 @@ from pipeline.products.text.settings import (
     SpeculativeStep,
     Step,
     TextProduct,
-    TransformersEngine,
     VllmEngine,
     WeightStep,
 )
@@ -141,12 +140,12 @@ def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: 
         problems.append(".draft: expected the draft model's checkpoint folder for method draft_model, found none")
     if step.method == "prompt_lookup" and step.draft is not None:
         problems.append(f".draft: expected none for method prompt_lookup, got {step.draft!r}; remove it")
-    if isinstance(engine, TransformersEngine) and step.method not in TRANSFORMERS_METHODS:
+    if engine.is_embedded and step.method not in TRANSFORMERS_METHODS:
         problems.append(
             f".method: expected one of {', '.join(TRANSFORMERS_METHODS)} for engine transformers, got "
             f"{step.method!r}; name another engine"
         )
-    if isinstance(engine, TransformersEngine) and step.options:
+    if engine.is_embedded and step.options:
         problems.append(f".options: expected none for engine transformers, got {step.options!r}; remove them")
     problems += [
         f".options.{key}: expected an option that the step does not set itself; it is method, draft or "
@@ -161,7 +160,7 @@ def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: 
             ".options: expected drafts that are verified, got synthetic acceptance, which accepts tokens "
             "without looking at them; remove it"
         )
-    if later and later[0].kind == "speculative":
+    if later and isinstance(later[0], SpeculativeStep):
         problems.append(": expected one speculative step at most, found another after it; remove one")
     elif later:
         problems.append(

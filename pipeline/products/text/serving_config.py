@@ -21,7 +21,7 @@ def serve(built: BuiltCandidate, product: TextProduct) -> Candidate:
     if built.speculative is not None:
         shared["speculative"] = built.speculative
         # transformers' continuous batching drops speculation without a word
-        shared["continuous_batching"] &= engine.kind != "transformers"
+        shared["continuous_batching"] &= not engine.is_embedded
     return Candidate(**built.model_dump(), serving=ServingConfig(**shared))
 
 

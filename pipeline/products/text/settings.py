@@ -6,7 +6,7 @@ What contradicts itself in them is in `text_problems.py`.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -33,8 +33,13 @@ class WeightStep(Settings):
 
 
 class Int4Step(WeightStep):
-    """What INT4 quantisers share."""
+    """What INT4 quantisers share.
 
+    Attributes:
+        rounds_to_nearest: no weight is further than half a step from its source.
+    """
+
+    rounds_to_nearest: ClassVar[bool] = False
     bits: Literal[4, 8] = 4
     group_size: int = Field(default=128, ge=1)
     symmetric: bool = True
@@ -53,6 +58,7 @@ class GptqStep(Int4Step):
 class AwqStep(Int4Step):
     """AWQ (Lin et al. 2023): scale salient channels by activation before rounding."""
 
+    rounds_to_nearest = True
     kind: Literal["awq"]
     num_grid_points: int = Field(default=20, ge=3)  # the grid steps by 1 / (points - 2)
 
@@ -83,13 +89,26 @@ Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 
-class TransformersEngine(Settings):
+class Engine(Settings):
+    """Base of an engine's settings, and as class attributes what the pipeline asks of its kind.
+
+    Attributes:
+        is_embedded: it runs in processes of this environment.
+        is_attached: somebody else starts it and decides how it serves.
+    """
+
+    is_embedded: ClassVar[bool] = False
+    is_attached: ClassVar[bool] = False
+
+
+class TransformersEngine(Engine):
     """The embedded engine: `transformers serve` in processes of this environment."""
 
+    is_embedded = True
     kind: Literal["transformers"] = "transformers"
 
 
-class VllmEngine(Settings):
+class VllmEngine(Engine):
     """vLLM, started from an environment or a container of its own."""
 
     kind: Literal["vllm"]
@@ -99,9 +118,10 @@ class VllmEngine(Settings):
     environment: dict[str, str] = {}  # variables that it is started with
 
 
-class OpenaiEngine(Settings):
+class OpenaiEngine(Engine):
     """A server of the OpenAI API that somebody else runs."""
 
+    is_attached = True
     kind: Literal["openai"]
     base_url: str
     model: NonEmpty
@@ -159,40 +179,63 @@ class CanarySettings(Settings):
     session_calls: int = Field(default=5, ge=1)  # of a user's session: what a rate comes to over one
 
 
-class PerplexityEval(Eval):
+class TextEval(Eval):
+    """Base of a text eval's settings, and as class attributes what the pipeline asks of its kind.
+
+    Attributes:
+        card_kind: the kind of evalset that it reads; "" where a task brings its own cases.
+        needs_logprobs: it asks for the log-probabilities of given tokens.
+        needs_first_token: it puts a BOS or EOS token before each text.
+        shows_weights: its scores of an attached server show whether it serves the candidate's weights.
+    """
+
+    card_kind: ClassVar[str] = ""
+    needs_logprobs: ClassVar[bool] = False
+    needs_first_token: ClassVar[bool] = False
+    shows_weights: ClassVar[bool] = False
+
+
+class PerplexityEval(TextEval):
     """Perplexity and bits per byte of held-out documents, and the material for divergence."""
 
     metrics = PERPLEXITY
+    card_kind = "documents"
+    needs_logprobs = True
+    needs_first_token = True
+    shows_weights = True
     kind: Literal["perplexity"]
     evalset: str
     top_logprobs: int = Field(default=20, ge=1, le=100)
 
 
-class HarnessEval(Eval):
+class HarnessEval(TextEval):
     """One lm-eval task: a task name, with the folder of its YAML when it is not built in."""
 
     metrics = HARNESS
+    needs_logprobs = True
     kind: Literal["harness"]
     task: str
     include_path: str | None = None
     num_fewshot: int = Field(default=0, ge=0)
 
 
-class ToolCallsEval(Eval):
+class ToolCallsEval(TextEval):
     """Single tool calls with expected arguments."""
 
     metrics = TOOL_CALLS
     chats = True
+    card_kind = "tool_calls"
     kind: Literal["tool_calls"]
     evalset: str
     send_tools: bool = False  # put the card's tools into every request
 
 
-class TrajectoriesEval(Eval):
+class TrajectoriesEval(TextEval):
     """Multi-step workflows against simulated tools, judged by the final state."""
 
     metrics = TRAJECTORIES
     chats = True
+    card_kind = "trajectories"
     kind: Literal["trajectories"]
     evalset: str
     max_turns: int = Field(ge=1)

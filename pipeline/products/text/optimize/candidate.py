@@ -76,7 +76,7 @@ def _build(name: str, product: TextProduct, working: Path, target: Path, *, root
         made = read_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
         checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
     else:
-        if settings.engine.kind == "transformers":
+        if settings.engine.is_embedded:
             check_kernels(source)
         check_finite(iterate_weights(source), where=source)
         results = []

@@ -55,7 +55,7 @@ def check_reconstruction(folder: Path, *, source: Path, step: Int4Step, plan: La
                 f"{where}: its weights are {mean:+.2f} steps from the source's on average, "
                 f"expected at most {MAX_MEAN_STEPS}; the zero-point is wrong, or not the one used"
             )
-        if step.kind == "awq":
+        if step.rounds_to_nearest:
             _check_groups(errors, where, step, dtype=packed[layer]["weight_scale"].dtype)
 
 

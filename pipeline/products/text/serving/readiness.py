@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pipeline.errors import EngineError, IgnoredFieldError
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.vllm_config import SCORE_TOKENS
-from pipeline.products.text.settings import EvalSettings, HarnessEval, PerplexityEval
+from pipeline.products.text.settings import ChatEval, EvalSettings
 
 PROBE_TOKENS = 32  # of each of two answers that must agree
 # many continuations are about as likely: a server that samples hardly says the same twice
@@ -139,10 +139,10 @@ def check_context(context_length: int, longest: int | None, evals: Mapping[str, 
 
 def needs_scores(evals: Mapping[str, EvalSettings]) -> bool:
     """Say whether some eval asks for the log-probabilities of given tokens."""
-    return any(_find_need(settings) is _SCORES for settings in evals.values())
+    return any(settings.needs_logprobs for settings in evals.values())
 
 
 def _find_need(settings: EvalSettings) -> _Need:
-    if isinstance(settings, PerplexityEval | HarnessEval):
-        return _SCORES
-    return _TOOLS if settings.send_tools else _CHAT
+    if isinstance(settings, ChatEval):
+        return _TOOLS if settings.send_tools else _CHAT
+    return _SCORES
