@@ -52,9 +52,9 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
         The stored tensors by name.
 
     Raises:
-        CheckpointError: missing folder, pickle weights, a damaged or incomplete safetensors file,
-            an unreadable config or tokenizer, a tokenizer or an end token beyond the embedding, or an embedding
-            of another size than config.json says.
+        CheckpointError: the folder is missing, holds pickle weights, or a safetensors file is damaged or
+            incomplete. Config or tokenizer is unreadable. A token lies beyond the embedding, or the embedding has
+            another size than config.json says.
     """
     config = read_config(folder)
     tensors = read_tensors(folder)
@@ -98,7 +98,7 @@ def read_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = Non
 def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     """Return (out_features, in_features) of each linear layer, from safetensors headers only.
 
-    Embeddings are told from linear layers by name. A head that shares the embedding's weights is
+    A name tells an embedding from a linear layer. A head that shares the embedding's weights is
     reported though it has no tensor of its own. Packed layers are not reported.
     """
     tensors, kind = read_tensors(folder), read_config(folder)["model_type"]
@@ -114,7 +114,7 @@ def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def name_layer(stored: str, model_type: str) -> str:
-    """Return what transformers calls a layer, and so settings, messages and records, given its name in the file."""
+    """Return the name that transformers gives to a layer of the file; settings, messages and records use it too."""
     return _RENAMED_LAYERS.get((model_type, stored), stored)
 
 
@@ -165,7 +165,7 @@ def detect_format(folder: Path, config: dict[str, Any], tensors: dict[str, Tenso
 def estimate_load_bytes(folder: Path, *, dtype: str) -> int:
     """Estimate the memory that the loaded weights take, in bytes, without loading them.
 
-    Packed weights count as unpacked, which is what compressed-tensors come to under transformers.
+    Packed weights count as unpacked, because transformers unpacks compressed-tensors.
 
     Args:
         folder: the checkpoint.
@@ -181,7 +181,7 @@ def check_memory(folder: Path, *, dtype: str, available_bytes: int | None = None
 
     Args:
         folder: the checkpoint.
-        dtype: what it would be loaded in.
+        dtype: the number format that it would be loaded in.
         available_bytes: free memory; None asks the operating system.
     """
     needed = estimate_load_bytes(folder, dtype=dtype)
@@ -201,8 +201,8 @@ def load_model(folder: Path, *, dtype: str) -> Any:
         dtype: "float32", "bfloat16", "float16", or "auto" for the stored one.
 
     Raises:
-        CheckpointError: it does not fit in memory, a kernel package is missing, a tensor is
-            missing or has another shape than config.json says, or transformers refuses it.
+        CheckpointError: it does not fit in memory, a kernel package is missing, or transformers refuses it. Or a
+            tensor is missing or has another shape than config.json says.
     """
     check_memory(folder, dtype=dtype)
     check_kernels(folder)
@@ -269,7 +269,7 @@ def check_kernels(folder: Path) -> None:
 
 
 def _check_sizes(folder: Path, config: dict[str, Any], embedding: TensorInfo | None) -> None:
-    # of a composite model it is the text part's config that would count, and its embedding is not told by name
+    # of a composite model the text part's config would count, and no name shows which embedding is the text's
     if embedding is None or len(embedding.shape) != 2 or "text_config" in config:
         return
     # OPT's embedding may be narrower than its layers, with a projection between
@@ -334,7 +334,7 @@ def _token_embedding(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
 
 
 def _main_dtype(tensors: dict[str, TensorInfo]) -> str:
-    """Return the float type that most bytes are stored in; of packed weights, that of their scales."""
+    """Return the float type that most bytes are stored in; packed weights count by the type of their scales."""
     totals: dict[str, int] = {}
     for info in tensors.values():
         if info.dtype in _FLOAT_NAMES:

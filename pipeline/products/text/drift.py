@@ -1,9 +1,9 @@
 """Is a live endpoint still what was evaluated? Ask it again what the evaluation asked, and compare the answers.
 
-Two proofs. The fingerprint: what the server tells of itself, section by section, and what its replies carry,
-which for a vLLM that was started as evaluated is known beforehand. And its behaviour: the first turn of cases
-spread over the evals that chat, at temperature 0. The recorded answers are the evaluation's own, so nothing has
-to be prepared. Not covered: speed, and answers beyond the first turn.
+There are two proofs. The fingerprint compares the facts that the server states, section by section, and the
+fingerprint that its replies carry. A vLLM that was started as evaluated carries one that is known beforehand. The
+behaviour is the first turn of cases spread over the evals that chat, at temperature 0. The recorded answers are the
+evaluation's own, so nothing has to be prepared. Not covered: speed, and answers beyond the first turn.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Comparison:
 
     Attributes:
         differences: one sentence for each field that differs, the most telling first.
-        compared: sections of the facts that both sides told, or that the echo covers.
+        compared: sections of the facts that both sides state, or that the echo covers.
         missing: sections that could not be compared.
         is_echoed: every reply carried the fingerprint that was expected.
     """
@@ -66,7 +66,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Drift:
-    """What was found. Up to `num_explained` changed answers are within the floor: as many change from run to run."""
+    """The differences. Up to `num_explained` changed answers are within the floor: as many change from run to run."""
 
     fingerprint: Comparison
     num_asked: int
@@ -130,7 +130,7 @@ def _count_explained(evaluation: Evaluation, candidate: Candidate, product: Text
 def _compare_fingerprints(
     candidate: Candidate, evaluation: Evaluation, server: dict[str, Any], echoes: set[str], *, config: Path
 ) -> Comparison:
-    """Compare what a server told, and what its replies carried, with what was evaluated."""
+    """Compare the facts of a server, and the fingerprints in its replies, with those of the evaluation."""
     evaluated = evaluation.served_by
     differences = [
         f"{d.field}: evaluated {d.expected!r}, the endpoint has {d.actual!r}"

@@ -1,8 +1,8 @@
-"""What the gate asks of a language model beside its scores: whether its endpoint answered, and what its path changes.
+"""The checks of a language model beside its scores: did its endpoint answer, and does its path change answers?
 
-A server that says nothing passes where doing nothing is right; a path (batching, drafts, another engine) changes
-answers although the weights are the same; drafts are refused too often; it is slower. Each is a refusal, a failure or a
-note of the verdict.
+A server that says nothing passes where doing nothing is right. A path (batching, drafts, another engine) changes
+answers although the weights are the same. Drafts are refused too often, or the candidate is slower. Each is a refusal,
+a failure or a note of the verdict.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def audit_pair(measured: Measured, evidence: Evidence, reference: Evidence, prod
 
 
 def _measure_canary(measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct) -> None:
-    """Compare what the candidate's path answers to the canary with what the reference's does."""
+    """Compare the candidate's answers to the canary with the reference's."""
     try:
         measured.canary = compare_canary(reference, evidence, product.canary, alpha=product.gate.alpha)
     except EvidenceError as error:

@@ -1,4 +1,4 @@
-"""First turns of cases that were evaluated: what the benchmark and the drift check ask again, outside of an eval."""
+"""First turns of cases that were evaluated: the benchmark and the drift check ask them again, outside of an eval."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Check params.yaml against the files it names, before any work: the second half of validation.
 
-`params.py` sees params.yaml alone; this sees the layers, the tokenizer and the chat template of each
-checkpoint, every case of each evalset and of the calibration texts. Of weights it reads headers only,
-so it costs a fraction of a second.
+`params.py` sees params.yaml alone. This sees the layers, the tokenizer and the chat template of each
+checkpoint, and every case of each evalset and of the calibration texts. It reads only the headers of
+weights, so it costs a fraction of a second.
 """
 
 from __future__ import annotations

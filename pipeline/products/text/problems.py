@@ -1,6 +1,6 @@
 """What contradicts itself in the settings of the text product, each in one line.
 
-Needs no file beside params.yaml; what does is in `preflight.py`.
+Needs no file beside params.yaml; checks that read other files are in `preflight.py`.
 """
 
 from __future__ import annotations

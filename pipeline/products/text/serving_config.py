@@ -1,6 +1,6 @@
 """How a candidate is served, derived from params.yaml: one place for whoever serves it and whoever judges it.
 
-Free of torch: the gate asks here what would ship.
+Free of torch: the gate asks here how a candidate would ship.
 """
 
 from __future__ import annotations

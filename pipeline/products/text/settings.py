@@ -1,6 +1,6 @@
-"""The settings of the text product: checkpoints, what makes them smaller and faster, what serves, asks and times them.
+"""The settings of the text product: checkpoints, optimisation steps, engines, evals and the benchmark.
 
-What contradicts itself in them is in `text_problems.py`.
+`problems.py` finds contradictions in them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class OptimizeSettings(Settings):
 
 
 class ServingSettings(Settings):
-    """How the embedded engine serves, and how hard the client drives it: what can change an answer."""
+    """How the embedded engine serves, and how hard the client drives it: each setting can change an answer."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     continuous_batching: bool
@@ -164,7 +164,7 @@ class ServingSettings(Settings):
 
 
 class ResourceSettings(Settings):
-    """How much of the machine is taken, and how long is waited: what changes no answer."""
+    """How much of the machine is taken, and how long is waited: no setting changes an answer."""
 
     num_servers: int = Field(ge=1, le=64)
     request_timeout_s: float = Field(gt=0)
@@ -175,8 +175,8 @@ class CanarySettings(Settings):
     """The prompts that every candidate answers several ways, and what a difference means."""
 
     num_prompts: int = Field(ge=8, le=10_000)  # spread over the evals that chat
-    target_rate: float = Field(ge=0.001, lt=0.5)  # of answers that another path changes: what must be noticed
-    session_calls: int = Field(default=5, ge=1)  # of a user's session: what a rate comes to over one
+    target_rate: float = Field(ge=0.001, lt=0.5)  # of answers that another path changes; such a path must be noticed
+    session_calls: int = Field(default=5, ge=1)  # of a user's session, over which a rate is stated
 
 
 class TextEval(Eval):
@@ -282,7 +282,7 @@ class TextProduct(Product):
         return {name: e for name, e in self.evals.items() if isinstance(e, ChatEval)}
 
     def list_rules(self) -> dict[str, Any]:
-        """Return what is asked of drafts, canary and benchmark."""
+        """Return the rules for drafts, canary and benchmark."""
         limit = self.benchmark.max_slowdown
         return {
             "min_acceptance": {

@@ -37,7 +37,7 @@ def check_work(timed: TimedReply, prompt: Prompt, plan: Plan, num_tokens: int) -
 
 
 def check_stream(latencies_ms: Sequence[float], where: str) -> None:
-    """Refuse answers whose tokens come all at once: when the first of them was there can't be told.
+    """Refuse answers whose tokens come all at once: nothing shows when the first of them was there.
 
     Single answers may come so where the client was kept waiting; half of them only where nothing streams.
 
@@ -92,7 +92,7 @@ def format_change(timed: TimedReply, expected: str) -> str:
 def read_peak_memory_mib(pids: Iterable[int]) -> float | None:
     """Return the largest resident set since the start, in MiB, summed over processes and their descendants.
 
-    A GPU's memory is not in it. None where the system does not tell, or when there are no processes.
+    A GPU's memory is not in it. None where the system does not show it, or when there are no processes.
     """
     try:
         peaks = [_read_peak_kib(pid) for root in pids for pid in _list_tree(root)]

@@ -1,9 +1,9 @@
 """Ask a server prompts of the timed ones' kind, and in turn copies of them that nobody can have asked.
 
-A copy has a random word where its prompt begins to be its own: after what one prompt in twenty shares with it (a
-system prompt, a preamble), which a cache holds for both and would hold for users. Further words make way until
-both have about the same number of tokens. The prompts are sent once to each server, the copies have a word of
-their own for each, so a cache that both servers share shows too. `pipeline/gate/prefix_cache.py` judges the times.
+A copy has a random word where its prompt begins to be its own. One prompt in twenty shares the text before it (a
+system prompt, a preamble). A cache holds that for both and would hold it for users. Further words make way until
+both have about the same number of tokens. The prompts are sent once to each server, and each server gets other
+copies, so a cache that both servers share shows too. `pipeline/gate/prefix_cache.py` judges the times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def probe(
     Args:
         prompts: by band, none of which is timed in the rounds.
         side: the server, which has been warmed up.
-        all_texts: what the evals have asked, each in the words of `read_text`, sorted.
+        all_texts: the prompts of all evals, each in the words of `read_text`, sorted.
         num_tokens: completion tokens of every request.
     """
     probes = []

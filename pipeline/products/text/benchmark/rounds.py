@@ -1,8 +1,8 @@
 """The timed rounds: every cell of the grid, both sides in turn, the same prompts in the same round.
 
-The order of the sides changes from round to round, so that what favours whoever comes first, or second, does
-not favour one side. A round goes through all cells before the next begins: a machine that slows down for
-a minute slows down every cell a little, not one cell for good.
+The order of the sides changes from round to round, so that no side gains by being first or second. A round goes
+through all cells before the next begins. So a machine that slows down for a minute slows down every cell a little,
+not one cell for good.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ async def run_rounds(
 async def time_repeats(plan: Plan, side: Contender, *, num_tokens: int, first_ms: float) -> float:
     """Send the prompts of a cell's last round once more, and return their TTFT relative to the first time.
 
-    Far below 1 is what a benchmark that repeats its prompts would have claimed for the server.
+    A benchmark that repeats its prompts would have claimed this gain for the server.
 
     Args:
         plan: of the cell.

@@ -1,7 +1,7 @@
 """One timed chat request, over the OpenAI stream that vLLM and the embedded server speak.
 
-Numbers of tokens come from the server's usage, never from counting chunks: under speculation one chunk
-carries several tokens, and a token that completes no character carries none. Nothing is repeated: a second
+Numbers of tokens come from the server's usage, never from counting chunks. Under speculation one
+chunk carries several tokens, and a token that completes no character may have none. Nothing is repeated: a second
 try would time a prompt that the server has seen.
 
 Not covered: sampling, and reading an answer that need not be timed, which is the client's work.

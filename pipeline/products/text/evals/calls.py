@@ -1,8 +1,8 @@
 """Read a tool call out of a reply, and compare two calls.
 
 A call comes either as the reply's `tool_calls` (a server with a tool parser) or as JSON in its text:
-`{"name": ..., "arguments": {...}}`. Calls are compared as JSON values: the order of keys does not
-matter, 2 equals 2.0, but "2" does not equal 2 and true does not equal 1.
+`{"name": ..., "arguments": {...}}`. Calls are compared as JSON values. The order of keys does not
+matter, and 2 equals 2.0; but "2" does not equal 2, and true does not equal 1.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Each prompt is the first turn of a case, greedy. "alone" asks one request at a time, "loaded" asks all at
 once at the concurrency that is deployed, "again" repeats that. A candidate with drafts is asked first
 without them, on a server of its own: "plain alone" and "plain loaded". Where the endpoint gives token ids
-and scores, each token's margin over the second most likely one is kept too: a small one is a token at risk
-even where nothing flipped.
+and scores, each token's margin over the second most likely one is kept too. A small margin marks a token at
+risk even where nothing flipped.
 
 What the differences mean is for the gate (`pipeline/gate/canary.py`).
 """
@@ -96,7 +96,7 @@ async def ask_canary(
 
 
 async def measure_margins(client: Client, replies: Sequence[Reply]) -> list[tuple[float, ...]]:
-    """Return how far each token of an answer is ahead of the second most likely one, in nat; empty where not told."""
+    """Return how far each token of an answer is ahead of the second most likely one, in nat; empty where unknown."""
     known = [r for r in replies if r.token_ids and r.prompt_token_ids]
     try:
         scores = await client.score(

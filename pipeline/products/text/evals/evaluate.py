@@ -1,7 +1,7 @@
 """Run every eval of one candidate through its endpoint and write the evaluation folder.
 
 Evals run one after another in the order of params.yaml, each keeping all servers busy. Records are
-written to a temporary folder that takes the place of the old one when every case of every eval has
+written to a temporary folder. It takes the place of the old one when every case of every eval has
 been judged; until then finished cases live in the journal. Then a copy of the folder takes the place of
 the journal: an eval that it holds just so (same endpoint, settings, cases and code) is taken over by the
 next run, not repeated. DVC removes the folder itself before each run.

@@ -1,10 +1,10 @@
 """What stands round a text that is scored: one BOS before it, as the model was trained, and never a second one.
 
-Most tokenizers put a BOS before a text themselves, some none, and some an EOS behind it. What a tokenizer adds is seen
-where it reads one letter with its special tokens and without them; texts are read without and get them here.
+Most tokenizers put a BOS before a text themselves, some none, and some an EOS behind it. One letter,
+read with special tokens and without them, shows what a tokenizer adds. Texts are read without and get them here.
 
 lm-eval 0.4.13 differs. Where the tokenizer adds BOS, its `hf` model puts another before a whole text and counts the
-probability of the second; with `add_bos_token=False` it does not. Where the tokenizer adds EOS, it takes the first
+probability of the second. With `add_bos_token=False` it does not. Where the tokenizer adds EOS, it takes the first
 token of an answer for one of the question.
 """
 

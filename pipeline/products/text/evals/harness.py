@@ -1,11 +1,11 @@
 """lm-eval tasks through the endpoint, with lm-eval as a library.
 
 lm-eval builds the prompts and judges the answers; `EndpointLM` hands its requests to the one client.
-A task whose metric is `acc` (or `exact_match`) becomes one record per document, paired by
+A task whose metric is `acc` (or `exact_match`) becomes one record per document. Records are paired by
 lm-eval's hashes of document, prompt and target, which are the same for every candidate.
 
-Not covered: lm-eval's request cache, which has no model in its key; chat templates; stop strings
-on the server (an answer is cut at its stop string after it was generated).
+Not covered: lm-eval's request cache, which has no model in its key; chat templates; and stop strings
+on the server. An answer is cut at its stop string after it was generated.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def digest_task(name: str, settings: HarnessEval) -> str:
 
 @contextlib.contextmanager
 def explain_problems(name: str, verb: str, task: str) -> Iterator[None]:
-    """Turn what lm-eval stumbles over into one line, as a task is full of templates and code."""
+    """Turn an exception in lm-eval into one line, as a task is full of templates and code."""
     try:
         yield
     except QuantgateError:
@@ -89,9 +89,9 @@ def explain_problems(name: str, verb: str, task: str) -> Iterator[None]:
 def read_fresh() -> Iterator[None]:
     """Let `datasets` read local files anew.
 
-    Its cache knows a file by its path and time, an archive by its path alone, and the outcome of a task's code by the
-    code without the files that it reads. Data sets of the hub are cached by their commit, and stay so. Python knows
-    compiled code by its time in seconds, so none is written.
+    Its cache knows a file by its path and time, and an archive by its path alone. It knows the outcome of a task's
+    code by the code, without the files that the code reads. Data sets of the hub are cached by their commit, and stay
+    so. Python knows compiled code by its time in seconds, so none is written.
     """
     import datasets
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as builders
@@ -117,7 +117,7 @@ def read_fresh() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep progress bars and warnings from the terminal; what goes wrong is an exception."""
+    """Keep progress bars and warnings from the terminal; a failure is an exception."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -1,9 +1,9 @@
 """Likelihood of held-out documents: the material for perplexity, bits per byte and divergence.
 
-Each document is scored on its own, behind one BOS (or EOS) token, in windows that
-predict every token exactly once with as much left context as fits; these are the rolling windows
-of lm-eval's `loglikelihood_rolling`. Its numbers are ours where the tokenizer adds no BOS by itself; of one that
-does, lm-eval counts the probability of a second BOS. Per-token top-k log-probabilities
+Each document is scored on its own, behind one BOS (or EOS) token. Windows predict every token exactly
+once, with as much left context as fits: the rolling windows of lm-eval's `loglikelihood_rolling`. The
+numbers are lm-eval's where the tokenizer adds no BOS by itself. Where it adds one, lm-eval counts the
+probability of a second BOS. Per-token top-k log-probabilities
 go to `<eval>.npz`, from which the gate stage computes KL against the reference.
 
 Not covered: turning scores into metrics, which the gate does.

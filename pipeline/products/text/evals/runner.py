@@ -1,7 +1,7 @@
 """Run the cases of an eval concurrently, journal each as it finishes, and class what goes wrong.
 
 A wrong answer is a score. A request that failed for good is `failure="infrastructure: ..."`, an
-exception in the eval's own code is `failure="evaluator: ..."`; neither is journaled, so the next run
+exception in the eval's own code is `failure="evaluator: ..."`. Neither is journaled, so the next run
 tries those cases again. A dead server, or one that fails case after case, ends the eval.
 """
 

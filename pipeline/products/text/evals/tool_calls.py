@@ -1,7 +1,7 @@
 """Single tool calls: one request in words, one call expected.
 
-Two scores a case: `exact` (the expected call as JSON values; sensitive to any change) and `accepted`
-(every argument among the values that the case accepts; what a user would call right).
+A case has two scores. `exact` asks for the expected call as JSON values and is sensitive to any change.
+`accepted` asks that the case accepts the value of every argument, as a user would.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choose the token sequences a quantiser sees, from an evalset of kind "documents".
 
 No quantisation library takes sample weights, so a text that should count more is repeated. Samples
-are returned one by one and never packed or padded: a batch would be cut to its shortest sample,
+are returned one by one and never packed or padded. A batch would be cut to its shortest sample,
 which undoes any weighting toward long texts.
 """
 
@@ -25,7 +25,7 @@ def select_samples(
 ) -> list[list[int]]:
     """Draw `num_samples` token sequences with probability proportional to a power of their length.
 
-    The draw is systematic (Madow 1949): with weights w and n samples, text i has an expected count
+    The draw is systematic (Madow 1949). With weights w and n samples, text i has an expected count
     n * w_i / sum(w), and is drawn the integer below or above it. So no text is repeated unless its
     weight asks for more than one copy, and the weighting holds exactly, not only on average.
     Lengths are counted after the cut to `max_tokens`, because that is what the quantiser sees.
@@ -60,7 +60,7 @@ def encode(text: str, tokenizer: Any) -> list[int]:
     """Tokenise as the endpoint would, without adding special tokens a second time.
 
     A text that already holds special tokens was rendered by a chat template, which puts them
-    where they belong; any other text gets what the tokenizer adds by itself.
+    where they belong. Any other text gets the tokens that the tokenizer adds by itself.
     """
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

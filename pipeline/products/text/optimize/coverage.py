@@ -1,7 +1,7 @@
-"""Read back a quantised folder and hold it against what was asked.
+"""Read back a quantised folder and hold it against the settings of its step.
 
-Only headers and config.json are read, so what is checked is what a server will open, not what the
-quantiser had in memory.
+Only headers and config.json are read: the files that a server will open are checked, not the tensors
+that the quantiser had in memory.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def check_coverage(
         log: losses of the step, by layer.
 
     Raises:
-        QuantizationError: a layer that was asked for is not in the asked format or has another
-            size, another layer was packed, config.json declares something else, or a tokenizer,
-            chat template or generation config differs from the source's.
+        QuantizationError: a layer has another format or size than asked, or was packed unasked. Or config.json
+            declares something else, or a tokenizer, chat template or generation config differs from the source's.
     """
     _check_text_files(folder, source)
     _check_config(folder, step)

@@ -1,9 +1,9 @@
 """Plan which linear layers a quantisation step covers, before any weight is read.
 
 Works on names and shapes alone, so settings are checked against a checkpoint in milliseconds.
-Refused here: a pattern that matches nothing, a group size that divides nothing, layers that an
-engine fuses into one kernel but that would end in different formats, and a head that shares its
-weights with the embedding.
+A pattern that matches nothing is refused here, and so is a group size that divides nothing. Layers that an
+engine fuses into one kernel must end in one format. A head that shares its weights with the embedding
+must be excluded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_h
         tied_head: name of a head that shares its weights with the embedding, if there is one.
 
     Raises:
-        QuantizationError: a pattern matches no layer, nothing is left, a group size does not
+        QuantizationError: a pattern matches no layer, or nothing is left. Or a group size does not
             divide, a fused group disagrees, or the tied head is asked for.
     """
     excluded = match_patterns(shapes, step.exclude)

@@ -1,8 +1,8 @@
 """The only importer of llm-compressor: runs one of its recipes on a model and reports each layer.
 
-What is neutralised here, and why: its log and progress bars (one line a layer replaces them), the
-log level METRIC that sits above WARNING, pinned memory on machines without an accelerator (it
-crashes AWQ), and its batching of layers by free GPU memory (results would depend on the machine).
+It neutralises four things of the library. One line a layer replaces its log and progress bars. Its log level
+METRIC sits above WARNING. Pinned memory crashes AWQ on machines without an accelerator. It batches layers by
+free GPU memory, so that results would depend on the machine.
 """
 
 from __future__ import annotations

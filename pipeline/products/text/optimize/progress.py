@@ -1,4 +1,4 @@
-"""What a quantisation step says while it runs, and what it remembers for the candidate."""
+"""The log of a quantisation step: lines while it runs, losses and fallbacks for the candidate's record."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Run a quantisation step from a checked source to a checked output folder.
 
-The output is judged by what is read back from disk, never by the model in memory. Tokenizer, chat
+The output is read back from disk and judged, never the model in memory. Tokenizer, chat
 template and generation config are copied, because a tokenizer that is saved again comes out
 different.
 """

@@ -1,17 +1,17 @@
-"""Hold the weights of a quantised folder against those it was made from: what rounding can't explain is refused.
+"""Hold the weights of a quantised folder against its source: a difference that rounding can't explain is refused.
 
 An eval of a few thousand cases may not show one wrong scale, so the numbers themselves are looked at. Each packed
 layer is read back from disk and unpacked, and the scales that AWQ moved from layer to layer are undone. What is left
 is the error of rounding, in steps of the group that a weight is in. Two things are known of it:
 
-- to round is as often to raise as to lower: over a layer the mean error is near 0, and one step where a zero-point is
-  off by one. GPTQ, which makes up for errors by others, keeps the mean small as well (0.007 steps on the shipped
-  checkpoint).
+- rounding raises as often as it lowers. So over a layer the mean error is near 0, and it is one step where a
+  zero-point is off by one. GPTQ, which makes up for errors by others, keeps the mean small as well (0.007 steps on
+  the shipped checkpoint).
 - rounded to nearest, no weight is further off than half a step, so no group's root mean square is larger. A wrong
   scale, or a bit less, makes it about 1 (0.39 at most on the shipped checkpoint, where a uniform error makes 0.29).
 
-Not covered: a single group of a GPTQ layer, in which a weight may be several steps off for good reason, a scale that
-is wrong by a tenth or less, and what is not packed, such as norms.
+Not covered: a single group of a GPTQ layer, in which a weight may be several steps off for good reason. Nor is a
+scale that is wrong by a tenth or less, nor are tensors that are not packed, such as norms.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_reconstruction(folder: Path, *, source: Path, step: Int4Step, plan: La
 
 
 def _collect(folder: Path, plan: LayerPlan) -> dict[str, dict[str, Any]]:
-    """Return the tensors of the planned layers, by layer and by what they are of it."""
+    """Return the tensors of the planned layers, by layer and by their part in it."""
     kind, tensors = read_config(folder)["model_type"], dict[str, dict[str, Any]]()
     for name, tensor in iterate_weights(folder):
         layer, _, part = name.rpartition(".")

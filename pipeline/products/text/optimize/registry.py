@@ -1,4 +1,4 @@
-"""Step kind -> the function that runs it; the kinds are those of the union `Step` in `text_params.py`."""
+"""Step kind -> the function that runs it; the kinds are the members of the union `Step` in `settings.py`."""
 
 from __future__ import annotations
 

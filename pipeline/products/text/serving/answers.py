@@ -1,4 +1,4 @@
-"""Read what a server answered, and say what came when it is not what was asked for.
+"""Read the answer of a server, and show its start when it is not the answer that was asked for.
 
 A server may send anything: the page of a proxy, another API's JSON, an answer that lacks half of its
 keys. Whatever it is becomes a `NonsenseError` that shows the start of it; how Python stumbled over it
@@ -37,7 +37,7 @@ class Reply:
     num_prompt_tokens: int
     num_completion_tokens: int
     latency_s: float  # of the request that succeeded, waiting for a free place not included
-    fingerprint: str  # what the server said answered; empty when it said nothing
+    fingerprint: str  # of the endpoint that answered, as the server states it; empty when it does not
     speculation: SpeculationCounts | None = None
     token_ids: tuple[int, ...] | None = None  # of the answer, where asked for and offered
     prompt_token_ids: tuple[int, ...] | None = None
@@ -129,7 +129,7 @@ def _read_speculation(answer: Any) -> SpeculationCounts | None:
 
 
 def read_models(answer: Any) -> dict[str, int | None]:
-    """Read the list of models: the longest context of each, in tokens, where the server tells."""
+    """Read the list of models: the longest context of each, in tokens, where the server states it."""
     try:
         lengths = {entry["id"]: entry.get("max_model_len") for entry in answer["data"]}
     except _UNREADABLE:
@@ -213,6 +213,6 @@ def _read_sequence(logprobs: Any, num_tokens: int, num_top: int) -> TokenScores:
 
 
 def _excerpt(answer: Any) -> str:
-    """Return the start of what came, on one line."""
+    """Return the start of an answer, on one line."""
     text = (answer if isinstance(answer, bytes) else orjson.dumps(answer)).decode(errors="replace")
     return repr(" ".join(text.split())[:EXCERPT_CHARS]) if text.strip() else "nothing"

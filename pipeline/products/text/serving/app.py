@@ -1,8 +1,8 @@
 """The HTTP app of one embedded server.
 
 Chat goes through the request handler and the continuous batching of `transformers serve`, greedy
-only: what that app would ignore without a word (other temperatures, stop strings, logprobs, n) is a
-400 here. Beside it: scoring of given tokens in vLLM's format, tokenisation, and the fingerprint.
+only. That app would ignore other temperatures, stop strings, logprobs and n without a word; here they are
+a 400. Beside it: scoring of given tokens in vLLM's format, tokenisation, and the fingerprint.
 
 A candidate with speculative decoding takes the serial path: continuous batching would drop the drafts. Every path
 streams when asked to, and decodes exactly `max_tokens` tokens when `ignore_eos` and `min_tokens` say so, as vLLM does.
@@ -344,7 +344,7 @@ class _NotingManager:
 
 
 def _check_streaming_and_length(body: dict[str, Any]) -> None:
-    """Refuse what would be served otherwise than it was asked for."""
+    """Refuse a request that would be served otherwise than it was asked for."""
     if not isinstance(body.get("stream", False), bool):
         raise HTTPException(400, f"stream: expected true or false, got {body['stream']!r}")
     if body.get("stream_options", {"include_usage": True}) != {"include_usage": True}:

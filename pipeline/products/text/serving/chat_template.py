@@ -1,10 +1,10 @@
-"""What a checkpoint's chat template says to messages, before they are served.
+"""Render messages with a checkpoint's chat template, before they are served.
 
 A template is code that comes with the checkpoint. It may refuse messages (roles that do not
-alternate), stumble over them, or be damaged; the library's handler would answer a bare HTTP 500 to all
+alternate), stumble over them, or be damaged. The library's handler would answer a bare HTTP 500 to all
 of these.
 
-Not covered: whether what it renders is what the model was trained on.
+Not covered: whether the model was trained on the text that it renders.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The one client: everything that talks to an endpoint goes through here, whoever runs the endpoint.
 
 Speaks the OpenAI chat API and vLLM's way of scoring given tokens. Always greedy, always with an
-explicit `max_tokens`. Spreads requests over servers, keeps a conversation on one server so that
-its prefix stays cached there, merges concurrent score calls into one request, waits when a server
-says Retry-After, repeats what may succeed later and never repeats what was refused.
+explicit `max_tokens`. Spreads requests over servers, and keeps a conversation on one server so that
+its prefix stays cached there. Merges concurrent score calls into one request. Waits when a server says
+Retry-After, repeats a request that may succeed later, and never repeats a refused one.
 
 Not covered: streaming and sampling.
 """
@@ -209,7 +209,7 @@ class Client:
         return ids
 
     async def list_models(self) -> dict[str, int | None]:
-        """Return the models that the first server serves, with the longest context of each where it tells."""
+        """Return the models that the first server serves, with the longest context of each where it is stated."""
         return await self._request(self._servers[0], "GET", "/v1/models", None, lambda answer, _: read_models(answer))
 
     async def get(self, path: str) -> Any:

@@ -1,7 +1,7 @@
-"""What failed in a group of tasks: the first error of a kind.
+"""Find the first error of a kind in a group of tasks that failed.
 
-`except*` is not used: what is raised in it, Python before 3.11.4 wraps in a group, and no stage would know it for a
-line that is meant for the user.
+`except*` is not used: Python before 3.11.4 wraps an exception that is raised in it in a group. No stage would then
+recognise the line that is meant for the user.
 """
 
 from __future__ import annotations

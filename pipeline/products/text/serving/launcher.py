@@ -1,7 +1,7 @@
 """One embedded server: `python -m pipeline.products.text.serving.launcher '<json>'`.
 
 Loads a checkpoint once and serves it. Announces itself with one JSON line on stdout once a probe has
-been answered, and ends when its stdin closes, which happens when the parent ends in whatever way.
+been answered. Ends when its stdin closes, which happens when the parent ends in whatever way.
 Logs go to stderr.
 """
 

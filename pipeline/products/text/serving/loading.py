@@ -1,7 +1,7 @@
-"""Load a checkpoint for serving, and find out what was really loaded.
+"""Load a checkpoint for serving, and compute its facts from the objects in memory.
 
 The fingerprint is computed here from the files and objects of this process, in the way of
-`Candidate.fingerprint`, so that it proves what answers instead of repeating what was asked for.
+`Candidate.fingerprint`. So it proves which model answers, and does not repeat the settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BATCH_TOKENS = 512  # new tokens per forward: bounds how long a prefill dela
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory and what was found out about it.
+    """A model in memory and the facts about it.
 
     `scorer` shares the weights of `model`, but keeps plain attention when continuous batching
     has switched `model` to a paged one.

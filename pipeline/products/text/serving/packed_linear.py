@@ -1,8 +1,8 @@
 """Faster float32 linear layers on CPU: weights laid out once for oneDNN's own matrix product.
 
-Torch multiplies float32 matrices with MKL, which on CPUs of other makers than Intel leaves half of
+Torch multiplies float32 matrices with MKL. On CPUs of other makers than Intel, MKL leaves half of
 their vector width unused; oneDNN, which torch ships too, does not. On such a machine a layer takes
-half the time. Every packed layer is checked against the original on random inputs, so a layer that does
+half the time. Every packed layer is checked against the original on random inputs. So a layer that does
 more than multiply (quantised activations, an adapter) keeps its own code. Rounding differs in the
 last bits; which layers are packed is reported with the server's facts.
 

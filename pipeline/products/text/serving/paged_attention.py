@@ -1,7 +1,7 @@
 """Attention for continuous batching on CPU: one call for a few decoding rows, one per prefill.
 
 The library's own paged attention packs every request in flight into a single attention with a
-block-diagonal mask, so each query is multiplied with the keys of all other requests as well. With
+block-diagonal mask. So each query is multiplied with the keys of all other requests as well. With
 32 requests of 300 tokens that is 32 times the work. Here each request attends to its own keys only.
 Decoding requests of similar length go together, so that little is padded and the keys that are gathered
 for them stay in the CPU's cache.

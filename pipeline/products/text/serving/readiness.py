@@ -1,12 +1,12 @@
-"""Find out before the first case whether an endpoint gives what the evals will ask of it.
+"""Find out before the first case whether an endpoint can answer every kind of request that the evals will send.
 
 An eval that needs something which the endpoint lacks would fail case after case, hours into a run. So
 one small request of each kind that the evals will send goes out first, and none of a kind that they
 will not: a server without log-probabilities is good enough for evals that only chat.
 
-A server may also take a request and ignore a part of it. What the answers give away is refused here
-and by the client: an answer that is too long, or another model's; tools that cost no prompt token; the
-same request answered in two ways.
+A server may also take a request and ignore a part of it. Where the answers show it, it is refused
+here and by the client. An answer is too long, or another model's; tools cost no prompt token; the same
+request is answered in two ways.
 
 Not covered: whether the answers are right; a server that samples so seldom that it is not seen here.
 """
@@ -118,7 +118,7 @@ async def _check_greedy(client: Client, name: str) -> None:
 
 
 def check_context(context_length: int, longest: int | None, evals: Mapping[str, EvalSettings], *, where: str) -> None:
-    """Refuse a context that a server can't hold; a server that does not tell its own is not checked.
+    """Refuse a context that a server can't hold; a server that does not state its own is not checked.
 
     Args:
         context_length: tokens, of the settings.

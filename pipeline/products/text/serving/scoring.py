@@ -1,8 +1,8 @@
 """Log-likelihoods of given token sequences under a loaded model, each shared prefix computed once.
 
 Sequences are packed into rows. A row is a tree one level deep: a prefix and the suffixes that
-follow it (the answers of a multiple-choice question share its text), laid out one after another,
-with positions and an attention mask that let a suffix see the prefix and itself only. A sequence
+follow it. The answers of a multiple-choice question share its text, for example. They are laid out one after
+another. Positions and an attention mask let a suffix see the prefix and itself only. A sequence
 that shares nothing is a row of its own and runs under the plain causal kernel.
 
 Reports log-softmax of the raw logits in float32, as `model(...)` gives them: no sampling settings

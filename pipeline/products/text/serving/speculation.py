@@ -1,7 +1,7 @@
-"""Serial generation with drafted tokens, and the count of what they came to.
+"""Serial generation with drafted tokens, and the count of those that were kept.
 
-Nothing is counted where it was asked for: a hook keeps the tokens that each forward pass of the
-target was fed, and the counts follow from them and the answer. When they do not explain the answer
+No count relies on the settings. A hook keeps the tokens that each forward pass of the target was
+fed, and the counts follow from them and the answer. When they do not explain the answer
 token by token, it is an error. A streamed answer is counted like any other.
 """
 
@@ -106,11 +106,11 @@ class _DraftStreamer(DirectStreamer):
 def count_speculation(
     fed: Sequence[Sequence[int]], sequence: Sequence[int], num_prompt: int, config: SpeculativeConfig
 ) -> SpeculationCounts:
-    """Count what was drafted and kept in one greedy generation.
+    """Count the tokens that were drafted and kept in one greedy generation.
 
     Args:
-        fed: token ids that each forward pass of the target was fed: first the prompt, later the last token that is
-            certain, each followed by the drafted ones.
+        fed: token ids that each forward pass of the target was fed. The first begins with the prompt, each later
+            one with the last certain token; the drafted tokens follow.
         sequence: prompt and completion.
         num_prompt: tokens of the prompt.
         config: method and drafted tokens per forward pass.

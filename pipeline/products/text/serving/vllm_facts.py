@@ -1,4 +1,4 @@
-"""What a running vLLM resolved its configuration to: the part that can change an answer."""
+"""The resolved configuration of a running vLLM: the part that can change an answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RESOLVED = {
 
 
 def read_resolved(server_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's resolved configuration, "section.key" -> value; empty where it was not told."""
+    """Return the engine's resolved configuration, "section.key" -> value; empty where the server does not state it."""
     config = server_info.get("vllm_config")
     if not isinstance(config, Mapping):
         return {}

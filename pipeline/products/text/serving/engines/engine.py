@@ -1,4 +1,4 @@
-"""What every engine gives: where to ask, and what answers there.
+"""The interface of engines: the order to one, and the endpoint that it gives.
 
 An engine is an async context manager: entering starts it and waits until it has answered real
 requests, leaving stops it, whatever happened in between.
@@ -129,7 +129,7 @@ def check_facts(candidate: Candidate, facts: Mapping[str, Any], *, where: str) -
 
 
 async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Await all; at the first failure cancel the others and raise that one: what they say then is only its echo."""
+    """Await all; at the first failure cancel the others and raise that one: later errors are only its echo."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]

@@ -1,8 +1,8 @@
 """Runs a server that knows nothing of us, and ends it when we are gone: `python -m ...keeper COMMAND ...`.
 
 A server such as vLLM starts further processes and lives on when its parent dies. This one adopts all that
-descend from it, also those that leave their process group, and when standard input closes, or the server
-ends, all are told to terminate and, when they do not, killed. When this process itself is killed, the system
+descend from it, also those that leave their process group. When standard input closes, or the server ends,
+it asks all of them to terminate and kills those that do not. When this process itself is killed, the system
 kills the server. A container's client passes the signal on to its container.
 """
 
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 TERMINATE_TIMEOUT_S = 15.0
-LEFTOVERS_TIMEOUT_S = 1.0  # of what a server leaves behind: the client waits for us to say that it has died
+LEFTOVERS_TIMEOUT_S = 1.0  # of processes that a server leaves behind: the client waits for us to say that it has died
 KILL_TIMEOUT_S = 2.0  # a process that hangs in the kernel outlives its kill
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 

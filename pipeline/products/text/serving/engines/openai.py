@@ -1,7 +1,7 @@
 """A server that somebody else runs, reached over the OpenAI API; quantgate neither starts nor stops it.
 
-What it serves is its operator's word, declared in params.yaml. What it can be asked is asked: a
-quantgate server tells its own facts, vLLM its version, and in development mode its configuration.
+Params.yaml declares what it serves, on its operator's word. The server is asked for its facts as far as
+it has them: a quantgate server states all, vLLM its version, and in development mode its configuration.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def adopt(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
-    """Ask a server what it is: its facts by section as far as it tells them, and what they prove."""
+    """Ask a server for its facts by section, as far as it states them, and return with them what they prove."""
     server_facts = (await _get(client, "/v1/fingerprint")).get("facts")
     if isinstance(server_facts, dict) and _are_facts(server_facts):
         return server_facts, "computed by the server from the files and objects it loaded"
@@ -108,7 +108,7 @@ async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
 
 
 def _are_facts(facts: Mapping[str, Any]) -> bool:
-    """Say whether a server told all of its facts: one that tells half of them proves nothing."""
+    """Say whether a server states all of its facts: half of them prove nothing."""
     sections = [facts.get(name) for name in SECTIONS]
     return all(isinstance(section, dict) for section in sections) and isinstance(facts["checkpoint"].get("digest"), str)
 

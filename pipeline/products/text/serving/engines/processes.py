@@ -1,7 +1,7 @@
 """Server processes: started with a log, watched, and gone when we are gone.
 
-Every server's standard input is a pipe that we hold open: it closes when we end in whatever way, and
-the server, or the keeper in front of it, takes that as the order to stop.
+Every server's standard input is a pipe that we hold open, and it closes when we end in whatever way. The
+server, or the keeper in front of it, takes that as the order to stop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?((INFO|WARNING|ERROR) \d\d-\d\d
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: \S|(^|\s)error: \S|Value error, ")
 # points at an error elsewhere
 _POINTER = re.compile(r"[Ee]ngine core init|See root cause|Failed core proc|EngineDeadError|validation errors? for ")
-_REFUSAL = re.compile(r"RequestValidationError")  # of one request, whose client was told
+_REFUSAL = re.compile(r"RequestValidationError")  # of one request, whose client has the answer
 
 
 @dataclass

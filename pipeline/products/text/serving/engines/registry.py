@@ -36,7 +36,7 @@ async def start_engine(
     Args:
         candidate: what to serve.
         resources: number of servers and time limits.
-        evals: what the endpoint will be asked for, by name; anything else it may lack.
+        evals: by name, the evals that will ask the endpoint. It may lack anything that they do not need.
         root: project root, which the checkpoint's path is relative to.
         logs: folder for the server logs.
         host: address that a server of ours listens at.

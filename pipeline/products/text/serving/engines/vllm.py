@@ -1,8 +1,8 @@
 """vLLM, started from its own environment or container by the command of params.yaml.
 
 It gets one configuration file, which is what a release would be served with, a free port, and a keeper
-that ends it with us. Ready means that it has answered real requests. What it resolved the file to, it
-tells itself: `/version` and `/server_info`, which its development mode adds and nothing else depends on.
+that ends it with us. Ready means that it has answered real requests. `/version` and `/server_info`
+show how it resolved the file; its development mode adds the second, and nothing else depends on that mode.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _spawn(candidate: Candidate, root: Path, config: Path, port: int, log: Path)
 
 
 async def _wait(process: ServerProcess, url: str, launch: ServerLaunch) -> dict[str, Any]:
-    """Wait until the server lists its model, and return the facts that it tells."""
+    """Wait until the server lists its model, and return the facts that it states."""
     limit_s, start = launch.resources.start_timeout_s, time.monotonic()
     async with Client(
         [url],
