@@ -143,6 +143,6 @@ def needs_scores(evals: Mapping[str, EvalSettings]) -> bool:
 
 
 def _find_need(settings: EvalSettings) -> _Need:
-    if isinstance(settings, ChatEval):
-        return _TOOLS if settings.send_tools else _CHAT
-    return _SCORES
+    if settings.needs_logprobs:
+        return _SCORES
+    return _TOOLS if isinstance(settings, ChatEval) and settings.send_tools else _CHAT
