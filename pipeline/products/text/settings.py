@@ -154,6 +154,7 @@ class PerplexityEval(Eval):
     """Perplexity and bits per byte of held-out documents, and the material for divergence."""
 
     metrics = PERPLEXITY
+    hub_task = "text-generation"
     kind: Literal["perplexity"]
     evalset: str
     top_logprobs: int = Field(default=20, ge=1, le=100)
@@ -163,6 +164,7 @@ class HarnessEval(Eval):
     """One lm-eval task: a task name, with the folder of its YAML when it is not built in."""
 
     metrics = HARNESS
+    hub_task = "text-generation"
     kind: Literal["harness"]
     task: str
     include_path: str | None = None
@@ -173,6 +175,7 @@ class ToolCallsEval(Eval):
     """Single tool calls with expected arguments."""
 
     metrics = TOOL_CALLS
+    hub_task = "text-generation"
     chats = True
     kind: Literal["tool_calls"]
     evalset: str
@@ -183,6 +186,7 @@ class TrajectoriesEval(Eval):
     """Multi-step workflows against simulated tools, judged by the final state."""
 
     metrics = TRAJECTORIES
+    hub_task = "text-generation"
     chats = True
     kind: Literal["trajectories"]
     evalset: str

@@ -23,6 +23,8 @@ class DetectionEval(Eval):
     """Boxes found on images, matched as COCO does and judged by average precision."""
 
     metrics = DETECTION
+    keeps_arrays = True
+    hub_task = "object-detection"
     kind: Literal["detection"]
     evalset: str
     # bucket -> smallest and largest area, beside COCO's: a bucket of ap, ap_50 and ap_75

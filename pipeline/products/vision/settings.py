@@ -113,6 +113,7 @@ class UpscalingEval(Eval):
     """Pictures enlarged, and compared with what they were made from."""
 
     metrics = UPSCALING
+    hub_task = "image-to-image"
     kind: Literal["upscaling"]
     evalset: str
 
