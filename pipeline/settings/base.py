@@ -81,11 +81,15 @@ class Eval(Settings):
     Attributes:
         metrics: what follows from its cases; the first is its headline.
         chats: its cases are conversations, so that the path that answers can be asked twice and timed.
+        keeps_arrays: its metrics are computed from the arrays beside its records, so that a release keeps both.
+        hub_task: the name that model hubs have for what it measures.
     """
 
     kind: str
     metrics: ClassVar[tuple[MetricDefinition, ...]]
     chats: ClassVar[bool] = False
+    keeps_arrays: ClassVar[bool] = False
+    hub_task: ClassVar[str]
 
 
 class Product(Settings):
