@@ -89,8 +89,6 @@ def make_missing(root: Path, note: Callable[[str], None] | None = None) -> None:
         return
     (root / _LOCK).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(root / _LOCK):
-        for place in PLACES:
-            shutil.rmtree(root / place / _MAKING, ignore_errors=True)  # of a run that was killed
         for folder in _list_open(folders, root):
             if folder.list_missing():
                 _make(folder, root, note)
@@ -171,7 +169,7 @@ def _make(folder: MadeFolder, root: Path, note: Callable[[str], None] | None) ->
             (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(out / name, folder.path / name)
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(making, ignore_errors=True)  # with what a run that was killed left there
 
 
 def _check(folder: MadeFolder, where: Path, remedy: str) -> None:
