@@ -103,7 +103,7 @@ def list_made_files(root: Path) -> list[Path]:
 
 
 def read_folders(root: Path) -> Iterator[MadeFolder]:
-    """Read the lists of a project.
+    """Read the lists of a project; a folder that was removed is not wanted.
 
     Raises:
         SettingsError: a list is malformed.
@@ -121,6 +121,8 @@ def read_folders(root: Path) -> Iterator[MadeFolder]:
             raise SettingsError(f"{path}: {describe_yaml_error(error)}") from None
         for name, recipe in recipes.items():
             folder = path.with_name(name)
+            if not folder.is_dir():
+                continue
             files = recipe.files if isinstance(recipe.files, dict) else _read_pictures(folder / CASES_FILE)
             yield MadeFolder(folder, recipe, files)
 
