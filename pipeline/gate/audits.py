@@ -11,11 +11,11 @@ from pipeline.settings.base import Product
 
 if TYPE_CHECKING:  # else an edit of how cases are judged would make stale what every stage made
     from pipeline.gate.decision import Measurement
-    from pipeline.gate.explanation_records import CandidateExplanation
     from pipeline.gate.pairing import Evidence, PairedCases
     from pipeline.records.benchmarks import Benchmark
     from pipeline.records.medians import MedianInterval
     from pipeline.records.verdicts import CanaryComparison, Comparison, Gain, Metric, Speed, Verdict
+    from pipeline.report.explanation_records import CandidateExplanation
 
 P = TypeVar("P", bound=Product)
 A = TypeVar("A", bound=Product, contravariant=True)

@@ -20,7 +20,6 @@ from pipeline.gate.audits import Auditor, Measured, P
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, tell_unwatched
 from pipeline.gate.certificate import certify, is_above
-from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import (
     explain_comparisons,
@@ -45,6 +44,7 @@ from pipeline.records.verdicts import (
     Outcome,
     Verdict,
 )
+from pipeline.report.certificate_section import describe_level
 from pipeline.settings.base import Eval, Product, Tolerance
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from pipeline.gate.explanation_records import ExplainedFlip
 from pipeline.records.plain_text import show_unprintable as show_unprintable
 from pipeline.records.verdicts import Comparison
+from pipeline.report.explanation_records import ExplainedFlip
 from pipeline.settings.metrics import MetricDefinition
 
 _MAX_DIGITS = 6  # behind the point of a percentage

@@ -13,7 +13,6 @@ from typing import Any
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Measured
 from pipeline.gate.certificate import certify, is_above
-from pipeline.gate.certificate_section import describe_level
 from pipeline.gate.compare import ReleaseComparison, number_clusters
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
@@ -28,6 +27,7 @@ from pipeline.records.digests import digest_file
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import Certificate, Comparison, Metric, Verdict
+from pipeline.report.certificate_section import describe_level
 
 KIND = "outcomes"  # of an eval whose records others made
 _MAX_NAMED = 10  # scores

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.gate.audits import Measured
-from pipeline.gate.canary import OWN_PATH
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, LostCases, Passage
 from pipeline.gate.wording import definition_of, name_metric
+from pipeline.products.text.findings.canary import OWN_PATH
 from pipeline.records.differences import first_difference
 from pipeline.records.verdicts import CanaryFlip, Comparison, Verdict
+from pipeline.report.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, LostCases, Passage
 from pipeline.report.flips import Flip, list_deciding, worst_cases, worst_flips
 from pipeline.settings.metrics import MetricDefinition
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pipeline.gate.audits import Measured
-from pipeline.gate.explanation_records import LostCases
-from pipeline.gate.markdown import render_table, show_flip
 from pipeline.gate.wording import escape_markdown
 from pipeline.records.verdicts import Verdict
 from pipeline.report.explain import explain_verdict
+from pipeline.report.explanation_records import LostCases
+from pipeline.report.markdown import render_table, show_flip
 
 _MAX_FLIPS = 5
 

@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 from ruamel.yaml import YAML
 
-from pipeline.gate.explanation_records import Explanation
-from pipeline.gate.markdown import render_name, render_table, show_flip
 from pipeline.gate.verdicts import (
     Judgement,
     blocking_verdicts,
@@ -32,6 +30,8 @@ from pipeline.records.reasons import ReasonKind
 from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report import EXPLANATION
+from pipeline.report.explanation_records import Explanation
+from pipeline.report.markdown import render_name, render_table, show_flip
 from pipeline.report.unproven import describe_unproven, list_unproven
 
 MAX_SUMMARY_BYTES = 200_000  # of a product: 1 MiB is a step's, and all products may be gated in one

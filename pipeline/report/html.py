@@ -17,8 +17,6 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.gate.certificate_section import describe_certificate
-from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.verdicts import Judgement, blocking_verdicts, is_blocking
 from pipeline.gate.wording import (
     cut_text,
@@ -32,6 +30,8 @@ from pipeline.gate.wording import (
     show_unprintable,
 )
 from pipeline.records.verdicts import Comparison
+from pipeline.report.certificate_section import describe_certificate
+from pipeline.report.explanation_records import Explanation
 from pipeline.report.unproven import list_unproven
 
 _TEMPLATE = Path(__file__).with_name("page.jinja")

@@ -12,16 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.gate.audits import Measured
-from pipeline.gate.canary import describe_canary
-from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
-from pipeline.gate.images import describe_files, describe_rendering, embed_pictures
-from pipeline.gate.markdown import render_table
-from pipeline.gate.network_costs import explain_network_costs, tabulate_network_costs
-from pipeline.gate.network_section import describe_network, embed_network_pictures
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
@@ -34,13 +26,21 @@ from pipeline.gate.wording import (
     name_comparison,
     natural_key,
 )
+from pipeline.products.images.findings.decoder import describe_files, describe_rendering, embed_pictures
+from pipeline.products.images.show.costs import COSTS_LEGEND, tabulate_costs
+from pipeline.products.text.findings.canary import describe_canary
+from pipeline.products.text.findings.speculation import describe_speculation
+from pipeline.products.text.show.speed import describe_measurement, tabulate_speed
+from pipeline.products.vision.show.costs import explain_network_costs, tabulate_network_costs
+from pipeline.products.vision.show.sections import describe_network, embed_network_pictures
 from pipeline.records.benchmarks import Machine
 from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Metric, Verdict
+from pipeline.report.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.report.explain import EXPLAINED
 from pipeline.report.failure_section import explain_failure
-from pipeline.report.speed_section import describe_measurement, tabulate_speed
+from pipeline.report.markdown import render_table
 from pipeline.report.unproven import list_unproven
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖", "reported": "·"}

@@ -9,13 +9,13 @@ import pytest
 
 import pipeline.gate.compare
 from pipeline.gate.certificate import BLOCK, NUM_SWAPS, certify, is_above
-from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.gate.decision import Measurement
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import count_bounds, proportion_bounds
 from pipeline.gate.verdicts import is_blocking
 from pipeline.products import list_known_metrics
+from pipeline.report.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from tests.judging import compare_release, list_said
 from tests.synthetic_records import Behaviour, make_cases, make_flips, make_params, write_tree
 

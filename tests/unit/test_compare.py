@@ -10,12 +10,12 @@ import pytest
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import sum_by_cluster
 from pipeline.gate.decision import Measurement, combine, judge_all
-from pipeline.gate.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
 from pipeline.gate.verdicts import describe_policy, is_blocking
 from pipeline.products import list_known_metrics
+from pipeline.products.text.findings.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine, SpeculativeStep
 from pipeline.records.differences import first_difference
 from pipeline.records.digests import digest_file

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.guidance_plot import plot_guidance
-from pipeline.gate.image_plots import plot_headroom, plot_worst_images
-from pipeline.gate.images import describe_guidance, list_guided
+from pipeline.products.images.findings.decoder import describe_guidance, list_guided
+from pipeline.products.images.show.guidance import plot_guidance
+from pipeline.products.images.show.plots import plot_headroom, plot_worst_images
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import read_cases
 from pipeline.records.fingerprints import fingerprint

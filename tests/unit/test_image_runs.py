@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.image_plots import plot_worst_images
-from pipeline.gate.pictures import JudgedImage
+from pipeline.products.images.show.plots import plot_worst_images
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import read_cases
 from pipeline.records.record_files import write_cases
@@ -24,6 +23,7 @@ from pipeline.report.mlflow_runs.image_contents import COLUMN, MAX_CASES, VIEW, 
 from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.report.mlflow_runs.run_pictures import MAX_SIDE, draw_pictures, fit_size
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
+from pipeline.report.pictures.images import JudgedImage
 from tests.judging import compare_release, describe_runs
 from tests.synthetic_images import SIDE, Look, make_image_product, write_image_tree
 

@@ -15,27 +15,27 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from pipeline.errors import EvidenceError
-from pipeline.gate import network_plots
-from pipeline.gate.boxes import find_lost, list_losses, read_found
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.explanation_records import Explanation
-from pipeline.gate.network_costs import tabulate_network_costs
-from pipeline.gate.network_section import describe_fallbacks
-from pipeline.gate.pictures import LARGEST_SHOWN, crop_most_different
-from pipeline.gate.seams import cut_strip
 from pipeline.gate.verdicts import is_blocking
-from pipeline.product import Plot
 from pipeline.products import KINDS
+from pipeline.products.vision.show import plots as network_plots
+from pipeline.products.vision.show.boxes import find_lost, list_losses, read_found
+from pipeline.products.vision.show.costs import tabulate_network_costs
+from pipeline.products.vision.show.seams import cut_strip
+from pipeline.products.vision.show.sections import describe_fallbacks
 from pipeline.records.detections import Detections, match_image
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord, Evaluation, Fallback
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.serving import Tiling
 from pipeline.records.verdicts import Verdict
+from pipeline.report.explanation_records import Explanation
 from pipeline.report.flips import list_worst_images, worst_cases
 from pipeline.report.github import render_summary
 from pipeline.report.markdown_report import render_report
+from pipeline.report.pictures.images import LARGEST_SHOWN, crop_most_different
+from pipeline.report.presenting import Plot
 from pipeline.report.terminal import render_gate
 from tests.judging import compare_release, list_said
 from tests.synthetic_detections import Change

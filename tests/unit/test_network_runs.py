@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.gate.boxes import LOST
-from pipeline.report.mlflow_runs.network_contents import STITCH
+from pipeline.products.vision.show.boxes import LOST
+from pipeline.products.vision.show.runs import STITCH
 from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.report.mlflow_runs.run_pictures import draw_pictures
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages

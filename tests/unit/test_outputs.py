@@ -16,11 +16,11 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, Passage
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import CanaryFlip, Verdict
 from pipeline.report.explain import cut_passages, explain_release, explain_verdict
+from pipeline.report.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, Passage
 from pipeline.report.github import MAX_SUMMARY_BYTES, index_lines, render_annotations, render_summary
 from pipeline.report.html import embed_pictures, render_html
 from pipeline.report.junit import render_junit

@@ -13,11 +13,12 @@ import stages.gate
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.speed import describe_speed, judge_speed
 from pipeline.gate.verdicts import VERDICT_FILE, describe_policy
 from pipeline.products.params import Params
 from pipeline.products.text.benchmark.prefix_cache import NUM_PROBES
+from pipeline.products.text.findings.speed import describe_speed, judge_speed
 from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.show.speed import describe_measurement
 from pipeline.records.benchmarks import Batch, Benchmark, Cell, Machine, Probe, Side, read_machine
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.record_files import write_record
@@ -25,7 +26,6 @@ from pipeline.records.speculation import SpeculationCounts
 from pipeline.records.verdicts import Verdict
 from pipeline.report.markdown_report import render_report
 from pipeline.report.plots import plot_speed
-from pipeline.report.speed_section import describe_measurement
 from pipeline.report.terminal import render_gate
 from pipeline.settings.base import REPORTS
 from tests.judging import compare_release, describe_runs, list_said

@@ -10,10 +10,10 @@ import pytest
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import blocking_verdicts
 from pipeline.products.vision.settings import find_network_problems
+from pipeline.report.explanation_records import Explanation
 from pipeline.report.github import render_annotations, render_summary
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit

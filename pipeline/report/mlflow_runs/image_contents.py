@@ -17,15 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.images import headroom
 from pipeline.gate.pairing import PairedCases, align
-from pipeline.gate.pictures import DIFFERENCE_GAIN, LEAST_BITS, JudgedImage, locate_image
-from pipeline.gate.seams import SEAM_GAIN
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown
-from pipeline.records.digests import digest_file
-from pipeline.report.flips import list_worst_images
-from pipeline.report.mlflow_runs.network_contents import (
+from pipeline.products.images.findings.decoder import headroom
+from pipeline.products.vision.show.runs import (
     ShownBoxes,
     ShownStitch,
     find_stitch,
@@ -33,7 +29,11 @@ from pipeline.report.mlflow_runs.network_contents import (
     rank_losses,
     read_network_costs,
 )
+from pipeline.products.vision.show.seams import SEAM_GAIN
+from pipeline.records.digests import digest_file
+from pipeline.report.flips import list_worst_images
 from pipeline.report.mlflow_runs.predictions import Scored
+from pipeline.report.pictures.images import DIFFERENCE_GAIN, LEAST_BITS, JudgedImage, locate_image
 from pipeline.settings.base import Eval
 
 MAX_CASES = 8

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import EvidenceError, NumericsError
-from pipeline.gate.boxes import draw_boxes, find_lost
-from pipeline.gate.pictures import (
+from pipeline.products.vision.show.boxes import draw_boxes, find_lost
+from pipeline.products.vision.show.runs import ShownBoxes, ShownStitch
+from pipeline.products.vision.show.seams import SEAM_GAIN, cut_strip
+from pipeline.report.mlflow_runs.image_contents import Shown
+from pipeline.report.pictures.images import (
     AMPLE,
     LEAST_BITS,
     MOST_BITS,
@@ -30,9 +33,6 @@ from pipeline.gate.pictures import (
     read_given,
     read_image,
 )
-from pipeline.gate.seams import SEAM_GAIN, cut_strip
-from pipeline.report.mlflow_runs.image_contents import Shown
-from pipeline.report.mlflow_runs.network_contents import ShownBoxes, ShownStitch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

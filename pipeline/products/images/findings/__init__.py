@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.gate.audits import Measured
-from pipeline.gate.images import explain_unsound
 from pipeline.gate.pairing import Evidence
+from pipeline.products.images.findings.decoder import explain_unsound
 from pipeline.products.images.serving import read_image_candidate
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.evaluations import ImageCandidate

@@ -13,7 +13,7 @@ class ImagesPresenter:
 
     def list_plots(self, product: ImagesProduct) -> Mapping[str, Plot]:
         """Return the worst images, the headroom of the decoders, and guidance."""
-        from pipeline.gate.guidance_plot import plot_guidance
-        from pipeline.gate.image_plots import plot_headroom, plot_worst_images
+        from pipeline.products.images.show.guidance import plot_guidance
+        from pipeline.products.images.show.plots import plot_headroom, plot_worst_images
 
         return {"worst.png": plot_worst_images, "headroom.png": plot_headroom, "guidance.png": plot_guidance}

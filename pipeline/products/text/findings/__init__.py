@@ -11,14 +11,14 @@ from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Measured
-from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
 from pipeline.gate.checks import check_files
-from pipeline.gate.divergence import measure_tripwires
-from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.speculation import check_acceptance, check_speculation
-from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.gate.verdicts import list_slow_cells
+from pipeline.products.text.findings.canary import compare_canary, describe_blind, describe_canary, find_path_failure
+from pipeline.products.text.findings.divergence import measure_tripwires
+from pipeline.products.text.findings.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.products.text.findings.speculation import check_acceptance, check_speculation
+from pipeline.products.text.findings.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import OUTGROWN, Candidate

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Measured
-from pipeline.gate.network_notes import read_network_notes
-from pipeline.gate.networks import describe_total, measure_gain, measure_total, tell_untimed
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import takes_too_long
+from pipeline.products.vision.findings.notes import read_network_notes
+from pipeline.products.vision.findings.speed import describe_total, measure_gain, measure_total, tell_untimed
 from pipeline.products.vision.serving import read_network_candidate
 from pipeline.products.vision.settings import SPEED_STEPS, VisionProduct
 from pipeline.records.digests import digest_file

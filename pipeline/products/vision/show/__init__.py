@@ -13,9 +13,9 @@ class VisionPresenter:
 
     def list_plots(self, product: VisionProduct) -> Mapping[str, Plot]:
         """Return the worst pictures, the error of each layer, and what the task adds."""
-        from pipeline.gate.image_plots import plot_worst_images
-        from pipeline.gate.network_pictures import plot_found, plot_seams
-        from pipeline.gate.network_plots import plot_buckets, plot_layers
+        from pipeline.products.images.show.plots import plot_worst_images
+        from pipeline.products.vision.show.pictures import plot_found, plot_seams
+        from pipeline.products.vision.show.plots import plot_buckets, plot_layers
 
         if product.task == "detection":
             return {

@@ -15,11 +15,11 @@ from matplotlib.figure import Figure
 
 from pipeline.errors import EvidenceError, NumericsError
 from pipeline.gate.audits import Measured
-from pipeline.gate.boxes import BOXES_LEGEND, Found, draw_boxes, find_lost, list_losses, read_both
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.gate.pictures import amplify_difference, locate_image, measure_given, read_given, read_image
-from pipeline.gate.seams import SEAM_GAIN, Strip, cut_strip
+from pipeline.products.vision.show.boxes import BOXES_LEGEND, Found, draw_boxes, find_lost, list_losses, read_both
+from pipeline.products.vision.show.seams import SEAM_GAIN, Strip, cut_strip
+from pipeline.report.pictures.images import amplify_difference, locate_image, measure_given, read_given, read_image
 from pipeline.report.plots import save_figure
 
 _NUM_WORST = 3  # of a candidate

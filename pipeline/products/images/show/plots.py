@@ -15,9 +15,12 @@ from matplotlib.figure import Figure
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Measured
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.images import read_decoder
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.pictures import (
+from pipeline.gate.verdicts import Policy
+from pipeline.products.images.findings.decoder import read_decoder
+from pipeline.products.vision.show.seams import SEAM_GAIN
+from pipeline.report.flips import list_worst_images
+from pipeline.report.pictures.images import (
     AMPLE,
     DIFFERENCE_GAIN,
     LEAST_BITS,
@@ -30,9 +33,6 @@ from pipeline.gate.pictures import (
     locate_image,
     read_image,
 )
-from pipeline.gate.seams import SEAM_GAIN
-from pipeline.gate.verdicts import Policy
-from pipeline.report.flips import list_worst_images
 from pipeline.report.plots import save_figure
 
 _NUM_WORST = 3  # of a candidate

@@ -6,7 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.network_notes import (
+from pipeline.gate.pairing import Evidence
+from pipeline.products.vision.findings.notes import (
     CompileNotes,
     LayerNotes,
     NetworkNotes,
@@ -15,7 +16,6 @@ from pipeline.gate.network_notes import (
     parse_notes,
     read_network_notes,
 )
-from pipeline.gate.pairing import Evidence
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
 from pipeline.records.serving import NetworkServing
 from pipeline.records.verdicts import Gain

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from pipeline.gate.speed import format_ratio
 from pipeline.gate.wording import escape_markdown
 from pipeline.products.text.benchmark.prefix_cache import LEAST_RATIO, bound_known_ttft
+from pipeline.products.text.findings.speed import format_ratio
 from pipeline.records.benchmarks import Benchmark, Machine, Side
 from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.records.speculation import sum_speculation

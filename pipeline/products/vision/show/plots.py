@@ -15,10 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.network_notes import LayerNotes
-from pipeline.gate.networks import list_inexact_layers
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import definition_of
+from pipeline.products.vision.findings.notes import LayerNotes
+from pipeline.products.vision.findings.speed import list_inexact_layers
 from pipeline.records.verdicts import Metric
 from pipeline.report.plots import draw_bars, save_figure, style_bars
 

@@ -17,9 +17,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from pipeline.gate.audits import Measured
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.images import describe_guidance, list_guided, read_std_ratios
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import Policy
+from pipeline.products.images.findings.decoder import describe_guidance, list_guided, read_std_ratios
 from pipeline.records.verdicts import Metric
 from pipeline.report.plots import save_figure
 

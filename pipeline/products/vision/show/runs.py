@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.boxes import JudgedBoxes, list_losses
-from pipeline.gate.network_costs import find_scarcest_layer, find_worst_layer
-from pipeline.gate.network_notes import NetworkNotes, parse_notes
 from pipeline.gate.pairing import PairedCases
-from pipeline.gate.pictures import LEAST_BITS, JudgedImage, locate_image
-from pipeline.gate.seams import SEAM_GAIN
+from pipeline.products.vision.findings.notes import NetworkNotes, parse_notes
+from pipeline.products.vision.show.boxes import JudgedBoxes, list_losses
+from pipeline.products.vision.show.costs import find_scarcest_layer, find_worst_layer
+from pipeline.products.vision.show.seams import SEAM_GAIN
 from pipeline.records.detections import load_matches
 from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import CaseRecord, Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.records.serving import Tiling
 from pipeline.report.mlflow_runs.predictions import Scored
+from pipeline.report.pictures.images import LEAST_BITS, JudgedImage, locate_image
 
 STITCH = f"stitch - reference and candidate and difference x {SEAM_GAIN}"  # ends the key of a strip
 

@@ -7,7 +7,7 @@ else ran; a step's time is a sum over the run. Memory is counted where tensors a
 from __future__ import annotations
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.images import headroom, read_notes
+from pipeline.products.images.findings.decoder import headroom, read_notes
 
 _HEAD = (
     "candidate",

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.endpoint import holds_same_model
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
+from pipeline.products.text.findings.endpoint import holds_same_model
 from pipeline.records.canary import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
 from pipeline.records.differences import KINDS, classify_difference
 from pipeline.records.digests import digest_file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeline.gate.markdown import render_table
 from pipeline.gate.measure import GradedScore
 from pipeline.gate.verdicts import Judgement, Policy
 from pipeline.gate.wording import (
@@ -15,6 +14,7 @@ from pipeline.gate.wording import (
     name_metric,
 )
 from pipeline.records.verdicts import Certificate, Comparison, DetectableLoss, Verdict
+from pipeline.report.markdown import render_table
 
 
 def describe_level(certificate: Certificate, alpha: float) -> str:

@@ -9,16 +9,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeline.errors import EvidenceError, NumericsError
-from pipeline.gate.markdown import render_table
-from pipeline.gate.network_costs import count_overflows, format_error, format_headroom
-from pipeline.gate.network_notes import LayerNotes
-from pipeline.gate.networks import list_inexact_layers, list_limits, read_soundly, tell_limit
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.pictures import measure_given
 from pipeline.gate.wording import escape_markdown
 from pipeline.numerics.tile_grid import place_tiles
+from pipeline.products.vision.findings.notes import LayerNotes
+from pipeline.products.vision.findings.speed import list_inexact_layers, list_limits, read_soundly, tell_limit
+from pipeline.products.vision.show.costs import count_overflows, format_error, format_headroom
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import Tiling
+from pipeline.report.markdown import render_table
+from pipeline.report.pictures.images import measure_given
 
 
 def describe_network(evidence: Evidence) -> list[str]:

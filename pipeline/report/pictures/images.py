@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.images import headroom
+from pipeline.products.images.findings.decoder import headroom
 from pipeline.records.evaluations import CaseRecord
 
 if TYPE_CHECKING:

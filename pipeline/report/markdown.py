@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.gate.explanation_records import ExplainedFlip
 from pipeline.gate.wording import describe_place, escape_markdown, show_unprintable
+from pipeline.report.explanation_records import ExplainedFlip
 
 
 def render_table(rows: Sequence[Sequence[str]]) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from pipeline.gate.audits import Measured
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.network_notes import LayerNotes, NetworkNotes
-from pipeline.gate.networks import read_soundly, tell_clock, tell_difference, tell_ratio, tell_shape
 from pipeline.gate.wording import escape_markdown, format_value
+from pipeline.products.vision.findings.notes import LayerNotes, NetworkNotes
+from pipeline.products.vision.findings.speed import read_soundly, tell_clock, tell_difference, tell_ratio, tell_shape
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
 
 _NOTHING = "–"
