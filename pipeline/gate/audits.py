@@ -14,15 +14,14 @@ if TYPE_CHECKING:  # else an edit of how cases are judged would make stale what 
     from pipeline.gate.pairing import Evidence, PairedCases
     from pipeline.records.benchmarks import Benchmark
     from pipeline.records.medians import MedianInterval
-    from pipeline.records.verdicts import CanaryComparison, Comparison, Gain, Metric, Speed, Verdict
-    from pipeline.report.explanation_records import CandidateExplanation
+    from pipeline.records.verdicts import CanaryComparison, Comparison, Gain, Metric, Speed
 
 P = TypeVar("P", bound=Product)
 A = TypeVar("A", bound=Product, contravariant=True)
 
 
 @dataclass
-class Measured:
+class CandidateFindings:
     """What could be measured of one candidate, and what had to be refused."""
 
     evidence: Evidence | None = None
@@ -38,9 +37,8 @@ class Measured:
     benchmark: Benchmark | None = None
     speed: Speed | None = None
     gain: Gain | None = None
-    total: MedianInterval | None = None  # of a network's time
+    total: MedianInterval | None = None  # time to the reference's
     seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
-    explained: tuple[Verdict, CandidateExplanation] | None = None  # the cases behind a verdict, when looked for
 
     def add_note(self, text: str, kind: ReasonKind = ReasonKind.NOTE) -> None:
         """Add what decides nothing."""
@@ -64,13 +62,15 @@ class Auditor(Protocol[A]):
             EvidenceError: they are others than those that were judged.
         """
 
-    def audit_side(self, measured: Measured, evidence: Evidence, product: A) -> None:
+    def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: A) -> None:
         """Add what one candidate's records say beside its scores: refusals, failures, notes."""
 
     def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: A
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, eval_name: str, product: A
     ) -> None:
         """Add what an eval says of a candidate beside the reference; its metrics are measured already."""
 
-    def audit_pair(self, measured: Measured, evidence: Evidence, reference: Evidence, product: A, build: Path) -> None:
+    def audit_pair(
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: A, build: Path
+    ) -> None:
         """Add what a candidate's path and speed are beside the reference's."""

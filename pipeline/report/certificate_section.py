@@ -14,16 +14,7 @@ from pipeline.gate.wording import (
     name_metric,
 )
 from pipeline.records.verdicts import Certificate, Comparison, DetectableLoss, Verdict
-from pipeline.report.markdown import render_table
-
-
-def describe_level(certificate: Certificate, alpha: float) -> str:
-    """Say that the rule fails what is equal more often than it may."""
-    c = certificate
-    return (
-        f"certificate: the rule fails {c.num_false_fails} of {c.num_swaps:,} swaps of equal labels, more than "
-        f"gate.alpha ({alpha:g}) explains; a fail can't be told from chance on these records: look at the clusters"
-    )
+from pipeline.report.sections import Table
 
 
 def describe_certificate(verdict: Verdict, policy: Policy) -> str:
@@ -128,7 +119,7 @@ def describe_floor(judgement: Judgement) -> str:
     )
 
 
-def tabulate_losses(verdict: Verdict) -> str:
+def tabulate_losses(verdict: Verdict) -> Table:
     """Return the table of the losses that stop the release, of each gated comparison."""
     found = {(c.metric, c.bucket): c for c in verdict.comparisons}
     rows = [
@@ -145,7 +136,7 @@ def tabulate_losses(verdict: Verdict) -> str:
                 *(format_harm(loss.metric, k) for k in (loss.k50, loss.k80)),
             ]
         )
-    return render_table(rows)
+    return Table(rows)
 
 
 def _tell_loss(loss: DetectableLoss) -> str:

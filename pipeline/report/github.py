@@ -31,7 +31,8 @@ from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report import EXPLANATION
 from pipeline.report.explanation_records import Explanation
-from pipeline.report.markdown import render_name, render_table, show_flip
+from pipeline.report.failure_section import fold_flip
+from pipeline.report.markdown import render_name, render_table, write_block
 from pipeline.report.unproven import describe_unproven, list_unproven
 
 MAX_SUMMARY_BYTES = 200_000  # of a product: 1 MiB is a step's, and all products may be gated in one
@@ -207,8 +208,9 @@ def _explain(verdict: Verdict, explanation: Explanation) -> str:
     if len(verdict.reasons) > _MAX_REASONS:
         lines.append(f"- and {len(verdict.reasons) - _MAX_REASONS} more")
     explained = explanation.of(verdict.candidate)
-    flips = [line for flip in (explained.flips if explained else ())[:_MAX_FLIPS] for line in show_flip(flip)]
-    return "\n".join([*lines, "", *flips]) + "\n"
+    flips = (explained.flips if explained else ())[:_MAX_FLIPS]
+    folded = [line for flip in flips for line in (write_block(fold_flip(flip)), "")]
+    return "\n".join([*lines, "", *folded]) + "\n"
 
 
 def _fit(parts: Sequence[str], *, report: str) -> str:

@@ -1,16 +1,42 @@
-"""Markdown that the report and the summary in CI share: a table, a text as it is, a case whose judgement changed."""
+"""The Markdown of sections, which the report and the summary in CI share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.gate.wording import describe_place, escape_markdown, show_unprintable
-from pipeline.report.explanation_records import ExplainedFlip
+from pipeline.gate.wording import escape_markdown, show_unprintable
+from pipeline.report.sections import Block, Figure, Folded, Quote, Section, Table
+
+
+def write_section(section: Section) -> str:
+    """Return a section, without a line's end behind it."""
+    return "\n\n".join([f"### {section.title}", *map(write_block, section.blocks)])
+
+
+def write_block(block: Block) -> str:
+    """Return a block, without a line's end behind it."""
+    match block:
+        case Table(rows):
+            return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        case Quote(text):
+            return "\n".join(render_block(text))
+        case Figure():
+            return f"![{block.description}]({block.name})"
+        case Folded(title, blocks):
+            inner = "\n\n".join(map(write_block, blocks))
+            return f"<details><summary>{title}</summary>\n\n{inner}\n\n</details>"
+        case _:
+            return block
 
 
 def render_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; the second row says how columns are aligned."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    """Return a table with a line's end; the second row says how columns are aligned."""
+    return write_block(Table(rows)) + "\n"
+
+
+def is_embedded(name: str, report: str) -> bool:
+    """Say whether a report shows a picture."""
+    return f"]({name})" in report
 
 
 def render_name(name: str) -> str:
@@ -27,21 +53,3 @@ def render_block(text: str) -> list[str]:
     while fence in text:
         fence += "`"
     return [f"{fence}text", text, fence]
-
-
-def show_flip(flip: ExplainedFlip) -> list[str]:
-    """Return the lines of a case that can be unfolded: what was asked, and what both sides answered."""
-    buckets = f" [{', '.join(flip.buckets)}]" if flip.buckets else ""
-    case = escape_markdown(f"{flip.eval_name} / {flip.case_id}{buckets}: {describe_place(flip)}")
-    lines = [
-        f"<details><summary><b>{flip.kind}</b> {case}</summary>",
-        "",
-        "Prompt:",
-        "",
-        *render_block(flip.prompt.text),
-        "",
-    ]
-    for side, passage in ((flip.against, flip.reference), ("candidate", flip.candidate)):
-        if passage is not None:
-            lines += [f"{side[0].upper()}{side[1:]}:", "", *render_block(passage.text), ""]
-    return [*lines, "</details>", ""]

@@ -29,35 +29,6 @@ LAYERS = (
 )
 # What one kind shows, and still lies among what all do; each is to move to its kind. This list only shrinks.
 NOT_YET = {
-    ("gate.compare", "report.certificate_section"),
-    ("gate.wording", "report.explanation_records"),
-    ("products.images.show.plots", "products.vision"),
-    ("products.images.show.plots", "products.vision.show.seams"),
-    ("products.vision.show", "products.images"),
-    ("products.vision.show", "products.images.show.plots"),
-    ("report.explain", "products.text"),
-    ("report.explain", "products.text.findings.canary"),
-    ("report.markdown_report", "products.images"),
-    ("report.markdown_report", "products.images.findings.decoder"),
-    ("report.markdown_report", "products.images.show.costs"),
-    ("report.markdown_report", "products.text"),
-    ("report.markdown_report", "products.text.findings.canary"),
-    ("report.markdown_report", "products.text.findings.speculation"),
-    ("report.markdown_report", "products.text.show.speed"),
-    ("report.markdown_report", "products.vision"),
-    ("report.markdown_report", "products.vision.show.costs"),
-    ("report.markdown_report", "products.vision.show.sections"),
-    ("report.mlflow_runs.image_contents", "products.images"),
-    ("report.mlflow_runs.image_contents", "products.images.findings.decoder"),
-    ("report.mlflow_runs.image_contents", "products.vision"),
-    ("report.mlflow_runs.image_contents", "products.vision.show.runs"),
-    ("report.mlflow_runs.image_contents", "products.vision.show.seams"),
-    ("report.mlflow_runs.run_pictures", "products.vision"),
-    ("report.mlflow_runs.run_pictures", "products.vision.show.boxes"),
-    ("report.mlflow_runs.run_pictures", "products.vision.show.runs"),
-    ("report.mlflow_runs.run_pictures", "products.vision.show.seams"),
-    ("report.pictures.images", "products.images"),
-    ("report.pictures.images", "products.images.findings.decoder"),
 }
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")
 # What judges, shows and releases, and what checks settings before any work: a second, on a machine without HEAVY

@@ -18,7 +18,7 @@ from pipeline.records.verdicts import Metric
 from pipeline.report.mlflow_runs.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
 from pipeline.report.mlflow_runs.run_contents import RunContents, name_metrics
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
-from tests.judging import compare_release, describe_runs
+from tests.judging import build_runs, compare_release
 from tests.synthetic_records import PRODUCT, Behaviour, make_params, write_tree
 
 LOSSES = {"gptq-short": Behaviour(loss={"workflows": 0.3}), "awq-long": Behaviour(loss={"workflows": 0.01})}
@@ -34,7 +34,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Judgement, Path]:
 
 @pytest.fixture
 def runs(judged: tuple[Judgement, Path]) -> list[RunContents]:
-    return describe_runs(*judged)
+    return build_runs(*judged)
 
 
 def metric(name: str, value: float, bucket: str | None = None, unit: str = "") -> Metric:
@@ -101,7 +101,7 @@ def test_the_longest_bucket_of_an_evalset_fits() -> None:
 
 def test_a_note_is_safe_markdown(judged: tuple[Judgement, Path]) -> None:
     verdict = judged[0].verdicts[0].model_copy(update={"reasons": ("fail: x\n# <b>PASS</b>",)})
-    notes = [run.note for run in describe_runs(judged[0].model_copy(update={"verdicts": (verdict,)}), judged[1])]
+    notes = [run.note for run in build_runs(judged[0].model_copy(update={"verdicts": (verdict,)}), judged[1])]
     assert "fail: x\\n# &lt;b>PASS&lt;/b>" in notes[1]
 
 
@@ -150,7 +150,7 @@ def test_a_refused_candidate_without_records_is_still_a_run(judged: tuple[Judgem
     shutil.copytree(judged[1], build)
     shutil.rmtree(build / "evaluations" / "gptq-short")
     params = make_params(list(LOSSES), ["awq-long"])
-    run = describe_runs(compare_release(params, build).judgement, build)[1]
+    run = build_runs(compare_release(params, build).judgement, build)[1]
     assert run.params["gate"] == "refused" and "no predictions" in run.note
     assert set(run.predictions["ok"]) == {"missing"}
 

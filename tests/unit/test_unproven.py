@@ -17,9 +17,8 @@ from pipeline.report.explanation_records import Explanation
 from pipeline.report.github import render_annotations, render_summary
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
-from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from tests.judging import compare_release, list_said
+from tests.judging import compare_release, list_said, render_report
 from tests.synthetic_detections import Change
 from tests.synthetic_networks import Way, make_network_product, write_detector
 from tests.unit.test_network_report import edit_records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.gate.audits import Measured
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.pairing import Evidence
 from pipeline.products.images.findings.decoder import explain_unsound
 from pipeline.products.images.serving import read_image_candidate
@@ -23,10 +23,10 @@ class ImagesAuditor:
     def check_material(self, candidate: ImageCandidate, product: ImagesProduct, root: Path) -> None:
         """Check nothing: all is in the checkpoint."""
 
-    def audit_side(self, measured: Measured, evidence: Evidence, product: ImagesProduct) -> None:
+    def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: ImagesProduct) -> None:
         """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
         if evidence.candidate.name == product.reference:
-            measured.refusals += [
+            findings.refusals += [
                 f"{eval_name}: {said}; repair it, or leave these prompts out"
                 for eval_name, records in evidence.records.items()
                 if any(record.scores.get("sound") == 0 for record in records)
@@ -34,13 +34,18 @@ class ImagesAuditor:
             ]
 
     def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: ImagesProduct
+        self,
+        findings: CandidateFindings,
+        evidence: Evidence,
+        reference: Evidence,
+        eval_name: str,
+        product: ImagesProduct,
     ) -> None:
         """Add why images are not sound."""
         if why := explain_unsound(evidence, eval_name):
-            measured.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
+            findings.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
 
     def audit_pair(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, product: ImagesProduct, build: Path
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: ImagesProduct, build: Path
     ) -> None:
         """Add nothing."""

@@ -24,6 +24,7 @@ from typing import Protocol
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
+from pipeline.gate.verdicts import OWN_PATH
 from pipeline.products.text.findings.endpoint import holds_same_model
 from pipeline.records.canary import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
 from pipeline.records.differences import KINDS, classify_difference
@@ -31,7 +32,6 @@ from pipeline.records.digests import digest_file
 from pipeline.records.verdicts import MIN_POWER, CanaryComparison, CanaryFlip
 
 DEPLOYED = "loaded"
-OWN_PATH = "its own path without drafts"  # the name of a baseline that is not the reference
 # margin below which rounding can turn a token, in nat: one step of the dtype for logits of 16 to 32, and for float32
 # what sums of its terms in another order come to
 RISK_NATS = {"float32": 1e-4, "bfloat16": 0.125, "float16": 0.016}

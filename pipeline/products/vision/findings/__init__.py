@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.audits import Measured
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import takes_too_long
 from pipeline.products.vision.findings.notes import read_network_notes
@@ -28,33 +28,38 @@ class VisionAuditor:
         """Check the adapter."""
         check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
 
-    def audit_side(self, measured: Measured, evidence: Evidence, product: VisionProduct) -> None:
+    def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: VisionProduct) -> None:
         """Add nothing."""
 
     def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: VisionProduct
+        self,
+        findings: CandidateFindings,
+        evidence: Evidence,
+        reference: Evidence,
+        eval_name: str,
+        product: VisionProduct,
     ) -> None:
         """Add nothing."""
 
     def audit_pair(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, product: VisionProduct, build: Path
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: VisionProduct, build: Path
     ) -> None:
         """Add what steps for speed gain, and a failure or a note where it is slower in total."""
         limit = product.gate.max_slowdown
         try:
             if (notes := read_network_notes(evidence)) is not None:
-                measured.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
-                measured.total = measure_total(evidence, reference, notes, limit)
+                findings.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
+                findings.total = measure_total(evidence, reference, notes, limit)
         except EvidenceError as error:
-            measured.refusals.append(str(error))
-        if limit is not None and measured.total is None and (why := tell_untimed(evidence)):
-            measured.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
-        if measured.total is not None and measured.total.low > 1:
-            said = describe_total(measured.total, limit)
-            if takes_too_long(measured.total, limit):
-                measured.failures.append(f"speed: {said}")
+            findings.refusals.append(str(error))
+        if limit is not None and findings.total is None and (why := tell_untimed(evidence)):
+            findings.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
+        if findings.total is not None and findings.total.low > 1:
+            said = describe_total(findings.total, limit)
+            if takes_too_long(findings.total, limit):
+                findings.failures.append(f"speed: {said}")
             else:
-                measured.add_note(f"speed: {said}")
+                findings.add_note(f"speed: {said}")
 
 
 def check_adapter(path: Path, digest: str) -> None:

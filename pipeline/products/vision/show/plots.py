@@ -36,8 +36,9 @@ _MAX_NAMES = 60  # of layers below the panels
 _LETTERS = 40  # of a layer's name
 
 
-def plot_buckets(judgement: Judgement, path: Path) -> None:
+def plot_buckets(compared: ReleaseComparison, path: Path) -> None:
     """Draw average precision by bucket of objects for the reference and every candidate, with 95 % intervals."""
+    judgement = compared.judgement
     sides = {judgement.policy.reference: judgement.reference_metrics}
     sides |= {v.candidate: v.metrics for v in judgement.verdicts}
     found = {side: _select_areas(metrics, judgement) for side, metrics in sides.items()}
@@ -83,7 +84,7 @@ def plot_layers(compared: ReleaseComparison, path: Path) -> None:
 
     Without any the file is written all the same, as DVC expects it; the report does not show it then.
     """
-    found = {name: list_inexact_layers(measured.evidence) for name, measured in compared.measured.items()}
+    found = {name: list_inexact_layers(findings.evidence) for name, findings in compared.findings.items()}
     panels = {name: layers for name, layers in found.items() if layers}
     num_layers = max((len(layers) for layers in panels.values()), default=0)
     figure = Figure(
@@ -102,7 +103,7 @@ def plot_layers(compared: ReleaseComparison, path: Path) -> None:
     axes[0].set_ylim(low / 2, 4 * top)
     marks: set[str] = set()
     for axis, (name, layers) in zip(axes, panels.items(), strict=True):
-        evidence = compared.measured[name].evidence
+        evidence = compared.findings[name].evidence
         formats = {layer.layer: layer.format for layer in evidence.candidate.coverage} if evidence else {}
         marks |= _draw_layers(axis, layers, formats, top)
         axis.set_title(name, fontsize=8, loc="left")

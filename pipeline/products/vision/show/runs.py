@@ -1,7 +1,4 @@
-"""What a run of a network product shows beside what every run of pictures shows: boxes, a stitch, and its costs.
-
-Pure, as `image_contents.py`: records in, names of files out; `run_pictures.py` draws them.
-"""
+"""What MLflow shows of networks beside what it shows of all pictures: boxes, a stitch between tiles, and costs."""
 
 from __future__ import annotations
 
@@ -9,22 +6,49 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import PairedCases
 from pipeline.products.vision.findings.notes import NetworkNotes, parse_notes
-from pipeline.products.vision.show.boxes import JudgedBoxes, list_losses
+from pipeline.products.vision.show.boxes import JudgedBoxes, draw_boxes, find_lost, list_losses
 from pipeline.products.vision.show.costs import find_scarcest_layer, find_worst_layer
-from pipeline.products.vision.show.seams import SEAM_GAIN
+from pipeline.products.vision.show.seams import SEAM_GAIN, cut_strip
 from pipeline.records.detections import load_matches
-from pipeline.records.digests import digest_file, digest_text
+from pipeline.records.digests import digest_text
 from pipeline.records.evaluations import CaseRecord, Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.records.serving import Tiling
+from pipeline.report.mlflow_runs.picture_contents import (
+    Case,
+    Folders,
+    PictureRules,
+    Sides,
+    show_difference,
+    show_image,
+)
+from pipeline.report.mlflow_runs.picture_view import SECTION
 from pipeline.report.mlflow_runs.predictions import Scored
-from pipeline.report.pictures.images import LEAST_BITS, JudgedImage, locate_image
+from pipeline.report.pictures.images import (
+    JudgedImage,
+    amplify_difference,
+    locate_image,
+    measure_given,
+    read_given,
+    read_image,
+)
+from pipeline.report.pictures.shown import Shown, digest_shown, fit_size
+from pipeline.report.pictures.worst import list_worst_images
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 STITCH = f"stitch - reference and candidate and difference x {SEAM_GAIN}"  # ends the key of a strip
+_BOLDNESS = 2  # of boxes, which must show in a small picture
+_GAP = 4  # pixels between the parts of a strip
+_LEAST_BITS = -4.0  # doublings: shown of an overflow, which has no number of them left
 
 
 @dataclass(frozen=True)
@@ -38,9 +62,15 @@ class ShownBoxes:
     @property
     def identity(self) -> list[str | None]:
         """Name what is shown and the content of its files; None where there is none."""
-        files = [Path(self.candidate.record.prompt), self.reference.table, self.candidate.table]
         outputs = [digest_text(side.record.output) for side in (self.reference, self.candidate)]
-        return [self.key, *outputs, *(digest_file(file) if file.is_file() else None for file in files)]
+        files = [Path(self.candidate.record.prompt), self.reference.table, self.candidate.table]
+        return [self.key, *outputs, *digest_shown(files)]
+
+    def draw(self) -> Image:
+        """Draw it."""
+        boxes = self.candidate.read()
+        lost = find_lost(self.reference.read(), boxes)
+        return fit_size(draw_boxes(read_given(self.candidate.record), boxes, lost, boldness=_BOLDNESS))
 
 
 @dataclass(frozen=True)
@@ -55,11 +85,29 @@ class ShownStitch:
     @property
     def identity(self) -> list[str | None]:
         """Name what is shown and the content of its files; None where there is none."""
-        files = [image.path for image in self.images]
-        return [self.key, self.record.case_id, *(digest_file(f) if f.is_file() else None for f in files)]
+        return [self.key, self.record.case_id, *digest_shown(image.path for image in self.images)]
+
+    def draw(self) -> Image:
+        """Draw the stitch of both sides and the difference side by side, enlarged, with white between them."""
+        ours, theirs = map(read_image, self.images)
+        strip = cut_strip(ours, theirs, measure_given(self.record), self.tiling)
+        if strip is None:
+            raise EvidenceError(f"{self.images[1].path}: the picture is not cut into tiles")
+        parts = (strip.reference, strip.candidate, amplify_difference(strip.reference, strip.candidate, SEAM_GAIN))
+        gap = np.full((parts[0].shape[0], _GAP, 3), 255, dtype=np.uint8)
+        return fit_size(np.concatenate([parts[0], gap, parts[1], gap, parts[2]], axis=1))
 
 
-def judge_boxes(folder: Path, eval_name: str, scored: Scored, case_id: str) -> JudgedBoxes | None:
+def _show_boxes(sides: Sides, case: Case, key: str) -> ShownBoxes | None:
+    eval_name, case_id = case
+    ours, theirs = (
+        _judge_boxes(folder, eval_name, scored, case_id)
+        for folder, scored in zip(sides.folders, sides.scored, strict=True)
+    )
+    return ShownBoxes(key, ours, theirs) if ours and theirs else None
+
+
+def _judge_boxes(folder: Path, eval_name: str, scored: Scored, case_id: str) -> JudgedBoxes | None:
     """Return where the boxes of a case lie; None where there is no such case."""
     cases = scored.get(eval_name, {})
     if case_id not in cases:
@@ -67,7 +115,7 @@ def judge_boxes(folder: Path, eval_name: str, scored: Scored, case_id: str) -> J
     return JudgedBoxes(cases[case_id][0], folder / f"{eval_name}.npz", list(cases).index(case_id), len(cases))
 
 
-def rank_losses(pairs: Mapping[str, PairedCases], folders: tuple[Path, Path]) -> list[tuple[str, int]]:
+def _rank_losses(pairs: Mapping[str, PairedCases], folders: Folders) -> list[tuple[str, int]]:
     """Return (eval, position) of the pictures on which a detector lost any object, the worst first.
 
     Args:
@@ -87,21 +135,29 @@ def rank_losses(pairs: Mapping[str, PairedCases], folders: tuple[Path, Path]) ->
     return [(eval_name, i) for _, eval_name, i in sorted(found)]
 
 
-def find_stitch(folders: tuple[Path, Path], reference: Scored, candidate: Scored, section: str) -> ShownStitch | None:
+def _list_restored(sides: Sides, worst: Case | None) -> list[Shown]:
+    """List the difference in a run's worst case, and a stitch of its tiles."""
+    stitch = None if sides.is_reference else _find_stitch(sides)
+    return [*show_difference(sides, worst, gain=SEAM_GAIN), *([stitch] if stitch else [])]
+
+
+def _find_stitch(sides: Sides) -> ShownStitch | None:
     """Return a stitch of the case with the largest seam; None where a candidate does not run in tiles."""
-    tiling = _read_tiling(folders[1])
+    (reference, candidate), tiling = sides.scored, _read_tiling(sides.folders[1])
     cases = [
         (-record.scores.get("worst_seam_levels", 0.0), eval_name, case_id)
-        for eval_name, found in candidate.items()
-        for case_id, (record, _) in found.items()
+        for eval_name, records in candidate.items()
+        for case_id, (record, _) in records.items()
         if case_id in reference.get(eval_name, {})
     ]
     if tiling is None or not cases:
         return None
     _, eval_name, case_id = min(cases)
     records = reference[eval_name][case_id][0], candidate[eval_name][case_id][0]
-    ours, theirs = (locate_image(folder, eval_name, record) for folder, record in zip(folders, records, strict=True))
-    return ShownStitch(f"{section}/{STITCH}", (ours, theirs), records[1], tiling)
+    ours, theirs = (
+        locate_image(folder, eval_name, record) for folder, record in zip(sides.folders, records, strict=True)
+    )
+    return ShownStitch(f"{SECTION}/{STITCH}", (ours, theirs), records[1], tiling)
 
 
 def _read_tiling(folder: Path) -> Tiling | None:
@@ -111,11 +167,22 @@ def _read_tiling(folder: Path) -> Tiling | None:
         return None
 
 
-def read_network_costs(folder: Path, scored: Scored) -> dict[str, float]:
-    """Return what the first eval noted of time, memory and numbers, as metrics of a run; nothing where it can't be.
+BOXES = PictureRules(
+    alike="boxes",
+    rank=lambda pairs, evals, folders: _rank_losses(pairs, folders),
+    show_case=_show_boxes,
+    list_own=lambda sides, worst: [],
+)
+RESTORED = PictureRules(
+    alike="pixels",
+    rank=lambda pairs, evals, folders: list_worst_images(pairs, evals),
+    show_case=show_image,
+    list_own=_list_restored,
+)
 
-    An overflow has no number of doublings left: it is shown as the least that is drawn.
-    """
+
+def read_costs(folder: Path, scored: Scored) -> dict[str, float]:
+    """Return what the first eval noted of time, memory and numbers, as metrics of a run; nothing where it can't be."""
     try:
         notes = next((parse_notes(folder / f"{eval_name}.json") for eval_name in scored), None)
     except EvidenceError:
@@ -145,5 +212,5 @@ def _name_costs(notes: NetworkNotes) -> dict[str, float]:
         worst = notes.layers[find_worst_layer(notes.layers)].error
         numbers |= {} if math.isinf(worst) else {"largest_error_percent": 100 * worst}
         least = notes.layers[find_scarcest_layer(notes.layers)].headroom
-        numbers |= {} if least == math.inf else {"least_headroom_doublings": max(LEAST_BITS, least)}
+        numbers |= {} if least == math.inf else {"least_headroom_doublings": max(_LEAST_BITS, least)}
     return {name: float(value) for name, value in numbers.items()}

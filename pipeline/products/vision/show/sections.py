@@ -13,19 +13,19 @@ from pipeline.gate.pairing import Evidence
 from pipeline.gate.wording import escape_markdown
 from pipeline.numerics.tile_grid import place_tiles
 from pipeline.products.vision.findings.notes import LayerNotes
-from pipeline.products.vision.findings.speed import list_inexact_layers, list_limits, read_soundly, tell_limit
+from pipeline.products.vision.findings.speed import list_limits, read_soundly, tell_limit
 from pipeline.products.vision.show.costs import count_overflows, format_error, format_headroom
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import Tiling
-from pipeline.report.markdown import render_table
 from pipeline.report.pictures.images import measure_given
+from pipeline.report.sections import Block, Folded, Table
 
 
-def describe_network(evidence: Evidence) -> list[str]:
+def describe_network(evidence: Evidence) -> list[Block]:
     """Return paragraphs on what was done to a network and what came of it."""
     candidate, notes = evidence.candidate, read_soundly(evidence)
     layers = notes.layers if notes else {}
-    said = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
+    said: list[Block] = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
     if candidate.coverage:
         counts = Counter(layer.format for layer in candidate.coverage)
         said.append(
@@ -42,8 +42,10 @@ def describe_network(evidence: Evidence) -> list[str]:
     if (tiling := candidate.serving.tiling) is not None:
         for name, records in evidence.records.items():
             said += [_describe_tiles(name, records, tiling), *_tell_worst_stitch(name, records)]
-    table = [_fold("Layers: algorithm, number format, error and headroom", tabulate_policy(candidate, layers))]
-    return said + (table if candidate.coverage else [])
+    if candidate.coverage:
+        table = Table(tabulate_policy(candidate, layers))
+        said.append(Folded("Layers: algorithm, number format, error and headroom", [table]))
+    return said
 
 
 def _list_missed(evidence: Evidence) -> list[Fallback]:
@@ -122,10 +124,6 @@ def _names(rule: dict[str, Any], layer: str) -> bool:
     return any(fnmatchcase(layer, pattern) for pattern in rule.get("layers", []))
 
 
-def _fold(title: str, rows: Sequence[Sequence[str]]) -> str:
-    return f"<details><summary>{title}</summary>\n\n{render_table(rows)}\n</details>"
-
-
 def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tiling) -> str:
     """Say how many pictures are larger than a tile, and into how many tiles the largest is cut."""
     counts = list(_count_tiles(records, tiling))
@@ -159,19 +157,3 @@ def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]
             yield math.prod(len(place_tiles(side, tiling.tile, overlap)) for side in measure_given(record))
         except (EvidenceError, NumericsError):
             continue
-
-
-def embed_network_pictures(evidence: Sequence[Evidence | None], *, finds_boxes: bool) -> list[str]:
-    """Return the Markdown of the pictures beside the report, less those that no candidate has anything to show in."""
-    layers = ["![Relative error of each layer against float32](layers.png)\n"]
-    layers = layers if any(map(list_inexact_layers, evidence)) else []
-    if finds_boxes:
-        return [
-            "![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
-            "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n",
-            *layers,
-        ]
-    parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]
-    if any(e is not None and e.candidate.serving.tiling for e in evidence):
-        parts.append("![A stitch of the worst picture of each tiled candidate, and the step across it](seams.png)\n")
-    return [*parts, *layers]
