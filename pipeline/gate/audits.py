@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -56,7 +57,7 @@ class Auditor(Protocol[A]):
         """
 
     def check_material(self, candidate: Any, product: A, root: Path) -> None:
-        """Check the files that a candidate runs beside its checkpoint.
+        """Check the files that a candidate runs: its checkpoint, where it is here, and what it runs beside.
 
         Raises:
             EvidenceError: they are others than those that were judged.
@@ -74,3 +75,6 @@ class Auditor(Protocol[A]):
         self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: A, build: Path
     ) -> None:
         """Add what a candidate's path and speed are beside the reference's."""
+
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: A) -> list[str]:
+        """Say what an average of a candidate hides."""

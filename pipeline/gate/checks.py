@@ -32,6 +32,7 @@ from pipeline.gate.wording import (
     name_metric,
 )
 from pipeline.records.digests import digest_files, digest_json, name_changed_file
+from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Verdict
@@ -194,18 +195,21 @@ def check_candidates(judgement: Judgement, product: P, kind: Auditor[P], root: P
                 f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
                 f"{difference.found!r}; run `dvc repro` so that it is evaluated again"
             )
-        if candidate.serving.engine == "openai":
-            continue
-        own = path.with_name("checkpoint").relative_to(root).as_posix()
-        expected = own if (root / own).is_dir() else product.candidates[candidate.name].checkpoint
-        if Path(candidate.checkpoint.path) != Path(expected):
-            raise EvidenceError(
-                f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
-                "`dvc repro` so that it is built again"
-            )
-        check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
         kind.check_material(candidate, product, root)
     return True
+
+
+def check_checkpoint(candidate: BuiltCandidate, product: Product, root: Path) -> None:
+    """Refuse another checkpoint than the one that was judged: the candidate's own, or the one it was made from."""
+    path = root / product.build / "candidates" / candidate.name / "candidate.json"
+    own = path.with_name("checkpoint").relative_to(root).as_posix()
+    expected = own if (root / own).is_dir() else product.candidates[candidate.name].checkpoint
+    if Path(candidate.checkpoint.path) != Path(expected):
+        raise EvidenceError(
+            f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
+            "`dvc repro` so that it is built again"
+        )
+    check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
 
 
 def check_files(folder: Path, digest: str, files: dict[str, str]) -> None:

@@ -21,12 +21,7 @@ from pipeline.gate.case_table import CaseTable
 from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, tell_unwatched
 from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
-from pipeline.gate.headlines import (
-    explain_comparisons,
-    explain_flat_average,
-    explain_flat_perplexity,
-    list_limits,
-)
+from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.verdicts import (
@@ -82,7 +77,7 @@ def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
     )
     certificates = _certify(findings, product)
     verdicts = [
-        _conclude(name, findings[name], comparisons[name], certificates.get(name), product) for name in findings
+        _conclude(name, findings[name], comparisons[name], certificates.get(name), product, kind) for name in findings
     ]
     blocking = [v for v in verdicts if v.is_release and is_blocking(v, policy)]
     judgement = Judgement(
@@ -215,7 +210,8 @@ def _conclude(
     findings: CandidateFindings,
     comparisons: list[Comparison],
     certificate: Certificate | None,
-    product: Product,
+    product: P,
+    kind: Auditor[P],
 ) -> Verdict:
     outcome: Outcome = combine(comparisons, findings.refusals, findings.failures)
     if outcome == "pass" and findings.unproven:
@@ -223,7 +219,6 @@ def _conclude(
     idle = findings.gain is not None and not findings.gain.is_sure
     if outcome == "pass" and idle:
         outcome = "no gain"
-    headlines = (explain(name, comparisons, product) for explain in (explain_flat_perplexity, explain_flat_average))
     if outcome == "refused" and not findings.refusals:
         findings.refusals.append("nothing is gated, and no evidence is not a pass")
     if findings.evidence and findings.evidence.evaluation.is_declared:
@@ -233,7 +228,7 @@ def _conclude(
             ReasonKind.LIMIT,
         )
     reasons = [
-        *_give(ReasonKind.HEADLINE, [headline for headline in headlines if headline]),
+        *_give(ReasonKind.HEADLINE, kind.list_headlines(name, comparisons, product)),
         *_give(ReasonKind.REFUSED, dict.fromkeys(findings.refusals)),
         *_give(ReasonKind.FAILED, findings.failures),
         *_give(ReasonKind.UNPROVEN, findings.unproven),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.checks import check_checkpoint
 from pipeline.gate.pairing import Evidence
 from pipeline.products.images.findings.decoder import explain_unsound
 from pipeline.products.images.serving import read_image_candidate
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.evaluations import ImageCandidate
 from pipeline.records.reasons import ReasonKind
+from pipeline.records.verdicts import Comparison
 
 
 class ImagesAuditor:
@@ -21,7 +24,8 @@ class ImagesAuditor:
         return read_image_candidate(build, name, product)
 
     def check_material(self, candidate: ImageCandidate, product: ImagesProduct, root: Path) -> None:
-        """Check nothing: all is in the checkpoint."""
+        """Check the checkpoint, which holds all."""
+        check_checkpoint(candidate, product, root)
 
     def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: ImagesProduct) -> None:
         """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
@@ -49,3 +53,7 @@ class ImagesAuditor:
         self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: ImagesProduct, build: Path
     ) -> None:
         """Add nothing."""
+
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: ImagesProduct) -> list[str]:
+        """Say nothing: no metric is an average over kinds of images."""
+        return []

@@ -7,22 +7,24 @@ note of the verdict.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import CandidateFindings
-from pipeline.gate.checks import check_files
+from pipeline.gate.checks import check_checkpoint, check_files
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import list_slow_cells
 from pipeline.products.text.findings.canary import compare_canary, describe_blind, describe_canary, find_path_failure
 from pipeline.products.text.findings.divergence import measure_tripwires
 from pipeline.products.text.findings.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.products.text.findings.headlines import explain_flat_perplexity
 from pipeline.products.text.findings.speculation import check_acceptance, check_speculation
 from pipeline.products.text.findings.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import OUTGROWN, Candidate
-from pipeline.records.verdicts import Metric
+from pipeline.records.verdicts import Comparison, Metric
 
 
 class TextAuditor:
@@ -33,7 +35,10 @@ class TextAuditor:
         return read_candidate(build, name, product)
 
     def check_material(self, candidate: Candidate, product: TextProduct, root: Path) -> None:
-        """Check the draft model."""
+        """Check checkpoint and draft model; no file here can tell what an attached endpoint runs."""
+        if candidate.serving.engine == "openai":
+            return
+        check_checkpoint(candidate, product, root)
         drafts = candidate.serving.speculative
         if drafts and drafts.draft_path and drafts.draft_digest:
             check_files(root / drafts.draft_path, drafts.draft_digest, {})
@@ -94,6 +99,11 @@ class TextAuditor:
             findings.add_note(blindness)
         if evidence.candidate.name in product.benchmark.candidates:
             _measure_speed(findings, evidence, reference, product, build)
+
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: TextProduct) -> list[str]:
+        """Say when perplexity stays within its tolerance and a task fails."""
+        headline = explain_flat_perplexity(name, comparisons, product)
+        return [headline] if headline else []
 
 
 def _check_room(findings: CandidateFindings, evidence: Evidence, *, is_reference: bool) -> None:

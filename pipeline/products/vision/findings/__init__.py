@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.checks import check_checkpoint
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import takes_too_long
+from pipeline.products.vision.findings.headlines import explain_flat_average
 from pipeline.products.vision.findings.notes import read_network_notes
 from pipeline.products.vision.findings.speed import describe_total, measure_gain, measure_total, tell_untimed
 from pipeline.products.vision.serving import read_network_candidate
@@ -15,6 +18,7 @@ from pipeline.products.vision.settings import SPEED_STEPS, VisionProduct
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import NetworkCandidate
 from pipeline.records.reasons import ReasonKind
+from pipeline.records.verdicts import Comparison
 
 
 class VisionAuditor:
@@ -25,7 +29,8 @@ class VisionAuditor:
         return read_network_candidate(build, name, product)
 
     def check_material(self, candidate: NetworkCandidate, product: VisionProduct, root: Path) -> None:
-        """Check the adapter."""
+        """Check checkpoint and adapter."""
+        check_checkpoint(candidate, product, root)
         check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
 
     def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: VisionProduct) -> None:
@@ -60,6 +65,11 @@ class VisionAuditor:
                 findings.failures.append(f"speed: {said}")
             else:
                 findings.add_note(f"speed: {said}")
+
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: VisionProduct) -> list[str]:
+        """Say when AP over all objects stays within its tolerance and AP of some size fails."""
+        headline = explain_flat_average(name, comparisons, product)
+        return [headline] if headline else []
 
 
 def check_adapter(path: Path, digest: str) -> None:
