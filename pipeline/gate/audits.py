@@ -47,7 +47,7 @@ class CandidateFindings:
 
 
 class Auditor(Protocol[A]):
-    """What a kind of product knows of its candidates beside their scores."""
+    """What a kind of product knows of its candidates beside their scores; a kind derives from it."""
 
     def read_candidate(self, build: Path, name: str, product: A) -> Any:
         """Read what was built of a candidate, and how it is run.
@@ -65,16 +65,20 @@ class Auditor(Protocol[A]):
 
     def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: A) -> None:
         """Add what one candidate's records say beside its scores: refusals, failures, notes."""
+        return
 
     def audit_eval(
         self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, eval_name: str, product: A
     ) -> None:
         """Add what an eval says of a candidate beside the reference; its metrics are measured already."""
+        return
 
     def audit_pair(
         self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: A, build: Path
     ) -> None:
         """Add what a candidate's path and speed are beside the reference's."""
+        return
 
     def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: A) -> list[str]:
         """Say what an average of a candidate hides."""
+        return []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import Policy
 from pipeline.records.benchmarks import Machine
 from pipeline.records.evaluations import CaseRecord, Evaluation
 from pipeline.records.verdicts import Verdict
@@ -18,7 +18,7 @@ from pipeline.report.sections import Block, Figure, Section
 from pipeline.settings.base import Eval, Product
 
 if TYPE_CHECKING:  # else the report would import what draws the pictures of runs
-    from pipeline.report.mlflow_runs.picture_contents import PictureContents
+    from pipeline.report.mlflow_runs.picture_contents import PictureRules
     from pipeline.report.mlflow_runs.predictions import Scored
 
 A = TypeVar("A", bound=Product, contravariant=True)
@@ -61,17 +61,16 @@ class JudgedRun:
 
 
 class Presenter(Protocol[A]):
-    """What a kind of product shows beside what every kind does."""
+    """What a kind of product shows beside what every kind does; a kind derives from it and says what differs."""
 
-    @property
-    def words(self) -> Words:
-        """Return the words of this kind."""
+    words: Words
 
     def list_figures(self, product: A) -> tuple[Figure, ...]:
         """Return the pictures beside harm.png, in the order of the page; the report may leave some of them out."""
 
     def list_columns(self, evals: Mapping[str, Eval]) -> list[str]:
         """Return the metrics without a tolerance that the table of candidates shows."""
+        return []
 
     def describe_release(self, compared: ReleaseComparison) -> list[Block]:
         """Return what stands above the candidates, figures among it."""
@@ -82,15 +81,16 @@ class Presenter(Protocol[A]):
         """Return what was done to a candidate and what came of it, above its comparisons."""
 
     def describe_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
-        """Return the section on how fast a candidate is, below its comparisons; None where nothing was timed."""
+        """Return the section on how fast a candidate is, below its comparisons; None where it stands elsewhere."""
+        return None
 
     def format_output(self, record: CaseRecord) -> str:
         """Return what MLflow's table shows of an output."""
+        return record.output
 
     def measure_run(self, run: JudgedRun) -> dict[str, float]:
-        """Return the metrics of a run beside scores and gate."""
+        """Return the metrics of a run beside scores and gate, in their order."""
 
-    def choose_pictures(
-        self, judgement: Judgement, evals: Mapping[str, Eval], scored: Mapping[str, Scored], build: Path
-    ) -> Mapping[str, PictureContents]:
-        """Return the pictures of each run, by candidate; a run may have none."""
+    def choose_rules(self, policy: Policy) -> PictureRules | None:
+        """Say how the worst cases are found and shown beside the runs; None where there are no pictures."""
+        return None

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.errors import JournalError
 from pipeline.gate.verdicts import Judgement
+from pipeline.products.text.show import TextPresenter
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Metric
 from pipeline.report.mlflow_runs.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
@@ -126,7 +127,9 @@ def test_selection_keeps_late_flips_when_cases_are_many() -> None:
         return {"calls": {str(i): (case(str(i)), i != wrong) for i in range(MAX_CASES_PER_EVAL + 100)}}
 
     last = MAX_CASES_PER_EVAL + 99
-    tables = select_predictions({"reference": scored(None), "a": scored(last), "b": scored(7)}, "reference")
+    tables = select_predictions(
+        {"reference": scored(None), "a": scored(last), "b": scored(7)}, "reference", TextPresenter()
+    )
     assert tables["a"]["id"][:2] == ["calls/7", f"calls/{last}"]
     assert tables["a"]["ok"][:2] == ["right", "WRONG"] and tables["b"]["ok"][:2] == ["WRONG", "right"]
     assert {len(column) for table in tables.values() for column in table.values()} == {MAX_CASES_PER_EVAL}

@@ -22,7 +22,7 @@ from pipeline.records.digests import digest_json, digest_text
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
 from pipeline.records.record_files import R, read_record
 from pipeline.records.verdicts import Metric, Verdict
-from pipeline.report.mlflow_runs.picture_contents import PictureContents
+from pipeline.report.mlflow_runs.picture_contents import PictureContents, choose_pictures
 from pipeline.report.mlflow_runs.predictions import Scored, read_scored, select_predictions
 from pipeline.report.pictures.shown import Shown
 from pipeline.report.presenting import JudgedRun, Presenter
@@ -78,7 +78,8 @@ def build_runs(
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
     tables = select_predictions(scored, judgement.policy.reference, presenter)
-    pictures = presenter.choose_pictures(judgement, evals, scored, build)
+    rules = presenter.choose_rules(judgement.policy)
+    pictures = choose_pictures(judgement, evals, scored, build, rules=rules) if rules else {}
     return [
         _build_run(
             judgement,

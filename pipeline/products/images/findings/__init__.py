@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.audits import Auditor, CandidateFindings
 from pipeline.gate.checks import check_checkpoint
 from pipeline.gate.pairing import Evidence
 from pipeline.products.images.findings.decoder import explain_unsound
@@ -13,10 +12,10 @@ from pipeline.products.images.serving import read_image_candidate
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.evaluations import ImageCandidate
 from pipeline.records.reasons import ReasonKind
-from pipeline.records.verdicts import Comparison
+from pipeline.records.verdicts import Comparison as Comparison
 
 
-class ImagesAuditor:
+class ImagesAuditor(Auditor[ImagesProduct]):
     """What the gate asks of kind `images`."""
 
     def read_candidate(self, build: Path, name: str, product: ImagesProduct) -> ImageCandidate:
@@ -48,12 +47,3 @@ class ImagesAuditor:
         """Add why images are not sound."""
         if why := explain_unsound(evidence, eval_name):
             findings.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
-
-    def audit_pair(
-        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: ImagesProduct, build: Path
-    ) -> None:
-        """Add nothing."""
-
-    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: ImagesProduct) -> list[str]:
-        """Say nothing: no metric is an average over kinds of images."""
-        return []

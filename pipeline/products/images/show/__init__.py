@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import Policy
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.show.costs import COSTS_LEGEND, tabulate_costs
 from pipeline.products.images.show.guidance import explain_guidance, list_guided, plot_guidance
 from pipeline.products.images.show.headroom import plot_headroom
 from pipeline.products.images.show.rendering import describe_files, describe_rendering
 from pipeline.products.images.show.runs import PICTURES, read_costs
-from pipeline.records.benchmarks import Machine
-from pipeline.records.evaluations import CaseRecord
+from pipeline.records.benchmarks import Machine as Machine
+from pipeline.records.evaluations import CaseRecord as CaseRecord
 from pipeline.records.verdicts import Verdict
 from pipeline.report.built_candidate import describe_built_candidate
-from pipeline.report.mlflow_runs.picture_contents import PictureContents, choose_pictures
-from pipeline.report.mlflow_runs.predictions import Scored
+from pipeline.report.mlflow_runs.picture_contents import PictureRules
+from pipeline.report.mlflow_runs.predictions import Scored as Scored
 from pipeline.report.pictures.worst import plot_worst_images
-from pipeline.report.presenting import JudgedRun, Words
-from pipeline.report.sections import Block, Figure, Section, Table
-from pipeline.settings.base import Eval
+from pipeline.report.presenting import JudgedRun, Presenter, Words
+from pipeline.report.sections import Block, Figure, Table
+from pipeline.report.sections import Section as Section
+from pipeline.settings.base import Eval as Eval
 
 _WORST = Figure(
     "worst.png",
@@ -41,7 +39,7 @@ _GUIDANCE = Figure(
 _HEADROOM = Figure("headroom.png", "Room left in the decoder", "Headroom of the decoder's modules", plot_headroom)
 
 
-class ImagesPresenter:
+class ImagesPresenter(Presenter[ImagesProduct]):
     """What is shown of kind `images`."""
 
     words = Words(
@@ -54,10 +52,6 @@ class ImagesPresenter:
     def list_figures(self, product: ImagesProduct) -> tuple[Figure, ...]:
         """Return the worst images, guidance, and the headroom of the decoders."""
         return _WORST, _GUIDANCE, _HEADROOM
-
-    def list_columns(self, evals: Mapping[str, Eval]) -> list[str]:
-        """Return none."""
-        return []
 
     def describe_release(self, compared: ReleaseComparison) -> list[Block]:
         """Return the table of costs and the pictures, guidance where a candidate guides otherwise."""
@@ -73,20 +67,10 @@ class ImagesPresenter:
         files = [describe_files(evidence, reference)] if reference else []
         return [describe_built_candidate(evidence.candidate), *files, *describe_rendering(evidence)]
 
-    def describe_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
-        """Return nothing: times stand in the table of costs."""
-        return None
-
-    def format_output(self, record: CaseRecord) -> str:
-        """Return the digest of the pixels."""
-        return record.output
-
     def measure_run(self, run: JudgedRun) -> dict[str, float]:
         """Return time, memory and room."""
         return read_costs(run.folder, run.scored)
 
-    def choose_pictures(
-        self, judgement: Judgement, evals: Mapping[str, Eval], scored: Mapping[str, Scored], build: Path
-    ) -> Mapping[str, PictureContents]:
-        """Return each candidate's worst images, its difference from the reference, and its decoder's headroom."""
-        return choose_pictures(judgement, evals, scored, build, rules=PICTURES)
+    def choose_rules(self, policy: Policy) -> PictureRules:
+        """Show each candidate's worst images, its difference from the reference, and its decoder's headroom."""
+        return PICTURES

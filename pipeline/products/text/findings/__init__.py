@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.audits import Auditor, CandidateFindings
 from pipeline.gate.checks import check_checkpoint, check_files
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import list_slow_cells
@@ -27,7 +27,7 @@ from pipeline.records.evaluations import OUTGROWN, Candidate
 from pipeline.records.verdicts import Comparison, Metric
 
 
-class TextAuditor:
+class TextAuditor(Auditor[TextProduct]):
     """What the gate asks of kind `text`."""
 
     def read_candidate(self, build: Path, name: str, product: TextProduct) -> Candidate:

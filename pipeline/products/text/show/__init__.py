@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import Policy as Policy
 from pipeline.products.text.findings.canary import describe_canary
 from pipeline.products.text.findings.speculation import describe_speculation
 from pipeline.products.text.settings import TextProduct
@@ -16,12 +15,11 @@ from pipeline.products.text.show.plots import plot_completion, plot_speed
 from pipeline.products.text.show.runs import measure_run
 from pipeline.products.text.show.speed import build_speed_section
 from pipeline.records.benchmarks import Machine
-from pipeline.records.evaluations import CaseRecord
+from pipeline.records.evaluations import CaseRecord as CaseRecord
 from pipeline.records.verdicts import Verdict
 from pipeline.report.built_candidate import describe_built_candidate
-from pipeline.report.mlflow_runs.picture_contents import PictureContents
-from pipeline.report.mlflow_runs.predictions import Scored
-from pipeline.report.presenting import JudgedRun, Words
+from pipeline.report.mlflow_runs.predictions import Scored as Scored
+from pipeline.report.presenting import JudgedRun, Presenter, Words
 from pipeline.report.sections import Block, Figure, Section
 from pipeline.settings.base import Eval
 
@@ -29,7 +27,7 @@ _COMPLETION = Figure("completion.png", "Task completion", "Task completion by bu
 _SPEED = Figure("speed.png", "Speed", "Throughput of every cell of the benchmark, candidate / reference", plot_speed)
 
 
-class TextPresenter:
+class TextPresenter(Presenter[TextProduct]):
     """What is shown of kind `text`."""
 
     words = Words(
@@ -69,16 +67,6 @@ class TextPresenter:
         """Return the grid of the benchmark, and how it was measured."""
         return build_speed_section(findings, here)
 
-    def format_output(self, record: CaseRecord) -> str:
-        """Return the text."""
-        return record.output
-
     def measure_run(self, run: JudgedRun) -> dict[str, float]:
         """Return the benchmark's medians, answers of the canary that differ, and drafts that were accepted."""
         return measure_run(run)
-
-    def choose_pictures(
-        self, judgement: Judgement, evals: Mapping[str, Eval], scored: Mapping[str, Scored], build: Path
-    ) -> Mapping[str, PictureContents]:
-        """Return none."""
-        return {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.audits import Auditor, CandidateFindings
 from pipeline.gate.checks import check_checkpoint
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import takes_too_long
@@ -21,7 +21,7 @@ from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison
 
 
-class VisionAuditor:
+class VisionAuditor(Auditor[VisionProduct]):
     """What the gate asks of kind `vision`."""
 
     def read_candidate(self, build: Path, name: str, product: VisionProduct) -> NetworkCandidate:
@@ -32,19 +32,6 @@ class VisionAuditor:
         """Check checkpoint and adapter."""
         check_checkpoint(candidate, product, root)
         check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
-
-    def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: VisionProduct) -> None:
-        """Add nothing."""
-
-    def audit_eval(
-        self,
-        findings: CandidateFindings,
-        evidence: Evidence,
-        reference: Evidence,
-        eval_name: str,
-        product: VisionProduct,
-    ) -> None:
-        """Add nothing."""
 
     def audit_pair(
         self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: VisionProduct, build: Path

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.verdicts import Judgement
+from pipeline.gate.verdicts import Policy
 from pipeline.products.vision.findings.speed import list_inexact_layers
 from pipeline.products.vision.settings import VisionProduct
 from pipeline.products.vision.show.costs import explain_network_costs, tabulate_network_costs
@@ -18,15 +16,16 @@ from pipeline.products.vision.show.plots import plot_buckets, plot_layers
 from pipeline.products.vision.show.runs import BOXES, RESTORED, read_costs
 from pipeline.products.vision.show.seams import SEAM_GAIN
 from pipeline.products.vision.show.sections import describe_network
-from pipeline.records.benchmarks import Machine
+from pipeline.records.benchmarks import Machine as Machine
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Verdict
-from pipeline.report.mlflow_runs.picture_contents import PictureContents, choose_pictures
-from pipeline.report.mlflow_runs.predictions import Scored
+from pipeline.report.mlflow_runs.picture_contents import PictureRules
+from pipeline.report.mlflow_runs.predictions import Scored as Scored
 from pipeline.report.pictures.worst import plot_worst_images
-from pipeline.report.presenting import JudgedRun, Words
-from pipeline.report.sections import Block, Figure, Section, Table
-from pipeline.settings.base import Eval
+from pipeline.report.presenting import JudgedRun, Presenter, Words
+from pipeline.report.sections import Block, Figure, Table
+from pipeline.report.sections import Section as Section
+from pipeline.settings.base import Eval as Eval
 
 _WORST = "The worst pictures beside the reference"
 _LOST = Figure(
@@ -58,7 +57,7 @@ _LAYERS = Figure(
 )
 
 
-class VisionPresenter:
+class VisionPresenter(Presenter[VisionProduct]):
     """What is shown of kind `vision`."""
 
     words = Words(
@@ -74,10 +73,6 @@ class VisionPresenter:
     def list_figures(self, product: VisionProduct) -> tuple[Figure, ...]:
         """Return the worst pictures, what the task adds, and the error of each layer."""
         return (_LOST, _BUCKETS, _LAYERS) if product.task == "detection" else (_DIFFERING, _SEAMS, _LAYERS)
-
-    def list_columns(self, evals: Mapping[str, Eval]) -> list[str]:
-        """Return none."""
-        return []
 
     def describe_release(self, compared: ReleaseComparison) -> list[Block]:
         """Return the table of costs and the pictures, less those that no candidate has anything to show in."""
@@ -97,10 +92,6 @@ class VisionPresenter:
         """Return its steps, its policy layer by layer, its fallbacks and its tiles."""
         return describe_network(evidence)
 
-    def describe_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
-        """Return nothing: times stand in the table of costs."""
-        return None
-
     def format_output(self, record: CaseRecord) -> str:
         """Return the scores: boxes and the digests of pictures are no text."""
         scores = record.scores
@@ -117,9 +108,6 @@ class VisionPresenter:
         """Return time, memory and numbers."""
         return read_costs(run.folder, run.scored)
 
-    def choose_pictures(
-        self, judgement: Judgement, evals: Mapping[str, Eval], scored: Mapping[str, Scored], build: Path
-    ) -> Mapping[str, PictureContents]:
-        """Return each candidate's worst pictures, with boxes or beside the difference, and a stitch of its tiles."""
-        finds_boxes = "detection" in judgement.policy.eval_kinds.values()
-        return choose_pictures(judgement, evals, scored, build, rules=BOXES if finds_boxes else RESTORED)
+    def choose_rules(self, policy: Policy) -> PictureRules:
+        """Show each candidate's worst pictures, with boxes or beside the difference, and a stitch of its tiles."""
+        return BOXES if "detection" in policy.eval_kinds.values() else RESTORED
