@@ -143,6 +143,7 @@ def test_missing_failed_and_long_cases_are_told_apart() -> None:
             "a": {"calls": {"2": (failed, None)}},
         },
         "reference",
+        TextPresenter(),
     )
     assert sorted(tables["a"]["ok"]) == ["infrastructure: timeout", "missing"]
     assert all(text.endswith("characters)") for text in tables["reference"]["output"])
