@@ -37,7 +37,7 @@ def list_watched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, To
     ]
 
 
-def tell_unwatched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, Tolerance]) -> str | None:
+def name_unwatched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, Tolerance]) -> str | None:
     """Name the categories without a tolerance that too few clusters hold; None where there are none."""
     few = [
         name for name, count in _count_clusters(pairs, eval_name, tolerances).items() if count < MIN_CATEGORY_CLUSTERS

@@ -83,7 +83,7 @@ def check_outcomes(judgement: Judgement) -> None:
         if wrong:
             raise EvidenceError(
                 f"{judgement.path}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
-                f"policy beside it; {_tell_edited(judgement)}"
+                f"policy beside it; {_explain_remedy(judgement)}"
             )
 
 
@@ -183,12 +183,12 @@ def check_candidates(judgement: Judgement, product: P, kind: Auditor[P], root: P
         if fingerprint(verdict.facts) != verdict.fingerprint:
             raise EvidenceError(
                 f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
-                f"it, found another; {_tell_edited(judgement)}"
+                f"it, found another; {_explain_remedy(judgement)}"
             )
         if missing := candidate.facts.keys() - verdict.facts.keys():
             raise EvidenceError(
                 f"{judgement.path}: {verdict.candidate}: expected facts about {min(missing)}, found "
-                f"none; {_tell_edited(judgement)}"
+                f"none; {_explain_remedy(judgement)}"
             )
         if difference := find_difference(verdict.facts, candidate.facts):
             raise EvidenceError(
@@ -223,5 +223,5 @@ def check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
         )
 
 
-def _tell_edited(judgement: Judgement) -> str:
+def _explain_remedy(judgement: Judgement) -> str:
     return f"the file was edited: run `dvc repro -f -s compare@{judgement.policy.product}`"

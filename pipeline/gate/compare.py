@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Auditor, CandidateFindings, P
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, tell_unwatched
+from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, name_unwatched
 from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
@@ -185,7 +185,7 @@ def _measure_eval(findings: CandidateFindings, eval_name: str, product: Product)
                     findings.add_note(str(error))
                 else:
                     findings.refusals.append(str(error))
-    if unwatched := tell_unwatched(pairs, eval_name, product.gate.tolerances):
+    if unwatched := name_unwatched(pairs, eval_name, product.gate.tolerances):
         findings.add_note(unwatched)
 
 

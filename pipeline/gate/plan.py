@@ -325,10 +325,10 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
         ).rstrip()
         for cells in table
     ]
-    return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)] + _tell_release(rows))
+    return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)] + _describe_release(rows))
 
 
-def _tell_release(rows: Sequence[PlanRow]) -> list[str]:
+def _describe_release(rows: Sequence[PlanRow]) -> list[str]:
     """Say how often a release without a loss would pass: it must pass in every metric, so each takes its share."""
     needed = [row for row in rows if row.is_needed and row.power is not None]
     if not needed:

@@ -22,7 +22,7 @@ def describe_certificate(verdict: Verdict, policy: Policy) -> str:
     certificate = verdict.certificate
     if certificate is None or not certificate.losses:
         return ""
-    said = [_tell_false_fails(certificate, policy.alpha), describe_dependence(certificate)]
+    said = [_describe_false_fails(certificate, policy.alpha), describe_dependence(certificate)]
     return " ".join(part for part in (describe_misses(verdict, policy), *said) if part)
 
 
@@ -34,15 +34,15 @@ def describe_misses(verdict: Verdict, policy: Policy) -> str:
     order = list(policy.tolerances)
     headline = min(certificate.losses, key=lambda loss: (order.index(loss.metric), loss.bucket or ""))
     widest = max(certificate.losses, key=lambda loss: (is_rate(loss.metric), loss.k80))
-    said = [f"On this suite this gate {_tell_loss(headline)}"]
+    said = [f"On this suite this gate {_describe_loss(headline)}"]
     if widest is not headline:
-        said.append(f"; of all rates it is blindest in {_name(widest)}: {_tell_sizes(widest)}")
+        said.append(f"; of all rates it is blindest in {_name(widest)}: {_format_sizes(widest)}")
     said.append(", whether the lost cases flip beside those seen or are among them.")
-    parts = ("".join(said), _tell_passes(certificate), _tell_unseen(verdict, policy.alpha))
+    parts = ("".join(said), _describe_passes(certificate), _describe_unseen(verdict, policy.alpha))
     return " ".join(part for part in parts if part)
 
 
-def _tell_passes(c: Certificate) -> str:
+def _describe_passes(c: Certificate) -> str:
     """Say how often a release without a loss passes, and what stops it most."""
     if c.num_passes is None or c.num_weakest_passes is None:
         return ""
@@ -59,7 +59,7 @@ def _tell_passes(c: Certificate) -> str:
     )
 
 
-def _tell_unseen(verdict: Verdict, alpha: float) -> str:
+def _describe_unseen(verdict: Verdict, alpha: float) -> str:
     """Say which bounds have no room for what no case showed, and how rare a loss may hide so."""
     open_ended = [
         c
@@ -79,7 +79,7 @@ def _tell_unseen(verdict: Verdict, alpha: float) -> str:
     )
 
 
-def _tell_false_fails(c: Certificate, alpha: float) -> str:
+def _describe_false_fails(c: Certificate, alpha: float) -> str:
     within, blocks = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_false_fails, c.num_block_fails))
     return (
         f"Of {c.num_swaps:,} swaps of the labels within clusters, which make both sides equal, it fails {within} "
@@ -114,7 +114,7 @@ def describe_floor(judgement: Judgement) -> str:
         )
     return (
         f"The reference against itself (`{again.candidate}`), which is the floor: "
-        + "; ".join(f"{name_comparison(c)} {_tell_moved(c)}" for c in moved)
+        + "; ".join(f"{name_comparison(c)} {_format_moved(c)}" for c in moved)
         + "."
     )
 
@@ -139,7 +139,7 @@ def tabulate_losses(verdict: Verdict) -> Table:
     return Table(rows)
 
 
-def _tell_loss(loss: DetectableLoss) -> str:
+def _describe_loss(loss: DetectableLoss) -> str:
     if loss.k80 == 0:
         return f"stops every candidate, one without a loss too: the cases of {_name(loss)} prove too little"
     return (
@@ -148,11 +148,11 @@ def _tell_loss(loss: DetectableLoss) -> str:
     )
 
 
-def _tell_sizes(loss: DetectableLoss) -> str:
+def _format_sizes(loss: DetectableLoss) -> str:
     return f"{format_harm(loss.metric, loss.k50)} and {format_harm(loss.metric, loss.k80)}"
 
 
-def _tell_moved(c: Comparison) -> str:
+def _format_moved(c: Comparison) -> str:
     if c.b is not None and c.c is not None:
         return f"{c.b + c.c} of {c.n:,} cases flip"
     return f"moves by {format_harm(c.metric, c.harm, signed=True)}"

@@ -59,7 +59,7 @@ class Annotation:
     message: str
 
 
-def tell_github(judgement: Judgement, environ: Mapping[str, str]) -> str:
+def write_github(judgement: Judgement, environ: Mapping[str, str]) -> str:
     """Append to the summary of the step that runs this, and return the annotations for its stdout.
 
     Args:

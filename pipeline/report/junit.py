@@ -54,7 +54,7 @@ def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) ->
     for name, outcome, lines, stops in tests:
         test = ElementTree.SubElement(suite, "testcase", classname=classname, name=show_unprintable(name))
         if outcome in _TAGS:
-            _judge(test, outcome, lines, why_skipped=_tell_skipped(verdict, stops))
+            _judge(test, outcome, lines, why_skipped=_explain_skipped(verdict, stops))
 
 
 def _tell(verdict: Verdict, policy: Policy) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def _tell(verdict: Verdict, policy: Policy) -> tuple[str, ...]:
     return (unproven, *reasons) if unproven else reasons
 
 
-def _tell_skipped(verdict: Verdict, stops: bool) -> str:
+def _explain_skipped(verdict: Verdict, stops: bool) -> str:
     if not verdict.is_release:
         return "not released"
     return "" if stops else "does not block"

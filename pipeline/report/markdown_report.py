@@ -82,7 +82,7 @@ def render_report(
         describe_floor(judgement) + "\n",
     ]
     parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
-    parts += [f"{write_block(block)}\n" for block in presenter.describe_release(compared)]
+    parts += [f"{write_block(block)}\n" for block in presenter.build_overview(compared)]
     reference = compared.findings[judgement.policy.reference].evidence
     parts += [
         _candidate_section(
@@ -242,13 +242,13 @@ def _candidate_section(
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(str(reason))}" for reason in verdict.reasons]
     if findings.evidence is not None:
-        blocks = presenter.describe_candidate(verdict, findings, findings.evidence, reference)
+        blocks = presenter.build_candidate(verdict, findings, findings.evidence, reference)
         lines += [line for block in blocks for line in ("", write_block(block))]
     gated = [c for c in verdict.comparisons if c.outcome != "reported"]
     reported = [c for c in verdict.comparisons if c.outcome == "reported"]
     if gated:
         lines += ["", write_block(_tabulate(gated)), ""]
-    if (speed := presenter.describe_speed(findings, here)) is not None:
+    if (speed := presenter.build_speed(findings, here)) is not None:
         lines += [write_section(speed), ""]
     if verdict.certificate is not None:
         planted = Folded("Losses that stop the release, planted into these records", [tabulate_losses(verdict)])

@@ -72,15 +72,15 @@ class Presenter(Protocol[A]):
         """Return the metrics without a tolerance that the table of candidates shows."""
         return []
 
-    def describe_release(self, compared: ReleaseComparison) -> list[Block]:
+    def build_overview(self, compared: ReleaseComparison) -> list[Block]:
         """Return what stands above the candidates, figures among it."""
 
-    def describe_candidate(
+    def build_candidate(
         self, verdict: Verdict, findings: CandidateFindings, evidence: Evidence, reference: Evidence | None
     ) -> list[Block]:
         """Return what was done to a candidate and what came of it, above its comparisons."""
 
-    def describe_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
+    def build_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
         """Return the section on how fast a candidate is, below its comparisons; None where it stands elsewhere."""
         return None
 

@@ -10,7 +10,7 @@ from pipeline.products.images.settings import ImagesProduct
 from pipeline.products.images.show.costs import COSTS_LEGEND, tabulate_costs
 from pipeline.products.images.show.guidance import explain_guidance, list_guided, plot_guidance
 from pipeline.products.images.show.headroom import plot_headroom
-from pipeline.products.images.show.rendering import describe_files, describe_rendering
+from pipeline.products.images.show.rendering import build_rendering_blocks, describe_files
 from pipeline.products.images.show.runs import PICTURES, read_costs
 from pipeline.records.benchmarks import Machine as Machine
 from pipeline.records.evaluations import CaseRecord as CaseRecord
@@ -53,19 +53,19 @@ class ImagesPresenter(Presenter[ImagesProduct]):
         """Return the worst images, guidance, and the headroom of the decoders."""
         return _WORST, _GUIDANCE, _HEADROOM
 
-    def describe_release(self, compared: ReleaseComparison) -> list[Block]:
+    def build_overview(self, compared: ReleaseComparison) -> list[Block]:
         """Return the table of costs and the pictures, guidance where a candidate guides otherwise."""
         evidence = {name: findings.evidence for name, findings in compared.findings.items()}
         guided = list_guided(evidence, compared.judgement.policy.reference)
         costs: list[Block] = [Table(tabulate_costs(compared)), COSTS_LEGEND, _WORST, _HEADROOM]
         return costs + ([_GUIDANCE, explain_guidance(guided)] if guided else [])
 
-    def describe_candidate(
+    def build_candidate(
         self, verdict: Verdict, findings: CandidateFindings, evidence: Evidence, reference: Evidence | None
     ) -> list[Block]:
         """Return its steps, the files it differs in, what rendering cost, and what a range fix proved."""
         files = [describe_files(evidence, reference)] if reference else []
-        return [describe_built_candidate(evidence.candidate), *files, *describe_rendering(evidence)]
+        return [describe_built_candidate(evidence.candidate), *files, *build_rendering_blocks(evidence)]
 
     def measure_run(self, run: JudgedRun) -> dict[str, float]:
         """Return time, memory and room."""

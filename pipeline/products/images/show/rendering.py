@@ -22,7 +22,7 @@ def describe_files(evidence: Evidence, reference: Evidence) -> str:
     )
 
 
-def describe_rendering(evidence: Evidence) -> list[Block]:
+def build_rendering_blocks(evidence: Evidence) -> list[Block]:
     """Say what rendering cost, and what a range fix proved, one sentence or two each."""
     lines: list[Block] = []
     for eval_name in evidence.records:

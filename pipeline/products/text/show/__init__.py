@@ -44,14 +44,14 @@ class TextPresenter(Presenter[TextProduct]):
         """Return the divergence from the reference, token by token."""
         return [f"{name}/kl_nats_per_token" for name, settings in evals.items() if settings.kind == "perplexity"]
 
-    def describe_release(self, compared: ReleaseComparison) -> list[Block]:
+    def build_overview(self, compared: ReleaseComparison) -> list[Block]:
         """Return the pictures."""
         judgement = compared.judgement
         chats = "trajectories" in judgement.policy.eval_kinds.values()
         is_timed = any(verdict.speed for verdict in judgement.verdicts)
         return [*([_COMPLETION] if chats else []), *([_SPEED] if is_timed else [])]
 
-    def describe_candidate(
+    def build_candidate(
         self, verdict: Verdict, findings: CandidateFindings, evidence: Evidence, reference: Evidence | None
     ) -> list[Block]:
         """Return its steps, what drafts did, and what the canary showed of another path or other weights."""
@@ -63,7 +63,7 @@ class TextPresenter(Presenter[TextProduct]):
             blocks.append(describe_canary(verdict.canary))
         return blocks
 
-    def describe_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
+    def build_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
         """Return the grid of the benchmark, and how it was measured."""
         return build_speed_section(findings, here)
 

@@ -12,7 +12,7 @@ from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import takes_too_long
 from pipeline.products.vision.findings.headlines import explain_flat_average
 from pipeline.products.vision.findings.notes import read_network_notes
-from pipeline.products.vision.findings.speed import describe_total, measure_gain, measure_total, tell_untimed
+from pipeline.products.vision.findings.speed import describe_total, explain_untimed, measure_gain, measure_total
 from pipeline.products.vision.serving import read_network_candidate
 from pipeline.products.vision.settings import SPEED_STEPS, VisionProduct
 from pipeline.records.digests import digest_file
@@ -44,7 +44,7 @@ class VisionAuditor(Auditor[VisionProduct]):
                 findings.total = measure_total(evidence, reference, notes, limit)
         except EvidenceError as error:
             findings.refusals.append(str(error))
-        if limit is not None and findings.total is None and (why := tell_untimed(evidence)):
+        if limit is not None and findings.total is None and (why := explain_untimed(evidence)):
             findings.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
         if findings.total is not None and findings.total.low > 1:
             said = describe_total(findings.total, limit)

@@ -39,23 +39,23 @@ def measure_gain(evidence: Evidence, notes: NetworkNotes, *, speed_steps: Collec
         return Gain(
             steps=steps,
             baseline=found.baseline,
-            why=f"{what}: {tell_limit(met)}; give it fewer shapes, or dynamic: true",
+            why=f"{what}: {describe_limit(met)}; give it fewer shapes, or dynamic: true",
         )
     if found.worse is None:
         return Gain(
             steps=steps,
             baseline=found.baseline,
-            why=f"{what}: not timed, as its outputs {tell_difference(found)} those of {found.baseline}",
+            why=f"{what}: not timed, as its outputs {describe_difference(found)} those of {found.baseline}",
         )
     clock, ratio = found.worse
-    where = f", on {tell_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
+    where = f", on {format_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
     end = ": it is slower than without any step" if is_slower else f"; a gain is surely below {GAIN_BELOW:g}"
     return Gain(
         steps=steps,
         baseline=found.baseline,
         ratio=ratio,
         clock=clock,
-        why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(clock)} time of {found.baseline}{where}{end}",
+        why=f"{what}: it takes {format_ratio(ratio)} of the {format_clock(clock)} time of {found.baseline}{where}{end}",
     )
 
 
@@ -78,7 +78,7 @@ def measure_total(
         return total.worse[1]
     if limit is not None and total is not None:
         raise EvidenceError(
-            f"gate.max_slowdown: not timed, as its outputs {tell_difference(total)} those of {total.baseline}"
+            f"gate.max_slowdown: not timed, as its outputs {describe_difference(total)} those of {total.baseline}"
         )
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
@@ -92,7 +92,7 @@ def measure_total(
     return None
 
 
-def tell_untimed(evidence: Evidence) -> str | None:
+def explain_untimed(evidence: Evidence) -> str | None:
     """Say why a candidate can't have a time in total; None where it can."""
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
@@ -101,7 +101,7 @@ def tell_untimed(evidence: Evidence) -> str | None:
 
 def describe_total(total: MedianInterval, limit: float | None) -> str:
     """Say how long a candidate takes in total."""
-    said = f"it takes {tell_ratio(total)} of the time of the reference in float32 without a step"
+    said = f"it takes {format_ratio(total)} of the time of the reference in float32 without a step"
     return said + ("" if limit is None else f", expected at most {1 + limit:g} (gate.max_slowdown)")
 
 
@@ -129,7 +129,7 @@ def list_limits(evidence: Evidence) -> list[CompileNotes]:
     return [n.compile for n in notes if n.compile and n.compile.num_over_limit]
 
 
-def tell_limit(met: CompileNotes) -> str:
+def describe_limit(met: CompileNotes) -> str:
     """Say that some shapes ran without compilation."""
     frames = "1 frame" if met.num_over_limit == 1 else f"{met.num_over_limit} frames"
     return (
@@ -138,7 +138,7 @@ def tell_limit(met: CompileNotes) -> str:
     )
 
 
-def tell_shape(shapes: ShapeNotes) -> str:
+def format_shape(shapes: ShapeNotes) -> str:
     """Say what was timed: "8 pictures of 320 x 320, the most common of 2 shapes (296 of 300 pictures)"."""
     num, rows, columns = shapes.timed
     said = f"{num} picture{'' if num == 1 else 's'} of {rows} x {columns}"
@@ -149,17 +149,17 @@ def tell_shape(shapes: ShapeNotes) -> str:
     )
 
 
-def tell_ratio(ratio: MedianInterval) -> str:
+def format_ratio(ratio: MedianInterval) -> str:
     """Write a ratio of times with its interval."""
     return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
-def tell_clock(clock: str) -> str:
+def format_clock(clock: str) -> str:
     """Name a clock for people."""
     return clock.replace("cpu", "CPU")
 
 
-def tell_difference(speed: SpeedNotes) -> str:
+def describe_difference(speed: SpeedNotes) -> str:
     """Say why two outputs were not timed side by side."""
     if speed.difference is None or speed.tolerance is None:
         return "are not finite, or of other shapes than"

@@ -15,7 +15,7 @@ from pipeline.products.vision.show.pictures import plot_found, plot_seams
 from pipeline.products.vision.show.plots import plot_buckets, plot_layers
 from pipeline.products.vision.show.runs import BOXES, RESTORED, read_costs
 from pipeline.products.vision.show.seams import SEAM_GAIN
-from pipeline.products.vision.show.sections import describe_network
+from pipeline.products.vision.show.sections import build_network_blocks
 from pipeline.records.benchmarks import Machine as Machine
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Verdict
@@ -74,7 +74,7 @@ class VisionPresenter(Presenter[VisionProduct]):
         """Return the worst pictures, what the task adds, and the error of each layer."""
         return (_LOST, _BUCKETS, _LAYERS) if product.task == "detection" else (_DIFFERING, _SEAMS, _LAYERS)
 
-    def describe_release(self, compared: ReleaseComparison) -> list[Block]:
+    def build_overview(self, compared: ReleaseComparison) -> list[Block]:
         """Return the table of costs and the pictures, less those that no candidate has anything to show in."""
         evidence = [findings.evidence for findings in compared.findings.values()]
         finds_boxes = "detection" in compared.judgement.policy.eval_kinds.values()
@@ -86,11 +86,11 @@ class VisionPresenter(Presenter[VisionProduct]):
             *([_LAYERS] if any(map(list_inexact_layers, evidence)) else []),
         ]
 
-    def describe_candidate(
+    def build_candidate(
         self, verdict: Verdict, findings: CandidateFindings, evidence: Evidence, reference: Evidence | None
     ) -> list[Block]:
         """Return its steps, its policy layer by layer, its fallbacks and its tiles."""
-        return describe_network(evidence)
+        return build_network_blocks(evidence)
 
     def format_output(self, record: CaseRecord) -> str:
         """Return the scores: boxes and the digests of pictures are no text."""

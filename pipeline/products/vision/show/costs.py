@@ -12,7 +12,13 @@ from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.wording import escape_markdown, format_value
 from pipeline.products.vision.findings.notes import LayerNotes, NetworkNotes
-from pipeline.products.vision.findings.speed import read_soundly, tell_clock, tell_difference, tell_ratio, tell_shape
+from pipeline.products.vision.findings.speed import (
+    describe_difference,
+    format_clock,
+    format_ratio,
+    format_shape,
+    read_soundly,
+)
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
 
 _NOTHING = "–"
@@ -70,7 +76,8 @@ def explain_network_costs(compared: ReleaseComparison) -> str:
     columns = tabulate_network_costs(compared)[0]
     lines = [text for column, text in _LEGEND.items() if column in columns]
     known = next((n for m in compared.findings.values() if (n := read_soundly(m.evidence))), None)
-    lines = [line.replace("{shape}", tell_shape(known.shapes) if known else "the most common shape") for line in lines]
+    shape = format_shape(known.shapes) if known else "the most common shape"
+    lines = [line.replace("{shape}", shape) for line in lines]
     if any(m.evidence and m.evidence.candidate.coverage for m in compared.findings.values()):
         lines.insert(0, _EMULATED)
     return "\n".join(["How to read this table:", "", *lines])
@@ -105,18 +112,18 @@ def _describe(name: str, findings: CandidateFindings, compared: ReleaseCompariso
 
 def _describe_time(notes: NetworkNotes) -> dict[str, str]:
     speed, total = notes.speed, notes.total
-    row = {_TOTAL: _tell_time(*total.worse)} if total and total.worse else {}
+    row = {_TOTAL: _format_time(*total.worse)} if total and total.worse else {}
     if speed is None:
         return row
     row |= {_BASELINE: escape_markdown(speed.baseline)}
     if speed.ratio is None or speed.timed is None:
-        return row | {_TIME: f"not timed: its outputs {tell_difference(speed)} the baseline's"}
-    row[_TIME] = _tell_time(speed.clock, speed.ratio)
-    return row | ({_WALL: tell_ratio(speed.timed["wall"].ratio)} if "wall" in speed.timed else {})
+        return row | {_TIME: f"not timed: its outputs {describe_difference(speed)} the baseline's"}
+    row[_TIME] = _format_time(speed.clock, speed.ratio)
+    return row | ({_WALL: format_ratio(speed.timed["wall"].ratio)} if "wall" in speed.timed else {})
 
 
-def _tell_time(clock: str, ratio: MedianInterval) -> str:
-    return f"{tell_ratio(ratio)} {tell_clock(clock)}"
+def _format_time(clock: str, ratio: MedianInterval) -> str:
+    return f"{format_ratio(ratio)} {format_clock(clock)}"
 
 
 def _describe_engine(notes: NetworkNotes) -> dict[str, str]:

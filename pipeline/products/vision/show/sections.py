@@ -13,7 +13,7 @@ from pipeline.gate.pairing import Evidence
 from pipeline.gate.wording import escape_markdown
 from pipeline.numerics.tile_grid import place_tiles
 from pipeline.products.vision.findings.notes import LayerNotes
-from pipeline.products.vision.findings.speed import list_limits, read_soundly, tell_limit
+from pipeline.products.vision.findings.speed import describe_limit, list_limits, read_soundly
 from pipeline.products.vision.show.costs import count_overflows, format_error, format_headroom
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import Tiling
@@ -21,7 +21,7 @@ from pipeline.report.pictures.images import measure_given
 from pipeline.report.sections import Block, Folded, Table
 
 
-def describe_network(evidence: Evidence) -> list[Block]:
+def build_network_blocks(evidence: Evidence) -> list[Block]:
     """Return paragraphs on what was done to a network and what came of it."""
     candidate, notes = evidence.candidate, read_soundly(evidence)
     layers = notes.layers if notes else {}
@@ -41,7 +41,7 @@ def describe_network(evidence: Evidence) -> list[Block]:
         said.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
     if (tiling := candidate.serving.tiling) is not None:
         for name, records in evidence.records.items():
-            said += [_describe_tiles(name, records, tiling), *_tell_worst_stitch(name, records)]
+            said += [_describe_tiles(name, records, tiling), *_describe_worst_stitch(name, records)]
     if candidate.coverage:
         table = Table(tabulate_policy(candidate, layers))
         said.append(Folded("Layers: algorithm, number format, error and headroom", [table]))
@@ -51,7 +51,7 @@ def describe_network(evidence: Evidence) -> list[Block]:
 def _list_missed(evidence: Evidence) -> list[Fallback]:
     """Return where compilation did not reach all shapes; only the evaluation knows that, not what was built."""
     try:
-        return [Fallback(layer="(all)", reason=tell_limit(met)) for met in list_limits(evidence)]
+        return [Fallback(layer="(all)", reason=describe_limit(met)) for met in list_limits(evidence)]
     except EvidenceError:  # the verdict says so
         return []
 
@@ -135,7 +135,7 @@ def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tilin
     return said + (f"; {unknown} can't be read" if unknown else "") + "."
 
 
-def _tell_worst_stitch(eval_name: str, records: Sequence[CaseRecord]) -> list[str]:
+def _describe_worst_stitch(eval_name: str, records: Sequence[CaseRecord]) -> list[str]:
     """Say how large the largest step at a single stitch is, which the mean over all of them hides."""
     levels = [
         (record.scores["worst_seam_levels"], record.case_id)
