@@ -202,8 +202,8 @@ def check_candidates(judgement: Judgement, product: P, kind: Auditor[P], root: P
 def check_checkpoint(candidate: BuiltCandidate, product: Product, root: Path) -> None:
     """Refuse another checkpoint than the one that was judged: the candidate's own, or the one it was made from."""
     path = root / product.build / "candidates" / candidate.name / "candidate.json"
-    own = path.with_name("checkpoint").relative_to(root).as_posix()
-    expected = own if (root / own).is_dir() else product.candidates[candidate.name].checkpoint
+    built = path.with_name("checkpoint").relative_to(root).as_posix()
+    expected = built if (root / built).is_dir() else product.candidates[candidate.name].checkpoint
     if Path(candidate.checkpoint.path) != Path(expected):
         raise EvidenceError(
             f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
@@ -214,11 +214,11 @@ def check_checkpoint(candidate: BuiltCandidate, product: Product, root: Path) ->
 
 def check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
     """Refuse a folder that holds other files than those that were judged."""
-    found = digest_files(folder)
-    if digest_json(found) != digest:
+    present = digest_files(folder)
+    if digest_json(present) != digest:
         raise EvidenceError(
             f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
-            f"({digest_json(found)[:12]}: {name_changed_file(files, found)}); run `dvc repro` so that "
+            f"({digest_json(present)[:12]}: {name_changed_file(files, present)}); run `dvc repro` so that "
             "it is built and evaluated again"
         )
 

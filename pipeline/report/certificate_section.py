@@ -22,8 +22,8 @@ def describe_certificate(verdict: Verdict, policy: Policy) -> str:
     certificate = verdict.certificate
     if certificate is None or not certificate.losses:
         return ""
-    said = [_describe_false_fails(certificate, policy.alpha), describe_dependence(certificate)]
-    return " ".join(part for part in (describe_misses(verdict, policy), *said) if part)
+    sentences = [_describe_false_fails(certificate, policy.alpha), describe_dependence(certificate)]
+    return " ".join(part for part in (describe_misses(verdict, policy), *sentences) if part)
 
 
 def describe_misses(verdict: Verdict, policy: Policy) -> str:
@@ -34,11 +34,11 @@ def describe_misses(verdict: Verdict, policy: Policy) -> str:
     order = list(policy.tolerances)
     headline = min(certificate.losses, key=lambda loss: (order.index(loss.metric), loss.bucket or ""))
     widest = max(certificate.losses, key=lambda loss: (is_rate(loss.metric), loss.k80))
-    said = [f"On this suite this gate {_describe_loss(headline)}"]
+    clauses = [f"On this suite this gate {_describe_loss(headline)}"]
     if widest is not headline:
-        said.append(f"; of all rates it is blindest in {_name(widest)}: {_format_sizes(widest)}")
-    said.append(", whether the lost cases flip beside those seen or are among them.")
-    parts = ("".join(said), _describe_passes(certificate), _describe_unseen(verdict, policy.alpha))
+        clauses.append(f"; of all rates it is blindest in {_name(widest)}: {_format_sizes(widest)}")
+    clauses.append(", whether the lost cases flip beside those seen or are among them.")
+    parts = ("".join(clauses), _describe_passes(certificate), _describe_unseen(verdict, policy.alpha))
     return " ".join(part for part in parts if part)
 
 
@@ -47,14 +47,14 @@ def _describe_passes(c: Certificate) -> str:
     if c.num_passes is None or c.num_weakest_passes is None:
         return ""
     passes, alone = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_passes, c.num_weakest_passes))
-    said = f"A release without a loss, at these flips, passes {passes} of the time"
+    sentence = f"A release without a loss, at these flips, passes {passes} of the time"
     if c.num_weakest_passes == c.num_swaps:
-        return f"{said}."
-    said += f"; {c.weakest}, which stops it most often, passes {alone} by itself"
+        return f"{sentence}."
+    sentence += f"; {c.weakest}, which stops it most often, passes {alone} by itself"
     if c.num_passes >= 0.8 * c.num_swaps:
-        return f"{said}."
+        return f"{sentence}."
     return (
-        f"{said}: more cases there, a wider tolerance, or `tier: supporting` for what need not be proven let more "
+        f"{sentence}: more cases there, a wider tolerance, or `tier: supporting` for what need not be proven let more "
         "of them pass."
     )
 
@@ -121,13 +121,13 @@ def describe_floor(judgement: Judgement) -> str:
 
 def tabulate_losses(verdict: Verdict) -> Table:
     """Return the table of the losses that stop the release, of each gated comparison."""
-    found = {(c.metric, c.bucket): c for c in verdict.comparisons}
+    compared = {(c.metric, c.bucket): c for c in verdict.comparisons}
     rows = [
         ["metric", "n", "tolerance", "stopped one time in two", "stopped four times in five"],
         ["---", "---:", "---:", "---:", "---:"],
     ]
     for loss in verdict.certificate.losses if verdict.certificate else ():
-        c = found[loss.metric, loss.bucket]
+        c = compared[loss.metric, loss.bucket]
         rows.append(
             [
                 escape_markdown(_name(loss)),

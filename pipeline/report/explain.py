@@ -147,7 +147,7 @@ def _explain_path(verdict: Verdict, findings: CandidateFindings) -> list[Explain
         for eval_name, pairs in findings.pairs.items()
         for record in pairs.reference
     }
-    found = []
+    explained = []
     for flip in canary.flips[:_MAX_FLIPS]:
         (ours, theirs), place = (
             cut_passages(flip.reference, flip.candidate),
@@ -155,7 +155,7 @@ def _explain_path(verdict: Verdict, findings: CandidateFindings) -> list[Explain
         )
         eval_name, _, case_id = flip.case_id.partition("/")
         record = prompts.get(flip.case_id)
-        found.append(
+        explained.append(
             ExplainedFlip(
                 kind="path",
                 eval_name=eval_name,
@@ -172,7 +172,7 @@ def _explain_path(verdict: Verdict, findings: CandidateFindings) -> list[Explain
                 why_no_margin="" if flip.margin is not None else "the endpoint does not tell it",
             )
         )
-    return found
+    return explained
 
 
 def _tabulate(c: Comparison, findings: CandidateFindings) -> LostCases:

@@ -81,7 +81,7 @@ def describe_place(flip: ExplainedFlip) -> str:
     """Say where two outputs first differ, and how far the token there was ahead of the next one, where known."""
     if flip.character is None:
         return "the outputs are equal" if flip.token is None else f"the texts are equal, token {flip.token} is not"
-    said = f"first difference in line {(flip.line or 0) + 1}, character {flip.character}"
+    place = f"first difference in line {(flip.line or 0) + 1}, character {flip.character}"
     if flip.margin is None:
-        return said
-    return f"{said} (token {flip.token}, which was ahead by {flip.margin:.2g} nat)"
+        return place
+    return f"{place} (token {flip.token}, which was ahead by {flip.margin:.2g} nat)"

@@ -52,8 +52,8 @@ class WorstCase:
 def list_deciding(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons that a verdict other than pass rests on: those that fail, else those left open."""
     for outcome in ("fail", "inconclusive"):
-        if found := [c for c in comparisons if c.outcome == outcome and is_decisive(c)]:
-            return found
+        if deciding := [c for c in comparisons if c.outcome == outcome and is_decisive(c)]:
+            return deciding
     return []
 
 
@@ -99,13 +99,13 @@ def _flips_of(
     eval_name = metric.partition("/")[0]
     definition = definition_of(metric)
     ours, theirs = (read_scores(side, definition.score, where=eval_name) for side in (pairs.reference, pairs.candidate))
-    found = []
+    flips = []
     for i in np.flatnonzero(ours != theirs).tolist():
         is_loss, case = bool((ours[i] - theirs[i]) * definition.sign > 0), pairs.reference[i]
         hits = sum(bucket in buckets for bucket in case.buckets)
         order = (not is_loss, -hits, f"{eval_name}/{case.case_id}" not in preferred, case.case_id)
-        found.append((order, (eval_name, is_loss, i)))
-    return [flip for _, flip in sorted(found, key=lambda pair: pair[0])]
+        flips.append((order, (eval_name, is_loss, i)))
+    return [flip for _, flip in sorted(flips, key=lambda pair: pair[0])]
 
 
 def _show(eval_name: str, is_loss: bool, pairs: PairedCases, i: int) -> Flip:

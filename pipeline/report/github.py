@@ -86,11 +86,11 @@ def render_annotations(judgement: Judgement, settings: str, *, file: str = "para
         file: its path from the root of the repository.
     """
     find_line = index_lines(settings)
-    found = [a for verdict in released_verdicts(judgement) for a in _annotate(verdict, judgement)]
+    annotations = [a for verdict in released_verdicts(judgement) for a in _annotate(verdict, judgement)]
     shown: list[Annotation] = []
     for level in ("error", "warning"):
-        own = [a for a in found if a.level == level]
-        shown += own[: _MAX_SHOWN - 1] + _fold(own[_MAX_SHOWN - 1 :])
+        of_level = [a for a in annotations if a.level == level]
+        shown += of_level[: _MAX_SHOWN - 1] + _fold(of_level[_MAX_SHOWN - 1 :])
     return [
         f"::{a.level} file={escape_property(file)},line={find_line(a.key)},title={escape_property(a.title)}::"
         f"{escape_message(cut_text(a.message, _MAX_MESSAGE))}"
@@ -112,15 +112,15 @@ def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
     section = ("products", judgement.policy.product)
     level: Literal["error", "warning"] = "error" if is_blocking(verdict, judgement.policy) else "warning"
     candidate = ("candidates", verdict.candidate)
-    found = [
+    annotations = [
         Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", str(reason))
         for reason in verdict.reasons
         if reason.kind in _ANNOTATED
     ]
     if level == "warning" and (unproven := describe_unproven(verdict)):
-        found.append(Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", unproven))
+        annotations.append(Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", unproven))
     for outcome in ("fail", "inconclusive"):
-        found += [
+        annotations += [
             Annotation(
                 "error" if is_stopping(c, judgement.policy) else "warning",
                 (*section, *_locate(c)),
@@ -130,10 +130,10 @@ def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
             for c in verdict.comparisons
             if c.outcome == outcome and not is_open_watched(c)
         ]
-    said = "; ".join(map(str, verdict.reasons)) or "the verdict gives no reason"
-    if found or verdict.outcome == "pass":
-        return found
-    return [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", said)]
+    reasons = "; ".join(map(str, verdict.reasons)) or "the verdict gives no reason"
+    if annotations or verdict.outcome == "pass":
+        return annotations
+    return [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", reasons)]
 
 
 def _locate(c: Comparison) -> Key:

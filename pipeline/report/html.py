@@ -112,7 +112,7 @@ def _describe(judgement: Judgement, candidate: str, explanation: Explanation) ->
         "verdict": verdict,
         "blocks": verdict.is_release and is_blocking(verdict, judgement.policy),
         "counts": ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing compared",
-        "reasons": [cut_text(said, _MAX_REASON) for said in map(str, verdict.reasons) if said not in in_rows],
+        "reasons": [cut_text(reason, _MAX_REASON) for reason in map(str, verdict.reasons) if reason not in in_rows],
         "certificate": describe_certificate(verdict, judgement.policy),
         "gated": [_row(c) for c in gated],
         "reported": [_row(c) for c in verdict.comparisons if c.tolerance is None],

@@ -147,8 +147,8 @@ def _headline(judgement: Judgement) -> str:
     ]
     lines += [
         line
-        for said in list_unproven(judgement)
-        for line in (f"**{escape_markdown(said[0].upper() + said[1:])}.**", "")
+        for sentence in list_unproven(judgement)
+        for line in (f"**{escape_markdown(sentence[0].upper() + sentence[1:])}.**", "")
     ]
     notable = [
         f"- {escape_markdown(reason.text[0].upper() + reason.text[1:])}."
@@ -172,14 +172,14 @@ def _candidate_table(judgement: Judgement, reported: Sequence[str]) -> str:
     rows = [header, reference]
     for verdict in judgement.verdicts:
         if verdict.candidate != judgement.policy.reference:
-            found = {(c.metric, c.bucket): c for c in verdict.comparisons}
+            compared = {(c.metric, c.bucket): c for c in verdict.comparisons}
             rows.append(
                 [
                     f"`{verdict.candidate}`",
                     "yes" if verdict.is_release else "",
                     f"{_MARKS[verdict.outcome]} {verdict.outcome}",
                 ]
-                + [_compared_cell(found.get(column)) for column in columns]
+                + [_compared_cell(compared.get(column)) for column in columns]
             )
     if len(columns) > _MAX_COLUMNS:
         header, *rows = map(list, zip(*rows, strict=True))

@@ -36,7 +36,7 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
         (v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES})
         for v in choose_shown(judgement)
     ]
-    rows = list(dict.fromkeys(row for _, found in panels for row in found))
+    rows = list(dict.fromkeys(row for _, drawn in panels for row in drawn))
     num_columns = min(max(len(panels), 1), _PANELS_A_ROW)
     num_lines = max(1, -(-len(panels) // num_columns))
     size = (3.2 + 2.7 * num_columns, 0.9 + num_lines * (0.8 + 0.3 * max(len(rows), 2)))
@@ -44,12 +44,12 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     axes = figure.subplots(num_lines, num_columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    for axis, (verdict, found) in zip(axes, panels, strict=False):
-        _draw_panel(axis, found, rows)
+    for axis, (verdict, drawn) in zip(axes, panels, strict=False):
+        _draw_panel(axis, drawn, rows)
         axis.set_title(f"{verdict.candidate}: {verdict.outcome}", fontsize=10)
     axes[0].set_yticks(range(len(rows)), [_row_label(*row) for row in rows], parse_math=False)  # "$" is no formula
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
-    axes[0].set_xlim(*_reach([c for _, found in panels for c in found.values()]))
+    axes[0].set_xlim(*_reach([c for _, drawn in panels for c in drawn.values()]))
     figure.supxlabel(
         "harm in units of the tolerance, right is worse (dashed line: the tolerance; "
         f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds){format_shown(judgement)}",
@@ -77,13 +77,13 @@ def _reach(comparisons: Sequence[Comparison]) -> tuple[float, float]:
     return max(-_MAX_SHOWN, min([-1.0, *ends])) - 0.2, min(_MAX_SHOWN, max([2.0, *ends])) + 0.3
 
 
-def _draw_panel(axis: Axes, found: dict[Row, Comparison], rows: Sequence[Row]) -> None:
+def _draw_panel(axis: Axes, drawn: dict[Row, Comparison], rows: Sequence[Row]) -> None:
     axis.axvspan(1, 2 * _MAX_SHOWN, color="#000000", alpha=0.05, linewidth=0)
     axis.axvline(0, color="#808080", linewidth=0.8)
     axis.axvline(1, color="#000000", linewidth=1.1, linestyle="--")
     for height, row in enumerate(rows):
-        if row in found:
-            _draw_comparison(axis, found[row], height)
+        if row in drawn:
+            _draw_comparison(axis, drawn[row], height)
         else:
             axis.text(1.15, height, "refused", fontsize=8, color="#606060", va="center")
     axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)

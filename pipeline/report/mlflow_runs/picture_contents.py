@@ -167,7 +167,7 @@ def _name_cases(worst: Mapping[str, Case]) -> dict[Case, str]:
 
 def _name_owners(keys: Mapping[Case, str], worst: Mapping[str, Case]) -> str:
     """Say on the reference's page which image is whose worst."""
-    owners = [" and ".join(name for name, own in worst.items() if own == case) for case in keys]
+    owners = [" and ".join(name for name, shown in worst.items() if shown == case) for case in keys]
     images = ", ".join(f"image {number} of {names}" for number, names in enumerate(owners, start=1))
     return f"\n- shown of every run are the worst images of each candidate: {images}" if keys else ""
 

@@ -30,10 +30,10 @@ class ImagesAuditor(Auditor[ImagesProduct]):
         """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
         if evidence.candidate.name == product.reference:
             findings.refusals += [
-                f"{eval_name}: {said}; repair it, or leave these prompts out"
+                f"{eval_name}: {reason}; repair it, or leave these prompts out"
                 for eval_name, records in evidence.records.items()
                 if any(record.scores.get("sound") == 0 for record in records)
-                and (said := explain_unsound(evidence, eval_name))
+                and (reason := explain_unsound(evidence, eval_name))
             ]
 
     def audit_eval(

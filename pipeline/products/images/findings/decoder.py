@@ -51,9 +51,9 @@ def explain_unsound(evidence: Evidence, eval_name: str) -> str | None:
     }
     if not any(counts.values()):
         return None
-    said = f"{counts['nonfinite']} of {len(records)} raw decodes hold NaN or infinity, {counts['black']} are black"
+    text = f"{counts['nonfinite']} of {len(records)} raw decodes hold NaN or infinity, {counts['black']} are black"
     if (module := find_overflow(read_decoder(evidence, eval_name))) is not None:
         dtype = getattr(evidence.candidate.serving, "vae_dtype", "")
-        said += f"; the decoder first overflows in {module!r}, in {dtype}"
+        text += f"; the decoder first overflows in {module!r}, in {dtype}"
     wild = counts["latents_out_of_range"]
-    return said + (f"; {wild} had latents out of range, which is not the decoder's doing" if wild else "")
+    return text + (f"; {wild} had latents out of range, which is not the decoder's doing" if wild else "")

@@ -29,13 +29,13 @@ included. Headroom is how many times the decoder's largest activation can double
 def tabulate_costs(compared: ReleaseComparison) -> list[list[str]]:
     """Return the rows of a Markdown table, the head first: a row for each evaluated candidate, by the first eval."""
     rows = [list(_HEAD), ["---"] + ["---:"] * (len(_HEAD) - 1)]
-    own = compared.findings[compared.judgement.policy.reference].evidence
+    reference = compared.findings[compared.judgement.policy.reference].evidence
     for name, findings in compared.findings.items():
-        if findings.evidence is None or own is None:
+        if findings.evidence is None or reference is None:
             continue
-        if (eval_name := next(iter(findings.evidence.records), None)) is None or eval_name not in own.records:
+        if (eval_name := next(iter(findings.evidence.records), None)) is None or eval_name not in reference.records:
             continue  # refused: what it cost is not known either
-        notes, base = read_notes(findings.evidence, eval_name), read_notes(own, eval_name)
+        notes, base = read_notes(findings.evidence, eval_name), read_notes(reference, eval_name)
         ratio, least = notes["decode_to_float32"], min(map(headroom, notes["decoder"].values()), default=0.0)
         psnr = next((m.value for m in findings.metrics if m.name == f"{eval_name}/decode_psnr_db" and not m.bucket), 0)
         rows.append(

@@ -43,10 +43,10 @@ def plot_guidance(compared: ReleaseComparison, path: Path) -> None:
         figsize=(1.6 + 4.2 * num_columns, 3.4 * len(ratios) + 0.25 * len(guided) + 0.5), dpi=_DPI, layout="constrained"
     )
     axes = figure.subplots(len(ratios), num_columns, squeeze=False)
-    for line, (eval_name, found) in zip(axes, ratios.items(), strict=True):
+    for line, (eval_name, by_step) in zip(axes, ratios.items(), strict=True):
         _draw_trade(line[0], {name: compared.findings[name] for name in guided}, eval_name, policy)
-        if found:
-            _draw_steps(line[1], found, list(guided))
+        if by_step:
+            _draw_steps(line[1], by_step, list(guided))
         elif num_columns == 2:
             line[1].set_axis_off()
     if guided:
@@ -56,22 +56,22 @@ def plot_guidance(compared: ReleaseComparison, path: Path) -> None:
 
 def _read_ratios(guided: Mapping[str, Evidence], eval_name: str) -> dict[str, list[float]]:
     return {
-        name: found
+        name: by_step
         for name, evidence in guided.items()
-        if eval_name in evidence.records and (found := read_std_ratios(evidence, eval_name))
+        if eval_name in evidence.records and (by_step := read_std_ratios(evidence, eval_name))
     }
 
 
 def _draw_trade(axis: Axes, guided: Mapping[str, CandidateFindings], eval_name: str, policy: Policy) -> None:
     """Draw saturated pixels against CLIP similarity with 95 % intervals, and what is tolerated of the reference."""
     for number, (name, findings) in enumerate(guided.items()):
-        found = {
+        by_name = {
             m.name.rpartition("/")[2]: m
             for m in findings.metrics
             if m.bucket is None and m.name.startswith(f"{eval_name}/")
         }
-        if _SATURATION in found and _SIMILARITY in found:
-            similar, saturated = found[_SIMILARITY], found[_SATURATION]
+        if _SATURATION in by_name and _SIMILARITY in by_name:
+            similar, saturated = by_name[_SIMILARITY], by_name[_SATURATION]
             axis.errorbar(
                 similar.value,
                 100 * saturated.value,
@@ -96,8 +96,8 @@ def _draw_trade(axis: Axes, guided: Mapping[str, CandidateFindings], eval_name: 
 
 def _draw_steps(axis: Axes, ratios: Mapping[str, list[float]], names: list[str]) -> None:
     """Draw how much wider the guided prediction is than the conditional one at each denoising step."""
-    for name, found in ratios.items():
-        axis.plot(range(1, len(found) + 1), found, linewidth=1.4, markersize=4, **_style(names.index(name)))
+    for name, by_step in ratios.items():
+        axis.plot(range(1, len(by_step) + 1), by_step, linewidth=1.4, markersize=4, **_style(names.index(name)))
     axis.axhline(1, color="#000000", linewidth=1, linestyle="--")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_yscale("log")  # the first steps are several times wider than all others
@@ -148,13 +148,13 @@ def read_std_ratios(evidence: Evidence, eval_name: str) -> list[float]:
 def describe_guidance(evidence: Evidence) -> str:
     """Say how a candidate guides: "scale 12, rescale 0.7"."""
     serving = evidence.candidate.serving.model_dump()
-    said = f"scale {serving['guidance_scale']:g}, rescale {serving['guidance_rescale']:g}"
+    text = f"scale {serving['guidance_scale']:g}, rescale {serving['guidance_rescale']:g}"
     for step in evidence.candidate.steps:
         if step.get("dynamic_threshold_percentile") is not None:
-            said += f", thresholded at {step['dynamic_threshold_percentile']:g} % up to {step['sample_max_value']:g}"
-    for bucket, own in serving["guidance_by_category"].items():
-        said += f"; {bucket}: scale {own['scale']:g}, rescale {own['rescale']:g}"
-    return said
+            text += f", thresholded at {step['dynamic_threshold_percentile']:g} % up to {step['sample_max_value']:g}"
+    for bucket, guidance in serving["guidance_by_category"].items():
+        text += f"; {bucket}: scale {guidance['scale']:g}, rescale {guidance['rescale']:g}"
+    return text
 
 
 def list_guided(evidence: Mapping[str, Evidence | None], reference: str) -> dict[str, Evidence]:

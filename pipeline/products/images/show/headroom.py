@@ -24,15 +24,15 @@ SCARCE, AMPLE = "#D55E00", "#0072B2"  # Okabe-Ito
 
 def plot_headroom(compared: ReleaseComparison, path: Path) -> None:
     """Draw how many times the largest activation of each decoder module can double before float16 overflows."""
-    found = {
+    decoders = {
         name: read_decoder(m.evidence, eval_name)
         for name, m in compared.findings.items()
         if m.evidence
         for eval_name in list(m.evidence.records)[:1]
     }
-    figure = Figure(figsize=(8.5, 1.0 + 1.5 * max(len(found), 1)), dpi=_DPI, layout="constrained")
-    axes = figure.subplots(max(len(found), 1), 1, squeeze=False, sharex=True).ravel()
-    for axis, (name, modules) in zip(axes, found.items(), strict=False):
+    figure = Figure(figsize=(8.5, 1.0 + 1.5 * max(len(decoders), 1)), dpi=_DPI, layout="constrained")
+    axes = figure.subplots(max(len(decoders), 1), 1, squeeze=False, sharex=True).ravel()
+    for axis, (name, modules) in zip(axes, decoders.items(), strict=False):
         scarcest = list_scarcest(modules, limit=_MODULES_SHOWN)[::-1]
         axis.barh(
             range(len(scarcest)),

@@ -25,7 +25,7 @@ def plot_completion(compared: ReleaseComparison, path: Path) -> None:
         for side, metrics in sides.items()
     }
     buckets = sorted(
-        {bucket for found in series.values() for bucket in found},
+        {bucket for metrics_by_bucket in series.values() for bucket in metrics_by_bucket},
         key=lambda bucket: (not bucket.endswith("all"), natural_key(bucket)),
     )
     figure = Figure(
@@ -33,8 +33,8 @@ def plot_completion(compared: ReleaseComparison, path: Path) -> None:
     )
     axis = figure.subplots()
     width = 0.8 / max(len(series), 1)
-    for number, (side, found) in enumerate(series.items()):
-        draw_bars(axis, [found.get(bucket) for bucket in buckets], number, width, side)
+    for number, (side, metrics_by_bucket) in enumerate(series.items()):
+        draw_bars(axis, [metrics_by_bucket.get(bucket) for bucket in buckets], number, width, side)
     counts = [next((f[b].n for f in series.values() if b in f), 0) for b in buckets]
     axis.set_xticks(
         [i + 0.4 - width / 2 for i in range(len(buckets))],
@@ -49,14 +49,14 @@ def plot_completion(compared: ReleaseComparison, path: Path) -> None:
 
 def plot_speed(compared: ReleaseComparison, path: Path) -> None:
     """Draw the throughput's ratio of every benchmarked candidate in every cell, with its interval."""
-    found = {v.candidate: v.speed for v in compared.judgement.verdicts if v.speed is not None}
-    cells = next(iter(found.values())).cells if found else ()
-    size = (max(7.0, 1.2 + len(cells) * (0.8 + 0.2 * len(found))), 3.6)
+    speeds = {v.candidate: v.speed for v in compared.judgement.verdicts if v.speed is not None}
+    cells = next(iter(speeds.values())).cells if speeds else ()
+    size = (max(7.0, 1.2 + len(cells) * (0.8 + 0.2 * len(speeds))), 3.6)
     figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
     axis = figure.subplots()
     axis.axhline(1, color="#000000", linewidth=1.1, linestyle="--")
-    for number, (name, speed) in enumerate(found.items()):
-        shift = 0.15 * (number - (len(found) - 1) / 2)
+    for number, (name, speed) in enumerate(speeds.items()):
+        shift = 0.15 * (number - (len(speeds) - 1) / 2)
         ratios = [cell.throughput_tokens_per_s.ratio for cell in speed.cells]
         errors = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
         axis.errorbar(
@@ -75,10 +75,10 @@ def plot_speed(compared: ReleaseComparison, path: Path) -> None:
     )
     axis.set_ylabel("throughput, candidate / reference", fontsize=9)
     axis.set_title(
-        "Throughput on matched work, above 1 is faster" if found else "No candidate was benchmarked",
+        "Throughput on matched work, above 1 is faster" if speeds else "No candidate was benchmarked",
         fontsize=10,
         loc="left",
     )
-    if found:
+    if speeds:
         axis.legend(fontsize=8, frameon=False)
     save_figure(figure, path)

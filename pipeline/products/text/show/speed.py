@@ -146,15 +146,15 @@ def _describe_drafts(benchmark: Benchmark, evaluated: Sequence[CaseRecord]) -> l
     served = sum_speculation(r.speculation for r in answers)
     if timed is None or served is None:
         return []
-    said = (
+    sentence = (
         f"Drafted tokens accepted: {timed.acceptance_rate:.1%} in the timed work, {served.acceptance_rate:.1%} in "
         "the evals."
     )
     if abs(timed.acceptance_rate - served.acceptance_rate) <= _MOST_APART:
-        return [said]
+        return [sentence]
     length = statistics.median(r.num_completion_tokens / count_answers(r) for r in answers)
     return [
-        f"{said} **The timed work is not the served one**: it decodes {benchmark.work.num_tokens} tokens a "
+        f"{sentence} **The timed work is not the served one**: it decodes {benchmark.work.num_tokens} tokens a "
         f"request, the evaluated answers have {length:.0f} (median), and drafts save another share of the time "
         f"there; set benchmark.num_tokens nearer to {length:.0f}."
     ]

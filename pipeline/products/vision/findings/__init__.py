@@ -47,11 +47,11 @@ class VisionAuditor(Auditor[VisionProduct]):
         if limit is not None and findings.total is None and (why := explain_untimed(evidence)):
             findings.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
         if findings.total is not None and findings.total.low > 1:
-            said = describe_total(findings.total, limit)
+            sentence = describe_total(findings.total, limit)
             if takes_too_long(findings.total, limit):
-                findings.failures.append(f"speed: {said}")
+                findings.failures.append(f"speed: {sentence}")
             else:
-                findings.add_note(f"speed: {said}")
+                findings.add_note(f"speed: {sentence}")
 
     def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: VisionProduct) -> list[str]:
         """Say when AP over all objects stays within its tolerance and AP of some size fails."""
@@ -61,9 +61,9 @@ class VisionAuditor(Auditor[VisionProduct]):
 
 def check_adapter(path: Path, digest: str) -> None:
     """Refuse another adapter than the one that was judged."""
-    found = digest_file(path) if path.is_file() else "no file"
-    if found != digest:
+    present = digest_file(path) if path.is_file() else "no file"
+    if present != digest:
         raise EvidenceError(
             f"{path}: expected the adapter that was judged ({digest[:12]}), found another "
-            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again"
+            f"({present[:12]}); run `dvc repro` so that it is built and evaluated again"
         )

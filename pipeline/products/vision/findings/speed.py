@@ -31,31 +31,32 @@ def measure_gain(evidence: Evidence, notes: NetworkNotes, *, speed_steps: Collec
     if not steps:
         return None
     what, is_slower = " and ".join(steps), notes.total is not None and notes.total.is_slower
-    found = notes.total if is_slower else notes.speed
-    if found is None:
+    timing = notes.total if is_slower else notes.speed
+    if timing is None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
     for met in list_limits(evidence):
         return Gain(
             steps=steps,
-            baseline=found.baseline,
+            baseline=timing.baseline,
             why=f"{what}: {describe_limit(met)}; give it fewer shapes, or dynamic: true",
         )
-    if found.worse is None:
+    if timing.worse is None:
         return Gain(
             steps=steps,
-            baseline=found.baseline,
-            why=f"{what}: not timed, as its outputs {describe_difference(found)} those of {found.baseline}",
+            baseline=timing.baseline,
+            why=f"{what}: not timed, as its outputs {describe_difference(timing)} those of {timing.baseline}",
         )
-    clock, ratio = found.worse
+    clock, ratio = timing.worse
     where = f", on {format_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
     end = ": it is slower than without any step" if is_slower else f"; a gain is surely below {GAIN_BELOW:g}"
     return Gain(
         steps=steps,
-        baseline=found.baseline,
+        baseline=timing.baseline,
         ratio=ratio,
         clock=clock,
-        why=f"{what}: it takes {format_ratio(ratio)} of the {format_clock(clock)} time of {found.baseline}{where}{end}",
+        why=f"{what}: it takes {format_ratio(ratio)} of the {format_clock(clock)} time of {timing.baseline}"
+        f"{where}{end}",
     )
 
 
@@ -101,8 +102,8 @@ def explain_untimed(evidence: Evidence) -> str | None:
 
 def describe_total(total: MedianInterval, limit: float | None) -> str:
     """Say how long a candidate takes in total."""
-    said = f"it takes {format_ratio(total)} of the time of the reference in float32 without a step"
-    return said + ("" if limit is None else f", expected at most {1 + limit:g} (gate.max_slowdown)")
+    text = f"it takes {format_ratio(total)} of the time of the reference in float32 without a step"
+    return text + ("" if limit is None else f", expected at most {1 + limit:g} (gate.max_slowdown)")
 
 
 def read_soundly(evidence: Evidence | None) -> NetworkNotes | None:
@@ -141,11 +142,11 @@ def describe_limit(met: CompileNotes) -> str:
 def format_shape(shapes: ShapeNotes) -> str:
     """Say what was timed: "8 pictures of 320 x 320, the most common of 2 shapes (296 of 300 pictures)"."""
     num, rows, columns = shapes.timed
-    said = f"{num} picture{'' if num == 1 else 's'} of {rows} x {columns}"
+    text = f"{num} picture{'' if num == 1 else 's'} of {rows} x {columns}"
     if shapes.num_shapes == 1:
-        return said
+        return text
     return (
-        f"{said}, the most common of {shapes.num_shapes} shapes ({shapes.num_timed} of {shapes.num_pictures} pictures)"
+        f"{text}, the most common of {shapes.num_shapes} shapes ({shapes.num_timed} of {shapes.num_pictures} pictures)"
     )
 
 

@@ -103,8 +103,8 @@ def _describe(name: str, findings: CandidateFindings, compared: ReleaseCompariso
         row[_WORK] = f"{notes.work:.2f}"
     if notes.peak_mib is not None:
         row[_PEAK] = f"{notes.peak_mib:.1f}"
-        own = read_soundly(compared.findings[compared.judgement.policy.reference].evidence)
-        row[_SHARE] = f"{notes.peak_mib / own.peak_mib:.2f}" if own and own.peak_mib else _NOTHING
+        reference = read_soundly(compared.findings[compared.judgement.policy.reference].evidence)
+        row[_SHARE] = f"{notes.peak_mib / reference.peak_mib:.2f}" if reference and reference.peak_mib else _NOTHING
     finite = next((m for m in findings.metrics if m.name.endswith("/finite_output_rate") and m.bucket is None), None)
     row[_FINITE] = format_value(finite.name, finite.value) if finite else _NOTHING
     return row

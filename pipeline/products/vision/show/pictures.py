@@ -51,19 +51,19 @@ def plot_found(compared: ReleaseComparison, path: Path) -> None:
 
 def _list_worst(findings: CandidateFindings) -> list[tuple[str, int]]:
     """Return (eval, position) of the pictures on which most objects are lost; none where that can't be told."""
-    found = []
+    losses_by_case = []
     for eval_name, pairs in findings.pairs.items():
         try:
-            found += [(-num, eval_name, i) for num, i in list_losses(pairs)]
+            losses_by_case += [(-num, eval_name, i) for num, i in list_losses(pairs)]
         except EvidenceError:
             continue
-    return [(eval_name, i) for _, eval_name, i in sorted(found)[:_NUM_WORST]]
+    return [(eval_name, i) for _, eval_name, i in sorted(losses_by_case)[:_NUM_WORST]]
 
 
 def _draw_found(axes: Sequence[Axes], pairs: PairedCases, i: int) -> None:
-    record, found = pairs.reference[i], read_both(pairs, i)
-    lost = find_lost(*found)
-    counts = [f"{side.is_hit.sum()} of {record.scores['objects']:g}" for side in found]
+    record, sides = pairs.reference[i], read_both(pairs, i)
+    lost = find_lost(*sides)
+    counts = [f"{side.is_hit.sum()} of {record.scores['objects']:g}" for side in sides]
     axes[0].set_title(f"{record.case_id}: {counts[0]}", fontsize=6, parse_math=False)
     axes[1].set_title(counts[1], fontsize=6)
     try:
@@ -71,7 +71,7 @@ def _draw_found(axes: Sequence[Axes], pairs: PairedCases, i: int) -> None:
     except EvidenceError:
         axes[0].text(0.5, 0.5, "can't be shown", ha="center", va="center", fontsize=7)
         return
-    for axis, side in zip(axes, found, strict=True):
+    for axis, side in zip(axes, sides, strict=True):
         axis.imshow(
             draw_boxes(picture, side, lost),
             interpolation="antialiased",

@@ -122,7 +122,7 @@ def _rank_losses(pairs: Mapping[str, PairedCases], folders: Folders) -> list[tup
         pairs: by eval.
         folders: evaluations of reference and candidate.
     """
-    found = []
+    ranked = []
     for eval_name, paired in pairs.items():
         try:
             ours, theirs = (
@@ -131,8 +131,8 @@ def _rank_losses(pairs: Mapping[str, PairedCases], folders: Folders) -> list[tup
             losses = list_losses(replace(paired, tables=(ours, theirs.at(paired.candidate_order))))
         except EvidenceError:
             continue  # the verdict was refused for it
-        found += [(-num, eval_name, i) for num, i in losses]
-    return [(eval_name, i) for _, eval_name, i in sorted(found)]
+        ranked += [(-num, eval_name, i) for num, i in losses]
+    return [(eval_name, i) for _, eval_name, i in sorted(ranked)]
 
 
 def _list_restored(sides: Sides, worst: Case | None) -> list[Shown]:

@@ -25,27 +25,27 @@ def build_network_blocks(evidence: Evidence) -> list[Block]:
     """Return paragraphs on what was done to a network and what came of it."""
     candidate, notes = evidence.candidate, read_soundly(evidence)
     layers = notes.layers if notes else {}
-    said: list[Block] = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
+    blocks: list[Block] = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
     if candidate.coverage:
         counts = Counter(layer.format for layer in candidate.coverage)
-        said.append(
+        blocks.append(
             "Policy, emulated: "
             + ", ".join(f"{num} layers {escape_markdown(name)}" for name, num in counts.most_common())
             + "."
         )
-    said += describe_fallbacks([*candidate.fallbacks, *_list_missed(evidence)])
+    blocks += describe_fallbacks([*candidate.fallbacks, *_list_missed(evidence)])
     if num := count_overflows(layers.values()):
         first = next(name for name, layer in layers.items() if layer.nonfinite_count)
-        said.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
+        blocks.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
     if notes and notes.layout and notes.layout.other_formats:
-        said.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
+        blocks.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
     if (tiling := candidate.serving.tiling) is not None:
         for name, records in evidence.records.items():
-            said += [_describe_tiles(name, records, tiling), *_describe_worst_stitch(name, records)]
+            blocks += [_describe_tiles(name, records, tiling), *_describe_worst_stitch(name, records)]
     if candidate.coverage:
         table = Table(tabulate_policy(candidate, layers))
-        said.append(Folded("Layers: algorithm, number format, error and headroom", [table]))
-    return said
+        blocks.append(Folded("Layers: algorithm, number format, error and headroom", [table]))
+    return blocks
 
 
 def _list_missed(evidence: Evidence) -> list[Fallback]:
@@ -74,19 +74,19 @@ def describe_fallbacks(fallbacks: Sequence[Fallback]) -> list[str]:
     groups: dict[str, list[Fallback]] = {}
     for fallback in fallbacks:
         groups.setdefault(fallback.reason.rpartition(": ")[2], []).append(fallback)
-    said = []
+    sentences = []
     for what, group in groups.items():
         if len(group) == 1:
-            said.append(f"Fallback: `{escape_markdown(group[0].layer)}`: {escape_markdown(group[0].reason)}.")
+            sentences.append(f"Fallback: `{escape_markdown(group[0].layer)}`: {escape_markdown(group[0].reason)}.")
         else:
             why = Counter(fallback.reason.rpartition(": ")[0] for fallback in group)
             counts = ", ".join(f"{num} {reason}" for reason, num in why.most_common() if reason)
-            said.append(
+            sentences.append(
                 f"Fallbacks: {len(group)} layers: {escape_markdown(what)}"
                 + (f" ({escape_markdown(counts)})" if counts else "")
                 + "."
             )
-    return said
+    return sentences
 
 
 def _list_names(names: Sequence[str], *, limit: int = 8) -> str:
@@ -128,11 +128,11 @@ def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tilin
     """Say how many pictures are larger than a tile, and into how many tiles the largest is cut."""
     counts = list(_count_tiles(records, tiling))
     unknown = len(records) - len(counts)
-    said = (
+    sentence = (
         f"{eval_name}: {sum(count > 1 for count in counts)} of {len(records)} pictures are larger than a tile and "
         f"are cut, into up to {max(counts, default=1)} tiles"
     )
-    return said + (f"; {unknown} can't be read" if unknown else "") + "."
+    return sentence + (f"; {unknown} can't be read" if unknown else "") + "."
 
 
 def _describe_worst_stitch(eval_name: str, records: Sequence[CaseRecord]) -> list[str]:
