@@ -3,7 +3,7 @@
     python -m evalsets.make                 all of them
     python -m evalsets.make workflows       one
 
-Same seed, same bytes. Git holds no pictures: `evalsets/made.yaml` names this command, and the cases have their digests.
+Same seed, same bytes: git does not hold what `evalsets/made.yaml` lists, and this command makes it where it is missing.
 `evalsets.texts.split_of` keeps what is evaluated apart from what is trained on and from what is calibrated with.
 """
 

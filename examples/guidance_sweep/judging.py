@@ -1,9 +1,9 @@
 """What a sweep shows of each setting: four numbers with intervals, the gate's verdict, and the Pareto set.
 
-Intervals of the metrics and all verdicts are the gate's own. The Pareto set is that of the estimates: no other setting
-has fewer saturated pixels and a CLIP similarity as high, or the reverse. How far that depends on these prompts is told
-by the share of bootstrap samples in which a setting is in the set: whole clusters are drawn, the same ones for every
-setting, as all have rendered the same prompts.
+Intervals of the metrics and all verdicts are the gate's own. The Pareto set follows from the estimates: no other
+setting has fewer saturated pixels and a CLIP similarity as high, or the reverse. The share of bootstrap samples in
+which a setting is in the set shows how far that depends on these prompts. Whole clusters are drawn, the same ones for
+every setting, as all have rendered the same prompts.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ def _read_records(measured: Measured, eval_name: str) -> list[CaseRecord]:
 
 def _read_estimates(measured: Measured) -> dict[str, Estimate]:
     names = (SATURATION, OVERSATURATION, SIMILARITY, STD_RATIO)
-    found = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None}
+    metrics = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None}
     return {
         name: Estimate(m.value, m.low if m.low is not None else m.value, m.high if m.high is not None else m.value)
         for name in names
-        if (m := found[name])
+        if (m := metrics[name])
     }
 
 

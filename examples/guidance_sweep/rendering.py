@@ -51,7 +51,7 @@ def render_settings(
         product: of `make_sweep_product`.
         root: project root.
         build: folder of the sweep's results, inside `root`.
-        say: is told of each setting.
+        say: takes a line about each setting.
 
     Raises:
         CheckpointError: a pipeline or the CLIP can't be loaded.

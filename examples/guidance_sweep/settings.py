@@ -25,7 +25,7 @@ def list_settings(
     Raises:
         SettingsError: a number out of its range.
     """
-    found: dict[str, GuidanceStep] = {}
+    steps: dict[str, GuidanceStep] = {}
     for percentile, max_value, scale, rescale in product(percentiles, max_values, scales, rescales):
         asked = {"kind": "guidance", "scale": scale, "rescale": rescale}
         if percentile is not None:
@@ -35,8 +35,8 @@ def list_settings(
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             raise SettingsError(f"{'.'.join(map(str, problem['loc']))}: {describe_problem(problem)}") from None
-        found[name_setting(step)] = step
-    return list(found.values())
+        steps[name_setting(step)] = step
+    return list(steps.values())
 
 
 def name_setting(step: GuidanceStep) -> str:
@@ -63,8 +63,8 @@ def make_sweep_product(
     Raises:
         SettingsError: no tolerance is set for the eval, or there is nothing to compare with the reference.
     """
-    checkpoint, own = product.candidates[product.reference].checkpoint, read_setting(product, product.reference)
-    steps = {name_setting(step): [step] for step in settings if step != own}
+    checkpoint, guidance = product.candidates[product.reference].checkpoint, read_setting(product, product.reference)
+    steps = {name_setting(step): [step] for step in settings if step != guidance}
     if not steps:
         raise SettingsError("sweep: expected a setting beside the reference's own guidance, found none; name more")
     tolerances = {m: t for m, t in product.gate.tolerances.items() if m.startswith(f"{eval_name}/")}
@@ -93,7 +93,7 @@ def read_setting(product: ImagesProduct, name: str) -> GuidanceStep:
     """Return the guidance of a sweep's candidate; of one without steps it is the product's own."""
     steps = product.candidates[name].steps
     if not steps:
-        own: Guidance = product.serving.guidance
-        return GuidanceStep(kind="guidance", scale=own.scale, rescale=own.rescale)
+        guidance: Guidance = product.serving.guidance
+        return GuidanceStep(kind="guidance", scale=guidance.scale, rescale=guidance.rescale)
     assert isinstance(steps[0], GuidanceStep)
     return steps[0]

@@ -72,10 +72,10 @@ def format_verdicts(rows: Sequence[SweepRow]) -> str:
     """Count the verdicts and name what would pass."""
     judged = [row for row in rows if row.verdict]
     counts = Counter(row.verdict.outcome for row in judged if row.verdict)
-    said = ", ".join(f"{num} {outcome}" for outcome, num in sorted(counts.items()))
+    outcomes = ", ".join(f"{num} {outcome}" for outcome, num in sorted(counts.items()))
     passed = [f"`{format_step(row.step)}`" for row in judged if row.verdict and row.verdict.outcome == "pass"]
     return (
-        f"Of {len(judged)} settings: {said}. "
+        f"Of {len(judged)} settings: {outcomes}. "
         + (f"Would pass: {', '.join(passed)}. " if passed else "None would pass. ")
         + "Each is judged as if it were released alone. The best of many looks better than it is: what was chosen "
         "here should be proved on prompts or seeds that the sweep has not seen."
@@ -84,13 +84,13 @@ def format_verdicts(rows: Sequence[SweepRow]) -> str:
 
 def format_step(step: GuidanceStep) -> str:
     """Write a setting as params.yaml takes it."""
-    said = f"kind: guidance, scale: {step.scale:g}, rescale: {step.rescale:g}"
+    text = f"kind: guidance, scale: {step.scale:g}, rescale: {step.rescale:g}"
     if step.dynamic_threshold_percentile is not None:
-        said += (
+        text += (
             f", dynamic_threshold_percentile: {step.dynamic_threshold_percentile:g}, "
             f"sample_max_value: {step.sample_max_value:g}"
         )
-    return f"{{{said}}}"
+    return f"{{{text}}}"
 
 
 def format_threshold(step: GuidanceStep) -> str:

@@ -144,8 +144,8 @@ def load_card(folder: Path) -> Card:
     """
     card = parse_card(read_card(folder), folder, Card)
     if unwritten := [
-        f"{key}: expected {said.format(getattr(card, key))}"
-        for key, said in _BY_HAND.items()
+        f"{key}: expected {expected.format(getattr(card, key))}"
+        for key, expected in _BY_HAND.items()
         if getattr(card, key).strip().upper() in _UNWRITTEN
     ]:
         raise EvalsetError(f"{folder / CARD_FILE}: {'; '.join(unwritten)}")
@@ -246,23 +246,23 @@ def compute_seal(path: Path, cases: Collection[Case]) -> Seal:
     )
 
 
-def _check_seal(path: Path, card: Card, found: Seal) -> None:
-    if problem := _find_difference(card, found):
+def _check_seal(path: Path, card: Card, seal: Seal) -> None:
+    if problem := _find_difference(card, seal):
         raise EvalsetError(
             f"{path}: the card says {problem}; if the cases were meant to change, run "
             f"`python -m evalsets.seal {path.parent}`"
         )
 
 
-def _find_difference(card: Card, found: Seal) -> str | None:
-    if found.num_cases != card.num_cases:
-        return f"{card.num_cases} cases, found {found.num_cases}"
-    if found.sha256 != card.sha256:
-        return f"sha256 {card.sha256[:12]}, found {found.sha256[:12]}: the cases were edited"
-    for bucket in sorted(found.buckets.keys() | card.buckets.keys()):
-        says, has = card.buckets.get(bucket, 0), found.buckets.get(bucket, 0)
+def _find_difference(card: Card, seal: Seal) -> str | None:
+    if seal.num_cases != card.num_cases:
+        return f"{card.num_cases} cases, found {seal.num_cases}"
+    if seal.sha256 != card.sha256:
+        return f"sha256 {card.sha256[:12]}, found {seal.sha256[:12]}: the cases were edited"
+    for bucket in sorted(seal.buckets.keys() | card.buckets.keys()):
+        says, has = card.buckets.get(bucket, 0), seal.buckets.get(bucket, 0)
         if says != has:
             return f"{says} cases in bucket {bucket!r}, found {has}"
-    if found.num_clusters != card.num_clusters:
-        return f"{card.num_clusters} clusters, found {found.num_clusters}"
+    if seal.num_clusters != card.num_clusters:
+        return f"{card.num_clusters} clusters, found {seal.num_clusters}"
     return None

@@ -177,7 +177,7 @@ class Annotation(Record):
 
     bbox: tuple[float, float, Side, Side]  # left, top, width, height in pixels
     category_id: int = Field(ge=0)
-    area: float = Field(gt=0)  # square pixels, of the object's mask where it has one: by it sizes are told apart
+    area: float = Field(gt=0)  # square pixels, of the object's mask where it has one: it decides the size class
     iscrowd: bool = False  # many objects in one box, which detections neither hit nor miss
 
 

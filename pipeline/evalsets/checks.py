@@ -28,9 +28,9 @@ def check_buckets(
     """
     for metric, tolerance in product.gate.tolerances.items():
         eval_name = metric.split("/")[0]
-        evalset, own = evalsets[eval_name], (objects or {}).get(metric, [])
+        evalset, added = evalsets[eval_name], (objects or {}).get(metric, [])
         for bucket in tolerance.buckets:
-            if evalset is not None and bucket not in (known := [*evalset.card.buckets, *own]):
+            if evalset is not None and bucket not in (known := [*evalset.card.buckets, *added]):
                 raise SettingsError(
                     f"{product.locate('gate')}.tolerances.{metric}.buckets.{bucket}: evalset {evalset.card.name!r} has "
                     f"no such bucket; it has {', '.join(known) or 'none'}"

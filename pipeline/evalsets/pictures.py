@@ -98,14 +98,14 @@ def _measure(path: Path, sha256: str) -> tuple[int, int]:
 
 def _check_digest(path: Path, sha256: str) -> None:
     try:
-        found = digest_file(path)
+        digest = digest_file(path)
     except FileNotFoundError:
         raise EvalsetError(f"{path}: expected a picture, found no file") from None
     except OSError as error:
         raise EvalsetError(f"{path}: expected a picture, got: {error.strerror}") from None
-    if found != sha256:
+    if digest != sha256:
         raise EvalsetError(
-            f"{path}: expected sha256 {sha256[:_SHOWN]}, got {found[:_SHOWN]}: the picture was changed; "
+            f"{path}: expected sha256 {sha256[:_SHOWN]}, got {digest[:_SHOWN]}: the picture was changed; "
             "if it was meant to, seal the evalset again"
         )
 

@@ -96,9 +96,9 @@ class ActivationWatch:
         if every < 1:
             raise NumericsError(f"activation watch: expected to read every run or every n-th, got every={every!r}")
         self._root, self._every, self._num_runs, self._is_reading = module, every, 0, True
-        found = module.named_modules(remove_duplicate=False)  # a module with two names is reported under both
+        modules = module.named_modules(remove_duplicate=False)  # a module with two names is reported under both
         self._modules = {
-            ".".join(filter(None, (prefix, name))): child for name, child in found if not isinstance(child, _BOUNDED)
+            ".".join(filter(None, (prefix, name))): child for name, child in modules if not isinstance(child, _BOUNDED)
         }
         self._tallies = {name: _Tally() for name in self._modules}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []

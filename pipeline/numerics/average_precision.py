@@ -1,8 +1,8 @@
 """Average precision and recall from matched detections: COCO's twelve numbers, of any resample of the images.
 
 A resample is a weight per image, how often it is drawn. An image that is drawn twice has every detection and every
-object twice, and its copies stand together in the ranking, so weighted counts give the AP of the image list with
-repetitions, exactly but for the order of equal scores on one image; all resamples are computed at once. A class
+object twice, and its copies stand together in the ranking. So weighted counts give the AP of the image list with
+repetitions, exactly but for the order of equal scores on one image. All resamples are computed at once. A class
 without an object in a bucket does not enter that bucket's mean, as in COCO, in a resample too; where no class has one
 there is no AP, which is NaN here and never -1: -1 less -1 would be no change.
 """
@@ -75,17 +75,17 @@ def _class_precision(
     return areas
 
 
-def _area_under(found: Floats, seen: Floats, num_objects: Floats) -> Floats:
+def _area_under(num_hits: Floats, seen: Floats, num_objects: Floats) -> Floats:
     """Return the mean precision at 101 recalls [resamples].
 
     Args:
-        found: [resamples, hits], hits up to and with each hit, by falling score.
+        num_hits: [resamples, hits], hits up to and with each hit, by falling score.
         seen: [resamples, hits], detections that count up to and with it.
         num_objects: [resamples].
     """
-    precision = found / np.maximum(seen, 1.0)
+    precision = num_hits / np.maximum(seen, 1.0)
     best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
-    reached = np.searchsorted(_RECALLS, found / np.maximum(num_objects, 1.0)[:, None], side="right")
+    reached = np.searchsorted(_RECALLS, num_hits / np.maximum(num_objects, 1.0)[:, None], side="right")
     return np.asarray((best * np.diff(reached, axis=1, prepend=0)).sum(axis=1) / len(_RECALLS))
 
 
@@ -95,9 +95,9 @@ def average_recall(table: MatchTable, *, max_detections: int) -> Floats:
     is_best = rank_within(table.images * num_classes + table.classes) < max_detections
     hits = unpack(table.matched)
     num_objects = table.num_objects.sum(axis=0)  # [classes, areas]
-    found = np.stack([hits[is_best & (table.classes == k)].sum(axis=0) for k in range(num_classes)])
+    num_hits = np.stack([hits[is_best & (table.classes == k)].sum(axis=0) for k in range(num_classes)])
     with np.errstate(invalid="ignore"):
-        recall = np.where(num_objects[..., None] > 0, found / np.maximum(num_objects, 1)[..., None], 0.0)
+        recall = np.where(num_objects[..., None] > 0, num_hits / np.maximum(num_objects, 1)[..., None], 0.0)
         return np.asarray(recall.sum(axis=0) / (num_objects > 0).sum(axis=0)[:, None])
 
 

@@ -100,11 +100,11 @@ def apply_range_fix(vae: nn.Module, plan: RangeFixPlan) -> None:
     """
     _require_float32(vae)
     for rescale in plan.rescales:
-        found = read_weight(vae, rescale.module).abs().max().item()
-        if found != rescale.weight_absmax:
+        absmax = read_weight(vae, rescale.module).abs().max().item()
+        if absmax != rescale.weight_absmax:
             raise NumericsError(
                 f"range fix: expected {rescale.module!r} with a largest weight of "
-                f"{rescale.weight_absmax!r}, found {found!r}; this plan is for another model "
+                f"{rescale.weight_absmax!r}, found {absmax!r}; this plan is for another model "
                 "or was applied already: plan again"
             )
     for rescale in plan.rescales:
@@ -139,9 +139,9 @@ def read_weight(vae: nn.Module, name: str) -> torch.Tensor:
 
 
 def _require_float32(vae: nn.Module) -> None:
-    found = {parameter.dtype for parameter in vae.parameters()} - {torch.float32}
-    if found:
-        raise NumericsError(f"range fix: expected a VAE in torch.float32, found {found.pop()}; load it in float32")
+    dtypes = {parameter.dtype for parameter in vae.parameters()} - {torch.float32}
+    if dtypes:
+        raise NumericsError(f"range fix: expected a VAE in torch.float32, found {dtypes.pop()}; load it in float32")
 
 
 def _read_absmax(ranges: Mapping[str, ModuleRange], name: str) -> float:

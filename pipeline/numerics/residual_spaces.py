@@ -3,7 +3,7 @@
 A space is a set of tensors that have to be scaled together: the residual stream between two resampling
 or shortcut convolutions, the output of a block's conv1, an attention's values. An edge is a layer that
 reads one space and writes another. GroupNorm ends a space: what follows it has no scale. `range_fix`
-chooses the scales. Modules are told by their parts, so that diffusers need not be imported; whatever
+chooses the scales. Modules are recognised by their parts, so that diffusers need not be imported; whatever
 is not laid out like AutoencoderKL's encoder or decoder is refused by name.
 """
 

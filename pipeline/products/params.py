@@ -88,10 +88,10 @@ def get_product(params: Params, name: str, *, kind: type[P]) -> P:
     Raises:
         SettingsError: there is no such product of this kind.
     """
-    found = {name: product for name, product in params.products.items() if isinstance(product, kind)}
-    if name not in found:
-        raise SettingsError(f"products: expected {' or '.join(found) or 'one of this kind'}, got {name!r}")
-    return found[name]
+    of_kind = {name: product for name, product in params.products.items() if isinstance(product, kind)}
+    if name not in of_kind:
+        raise SettingsError(f"products: expected {' or '.join(of_kind) or 'one of this kind'}, got {name!r}")
+    return of_kind[name]
 
 
 def choose_product(params: Params, name: str | None, *, kind: type[P]) -> P:

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
+from pipeline.products import find_eval_kind
 from pipeline.records.digests import digest_file, digest_text
-from pipeline.records.evaluations import OUTGROWN, CaseRecord, Evaluation, read_cases
+from pipeline.records.evaluations import OUTGROWN, CaseRecord, EvalFile, Evaluation, read_cases
 from pipeline.records.files import check_size, write_text
 from pipeline.records.record_files import read_record, write_cases, write_record
 
@@ -49,7 +50,7 @@ def keep_records(build: Path, names: Iterable[str], folder: Path) -> None:
             write_cases(folder / place / file.records, records)
             _pack(folder / place / file.records)
             whole += [f"{eval_name}.json"] if file.notes_sha256 else []
-            whole += [f"{eval_name}.npz"] if file.arrays_sha256 and file.kind == "detection" else []
+            whole += [f"{eval_name}.npz"] if _find_kept_arrays(file) else []
         for file_name in whole:
             _copy(build, folder, place / file_name)
         if evaluation.canary is not None:
@@ -100,9 +101,16 @@ def _seal(index: Path) -> None:
         records = index.parent / file.records
         if not records.is_file():
             raise EvidenceError(f"{eval_name} of {evaluation.candidate}: expected its records, found none")
-        kept_arrays = file.arrays_sha256 if file.kind == "detection" else None
-        evals[eval_name] = file.model_copy(update={"sha256": digest_file(records), "arrays_sha256": kept_arrays})
+        evals[eval_name] = file.model_copy(
+            update={"sha256": digest_file(records), "arrays_sha256": _find_kept_arrays(file)}
+        )
     write_record(index, evaluation.model_copy(update={"evals": evals}))
+
+
+def _find_kept_arrays(file: EvalFile) -> str | None:
+    """Return the digest of an eval's arrays where a verdict is computed from them; None where they are left out."""
+    settings = find_eval_kind(file.kind)
+    return file.arrays_sha256 if settings and settings.keeps_arrays else None
 
 
 def _check_inside(index: Path, evaluation: Evaluation) -> None:

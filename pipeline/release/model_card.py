@@ -19,13 +19,9 @@ from pipeline.gate.wording import (
     is_rate,
     name_comparison,
 )
+from pipeline.products import find_eval_kind
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.settings.base import RELEASE
-
-# by kind of eval: the hub's name of the task
-_TASKS = {"images": "text-to-image", "detection": "object-detection", "upscaling": "image-to-image"}
-_TEXT_TASK = "text-generation"
-
 
 CARDS = "cards"  # folder of a bundle
 
@@ -71,8 +67,8 @@ def _describe_result(comparison: Comparison, judgement: Judgement) -> Any:
         "outcome": c.outcome,
     }
     return EvalResult(
-        task_type=_TASKS.get(settings["kind"], _TEXT_TASK),
-        dataset_type=settings.get("evalset") or settings["task"],
+        task_type=kind.hub_task if (kind := find_eval_kind(settings["kind"])) else "other",
+        dataset_type=settings.get("evalset") or settings.get("task") or eval_name,
         dataset_name=eval_name,
         dataset_config=c.bucket,
         metric_type=metric,

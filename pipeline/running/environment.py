@@ -1,9 +1,9 @@
 """What the numbers were made on: library versions, the machine, and whether its GPU can be used.
 
 Quality depends on the libraries alone, latency on the machine as well, so the two are separate
-records and separate dependencies in dvc.yaml. Nothing here imports torch: its version and build
-are read from the installed files, and a GPU is proved by allocating on it in a child process, so
-that on a CPU machine the record costs milliseconds. Covers Linux with NVIDIA GPUs, and the CPU of
+records and separate dependencies in dvc.yaml. Nothing here imports torch, so that on a CPU machine
+the record costs milliseconds: its version and build are read from the installed files, and a GPU is
+proved by allocating on it in a child process. Covers Linux with NVIDIA GPUs, and the CPU of
 other systems; whether a checkpoint fits in memory is in `memory.py`.
 """
 
@@ -268,8 +268,8 @@ def read_torch_build() -> str:
     if spec is None or spec.origin is None:
         return "absent"
     text = _read_text(Path(spec.origin).with_name("version.py"))
-    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return f"cuda {found.group(1)}" if found else "cpu"
+    match = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return f"cuda {match.group(1)}" if match else "cpu"
 
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:

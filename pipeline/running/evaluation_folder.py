@@ -47,9 +47,9 @@ class WorkingFolder:
         return Journal(self._journals / f"{name}.jsonl", fingerprint=fingerprint(facts), key=key)
 
     def build_eval_file(self, name: str, settings: Eval, evalset: Evalset, *, key: str) -> EvalFile:
-        """Return the seal of one eval's files: its records, its notes, and its arrays where it has any."""
+        """Return the seal of one eval's files: its records, and its arrays and notes where it has any."""
         records = self.path / f"{name}.jsonl"
-        arrays = records.with_suffix(".npz")
+        arrays, notes = records.with_suffix(".npz"), records.with_suffix(".json")
         return EvalFile(
             kind=settings.kind,
             settings=settings.model_dump(mode="json"),
@@ -59,7 +59,7 @@ class WorkingFolder:
             records=records.name,
             sha256=digest_file(records),
             arrays_sha256=digest_file(arrays) if arrays.is_file() else None,
-            notes_sha256=digest_file(records.with_suffix(".json")),
+            notes_sha256=digest_file(notes) if notes.is_file() else None,
         )
 
     def finish(self, files: dict[str, EvalFile], facts: Facts, *, proof: str) -> Evaluation:

@@ -1,4 +1,4 @@
-"""Files that git does not hold, as a script of the project makes them byte for byte: copies of models, and pictures.
+"""Files that git does not hold, as a script of the project makes them byte for byte: copies of models, pictures, texts.
 
 `models/made.yaml` and `evalsets/made.yaml` say for each such folder which script makes it and what digests its files
 must have. Stage `env`, `scripts/check_settings.py` and the tests make what is missing before they look at a checkpoint

@@ -1,7 +1,7 @@
 """Does channels-last survive a network? What each module wrote, and what oneDNN had to copy.
 
-A module that writes another format (a view in the wrong order, an operation without a kernel for it) makes its
-followers run as before, and copies between formats, oneDNN's reorders, eat the gain. Hooks see each module of an eager
+A module may write another format: a view in the wrong order, an operation without a kernel for it. Its followers then
+run as before, and copies between formats, oneDNN's reorders, eat the gain. Hooks see each module of an eager
 network; oneDNN's log also shows a compiled one. Copies that torch makes itself are not in that log, and a GPU writes
 none.
 """
@@ -54,17 +54,17 @@ def list_other_formats(network: nn.Module, call: Callable[[], Any]) -> list[str]
 
     A tensor of one channel, or of one pixel, is in both formats and counts as channels last.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if (
                 isinstance(output, torch.Tensor)
                 and output.ndim == 4
-                and name not in found
+                and name not in names
                 and not output.is_contiguous(memory_format=torch.channels_last)
             ):
-                found.append(name)
+                names.append(name)
 
         return hook
 
@@ -78,4 +78,4 @@ def list_other_formats(network: nn.Module, call: Callable[[], Any]) -> list[str]
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return names

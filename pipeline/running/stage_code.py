@@ -119,9 +119,9 @@ def _find_files(tree: ast.Module, path: Path, root: Path) -> frozenset[Path]:
         for i in range(1, len(parts) + 1)
         if find_module(name, root) or find_module(name.rpartition(".")[0], root)
     }
-    found = {find_module(name, root) for name in with_parents}
-    found.update(file for name in names if "/" not in name for file in _list_data(path.parent, name))
-    return frozenset(file for file in found if file is not None and file != path)
+    files = {find_module(name, root) for name in with_parents}
+    files.update(file for name in names if "/" not in name for file in _list_data(path.parent, name))
+    return frozenset(file for file in files if file is not None and file != path)
 
 
 def find_module(name: str, root: Path) -> Path | None:

@@ -65,10 +65,10 @@ def _ask(root: Path, question: Callable[[Repo], T]) -> T:
         with Repo(str(root)) as repo:
             return question(repo)
     except Exception as error:  # whatever DVC and its parsers raise: what it can't explain is not up to date
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise EvidenceError(
             f"{root / _STAGES}: expected stages that DVC can compare with {_LOCK}, got "
-            f"{type(error).__name__}: {said}; run `dvc status`"
+            f"{type(error).__name__}: {message}; run `dvc status`"
         ) from error
 
 
@@ -79,9 +79,9 @@ def _find_stale(repo: Repo, runs_here: Collection[str]) -> dict[str, list[str]]:
     stale: dict[str, list[str]] = {}
     # depth first, as `dvc repro` runs them
     for stage in networkx.dfs_postorder_nodes(graph):
-        found = _find_own(stage, entries[stage.path], outs, may_differ=_name(stage) in runs_here)
-        if found or any(_name(other) in stale for other in graph.successors(stage)):
-            stale[_name(stage)] = found
+        problems = _find_problems(stage, entries[stage.path], outs, may_differ=_name(stage) in runs_here)
+        if problems or any(_name(other) in stale for other in graph.successors(stage)):
+            stale[_name(stage)] = problems
     return stale
 
 
@@ -94,11 +94,13 @@ def _name(stage: Stage) -> str:
 def _read_lock(stages: Path) -> Mapping[str, Entry]:
     """Return the entries of the stages of one dvc.yaml; a .dvc file, which is its own entry, has none."""
     path = stages.with_name(_LOCK)
-    found = YAML(typ="safe").load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return dict(found.get("stages") or {})
+    content = YAML(typ="safe").load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return dict(content.get("stages") or {})
 
 
-def _find_own(stage: Stage, entries: Mapping[str, Entry], outs: Sequence[Output], *, may_differ: bool) -> list[str]:
+def _find_problems(
+    stage: Stage, entries: Mapping[str, Entry], outs: Sequence[Output], *, may_differ: bool
+) -> list[str]:
     """Say what is wrong with a stage, whatever is with those before it."""
     if not isinstance(stage, PipelineStage):
         return [f"{out.def_path} is another file" for out in stage.outs if _compare(out) == "modified"]
@@ -150,13 +152,13 @@ def _find_unequal(part: str, asked: Collection[str], recorded: Collection[str]) 
 
 def _find_other_dependency(dep: Output, outs: Sequence[Output]) -> Iterator[str]:
     """Say how a setting or a dependency differs from dvc.lock."""
-    found = _compare(dep)
-    if isinstance(found, dict):
-        yield f"{dep.def_path}: {', '.join(f'{key} {how}' for key, how in found.items())}"
-    elif found == "deleted" and not isinstance(dep, ParamsDependency):
+    change = _compare(dep)
+    if isinstance(change, dict):
+        yield f"{dep.def_path}: {', '.join(f'{key} {how}' for key, how in change.items())}"
+    elif change == "deleted" and not isinstance(dep, ParamsDependency):
         yield from _find_unexplained(dep, outs)
-    elif found:
-        yield f"{dep.def_path} {found}"
+    elif change:
+        yield f"{dep.def_path} {change}"
 
 
 def _find_unexplained(dep: Output, outs: Sequence[Output]) -> Iterator[str]:
@@ -186,8 +188,8 @@ def _count(outs: Sequence[Output]) -> tuple[int, int]:
 
 def _find_other_output(out: Output) -> Iterator[str]:
     """Say how an output differs from dvc.lock; one that DVC keeps may be missing."""
-    found = _compare(out)
+    change = _compare(out)
     if not out.hash_info:
         yield f"{out.def_path}: {_LOCK} has no digest of it"
-    elif found and not (found == "deleted" and out.use_cache):
-        yield f"{out.def_path} {found}"
+    elif change and not (change == "deleted" and out.use_cache):
+        yield f"{out.def_path} {change}"

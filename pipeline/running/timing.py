@@ -29,7 +29,7 @@ WARM_UPS = 2
 
 
 def is_tensor_float(dtype: torch.dtype, device: torch.device) -> bool:
-    """Say whether convolutions take float32 for TF32, which has float16's mantissa: on a GPU, unless told not to."""
+    """Say whether convolutions take float32 for TF32, which has float16's mantissa; on a GPU torch's default is to."""
     return dtype == torch.float32 and device.type == "cuda" and torch.backends.cudnn.allow_tf32
 
 

@@ -30,14 +30,14 @@ def read_config_file(path: Path, what: str, *, if_missing: str) -> dict[str, Any
         CheckpointError: no file, or no JSON object in it.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: expected {what}, found no file; {if_missing}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: expected {what}, got no JSON: {error}; copy the file again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected {what}, got {type(found).__name__}; copy the file again")
-    return found
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected {what}, got {type(config).__name__}; copy the file again")
+    return config
 
 
 def build_checkpoint(

@@ -95,10 +95,10 @@ def _initialize(load: Callable[[Any], Any], order: Any) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc keep what this process frees for what comes next; another system's does as it always does.
+    """Have glibc's malloc keep what this process frees for later use; on another system this does nothing.
 
-    A network's arrays are given back to the system and asked for anew at each call else, and the upscaler's evaluation
-    spent half of its CPU time on their pages. Not for what is timed: a server does so only if it is told to.
+    Otherwise a network's arrays are given back to the system and asked for anew at each call. The upscaler's evaluation
+    spent half of its CPU time on their pages. Not for what is timed: a server does so only on request.
 
     Source: mallopt(3).
     """

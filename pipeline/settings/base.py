@@ -81,11 +81,15 @@ class Eval(Settings):
     Attributes:
         metrics: what follows from its cases; the first is its headline.
         chats: its cases are conversations, so that the path that answers can be asked twice and timed.
+        keeps_arrays: its metrics are computed from the arrays beside its records, so that a release keeps both.
+        hub_task: the name that model hubs have for what it measures.
     """
 
     kind: str
     metrics: ClassVar[tuple[MetricDefinition, ...]]
     chats: ClassVar[bool] = False
+    keeps_arrays: ClassVar[bool] = False
+    hub_task: ClassVar[str]
 
 
 class Product(Settings):
@@ -200,9 +204,9 @@ def find_unwatched_evals(product: Product, metric: str, harm: str) -> list[str]:
     tolerances = {name: product.gate.tolerances.get(f"{name}/{metric}") for name in product.evals}
     return [
         f"gate.tolerances: expected {name}/{metric} with an overall tolerance that can stop a release, found "
-        f"{'an advisory one' if found and found.overall else 'none'}; {harm} must not pass for want of one"
-        for name, found in tolerances.items()
-        if found is None or found.overall is None or found.tier == "advisory"
+        f"{'an advisory one' if tolerance and tolerance.overall else 'none'}; {harm} must not pass for want of one"
+        for name, tolerance in tolerances.items()
+        if tolerance is None or tolerance.overall is None or tolerance.tier == "advisory"
     ]
 
 

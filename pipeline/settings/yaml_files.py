@@ -2,7 +2,7 @@
 
 A few lines in which every list names the one above nine times are billions of entries for whoever walks through them.
 They are counted from the events of the parser, before anything is built, and so are levels, as Python walks through a
-thousand at most. Either is told as any other mistake in the file.
+thousand at most. Either is reported as any other mistake in the file.
 """
 
 from __future__ import annotations

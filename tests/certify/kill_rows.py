@@ -16,6 +16,7 @@ from tests.certify.kill_outcomes import SAMPLED, compared
 from tests.certify.kill_releases import committed, edit_and_forge, edit_and_freeze, edit_code
 from tests.certify.kill_table import Kill, Plant
 from tests.certify.kill_trial import Trial
+from tests.fakes.synthetic_records import PRODUCT
 
 DRAFTED = {
     "checkpoint": "models/agent",
@@ -255,13 +256,13 @@ COMMITTED = [
         "recipe edited, stages frozen",
         "the same, and `frozen: true` on the stages that judge",
         committed(edit_and_freeze),
-        because="compare: .*frozen: DVC would never run it",
+        because=f"compare@{PRODUCT}: .*frozen: DVC would never run it",
     ),
     Kill(
         "several stages out of date",
         "other code of `compare` and of a stage beside it, in a clone without records",
         committed(edit_code("compare", "measure")),
-        because=r"out of date: (?=.*\bmeasure\b).*\bcompare, gate, release\b",
+        because=rf"out of date: (?=.*\bmeasure\b).*\bcompare@{PRODUCT}, gate@{PRODUCT}, release@{PRODUCT}\b",
     ),
     Kill(
         "code that runs anyway",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.settings import TextEval, TextProduct
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.records.detections import (
     Detections,
@@ -54,8 +54,14 @@ class Detector:
 
 
 _DETECTOR = Detector()
+
+
+class ShelvesEval(DetectionEval, TextEval):
+    """Detections with the traits of a text eval, as they go through the gate of a text product here."""
+
+
 # a product's own buckets beside COCO's; nothing is as small as a speck
-EVAL = DetectionEval(
+EVAL = ShelvesEval(
     kind="detection",
     evalset="evalsets/shelves",
     areas={"price_tags": [0.0, 24.0**2], "specks": [0.0, 4.0]},
@@ -149,7 +155,7 @@ def make_pair(
 class DetectorParams(TextProduct):
     """Settings of a release of detectors, through the same gate as text."""
 
-    evals: dict[str, DetectionEval] = Field(min_length=1)
+    evals: dict[str, ShelvesEval] = Field(min_length=1)
 
 
 def make_detector_params(candidates: list[str], tolerances: dict[str, dict[str, object]]) -> DetectorParams:

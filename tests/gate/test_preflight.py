@@ -20,11 +20,11 @@ def test_a_stage_that_is_frozen_is_refused_before_any_work(tmp_path, monkeypatch
     params, path = load_params(tmp_path / "params.yaml"), tmp_path / "dvc.yaml"
     for text in (STAGES.format("", ""), STAGES.format("      frozen: false\n", "")):
         path.write_text(text)
-        assert check_gates(params, tmp_path) == []
+        assert check_gates(params.products.values(), tmp_path) == []
     for text, name in (
         (STAGES.format("      frozen: true\n", ""), "evaluate"),
         (STAGES.format("", "    frozen: true\n"), "compare"),
     ):
         path.write_text(text)
         with pytest.raises(SettingsError, match=rf"dvc.yaml: stages.{name}.frozen: expected a stage that runs when"):
-            check_gates(params, tmp_path)
+            check_gates(params.products.values(), tmp_path)

@@ -1,7 +1,7 @@
 """The step that lays parts of a pipeline out with channels last, where this machine gains by it.
 
-Each part is measured as the pipeline runs it, on one batch of the candidate's own prompts, and kept in the format
-only where it surely saves 5 % of its time and its output stays the same (`layout.py`). What is left off is a
+Each part is measured as the pipeline runs it, on one batch of the candidate's own prompts. It is kept in the format
+only where that surely saves 5 % of its time and its output stays the same (`layout.py`). A part that is not kept is a
 fallback of the candidate: without any part kept, it is served as if the step were not there.
 """
 

@@ -94,10 +94,10 @@ def _run_eval(
 
 def _batch(cases: Sequence[PromptCase], candidate: ImageCandidate) -> Iterator[tuple[list[PromptCase], str | None]]:
     """Yield batches of cases of one guidance category, in evalset order within each."""
-    own = candidate.serving.guidance_by_category
+    guided = candidate.serving.guidance_by_category
     by_category: dict[str | None, list[PromptCase]] = {}
     for case in cases:
-        by_category.setdefault(next((b for b in case.buckets if b in own), None), []).append(case)
+        by_category.setdefault(next((b for b in case.buckets if b in guided), None), []).append(case)
     size = candidate.serving.batch_size
     for category, group in by_category.items():
         for i in range(0, len(group), size):
@@ -108,11 +108,11 @@ def _render(
     name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
     """Render batches as workers come free; journal each image as it is done, with what is noted of its batch."""
-    for place, found in run_tasks(pool, render_batch, batches, what=name):
+    for place, rendered in run_tasks(pool, render_batch, batches, what=name):
         cases = batches[place][0]
         # first: a batch counts as finished when all its images do
-        journal.add_text(_name_batch(cases), json.dumps(found.as_json() | {"num": len(cases)}))
-        for case, record, picture in zip(cases, found.records, found.pictures, strict=True):
+        journal.add_text(_name_batch(cases), json.dumps(rendered.as_json() | {"num": len(cases)}))
+        for case, record, picture in zip(cases, rendered.records, rendered.pictures, strict=True):
             journal.add(case.digest, record, base64.b64encode(picture).decode())
 
 
@@ -121,9 +121,9 @@ def _name_batch(cases: Sequence[PromptCase]) -> str:
 
 
 def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate) -> dict[str, Any]:
-    """Return the notes from those of all batches, whichever run made them.
+    """Return the notes of the eval from the notes of all batches, whichever run made them.
 
-    Time is that of pipeline/running/timing.py. Fewer than six batches give no interval of the ratio.
+    Time is measured as in pipeline/running/timing.py. Fewer than six batches give no interval of the ratio.
     """
     from pipeline.numerics.activation_watch import ModuleRange
     from pipeline.products.images.scoring import build_range_notes
@@ -132,7 +132,7 @@ def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate
     denoise_ms, decode_ms = (1000 * sum(batch[key] for batch in batches) / num for key in ("denoise_s", "decode_s"))
     ratios = [batch["decode_s"] / batch["exact_decode_s"] for batch in batches if batch["exact_decode_s"]]
     steps = zip(*(batch["std_ratios"] for batch in batches), strict=False)
-    ranges = [{name: ModuleRange(*found) for name, found in batch["ranges"].items()} for batch in batches]
+    ranges = [{name: ModuleRange(*numbers) for name, numbers in batch["ranges"].items()} for batch in batches]
     return {
         "denoise_ms_per_image": round(denoise_ms, 3),
         "step_ms_per_image": round(denoise_ms / candidate.serving.num_inference_steps, 4),

@@ -86,9 +86,9 @@ def find_weights(part: Path) -> Path:
     Raises:
         CheckpointError: pickle weights only, or none.
     """
-    found = next((part / name for name in _WEIGHTS if (part / name).is_file()), None)
-    if found is not None:
-        return found
+    weights = next((part / name for name in _WEIGHTS if (part / name).is_file()), None)
+    if weights is not None:
+        return weights
     pickles = sorted(p.name for p in part.glob("*") if p.suffix in _PICKLES)
     if pickles:
         raise CheckpointError(

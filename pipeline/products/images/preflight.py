@@ -90,10 +90,10 @@ def _check_categories(where: str, step: GuidanceStep, buckets: set[str], cases: 
                 f"{', '.join(sorted(buckets)) or 'none'}"
             )
     for case in cases:
-        if len(own := [bucket for bucket in case.buckets if bucket in step.by_category]) > 1:
+        if len(guided := [bucket for bucket in case.buckets if bucket in step.by_category]) > 1:
             raise SettingsError(
                 f"{where}.by_category: expected one guidance for a prompt, got those of "
-                f"{' and '.join(own)} for case {case.id!r}; name fewer buckets"
+                f"{' and '.join(guided)} for case {case.id!r}; name fewer buckets"
             )
 
 

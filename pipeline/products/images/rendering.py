@@ -144,10 +144,10 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
         guided = guide(unconditional, conditional, scale=guidance["scale"])
         if guidance["rescale"]:
             guided = rescale_guidance(guided, conditional, rescale=guidance["rescale"])
-        found = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
+        by_image = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
         if finite.any():
-            found[finite.cpu()] = guided_std_ratio(guided, conditional).cpu()
-        ratios.append(found)
+            by_image[finite.cpu()] = guided_std_ratio(guided, conditional).cpu()
+        ratios.append(by_image)
 
     handle = pipe.unet.register_forward_hook(watch)
     try:

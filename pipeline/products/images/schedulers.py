@@ -24,15 +24,15 @@ def check_scheduler(path: Path, config: Mapping[str, Any]) -> None:
         CheckpointError: names the file, the option and the nearest one.
     """
     name = str(config.get("_class_name"))
-    own = read_options(name)
-    if own is None:
+    options = read_options(name)
+    if options is None:
         raise CheckpointError(
             f"{path}: _class_name: expected a scheduler of diffusers, got {name!r}; correct it or "
             "save the pipeline again"
         )
     for option in config:
-        if option not in own and not option.startswith("_") and option not in _read_all_options():
-            near = difflib.get_close_matches(option, own, n=1)
+        if option not in options and not option.startswith("_") and option not in _read_all_options():
+            near = difflib.get_close_matches(option, options, n=1)
             raise CheckpointError(
                 f"{path}: {option}: expected an option of {name}, which would ignore this one"
                 f"{f'; did you mean {near[0]!r}?' if near else '; remove it'}"
@@ -47,8 +47,8 @@ def read_options(name: str) -> frozenset[str] | None:
 
 @cache
 def _read_sources() -> tuple[str, ...]:
-    found = importlib.util.find_spec("diffusers")
-    folders = [Path(place) / "schedulers" for place in (found.submodule_search_locations or [])] if found else []
+    spec = importlib.util.find_spec("diffusers")
+    folders = [Path(place) / "schedulers" for place in (spec.submodule_search_locations or [])] if spec else []
     return tuple(
         file.read_text(encoding="utf-8") for folder in folders for file in sorted(folder.rglob("scheduling_*.py"))
     )

@@ -1,7 +1,7 @@
 """Scores of one image: is it sound, how saturated, how near the float32 decode, how much like its prompt.
 
 A raw decode with NaN or infinity can't be compared: it scores worst everywhere, and a flag names it. Latents that
-are out of range before the decoder are told apart from a decoder that overflows.
+are out of range before the decoder are not counted as a decoder that overflows.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ class ImagesEval(Eval):
     """One image per prompt, judged as raw numbers, against the float32 decode, and by CLIP."""
 
     metrics = IMAGES
+    hub_task = "text-to-image"
     kind: Literal["images"]
     evalset: str
     clip: str  # CLIP checkpoint folder

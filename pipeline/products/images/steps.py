@@ -1,6 +1,6 @@
 """The steps that change how a pipeline is run: number formats, memory format, guidance, tiling.
 
-Each takes the candidate's own copy of the pipeline folder and the serving config so far, writes into the folder
+Each takes the candidate's own copy of the pipeline folder and the serving config so far. It writes into the folder
 what plain diffusers reads from there, and returns the new serving config. The one that rewrites weights is
 `vae_range_fix.py`, the one that measures first is `channels_last.py`.
 """

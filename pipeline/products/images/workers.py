@@ -51,7 +51,7 @@ class Rendered:
         kept = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("records", "pictures")
         }
-        return kept | {"ranges": {name: astuple(found) for name, found in self.ranges.items()}}
+        return kept | {"ranges": {name: astuple(module_range) for name, module_range in self.ranges.items()}}
 
 
 @dataclass
@@ -124,9 +124,9 @@ def _load(setup: RenderSetup) -> _Loaded:
 def _check_files(setup: RenderSetup) -> None:
     """Refuse files that are not those that the candidate was built of, or that the eval's key names."""
     checkpoint = setup.candidate.checkpoint
-    found = digest_files(setup.root / checkpoint.path)
-    if digest_json(found) != checkpoint.digest:
-        changed = name_changed_file(checkpoint.files, found)
+    digests = digest_files(setup.root / checkpoint.path)
+    if digest_json(digests) != checkpoint.digest:
+        changed = name_changed_file(checkpoint.files, digests)
         raise EngineError(
             f"{checkpoint.path}: expected the files that candidate {setup.candidate.name!r} was built "
             f"of, {changed}; run `dvc repro` to build it again"

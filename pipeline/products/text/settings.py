@@ -189,6 +189,7 @@ class TextEval(Eval):
         shows_weights: its scores of an attached server show whether it serves the candidate's weights.
     """
 
+    hub_task = "text-generation"
     card_kind: ClassVar[str] = ""
     needs_logprobs: ClassVar[bool] = False
     needs_first_token: ClassVar[bool] = False

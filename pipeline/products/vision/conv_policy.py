@@ -238,9 +238,9 @@ def _list_patterns(rules: Sequence[Rule]) -> Iterator[tuple[str, str]]:
 
 def _format_miss(pattern: str, covered: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> str:
     """Say what a pattern that matches no covered convolution does match, or would nearly."""
-    if found := next((name for name in others if fnmatchcase(name, pattern)), None):
+    if matched := next((name for name in others if fnmatchcase(name, pattern)), None):
         return (
-            f"{pattern!r} matches {found}, a {type(others[found]).__name__}, which a policy does not cover: it "
+            f"{pattern!r} matches {matched}, a {type(others[matched]).__name__}, which a policy does not cover: it "
             "runs as torch runs it; remove the pattern"
         )
     if not covered:

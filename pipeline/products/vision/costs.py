@@ -1,14 +1,15 @@
 """What a candidate costs beside its baseline: time, memory, compilation, and whether its memory format survives.
 
-The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand;
-that of any other is the same weights run plainly, in float32 without a step, in the same tiles where there are any.
-What a candidate takes in total is told beside the reference run plainly, too: channels-last may be five times as fast
+The baseline of a memory format or of compilation is the same candidate without them, as that is the choice at hand.
+Any other candidate is timed beside the same weights run plainly, in float32 without a step, in the same tiles where
+there are any.
+The total time of a candidate is shown beside the reference run plainly, too: channels-last may be five times as fast
 as bfloat16 without it where float32 is forty times as fast. What is slower in total has no gain, and is timed no
 further.
 
-Time is of one batch, in pairs whose order alternates. Of the same weights it is told only where both outputs are equal
+Time is of one batch, in pairs whose order alternates. Of the same weights it is shown only where both outputs are equal
 within the number format's rounding (`rounding.py`). Another checkpoint, as an INT8 artefact is, and tiles beside whole
-pictures give other outputs by nature: what those lose is the gate's matter. An emulated policy has no speed of its own
+pictures give other outputs by nature: their loss is the gate's matter. An emulated policy has no speed of its own
 (`benchmarks/winograd_speed.py` measures real kernels).
 """
 
@@ -96,9 +97,9 @@ def _measure_speeds(
     return measure_speed(load, serving, baseline, pixels, network), total
 
 
-def is_surely_slower(found: dict[str, Any] | None) -> bool:
-    """Say whether what `measure_speed` found is surely slower than its baseline, by some clock."""
-    clocks = found["timed"] if found else None
+def is_surely_slower(speed: dict[str, Any] | None) -> bool:
+    """Say whether a result of `measure_speed` is surely slower than its baseline, by some clock."""
+    clocks = speed["timed"] if speed else None
     return any(clock["ratio"]["low"] > 1 for clock in (clocks or {}).values())
 
 
@@ -132,7 +133,7 @@ def measure_speed(
     """
     ours, theirs = network or load(serving), (load_base or load)(base)
     x, y = ours.prepare(pixels), theirs.prepare(pixels)
-    found: dict[str, Any] = {
+    speed: dict[str, Any] = {
         "baseline": f"the reference, {base.summary}" if load_base else base.summary,
         "difference": None,
         "tolerance": None,
@@ -143,9 +144,9 @@ def measure_speed(
         exact = load(serving.model_copy(update=_LAYOUT | {"dtype": "float32", "autocast": False}))
         limits = limit_rounding(exact, pixels, getattr(torch, serving.dtype), len(differences))
         worst = int(np.argmax(differences / limits))  # NaN is the largest
-        found |= {"difference": _finite(differences[worst]), "tolerance": _finite(limits[worst])}
+        speed |= {"difference": _finite(differences[worst]), "tolerance": _finite(limits[worst])}
         if not (differences <= limits).all():
-            return found
+            return speed
 
     def clock() -> Floats:
         return np.array([read_seconds(ours.device), time.perf_counter()])
@@ -155,7 +156,7 @@ def measure_speed(
     # [round, theirs or ours, clock]
     pairs: Floats = np.array(time_in_turn(lambda: theirs.run(y), lambda: ours.run(x), rounds=rounds, clock=clock))
     names = ("cpu" if ours.device.type == "cpu" else "device", "wall")
-    return found | {
+    return speed | {
         "timed": {
             name: {
                 "baseline_ms": bound_median((1e3 * pairs[:, 0, i] / len(pixels)).tolist()).model_dump(),
@@ -173,7 +174,7 @@ def measure_speed(
 def _count_compilations(network: Network, batches: Iterable[torch.Tensor]) -> dict[str, Any] | None:
     """Return what compilation met from its first call on, over one batch of each shape.
 
-    Graphs and graph breaks are those of the first shape, recompilations the graphs of the others. A worker's cache is
+    Graphs and graph breaks are counted on the first shape, recompilations on the others. A worker's cache is
     empty at first, so its first call takes as long as on a machine that never saw the network. Where torch has compiled
     a function as often as its limit allows, it runs it without for every further shape and only logs it:
     `num_over_limit` counts such functions, `shape_over_limit` is the number of the shape that was the first.

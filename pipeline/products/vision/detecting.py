@@ -98,7 +98,7 @@ def match_output(case: DetectionCase, output: str, *, settings: DetectionEval, c
     """Match the results that a record holds with what is on its picture."""
     places = {category: number for number, category in enumerate(categories.numbers)}
     results = [r for r in json.loads(output) if r["category_id"] in places]
-    found = Detections(
+    detections = Detections(
         np.array([r["bbox"] for r in results], dtype=np.float64).reshape(-1, 4),
         np.array([places[r["category_id"]] for r in results], dtype=np.int64),
         np.array([r["score"] for r in results], dtype=np.float64),
@@ -110,7 +110,9 @@ def match_output(case: DetectionCase, output: str, *, settings: DetectionEval, c
         np.array([a.area for a in marked], dtype=np.float64),
         np.array([a.iscrowd for a in marked], dtype=bool),
     )
-    return match_image(there, found, num_classes=len(places), areas=settings.all_areas, categories=categories.buckets)
+    return match_image(
+        there, detections, num_classes=len(places), areas=settings.all_areas, categories=categories.buckets
+    )
 
 
 def save_tables(

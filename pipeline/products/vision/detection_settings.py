@@ -24,6 +24,8 @@ class DetectionEval(Eval):
 
     metrics = DETECTION
     may_tile: ClassVar[bool] = False  # a box may lie in two tiles
+    keeps_arrays = True
+    hub_task = "object-detection"
     kind: Literal["detection"]
     evalset: str
     # bucket -> smallest and largest area, beside COCO's: a bucket of ap, ap_50 and ap_75

@@ -112,11 +112,11 @@ def _run_eval(
     # first: it compiles for all shapes in turn, killed runs before or not, and is timed before freed memory is kept
     notes = pool.submit(measure_run, compared, _pick_shapes(groups, batch_size)).result()
     _run_batches(name, left, pool, journal)
-    found = [journal.find(case.digest) for case in evalset.cases]
-    records = [entry[0] for entry in found if entry is not None]
+    entries = [journal.find(case.digest) for case in evalset.cases]
+    records = [entry[0] for entry in entries if entry is not None]
     path = working / f"{name}.jsonl"
     write_cases(path, records)
-    for record, picture in (entry for entry in found if entry is not None):
+    for record, picture in (entry for entry in entries if entry is not None):
         if picture is not None:
             (working / name).mkdir(exist_ok=True)
             (working / name / f"{record.case_id}.png").write_bytes(base64.b64decode(picture))

@@ -50,13 +50,13 @@ class RunningError:
         self.difference = self.reference = 0.0  # sums of squares
         self.num_finite = 0
 
-    def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
+    def add(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
         """Take in what a layer should have written and what it wrote; values finite in both count."""
-        expected, found = expected.double(), found.double()
-        is_finite = expected.isfinite() & found.isfinite()
-        expected, found = expected[is_finite], found[is_finite]
-        self.num_finite += len(found)
-        self.difference += (found - expected).square().sum().item()
+        expected, actual = expected.double(), actual.double()
+        is_finite = expected.isfinite() & actual.isfinite()
+        expected, actual = expected[is_finite], actual[is_finite]
+        self.num_finite += len(actual)
+        self.difference += (actual - expected).square().sum().item()
         self.reference += expected.square().sum().item()
 
     def read(self) -> float | None:
@@ -97,8 +97,8 @@ def compare_layers(
     for run_reference, run_candidate in runs:
         expected = _collect(expected_names, run_reference)
         with watch:
-            found = _collect(names, run_candidate)
-        _add(errors, expected, found)
+            actual = _collect(names, run_candidate)
+        _add(errors, expected, actual)
         num_inputs += 1
     if not num_inputs:
         raise NumericsError("layer numerics: expected one input or more, got none")
@@ -113,8 +113,8 @@ def compare_layers(
 
 
 def build_layer_notes(numerics: Mapping[str, LayerNumerics]) -> dict[str, Any]:
-    """Return what `compare_layers` found as JSON, by layer."""
-    return {name: found.as_json() for name, found in numerics.items()}
+    """Return the numbers of `compare_layers` as JSON, by layer."""
+    return {name: layer.as_json() for name, layer in numerics.items()}
 
 
 def _list_layers(network: nn.Module) -> dict[str, nn.Module]:
@@ -136,16 +136,16 @@ def _collect(layers: Mapping[str, nn.Module], run: Run) -> dict[str, list[torch.
 def _add(
     errors: Mapping[str, RunningError],
     expected: Mapping[str, list[torch.Tensor]],
-    found: Mapping[str, list[torch.Tensor]],
+    actual: Mapping[str, list[torch.Tensor]],
 ) -> None:
     for name, difference in errors.items():
-        shapes = [[tuple(t.shape) for t in written[name]] for written in (expected, found)]
+        shapes = [[tuple(t.shape) for t in written[name]] for written in (expected, actual)]
         if shapes[0] != shapes[1]:
             raise NumericsError(
                 f"{name}: expected the reference's output shapes {shapes[0]}, got {shapes[1]}; layers "
                 "are compared on whole inputs, without tiles"
             )
-        for pair in zip(expected[name], found[name], strict=True):
+        for pair in zip(expected[name], actual[name], strict=True):
             difference.add(*pair)
 
 

@@ -79,13 +79,13 @@ def write_policy(text: str, candidate: str, dtype: Dtype, proposals: Sequence[La
 
 
 def tabulate(proposals: Sequence[LayerProposal]) -> str:
-    """Return a table, a row a layer, and what it comes to."""
+    """Return a table, a row a layer, with a line that sums it up."""
     counts = Counter(p.algorithm for p in proposals if p.can_run_winograd)
     width = max((len(p.layer) for p in proposals), default=0)
     rows = [f"{p.layer:<{width}}  {NAMES[p.algorithm]:<6}  {p.dtype:<8}  {p.reason}" for p in proposals]
-    said = ", ".join(f"{num} {NAMES[algorithm]}" for algorithm, num in counts.most_common()) or "none"
+    summary = ", ".join(f"{num} {NAMES[algorithm]}" for algorithm, num in counts.most_common()) or "none"
     saved = f"{100 * find_saved_fraction(proposals):.0f} % of the multiplications of all {len(proposals)} convolutions"
-    return "\n".join([*rows, f"3x3 convolutions with stride 1: {said}; {saved} are saved"])
+    return "\n".join([*rows, f"3x3 convolutions with stride 1: {summary}; {saved} are saved"])
 
 
 def _find_steps(text: str, where: str) -> tuple[Node, SequenceNode]:
@@ -123,17 +123,17 @@ def _replace_sequence(text: str, key: Node, steps: SequenceNode, index: int, set
 
 def _edit_step(text: str, step: MappingNode, settings: Mapping[str, Any], where: str) -> list[Edit]:
     """Replace the values of a step that stands on lines of its own."""
-    found = {key.value: (key, value) for key, value in step.value}
-    if missing := [name for name in ("algorithm", "dtype") if name not in found]:
+    entries = {key.value: (key, value) for key, value in step.value}
+    if missing := [name for name in ("algorithm", "dtype") if name not in entries]:
         raise SettingsError(f"{where}.steps: expected {missing[0]} in the step {_KIND}, found none; add it")
     edits = [
         (value.start_mark.index, value.end_mark.index, settings[name])
-        for name, (_, value) in found.items()
+        for name, (_, value) in entries.items()
         if name in ("algorithm", "dtype")
     ]
     rules = _render_rules(settings["rules"], step.start_mark.column)
-    if "rules" in found:
-        key, value = found["rules"]
+    if "rules" in entries:
+        key, value = entries["rules"]
         edits.append((key.start_mark.index, _end_of_line(text, _find_end(value)), rules))
     elif settings["rules"]:
         end = _end_of_line(text, _find_end(step))
@@ -181,9 +181,9 @@ def _check(text: str, where: str, index: int, settings: Mapping[str, Any]) -> No
     node = YAML(typ="safe", pure=True).load(text)
     for name in where.split("."):
         node = node[name]
-    found: dict[str, Any] = {"rules": []} | dict(node["steps"][index])
-    if found != dict(settings):
+    written: dict[str, Any] = {"rules": []} | dict(node["steps"][index])
+    if written != dict(settings):
         raise SettingsError(
-            f"{where}.steps.{index}: expected a layout that can be rewritten, read back {found!r}; put "
+            f"{where}.steps.{index}: expected a layout that can be rewritten, read back {written!r}; put "
             "each key on a line of its own"
         )

@@ -42,14 +42,14 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
     }
     for name, evalset in evalsets.items():
         _check_evalset(product.locate(f"evals.{name}"), product.evals[name], evalset, root)
-    own = {
+    objects = {
         f"{name}/{metric.name}": [*e.areas, *e.categories]
         for name, e in product.evals.items()
         if isinstance(e, DetectionEval)
         for metric in e.metrics
         if metric.estimator == "average_precision" and metric.area == "all"
     }
-    check_buckets(product, evalsets, own)
+    check_buckets(product, evalsets, objects)
     _check_sizes(product, evalsets)
     if product.calibration_images is not None:
         where, folder = product.locate("calibration_images"), root / product.calibration_images
@@ -95,7 +95,7 @@ def _list_categories(evalset: Evalset) -> list[int]:
 
 def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list[str]:
     """Say which categories are held by too few clusters to be judged, where there are several: AP hides their loss."""
-    found = _list_categories(evalset)
+    numbers = _list_categories(evalset)
     clusters = {
         number: {
             case.cluster
@@ -103,19 +103,19 @@ def _find_unnamed(where: str, settings: DetectionEval, evalset: Evalset) -> list
             for a in case.annotations
             if a.category_id == number and not a.iscrowd
         }
-        for number in found
+        for number in numbers
     }
     few = [
         name
-        for name, number in name_categories(settings, evalset.card.categories, found).items()
+        for name, number in name_categories(settings, evalset.card.categories, numbers).items()
         if len(clusters[number]) < MIN_CATEGORY_CLUSTERS
     ]
-    if len(found) < 2 or not few:
+    if len(numbers) < 2 or not few:
         return []
     listed = ", ".join(few[:5]) + (" ..." if len(few) > 5 else "")
     return [
-        f"{where}.categories: AP is the mean of {len(found)} categories, and {len(few)} of them ({listed}) are in "
-        f"fewer than {MIN_CATEGORY_CLUSTERS} clusters each, so that one that is lost, 1/{len(found)} of AP, may "
+        f"{where}.categories: AP is the mean of {len(numbers)} categories, and {len(few)} of them ({listed}) are in "
+        f"fewer than {MIN_CATEGORY_CLUSTERS} clusters each, so that one that is lost, 1/{len(numbers)} of AP, may "
         "not show; add pictures of those that matter"
     ]
 
@@ -135,10 +135,10 @@ def _check_sizes(product: VisionProduct, evalsets: dict[str, Evalset]) -> None:
             count = sum(low <= area <= high for area in areas)
             where = product.locate(f"gate.tolerances.{metric}")
             if count and (tolerance is None or tolerance.overall is None or tolerance.tier == "advisory"):
-                found = "an advisory one" if tolerance and tolerance.overall else "none"
+                given = "an advisory one" if tolerance and tolerance.overall else "none"
                 raise SettingsError(
                     f"{where}: expected an overall tolerance that can stop a release, as "
-                    f"{settings.evalset!r} has {count} such objects, found {found}: what nothing gates "
+                    f"{settings.evalset!r} has {count} such objects, found {given}: what nothing gates "
                     "may fall unseen; set one"
                 )
             for bucket in tolerance.buckets if tolerance else ():
@@ -261,9 +261,9 @@ def _check_distinct_pictures(path: Path, evalset: Evalset) -> None:
 
 def _check_apart(where: str, calibration: Evalset, evalsets: dict[str, Evalset]) -> None:
     """Refuse pictures to calibrate on that are evaluated on: what is fitted to them looks better than it is."""
-    own = {case.sha256: case.id for case in calibration.cases}
+    calibrated = {case.sha256: case.id for case in calibration.cases}
     for evalset in evalsets.values():
-        if shared := [case.id for case in evalset.cases if case.sha256 in own]:
+        if shared := [case.id for case in evalset.cases if case.sha256 in calibrated]:
             raise SettingsError(
                 f"{where}: expected pictures that no eval shows, got {len(shared)} of evalset "
                 f"{evalset.card.name!r}, {shared[0]!r} first; a policy fitted to them would look "

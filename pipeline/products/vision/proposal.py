@@ -4,14 +4,14 @@
     apply_policy(network, make_policy(proposals))
 
 The float32 network runs on each image; every convolution is tried with each algorithm on the very input it gets there,
-the one with fewest multiplications first. Kept is the first that leaves the largest number it stores (transformed
-inputs, sums of products, output) some doublings below the dtype's end, gives no NaN or infinity, and is near enough to
-the float32 result. Where even the direct sum lacks the range, bfloat16 has it.
+the one with fewest multiplications first. The first that fits is kept: the largest number it stores (transformed
+inputs, sums of products, output) lies some doublings below the dtype's end. It gives no NaN or infinity, and is near
+enough to the float32 result. Where even the direct sum lacks the range, bfloat16 has it.
 
 The images must not be those that the candidate is evaluated on. What they do not show, a proposal does not know:
-`min_headroom_bits` is for pictures that excite a layer more. Errors are those of one layer, and what they come to in
-the network's result is for the evaluation to say. How long an algorithm takes is not looked at: multiplications are
-counted from shapes, without those of the transforms.
+`min_headroom_bits` is for pictures that excite a layer more. Each error is of one layer; the evaluation shows the error
+of the network's result. How long an algorithm takes is not looked at: multiplications are counted from shapes, without
+the transforms.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class _Trial:
         return math.log2(torch.finfo(TORCH_DTYPES[self.arithmetic.dtype]).max / self.largest)
 
     def run(self, conv: nn.Conv2d, x: torch.Tensor, expected: torch.Tensor) -> None:
-        found = convolve(conv, x, self.arithmetic)
-        self.error.add(expected, found)
-        self.nonfinite_count += found.numel() - int(found.isfinite().sum())
+        actual = convolve(conv, x, self.arithmetic)
+        self.error.add(expected, actual)
+        self.nonfinite_count += actual.numel() - int(actual.isfinite().sum())
         self.multiplications += _count_multiplications(conv, expected, self.arithmetic.algorithm)
         for step, values in _list_stored(conv, x, expected, self.arithmetic.algorithm):
             if (largest := torch.linalg.vector_norm(values, math.inf).item()) > self.largest:
@@ -206,17 +206,17 @@ def _propose(
     limit = max_relative_error
     if error is None or error > max_relative_error:
         limit = math.inf if error is None else _MAX_OVER_DIRECT * error
-    said, kept = [why_direct] if why_direct else [], trials[-1]
+    reasons, kept = [why_direct] if why_direct else [], trials[-1]
     for trial in trials[:-1]:
         if not (objection := _object(trial, limit, min_headroom_bits)):
             kept = trial
             break
-        said.append(objection)
+        reasons.append(objection)
     return LayerProposal(
         name,
         kept.arithmetic.algorithm,
         kept.arithmetic.dtype,
-        "; ".join([*said, _praise(kept)]),
+        "; ".join([*reasons, _praise(kept)]),
         {key: trial.as_json() for key, trial in by_name.items()},
         not why_direct,
         kept.multiplications,

@@ -3,15 +3,15 @@
     differences = differ(ours.run(x), theirs.run(x))
     limits = limit_rounding(exact, pixels, torch.bfloat16, len(differences))
 
-Outputs are compared channel by channel, as a score in [0, 1] may stand beside a coordinate in pixels, each by its
-largest difference in units of the channel's standard deviation. In 16 bits no fixed limit says what is rounding: where
-large values cancel in a layer, or a channel's values lie far from zero, one rounding is a large part of a deviation.
-So the limit is measured. The float32 network is run again with its weights, its input and what each of its modules
-returns rounded to the number format, which is what storing them in it does (Higham and Pranesh 2019, "Simulating low
-precision floating-point arithmetic", SIAM J. Sci. Comput. 41(5), doi:10.1137/19M1251308). Two runs in the format, which
-round at other places, lie about as far from float32 as that one each, hence at most twice as far from each other, and
-less from float32. The fixed limit of `pipeline/running/timing.py` holds where it is larger, and in float32. On a GPU
-convolutions take float32 for TF32: there its limit is measured by rounding to that.
+Outputs are compared channel by channel, as a score in [0, 1] may stand beside a coordinate in pixels. Each channel
+counts by its largest difference, in units of its standard deviation. In 16 bits no fixed limit says what is rounding:
+where large values cancel in a layer, or a channel's values lie far from zero, one rounding is a large part of a
+deviation. So the limit is measured. The float32 network is run again with its weights, its input and what each of its
+modules returns rounded to the number format, which is what storing them in it does (Higham and Pranesh 2019,
+"Simulating low precision floating-point arithmetic", SIAM J. Sci. Comput. 41(5), doi:10.1137/19M1251308). Two runs in
+the format, which round at other places, lie about as far from float32 as that one each, hence at most twice as far from
+each other, and less from float32. The fixed limit of `pipeline/running/timing.py` holds where it is larger, and in
+float32. On a GPU convolutions take float32 for TF32: there its limit is measured by rounding to that.
 
 What is covered by twice that rounding is not seen as a difference. Not rounded: what a module computes inside without
 other modules.
@@ -46,8 +46,8 @@ def differ(ours: Any, theirs: Any) -> Floats:
     a, b = ([tensor.float() for tensor in list_tensors(side)] for side in (ours, theirs))
     if [x.shape for x in a] != [y.shape for y in b]:
         return np.array([np.inf])
-    found = [difference for x, y in zip(a, b, strict=True) for difference in _compare(x, y)]
-    return np.array(found or [np.nan])
+    differences = [difference for x, y in zip(a, b, strict=True) for difference in _compare(x, y)]
+    return np.array(differences or [np.nan])
 
 
 def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> list[float]:
@@ -74,10 +74,10 @@ def limit_rounding(exact: Network, pixels: torch.Tensor, dtype: torch.dtype, num
     x = exact.prepare(pixels)
     expected = exact.run(x)
     _round_all(exact.module, cut)
-    found = _NUM_RUNS * differ(exact.run(_round(x, cut)), expected)
-    if len(found) != num:  # it selected other boxes
+    differences = _NUM_RUNS * differ(exact.run(_round(x, cut)), expected)
+    if len(differences) != num:  # it selected other boxes
         return fixed
-    return np.where(np.isfinite(found), np.maximum(found, fixed), fixed)
+    return np.where(np.isfinite(differences), np.maximum(differences, fixed), fixed)
 
 
 def _round_all(module: torch.nn.Module, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:

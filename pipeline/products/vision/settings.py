@@ -159,6 +159,7 @@ class UpscalingEval(Eval):
 
     metrics = UPSCALING
     may_tile: ClassVar[bool] = True  # a picture is put together of tiles
+    hub_task = "image-to-image"
     kind: Literal["upscaling"]
     evalset: str
 

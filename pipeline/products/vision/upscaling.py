@@ -1,8 +1,8 @@
 """Judge an enlarged picture against what it was made from, and look for seams where tiles meet.
 
 A seam is a step between neighbouring columns or rows that the reference's picture, which has no tiles, has not at the
-same place, so steps are those of the difference between the two. Steps of the difference to the original would be those
-that the network makes there by chance as well: a grid lies on few lines, and sound tiles had a bias of levels. Each is
+same place. So steps are measured in the difference between the two. The difference to the original would also hold
+steps that the network makes there by chance: a grid lies on few lines, and sound tiles had a bias of levels. Each is
 averaged with its sign along the edge that two tiles share, and made absolute then (`pipeline/numerics/seams.py`). From
 the mean step at the stitches that at control lines of the same picture is taken: what another number format or network
 does to every line cancels. Not covered: a line along a stitch that is as dark on its one side as on the other, which is

@@ -116,9 +116,9 @@ def _load(setup: InferenceSetup) -> _Loaded:
             "found another; run `dvc repro` to build it again"
         )
     network = load_network(setup.root / candidate.checkpoint.path, adapter, candidate.serving)
-    found = digest_files(setup.root / candidate.checkpoint.path)  # after it was read: what is digested is what runs
-    if digest_json(found) != candidate.checkpoint.digest:
-        changed = name_changed_file(candidate.checkpoint.files, found)
+    digests = digest_files(setup.root / candidate.checkpoint.path)  # after it was read: what is digested is what runs
+    if digest_json(digests) != candidate.checkpoint.digest:
+        changed = name_changed_file(candidate.checkpoint.files, digests)
         raise EngineError(
             f"{candidate.checkpoint.path}: expected the files that candidate {candidate.name!r} was "
             f"built of, {changed}; run `dvc repro` to build it again"
@@ -212,9 +212,9 @@ def _judge(
     setup = loaded.setup
     if isinstance(case, DetectionCase):
         assert isinstance(setup.settings, DetectionEval) and setup.categories is not None
-        found = [] if result is _UNTAKEN else result
+        boxes = [] if result is _UNTAKEN else result
         output, scores = judge_results(
-            case, found, is_finite=is_finite, settings=setup.settings, categories=setup.categories
+            case, boxes, is_finite=is_finite, settings=setup.settings, categories=setup.categories
         )
         return output, scores, None
     target = read_picture(setup.root / setup.settings.evalset / case.target, case.target_sha256)
