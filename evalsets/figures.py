@@ -51,8 +51,14 @@ class Canvas:
     def lay(self, distance: Field, colour: Colour | np.ndarray) -> None:
         """Cover the points of negative distance (in units) with a colour, or with a picture of the canvas's size."""
         cover = np.clip(0.5 - distance * self.scale, 0, 1)
-        self.rgb = self.rgb * (1 - cover[..., None]) + colour * cover[..., None]
-        self.alpha = self.alpha * (1 - cover) + cover
+        rows, columns = np.flatnonzero(cover.any(axis=1)), np.flatnonzero(cover.any(axis=0))
+        if not len(rows):
+            return
+        # most parts are small: what lies round them stays as it is, to the last bit
+        part = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+        cover, colour = cover[part], colour if colour.ndim == 1 else colour[part]
+        self.rgb[part] = self.rgb[part] * (1 - cover[..., None]) + colour * cover[..., None]
+        self.alpha[part] = self.alpha[part] * (1 - cover) + cover
 
     def finish(self) -> Figure:
         """Return the figure; its colours are no longer multiplied by what they cover."""

@@ -30,7 +30,10 @@ def draw_clouds(rng: np.random.Generator, shape: tuple[int, int], pitch: float) 
 def draw_grain(rng: np.random.Generator, shape: tuple[int, int], *, coarsest: float = 32, finest: float = 2) -> Field:
     """Return noise in [0, 1] with detail of every size: plaster, soil, leaves."""
     num = max(1, round(math.log2(coarsest / finest)) + 1)
-    return np.mean([draw_clouds(rng, shape, coarsest / 2**i) for i in range(num)], axis=0)
+    total = draw_clouds(rng, shape, coarsest)
+    for i in range(1, num):
+        total += draw_clouds(rng, shape, coarsest / 2**i)
+    return total / num
 
 
 def draw_bricks(rng: np.random.Generator, shape: tuple[int, int]) -> Field:
@@ -105,7 +108,13 @@ def draw_edge(rng: np.random.Generator, shape: tuple[int, int]) -> Field:
 
 def lay(picture: np.ndarray, cover: Field, colour: np.ndarray) -> None:
     """Cover a picture, float64 (rows, columns, 3), with a colour or another picture, in place."""
-    picture += (colour - picture) * cover[..., None]
+    rows = np.flatnonzero(cover.any(axis=1))
+    if not len(rows):
+        return
+    part = slice(rows[0], rows[-1] + 1)  # where nothing is covered, the picture stays as it is, to the last bit
+    difference = (colour if colour.ndim == 1 else colour[part]) - picture[part]
+    difference *= cover[part][..., None]
+    picture[part] += difference
 
 
 def draw_sheet(rng: np.random.Generator, size: int) -> np.ndarray:

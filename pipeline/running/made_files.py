@@ -89,8 +89,6 @@ def make_missing(root: Path, note: Callable[[str], None] | None = None) -> None:
         return
     (root / _LOCK).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(root / _LOCK):
-        for place in PLACES:
-            shutil.rmtree(root / place / _MAKING, ignore_errors=True)  # of a run that was killed
         for folder in _list_open(folders, root):
             if folder.list_missing():
                 _make(folder, root, note)
@@ -105,7 +103,7 @@ def list_made_files(root: Path) -> list[Path]:
 
 
 def read_folders(root: Path) -> Iterator[MadeFolder]:
-    """Read the lists of a project.
+    """Read the lists of a project; a folder that was removed is not wanted.
 
     Raises:
         SettingsError: a list is malformed.
@@ -123,6 +121,8 @@ def read_folders(root: Path) -> Iterator[MadeFolder]:
             raise SettingsError(f"{path}: {describe_yaml_error(error)}") from None
         for name, recipe in recipes.items():
             folder = path.with_name(name)
+            if not folder.is_dir():
+                continue
             files = recipe.files if isinstance(recipe.files, dict) else _read_pictures(folder / CASES_FILE)
             yield MadeFolder(folder, recipe, files)
 
@@ -171,7 +171,7 @@ def _make(folder: MadeFolder, root: Path, note: Callable[[str], None] | None) ->
             (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(out / name, folder.path / name)
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(making, ignore_errors=True)  # with what a run that was killed left there
 
 
 def _check(folder: MadeFolder, where: Path, remedy: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,12 @@ def test_a_malformed_list_is_refused(root: Path, text: str, message: str) -> Non
     (root / "models/made.yaml").write_text(text)
     with pytest.raises(SettingsError, match=message):
         make_missing(root)
+
+
+def test_a_folder_that_was_removed_stays_removed(root: Path) -> None:
+    shutil.rmtree(root / "models/tree")
+    make_missing(root)
+    assert count_runs(root) == 0 and read_tree(root) == {}
 
 
 def test_a_project_without_lists_has_nothing_to_make(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class TextKind:
     def list_inputs(self, product: TextProduct, root: Path) -> Inputs:
         """Return drafts and calibration texts of what is built, engine and cases of what is evaluated."""
         from pipeline.evalsets.cards import NOTES
-        from pipeline.products.text.evals.material import digest_evalsets
+        from pipeline.products.text.evals.known_tasks import digest_evalsets
         from pipeline.records.digests import digest_checkpoint, digest_folder
 
         texts = digest_folder(root / product.optimize.calibration_texts, ignore=NOTES)

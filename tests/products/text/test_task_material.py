@@ -18,7 +18,8 @@ import pytest
 import pipeline.products.text.evals.evaluate as evaluate_module
 from pipeline.errors import SettingsError
 from pipeline.products.text.evals.evaluate import evaluate_candidate
-from pipeline.products.text.evals.material import digest_evalsets, digest_task, read_fresh
+from pipeline.products.text.evals.known_tasks import digest_evalsets
+from pipeline.products.text.evals.material import digest_task, read_fresh
 from pipeline.products.text.serving.client import TokenScores
 from pipeline.products.text.settings import HarnessEval, TextProduct
 from pipeline.records.evaluations import CaseRecord, read_cases

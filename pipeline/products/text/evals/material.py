@@ -28,25 +28,10 @@ from unittest import mock
 from pipeline.errors import QuantgateError, SettingsError
 from pipeline.evalsets.cards import NOTES
 from pipeline.products.text.evals.imports import list_modules
-from pipeline.products.text.settings import HarnessEval, TextProduct
+from pipeline.products.text.settings import HarnessEval
 from pipeline.records.digests import digest_file, digest_folder, digest_json
 
 FEWSHOT_SEED = 1234  # lm-eval's own
-
-
-def digest_evalsets(product: TextProduct, root: Path) -> dict[str, str]:
-    """Return the digest of what each eval asks: DVC watches these.
-
-    Raises:
-        SettingsError: a task that can't be loaded.
-    """
-    try:
-        return {
-            name: digest_task(name, e) if isinstance(e, HarnessEval) else digest_folder(root / e.evalset, ignore=NOTES)
-            for name, e in product.evals.items()
-        }
-    except SettingsError as error:
-        raise SettingsError(product.locate(str(error))) from error
 
 
 def digest_task(name: str, settings: HarnessEval) -> str:
