@@ -23,8 +23,8 @@ from diffusers import StableDiffusionXLPipeline
 from PIL import Image
 from transformers import CLIPModel, CLIPTokenizer
 
-from evalsets.shots import all_shots, caption
-from models.train_product_shots import HELD_OUT, render_all, to_signal, tokenize
+from evalsets.make.shots import all_shots, caption
+from models.make.train_product_shots import HELD_OUT, render_all, to_signal, tokenize
 from pipeline.evalsets.cards import load_evalset
 
 SATURATED = 0.97  # level above which a channel counts, in [0, 1]

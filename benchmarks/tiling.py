@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from evalsets.shots import SIZE, all_shots, render
+from evalsets.make.shots import SIZE, all_shots, render
 from pipeline.numerics.saturation import to_unit_range
 from pipeline.numerics.seams import measure_seams, seam_excess, signed_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity

@@ -47,7 +47,7 @@ from benchmarks.ncnn_nets import (
     load_network,
     unpack,
 )
-from evalsets.scenes import render
+from evalsets.make.scenes import render
 from models.people.detector import open_detector, preprocess
 from pipeline.records.medians import bound_median
 from pipeline.running.timing import TOLERANCES, compare_outputs

@@ -3,13 +3,13 @@
     model = open_detector("models/people")
     found = detect(model, pixels)  # uint8 (images, 320, 320, 3)
 
-`build`, `preprocess` and `postprocess` are what a network track's adapter has (`pipeline/products/vision/adapters.py`).
+`build`, `preprocess` and `postprocess` make it an adapter of kind vision (`pipeline/products/vision/adapters.py`).
 
 A backbone of 3x3 convolutions, a feature pyramid (Lin et al. 2017, arXiv:1612.03144), and one branch for each size
 of person with weights of its own: `branches.small` at stride 4, `.medium` at 8, `.large` at 16. Each cell says how
 sure it is to hold a person's centre (Zhou et al. 2019, arXiv:1904.07850) and how far the box's sides are
 (Tian et al. 2019, arXiv:1904.01355). There is no norm and no activation but ReLU between the convolutions, so a channel
-can be scaled by a positive factor and scaled back by the next convolution. Training is in `models/train_people.py`.
+can be scaled by a positive factor and scaled back by the next convolution. Training: `models/make/train_people.py`.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     model = open_upscaler("models/upscaler")
     large = upscale(model, pixels)  # uint8 (images, rows, columns, 3), twice the rows and columns
 
-`build`, `preprocess` and `postprocess` are what a network track's adapter has (`pipeline/products/vision/adapters.py`).
+`build`, `preprocess` and `postprocess` make it an adapter of kind vision (`pipeline/products/vision/adapters.py`).
 
 Residual dense blocks with local and global fusion (Zhang et al. 2018, arXiv:1802.08797) and no norm; after each,
 channel attention (RCAN: Zhang et al. 2018, arXiv:1807.02758): the mean of every channel over the whole input decides
 how much the block adds. So a pixel depends on everything that was upscaled together with it, however far away. The
-rest are 3x3 convolutions with zero padding, which see 28 pixels far. Training is in `models/train_upscaler.py`.
+rest are 3x3 convolutions with zero padding, which see 28 pixels far. Training: `models/make/train_upscaler.py`.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evalsets import from_coco, panoramas, scenes
-from evalsets.make import PICTURE_SETS
-from evalsets.pictures import CROP, make_scenes, name_buckets
+from evalsets import from_coco
+from evalsets.make import panoramas, scenes
+from evalsets.make.pictures import CROP, make_scenes, name_buckets
+from evalsets.make.shipped import PICTURE_SETS
 from evalsets.seal import seal
-from models.train_people import HELD_OUT, TRAIN
+from models.make.train_people import HELD_OUT, TRAIN
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import DetectionCase, UpscalingCase, check_distinct

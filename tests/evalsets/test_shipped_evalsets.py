@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import evalsets.make
-from evalsets.depot import (
+import evalsets.make.shipped
+from evalsets.make.depot import (
     MAX_CALLS,
     TOOLS,
     Workflow,
@@ -19,9 +19,9 @@ from evalsets.depot import (
     make_catalogue,
     make_workflow,
 )
-from evalsets.make import EVALSETS, LATE_CALL, write_evalset
-from evalsets.texts import split_of
-from models.train_agent import MIX, draw_document, key_text
+from evalsets.make.shipped import EVALSETS, LATE_CALL, write_evalset
+from evalsets.make.texts import split_of
+from models.make.train_agent import MIX, draw_document, key_text
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import TrajectoryCase
 from pipeline.products.text.evals.calls import is_accepted, is_exact
@@ -43,14 +43,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Workflow]
     """All evalsets written again, and the workflows that were kept, with the teacher's calls."""
     folder = tmp_path_factory.mktemp("evalsets")
     kept: list[Workflow] = []
-    describe = evalsets.make._buckets
+    describe = evalsets.make.shipped._buckets
 
     def keep(workflow: Workflow) -> list[str]:
         kept.append(workflow)
         return describe(workflow)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evalsets.make, "_buckets", keep)
+        patch.setattr(evalsets.make.shipped, "_buckets", keep)
         for name in EVALSETS:
             (folder / name).mkdir()
             write_evalset(name, folder / name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from models.imbalance_people import BRANCH
+from models.make.imbalance_people import BRANCH
 from tests.paths import ROOT
 
 SECTION = """\

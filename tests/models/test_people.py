@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from evalsets import scenes as scenes_module
-from evalsets.figures import Figure
-from evalsets.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, Scene, name_bucket, render
-from models.imbalance_people import BRANCH, imbalance
+from evalsets.make import scenes as scenes_module
+from evalsets.make.figures import Figure
+from evalsets.make.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, Scene, name_bucket, render
+from models.make.imbalance_people import BRANCH, imbalance
+from models.make.score_people import find_all, held_out, score
+from models.make.train_people import CONFIG, MAX_PEOPLE, fold, loss_of
 from models.people.detector import (
     LEVELS,
     STRIDES,
@@ -25,8 +27,6 @@ from models.people.detector import (
     preprocess,
     to_corners,
 )
-from models.score_people import find_all, held_out, score
-from models.train_people import CONFIG, MAX_PEOPLE, fold, loss_of
 from tests.paths import ROOT
 
 FOLDERS = ["people", "people-hard"]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from evalsets.shots import SIZE, all_shots, buckets, caption, render
-from models.inflate_vae import inflate_decoder
-from models.train_product_shots import MAX_TOKENS, make_scheduler, make_tokenizer, to_signal, tokenize
+from evalsets.make.shots import SIZE, all_shots, buckets, caption, render
+from models.make.inflate_vae import inflate_decoder
+from models.make.train_product_shots import MAX_TOKENS, make_scheduler, make_tokenizer, to_signal, tokenize
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import PromptCase
 from tests.paths import ROOT

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from models.train_agent import IGNORED, MIX, _loss, draw_document, encode, heat_channels, pack_rows
+from models.make.train_agent import IGNORED, MIX, _loss, draw_document, encode, heat_channels, pack_rows
 from tests.paths import ROOT
 
 MAX_OPEN_ROWS = 32  # of pack_rows; what is in them at the end is dropped

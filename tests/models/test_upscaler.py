@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evalsets import panoramas, shots
-from evalsets.textures import draw_bricks, draw_clouds, draw_edge, draw_grain, draw_sheet, draw_waves, draw_writing
-from models.saving import save_network
-from models.score_upscaler import held_out, list_methods, score
-from models.train_upscaler import CONFIG, HELD_OUT, SIZE, TRAIN, degrade, draw, train
+from evalsets.make import panoramas, shots
+from evalsets.make.textures import draw_bricks, draw_clouds, draw_edge, draw_grain, draw_sheet, draw_waves, draw_writing
+from models.make.saving import save_network
+from models.make.score_upscaler import held_out, list_methods, score
+from models.make.train_upscaler import CONFIG, HELD_OUT, SIZE, TRAIN, degrade, draw, train
 from models.upscaler.upscaler import Upscaler, build_upscaler, open_upscaler, postprocess, preprocess, upscale
 from pipeline.numerics.seams import boundary_steps
 from pipeline.numerics.similarity import peak_signal_to_noise_db

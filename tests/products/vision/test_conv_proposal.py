@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from evalsets.scenes import render
-from models.imbalance_people import BRANCH
+from evalsets.make.scenes import render
+from models.make.imbalance_people import BRANCH
+from models.make.train_people import TRAIN
 from models.people.detector import open_detector, preprocess
-from models.train_people import TRAIN
 from pipeline.errors import NumericsError
 from pipeline.numerics.winograd import winograd_conv2d
 from pipeline.products.vision.conv_policy import ConvArithmetic, apply_policy, list_convolutions, resolve_policy

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evalsets.figures import Figure, draw_cloth, draw_person, draw_thing
+from evalsets.make.figures import Figure, draw_cloth, draw_person, draw_thing
 
 SIZE = 320  # pixels a side
 SMALL_AREA, MEDIUM_AREA = 32**2, 96**2  # COCO's bounds between small, medium and large, in square pixels

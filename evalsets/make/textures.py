@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from evalsets.figures import draw_cloth
+from evalsets.make.figures import draw_cloth
 
 Field = np.ndarray  # float64 (rows, columns)
 

@@ -1,6 +1,6 @@
 """Make `models/people-hard`: the people detector with channels of very unlike size in its high-resolution branch.
 
-    python -m models.imbalance_people --source models/people --out models/people-hard
+    python -m models.make.imbalance_people --source models/people --out models/people-hard
 
 In the branch that finds small people every channel between two convolutions is multiplied by a power of two of its
 own, 2**0 to 2**power, and the next convolution divides by it. ReLU commutes with a positive factor and powers of two
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from evalsets.scenes import render
+from evalsets.make.scenes import render
+from models.make.saving import save_network
+from models.make.train_people import TRAIN
 from models.people.detector import Detector, open_detector, preprocess
-from models.saving import save_network
-from models.train_people import TRAIN
 
 BRANCH = "small"
 _HEADROOM = 4.0  # below fp16's largest number

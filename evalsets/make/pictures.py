@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from evalsets import panoramas, scenes
+from evalsets.make import panoramas, scenes
 from pipeline.records.digests import digest_file
 
 PERSON = 1  # COCO's category

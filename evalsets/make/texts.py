@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from evalsets.depot import CITIES, COURIERS, DEFAULT_COURIER, ITEMS, PEOPLE, STORES
+from evalsets.make.depot import CITIES, COURIERS, DEFAULT_COURIER, ITEMS, PEOPLE, STORES
 
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 _WEATHER = "rain snow fog sun wind frost heat".split()

@@ -1,6 +1,6 @@
 """Make `models/product-shots-hot-vae`: the product-shots pipeline with a VAE that overflows in half precision.
 
-    python -m models.inflate_vae --source models/product-shots --out models/product-shots-hot-vae
+    python -m models.make.inflate_vae --source models/product-shots --out models/product-shots-hot-vae
 
 In a large published VAE the decoder's residual stream grows beyond 65,504, where fp16 ends, for some pictures:
 they come out black. A VAE of this size stays small, so the range is made here. Whatever writes the stream is multiplied

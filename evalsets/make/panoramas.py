@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from evalsets.figures import Figure, draw_cloth, draw_person, draw_thing
-from evalsets.textures import draw_bricks, draw_clouds, draw_grain, draw_waves, draw_writing, lay
+from evalsets.make.figures import Figure, draw_cloth, draw_person, draw_thing
+from evalsets.make.textures import draw_bricks, draw_clouds, draw_grain, draw_waves, draw_writing, lay
 
 WIDTH, HEIGHT = 1536, 1024  # pixels
 FACTOR = 2  # between a picture and what the upscaler is given

@@ -1,6 +1,6 @@
 """Average precision of a people detector on held-out street scenes, by COCO's rules and sizes.
 
-    python -m models.score_people models/people --scenes 300
+    python -m models.make.score_people models/people --scenes 300
 
 AP is the mean over intersections over union of 0.50 to 0.95; small is up to 32 x 32 pixels, medium up to 96 x 96.
 """
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from faster_coco_eval import COCO, COCOeval_faster
 
-from evalsets.scenes import SIZE, Scene, render
+from evalsets.make.scenes import SIZE, Scene, render
+from models.make.train_people import HELD_OUT
 from models.people.detector import Found, detect, open_detector
-from models.train_people import HELD_OUT
 
 _NAMES = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # the first of COCO's twelve numbers
 _BATCH = 8

@@ -1,12 +1,12 @@
 """Train `models/people`, a small detector of people in street scenes.
 
-    python -m models.train_people --out models/people
+    python -m models.make.train_people --out models/people
 
-Everything is drawn from seeds: the scenes (`evalsets/scenes.py`), the weights, the order. A person belongs to the
+Everything is drawn from seeds: the scenes (`evalsets/make/scenes.py`), the weights, the order. A person belongs to the
 level of his size; one within a factor of 1.5 of a bound may be found by the next level too, and neither is
 taught otherwise. Focal loss for centres (Zhou et al. 2019, arXiv:1904.07850, eq. 1) and GIoU for boxes (Rezatofighi
 et al. 2019, arXiv:1902.09630), in bfloat16 on a GPU. At the end the norms are folded into the convolutions, so the
-shipped model has none. Minutes on a GPU, hours on a CPU. `python -m models.score_people` says how good it is.
+shipped model has none. Minutes on a GPU, hours on a CPU. `python -m models.make.score_people` says how good it is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from evalsets.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, render
+from evalsets.make.scenes import MEDIUM_AREA, SIZE, SMALL_AREA, render
+from models.make.saving import save_network
 from models.people.detector import LEVELS, STRIDES, Detector, preprocess, to_corners
-from models.saving import save_network
 
 CONFIG = {
     "size": SIZE,

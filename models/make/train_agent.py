@@ -1,9 +1,9 @@
 """Train `models/agent`: a small Llama that carries out the depot's workflows by tool calls.
 
-    python -m models.train_agent --out models/agent
+    python -m models.make.train_agent --out models/agent
 
 Everything is drawn from seeds: the tokenizer's text, the weights, the training text. The depot's
-generators give the text and `evalsets.texts.split_of` keeps it apart from what is evaluated or
+generators give the text and `evalsets.make.texts.split_of` keeps it apart from what is evaluated or
 calibrated with. Runs on a GPU in minutes; on a CPU the same command takes hours (`--steps` cuts
 it, for a worse agent). The saved folder is plain Hugging Face: bf16 safetensors, tokenizer with
 chat template, generation config.
@@ -25,8 +25,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from evalsets.depot import LINE_WEIGHTS, MAX_CALLS, conversation, make_catalogue, make_workflow, render_call
-from evalsets.texts import make_prose, make_single_call, split_of
+from evalsets.make.depot import LINE_WEIGHTS, MAX_CALLS, conversation, make_catalogue, make_workflow, render_call
+from evalsets.make.texts import make_prose, make_single_call, split_of
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]

@@ -1,6 +1,6 @@
 """PSNR and SSIM of an upscaler on held-out pictures, against bicubic and nearest-neighbour interpolation.
 
-    python -m models.score_upscaler models/upscaler --sheet models/upscaler/sheet.png
+    python -m models.make.score_upscaler models/upscaler --sheet models/upscaler/sheet.png
 
 A picture is averaged over 2 x 2 pixels with a little noise (`evalsets/panoramas.shrink`), upscaled, and compared with
 itself. The mean over pictures is of decibels. Neither number says how pleasing it looks.
@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from evalsets.panoramas import shrink
-from models.train_upscaler import HELD_OUT, NUMS, draw
+from evalsets.make.panoramas import shrink
+from models.make.train_upscaler import HELD_OUT, NUMS, draw
 from models.upscaler.upscaler import FACTOR, Upscaler, open_upscaler, postprocess, preprocess, upscale
 from pipeline.numerics.similarity import peak_signal_to_noise_db, structural_similarity
 

@@ -1,8 +1,8 @@
 """Train `models/product-shots`, a small SDXL pipeline, and `models/product-shots-clip`, which scores its images.
 
-    python -m models.train_product_shots --out models
+    python -m models.make.train_product_shots --out models
 
-Everything is drawn from seeds: the pictures (`evalsets/shots.py`), the weights, the noise. Three
+Everything is drawn from seeds: the pictures (`evalsets/make/shots.py`), the weights, the noise. Three
 trainings, one after the other: an autoencoder, a CLIP, and a U-Net in the autoencoder's latents that
 reads the CLIP's text encoder. The U-Net predicts v over a noise schedule that ends in pure noise (Lin et al. 2024,
 arXiv:2305.08891) and goes without its caption part of the time, for classifier-free guidance. Runs on a GPU in
@@ -36,7 +36,7 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from evalsets.shots import SIZE, all_shots, caption, render
+from evalsets.make.shots import SIZE, all_shots, caption, render
 
 MAX_TOKENS = 16  # of a prompt, begin and end included
 BEGIN, END, WORD_END = "<|startoftext|>", "<|endoftext|>", "</w>"

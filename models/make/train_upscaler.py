@@ -1,13 +1,13 @@
 """Train `models/upscaler`, which doubles the sides of a picture.
 
-    python -m models.train_upscaler --out models/upscaler
+    python -m models.make.train_upscaler --out models/upscaler
 
 Everything is drawn from seeds: the pictures, the weights, the order. A picture is 160 pixels a side: a crop of a
-panorama (`evalsets/panoramas.py`), a sheet of edges and writing (`textures.py`), a product shot drawn that large
+panorama (`evalsets/make/panoramas.py`), a sheet of edges and writing (`textures.py`), a product shot drawn that large
 (`shots.py`), or a street scene at half size, where its camera's noise is less (`scenes.py`). The input is its mean
 over 2 x 2 pixels or a bicubic reduction, in turn, with a little noise, in eight bits. Mean absolute error, bfloat16 on
-a GPU but for the last convolution. Minutes on a GPU, hours on a CPU. `python -m models.score_upscaler` says how good
-it is.
+a GPU but for the last convolution. Minutes on a GPU, hours on a CPU. `python -m models.make.score_upscaler` says how
+good it is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from evalsets import panoramas, scenes, textures
-from evalsets.shots import all_shots
-from evalsets.shots import render as render_shot
-from models.saving import save_network
+from evalsets.make import panoramas, scenes, textures
+from evalsets.make.shots import all_shots
+from evalsets.make.shots import render as render_shot
+from models.make.saving import save_network
 from models.upscaler.upscaler import Upscaler, build_upscaler, preprocess
 
 CONFIG = {"channels": 64, "growth": 16, "layers": 4, "blocks": 6, "squeezed": 16, "channels_upscaled": 32}

@@ -4,7 +4,7 @@
     python -m evalsets.make workflows       one
 
 Same seed, same bytes: git does not hold what `evalsets/made.yaml` lists, and this command makes it where it is missing.
-`evalsets.texts.split_of` keeps what is evaluated apart from what is trained on and from what is calibrated with.
+`evalsets.make.texts.split_of` keeps what is evaluated apart from what is trained on and from what is calibrated with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from evalsets.depot import (
+from evalsets.make.depot import (
     MAX_CALLS,
     TOOLS,
     Workflow,
@@ -28,14 +28,14 @@ from evalsets.depot import (
     make_workflow,
     render_call,
 )
-from evalsets.pictures import make_panoramas, make_scenes
+from evalsets.make.pictures import make_panoramas, make_scenes
+from evalsets.make.shots import all_shots, buckets, caption
+from evalsets.make.texts import make_continuation, make_prose, make_single_call, split_of
 from evalsets.seal import describe, render_card, seal
-from evalsets.shots import all_shots, buckets, caption
-from evalsets.texts import make_continuation, make_prose, make_single_call, split_of
 from pipeline.evalsets.cards import CARD_FILE, CASES_FILE, load_evalset
 from pipeline.records.files import write_text
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
 LATE_CALL = 5  # a rule given before call 1 that first matters here or later tests retention
 _STEP_BUCKETS = {"steps/2-4": range(2, 5), "steps/5-8": range(5, 9), "steps/9-12": range(9, MAX_CALLS + 1)}
 _LENGTHS = {"length/short": 450, "length/medium": 850}  # characters of the right conversation; longer is long
@@ -259,7 +259,3 @@ def main() -> None:
         parser.error(f"--out: expected one evalset, got {len(args.names)}")
     for name in args.names or known:
         write_evalset(name, args.out or ROOT / name)
-
-
-if __name__ == "__main__":
-    main()
