@@ -17,7 +17,7 @@ import torch
 
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.pictures import read_picture
-from pipeline.gate.audits import Measured
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import compare_release
 from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
@@ -61,7 +61,7 @@ def main() -> int:
                 build_network_candidate(name, product, root=Path(), build=build), product, root=Path(), build=build
             )
         compared = compare_release(product, KINDS[product.kind].get_auditor(), Path(folder))
-        print(_tabulate(compared.judgement.verdicts, compared.measured))
+        print(_tabulate(compared.judgement.verdicts, compared.findings))
     return 0
 
 
@@ -90,7 +90,7 @@ def _calibrate(product: VisionProduct, checkpoint: str, dtype: str) -> dict:
     return _make_candidate(checkpoint, default, dtype, list_rules(proposals, algorithm=default, dtype=dtype))
 
 
-def _tabulate(verdicts: tuple[Verdict, ...], measured: dict[str, Measured]) -> str:
+def _tabulate(verdicts: tuple[Verdict, ...], findings: dict[str, CandidateFindings]) -> str:
     lines = ["| policy | " + " | ".join(METRICS) + " | finite | verdict |", "|---|" + "---:|" * 5 + "---|"]
     for verdict in verdicts:
         found = {c.metric.partition("/")[2]: c for c in verdict.comparisons if c.bucket is None}

@@ -22,7 +22,7 @@ import numpy as np
 from statsmodels.stats.proportion import proportion_confint
 
 from pipeline.gate import detection
-from pipeline.gate.audits import Measured
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.compare import compare_release
 from pipeline.gate.decision import Measurement, judge_all
@@ -36,7 +36,9 @@ from pipeline.records.detections import join_tables
 from pipeline.records.verdicts import Comparison
 from pipeline.settings.base import Product
 
-Family = dict[str, tuple[Measured, list[Comparison]]]  # candidates that are judged together, with what is gated of each
+Family = dict[
+    str, tuple[CandidateFindings, list[Comparison]]
+]  # candidates that are judged together, with what is gated of each
 NUM_RESAMPLES = 10
 
 
@@ -57,10 +59,12 @@ def swap_labels(pairs: PairedCases, rng: np.random.Generator) -> PairedCases:
     )
 
 
-def measure_swapped(measured: Measured, gated: Sequence[Comparison], alpha: float, seed: int) -> list[Measurement]:
+def measure_swapped(
+    findings: CandidateFindings, gated: Sequence[Comparison], alpha: float, seed: int
+) -> list[Measurement]:
     """Swap the labels in every eval of one candidate, and measure what is gated anew."""
     rng = np.random.default_rng(seed)
-    swapped = {name: swap_labels(pairs, rng) for name, pairs in measured.pairs.items()}
+    swapped = {name: swap_labels(pairs, rng) for name, pairs in findings.pairs.items()}
     return [
         measure_metric(
             swapped[eval_name],
@@ -80,11 +84,11 @@ def count_fails(family: Family, release: Sequence[str], *, runs: int, alpha: flo
     """Return in how many runs any comparison of the family fails."""
     fails = 0
     for run in range(runs):
-        measured = {
+        findings = {
             name: measure_swapped(m, gated, alpha, seed=run * len(family) + i)
             for i, (name, (m, gated)) in enumerate(family.items())
         }
-        judged = judge_all(measured, release, alpha=alpha)
+        judged = judge_all(findings, release, alpha=alpha)
         fails += any(c.outcome == "fail" for comparisons in judged.values() for c in comparisons)
     return fails
 
@@ -93,10 +97,10 @@ def list_families(product: Product) -> list[Family]:
     """Return the candidates of a product by the family that they are judged in: the release, then each other alone."""
     compared = compare_release(product, KINDS[product.kind].get_auditor(), product.build)
     found = {
-        v.candidate: (compared.measured[v.candidate], [c for c in v.comparisons if c.tolerance is not None])
+        v.candidate: (compared.findings[v.candidate], [c for c in v.comparisons if c.tolerance is not None])
         for v in compared.judgement.verdicts
     }
-    found = {name: (measured, gated) for name, (measured, gated) in found.items() if gated}
+    found = {name: (findings, gated) for name, (findings, gated) in found.items() if gated}
     released = {name: entry for name, entry in found.items() if name in product.release}
     return [
         family

@@ -6,16 +6,13 @@ Exits 0 on a regression too, so that DVC records it; stopping a release is the n
 from __future__ import annotations
 
 from pipeline.gate.compare import compare_release
-from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE
+from pipeline.gate.verdicts import VERDICT_FILE
 from pipeline.gate.wording import use_metrics
 from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.records.benchmarks import read_machine
-from pipeline.records.files import write_text
 from pipeline.records.record_files import write_record
-from pipeline.report.markdown_report import render_report
-from pipeline.report.plots import plot_harm
-from pipeline.report.publish import write_metrics, write_outputs
+from pipeline.report.publish import write_metrics, write_report
 from pipeline.settings.base import ENV, METRICS, Product
 from stages.cli import read_name, run_stage
 
@@ -23,16 +20,12 @@ from stages.cli import read_name, run_stage
 def main(argv: list[str]) -> int:
     """Write judgement, report, its other forms, plots and metrics of the product named on the command line."""
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
-    reports = product.reports
-    compared = compare_release(product, KINDS[product.kind].get_auditor(), product.build)
+    kind = KINDS[product.kind]
+    compared = compare_release(product, kind.get_auditor(), product.build)
     judgement = compared.judgement
-    write_record(reports / VERDICT_FILE, judgement)
+    write_record(product.reports / VERDICT_FILE, judgement)
     with use_metrics(product.metrics):
-        write_text(reports / REPORT_FILE, render_report(compared, read_machine(ENV / "machine.json")))
-        plot_harm(judgement, reports / "harm.png")
-        for picture, plot in KINDS[product.kind].get_presenter().list_plots(product).items():
-            plot(compared, reports / picture)
-        write_outputs(compared, reports, product.build)
+        write_report(compared, product, kind.get_presenter(), read_machine(ENV / "machine.json"))
         write_metrics(compared, METRICS / product.name)
     for verdict in judgement.verdicts:
         print(f"{verdict.candidate}: {verdict.outcome}")

@@ -14,7 +14,7 @@ from pipeline.gate.verdicts import VERDICT_FILE, blocking_verdicts, write_marker
 from pipeline.gate.wording import use_metrics
 from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
-from pipeline.report.github import tell_github
+from pipeline.report.github import write_github
 from pipeline.report.terminal import render_gate
 from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         judgement, are_here = read_judgement(product, KINDS[product.kind].get_auditor(), Path())
         print(render_gate(judgement, are_here=are_here))
         if os.environ.get("GITHUB_ACTIONS") == "true":
-            print(tell_github(judgement, os.environ))
+            print(write_github(judgement, os.environ))
     if blocking_verdicts(judgement):
         return 1
     write_marker(marker, judgement, verdict_path=product.reports / VERDICT_FILE)

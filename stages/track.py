@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.gate.verdicts import VERDICT_FILE, Judgement
+from pipeline.gate.verdicts import REPORT_FILE, VERDICT_FILE, Judgement
 from pipeline.gate.wording import use_metrics
+from pipeline.products import KINDS
 from pipeline.products.params import get_product, load_params
 from pipeline.records.files import write_text
 from pipeline.records.record_files import read_record
 from pipeline.report import PAGE
-from pipeline.report.mlflow_runs.run_contents import describe_runs
+from pipeline.report.markdown import is_embedded
+from pipeline.report.mlflow_runs.run_contents import build_runs
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
+from pipeline.report.sections import Figure
 from pipeline.settings.base import Product
 from stages.cli import read_name, run_stage
 
 OUTPUT = "tracked.txt"
-MAY_BE_EMPTY = ("layers.png", "seams.png")  # DVC wants them in any case
 
 
 def main(argv: list[str]) -> int:
@@ -25,9 +28,10 @@ def main(argv: list[str]) -> int:
     product = get_product(load_params(), read_name(argv, "product"), kind=Product)
     root = Path(os.environ.get("DVC_ROOT", "."))  # the real root, also for a queued experiment
     build, reports = product.build, product.reports
+    presenter = KINDS[product.kind].get_presenter()
     with use_metrics(product.metrics):
-        runs = describe_runs(read_record(reports / VERDICT_FILE, Judgement), product.evals, build)
-    attachments = [*list_attachments(reports), build / PAGE]
+        runs = build_runs(read_record(reports / VERDICT_FILE, Judgement), product.evals, build, presenter)
+    attachments = [*list_attachments(reports, presenter.list_figures(product)), build / PAGE]
     logged = log_runs(
         runs, root, product=product.name, attachments=attachments, dvc_experiment=os.environ.get("DVC_EXP_NAME", "")
     )
@@ -37,14 +41,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def list_attachments(reports: Path) -> list[Path]:
-    """Return the report and the pictures beside it, less those that it leaves out as they would show nothing."""
-    report = reports / "report.md"
+def list_attachments(reports: Path, figures: Sequence[Figure]) -> list[Path]:
+    """Return the report and the pictures beside it, less the figures that it leaves out as they would show nothing."""
+    report = reports / REPORT_FILE
     text = report.read_text(encoding="utf-8")
-    return [
-        report,
-        *(path for path in sorted(reports.glob("*.png")) if path.name not in MAY_BE_EMPTY or f"]({path.name})" in text),
-    ]
+    left_out = {figure.name for figure in figures if not is_embedded(figure.name, text)}
+    return [report, *(path for path in sorted(reports.glob("*.png")) if path.name not in left_out)]
 
 
 if __name__ == "__main__":

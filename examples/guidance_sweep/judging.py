@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from examples.guidance_sweep.settings import SATURATION, SIMILARITY, read_setting
 from pipeline.errors import EvidenceError
-from pipeline.gate.audits import Measured
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import compare_release, number_clusters
 from pipeline.gate.pairing import read_scores
 from pipeline.products.images import ImagesKind
@@ -78,7 +78,7 @@ def judge_sweep(product: ImagesProduct, build: Path) -> list[SweepRow]:
     """
     compared = compare_release(product, ImagesKind().get_auditor(), build)
     (eval_name,) = product.evals
-    records = {name: _read_records(compared.measured[name], eval_name) for name in product.candidates}
+    records = {name: _read_records(compared.findings[name], eval_name) for name in product.candidates}
     clusters = number_clusters(records[product.reference])
     saturated, similar = (
         np.array([read_scores(rows, score, where=name) for name, rows in records.items()])
@@ -96,7 +96,7 @@ def judge_sweep(product: ImagesProduct, build: Path) -> list[SweepRow]:
                 num_prompts=len(clusters),
                 is_pareto=bool(pareto[i]),
                 pareto_share=float(shares[i]),
-                estimates=_read_estimates(compared.measured[name]),
+                estimates=_read_estimates(compared.findings[name]),
                 verdict=verdicts.get(name),
             )
         )
@@ -137,15 +137,15 @@ def resample_pareto_set(saturated: Floats, similar: Floats, clusters: NDArray[np
     return shares
 
 
-def _read_records(measured: Measured, eval_name: str) -> list[CaseRecord]:
-    if measured.evidence is None or eval_name not in measured.evidence.records:
-        raise EvidenceError(measured.refusals[0])
-    return sorted(measured.evidence.records[eval_name], key=lambda record: record.input_digest)
+def _read_records(findings: CandidateFindings, eval_name: str) -> list[CaseRecord]:
+    if findings.evidence is None or eval_name not in findings.evidence.records:
+        raise EvidenceError(findings.refusals[0])
+    return sorted(findings.evidence.records[eval_name], key=lambda record: record.input_digest)
 
 
-def _read_estimates(measured: Measured) -> dict[str, Estimate]:
+def _read_estimates(findings: CandidateFindings) -> dict[str, Estimate]:
     names = (SATURATION, OVERSATURATION, SIMILARITY, STD_RATIO)
-    metrics = {m.name.rpartition("/")[2]: m for m in measured.metrics if m.bucket is None}
+    metrics = {m.name.rpartition("/")[2]: m for m in findings.metrics if m.bucket is None}
     return {
         name: Estimate(m.value, m.low if m.low is not None else m.value, m.high if m.high is not None else m.value)
         for name in names

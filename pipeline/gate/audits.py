@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -11,18 +12,17 @@ from pipeline.settings.base import Product
 
 if TYPE_CHECKING:  # else an edit of how cases are judged would make stale what every stage made
     from pipeline.gate.decision import Measurement
-    from pipeline.gate.explanation_records import CandidateExplanation
     from pipeline.gate.pairing import Evidence, PairedCases
     from pipeline.records.benchmarks import Benchmark
     from pipeline.records.medians import MedianInterval
-    from pipeline.records.verdicts import CanaryComparison, Comparison, Gain, Metric, Speed, Verdict
+    from pipeline.records.verdicts import CanaryComparison, Comparison, Gain, Metric, Speed
 
 P = TypeVar("P", bound=Product)
 A = TypeVar("A", bound=Product, contravariant=True)
 
 
 @dataclass
-class Measured:
+class CandidateFindings:
     """What could be measured of one candidate, and what had to be refused."""
 
     evidence: Evidence | None = None
@@ -38,9 +38,8 @@ class Measured:
     benchmark: Benchmark | None = None
     speed: Speed | None = None
     gain: Gain | None = None
-    total: MedianInterval | None = None  # of a network's time
+    total: MedianInterval | None = None  # time to the reference's
     seconds: dict[str, float] = field(default_factory=dict)  # that each eval took
-    explained: tuple[Verdict, CandidateExplanation] | None = None  # the cases behind a verdict, when looked for
 
     def add_note(self, text: str, kind: ReasonKind = ReasonKind.NOTE) -> None:
         """Add what decides nothing."""
@@ -48,7 +47,7 @@ class Measured:
 
 
 class Auditor(Protocol[A]):
-    """What a kind of product knows of its candidates beside their scores."""
+    """What a kind of product knows of its candidates beside their scores; a kind derives from it."""
 
     def read_candidate(self, build: Path, name: str, product: A) -> Any:
         """Read what was built of a candidate, and how it is run.
@@ -58,19 +57,28 @@ class Auditor(Protocol[A]):
         """
 
     def check_material(self, candidate: Any, product: A, root: Path) -> None:
-        """Check the files that a candidate runs beside its checkpoint.
+        """Check the files that a candidate runs: its checkpoint, where it is here, and what it runs beside.
 
         Raises:
             EvidenceError: they are others than those that were judged.
         """
 
-    def audit_side(self, measured: Measured, evidence: Evidence, product: A) -> None:
+    def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: A) -> None:
         """Add what one candidate's records say beside its scores: refusals, failures, notes."""
+        return
 
     def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: A
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, eval_name: str, product: A
     ) -> None:
         """Add what an eval says of a candidate beside the reference; its metrics are measured already."""
+        return
 
-    def audit_pair(self, measured: Measured, evidence: Evidence, reference: Evidence, product: A, build: Path) -> None:
+    def audit_pair(
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: A, build: Path
+    ) -> None:
         """Add what a candidate's path and speed are beside the reference's."""
+        return
+
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: A) -> list[str]:
+        """Say what an average of a candidate hides."""
+        return []

@@ -37,7 +37,7 @@ def list_watched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, To
     ]
 
 
-def tell_unwatched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, Tolerance]) -> str | None:
+def name_unwatched(pairs: PairedCases, eval_name: str, tolerances: Mapping[str, Tolerance]) -> str | None:
     """Name the categories without a tolerance that too few clusters hold; None where there are none."""
     few = [
         name for name, count in _count_clusters(pairs, eval_name, tolerances).items() if count < MIN_CATEGORY_CLUSTERS
@@ -55,7 +55,7 @@ def _count_clusters(pairs: PairedCases, eval_name: str, tolerances: Mapping[str,
     """Return how many clusters hold each category that has no tolerance of its own."""
     if pairs.tables is None:
         return {}
-    own = {
+    gated = {
         bucket
         for metric, t in tolerances.items()
         if metric.startswith(f"{eval_name}/") and t.tier != "advisory"
@@ -66,7 +66,7 @@ def _count_clusters(pairs: PairedCases, eval_name: str, tolerances: Mapping[str,
     return {
         name: len(np.unique(pairs.clusters[table.num_objects[:, number, area] > 0]))
         for name, number in table.categories.items()
-        if name not in own
+        if name not in gated
     }
 
 
@@ -75,10 +75,11 @@ def check_categories(evidence: Evidence) -> list[str]:
     problems = []
     for eval_name, records in evidence.records.items():
         counts = [(int(r.scores.get(UNKNOWN, 0.0)), r.case_id) for r in records] if eval_name in evidence.tables else []
-        if found := [(count, case_id) for count, case_id in counts if count]:
+        if unknown := [(count, case_id) for count, case_id in counts if count]:
             problems.append(
-                f"{eval_name}: {sum(count for count, _ in found):,} detections of {evidence.candidate.name} on "
-                f"{len(found)} of {len(counts)} pictures, first {found[0][1]!r}, have a category_id that the evalset "
-                "does not have; look for ids that are shifted (COCO's own have holes), or name the category in its card"
+                f"{eval_name}: {sum(count for count, _ in unknown):,} detections of {evidence.candidate.name} on "
+                f"{len(unknown)} of {len(counts)} pictures, first {unknown[0][1]!r}, have a category_id that the "
+                "evalset does not have; look for ids that are shifted (COCO's own have holes), or name the category in "
+                "its card"
             )
     return problems

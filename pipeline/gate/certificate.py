@@ -179,3 +179,12 @@ def _moves_in_blocks(m: Measurement) -> bool:
 def _sum_blocks(sums: Floats) -> float:
     blocks = np.add.reduceat(sums, np.arange(0, len(sums), BLOCK))
     return float(blocks @ blocks)
+
+
+def describe_level(certificate: Certificate, alpha: float) -> str:
+    """Say that the rule fails what is equal more often than it may."""
+    c = certificate
+    return (
+        f"certificate: the rule fails {c.num_false_fails} of {c.num_swaps:,} swaps of equal labels, more than "
+        f"gate.alpha ({alpha:g}) explains; a fail can't be told from chance on these records: look at the clusters"
+    )

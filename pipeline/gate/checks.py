@@ -32,6 +32,7 @@ from pipeline.gate.wording import (
     name_metric,
 )
 from pipeline.records.digests import digest_files, digest_json, name_changed_file
+from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Verdict
@@ -82,7 +83,7 @@ def check_outcomes(judgement: Judgement) -> None:
         if wrong:
             raise EvidenceError(
                 f"{judgement.path}: {verdict.candidate}: {wrong[0]} contradicts the numbers or the "
-                f"policy beside it; {_tell_edited(judgement)}"
+                f"policy beside it; {_explain_remedy(judgement)}"
             )
 
 
@@ -182,42 +183,45 @@ def check_candidates(judgement: Judgement, product: P, kind: Auditor[P], root: P
         if fingerprint(verdict.facts) != verdict.fingerprint:
             raise EvidenceError(
                 f"{judgement.path}: {verdict.candidate}: expected the fingerprint of the facts beside "
-                f"it, found another; {_tell_edited(judgement)}"
+                f"it, found another; {_explain_remedy(judgement)}"
             )
         if missing := candidate.facts.keys() - verdict.facts.keys():
             raise EvidenceError(
                 f"{judgement.path}: {verdict.candidate}: expected facts about {min(missing)}, found "
-                f"none; {_tell_edited(judgement)}"
+                f"none; {_explain_remedy(judgement)}"
             )
         if difference := find_difference(verdict.facts, candidate.facts):
             raise EvidenceError(
                 f"{path}: {difference.field}: judged with {difference.expected!r}, what would ship has "
                 f"{difference.actual!r}; run `dvc repro` so that it is evaluated again"
             )
-        if candidate.serving.engine == "openai":
-            continue
-        own = path.with_name("checkpoint").relative_to(root).as_posix()
-        expected = own if (root / own).is_dir() else product.candidates[candidate.name].checkpoint
-        if Path(candidate.checkpoint.path) != Path(expected):
-            raise EvidenceError(
-                f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
-                "`dvc repro` so that it is built again"
-            )
-        check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
         kind.check_material(candidate, product, root)
     return True
 
 
+def check_checkpoint(candidate: BuiltCandidate, product: Product, root: Path) -> None:
+    """Refuse another checkpoint than the one that was judged: the candidate's own, or the one it was made from."""
+    path = root / product.build / "candidates" / candidate.name / "candidate.json"
+    built = path.with_name("checkpoint").relative_to(root).as_posix()
+    expected = built if (root / built).is_dir() else product.candidates[candidate.name].checkpoint
+    if Path(candidate.checkpoint.path) != Path(expected):
+        raise EvidenceError(
+            f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
+            "`dvc repro` so that it is built again"
+        )
+    check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
+
+
 def check_files(folder: Path, digest: str, files: dict[str, str]) -> None:
     """Refuse a folder that holds other files than those that were judged."""
-    found = digest_files(folder)
-    if digest_json(found) != digest:
+    present = digest_files(folder)
+    if digest_json(present) != digest:
         raise EvidenceError(
             f"{folder}: expected the checkpoint that was judged ({digest[:12]}), found other files "
-            f"({digest_json(found)[:12]}: {name_changed_file(files, found)}); run `dvc repro` so that "
+            f"({digest_json(present)[:12]}: {name_changed_file(files, present)}); run `dvc repro` so that "
             "it is built and evaluated again"
         )
 
 
-def _tell_edited(judgement: Judgement) -> str:
+def _explain_remedy(judgement: Judgement) -> str:
     return f"the file was edited: run `dvc repro -f -s compare@{judgement.policy.product}`"

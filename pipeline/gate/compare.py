@@ -16,18 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.audits import Auditor, Measured, P
+from pipeline.gate.audits import Auditor, CandidateFindings, P
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, tell_unwatched
-from pipeline.gate.certificate import certify, is_above
-from pipeline.gate.certificate_section import describe_level
+from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watched, name_unwatched
+from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
-from pipeline.gate.headlines import (
-    explain_comparisons,
-    explain_flat_average,
-    explain_flat_perplexity,
-    list_limits,
-)
+from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.verdicts import (
@@ -53,7 +47,7 @@ class ReleaseComparison:
     """A judgement, and the material that the report explains it with."""
 
     judgement: Judgement
-    measured: dict[str, Measured]
+    findings: dict[str, CandidateFindings]
     evals: Mapping[str, Eval] = field(default_factory=dict)  # settings; records of others have none
 
 
@@ -73,17 +67,17 @@ def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
     policy = describe_policy(product)
     reference = _load(build, product.reference, product, kind, is_pinned=True)
     _describe(reference, product)
-    measured = {
+    findings = {
         name: _measure_candidate(_load(build, name, product, kind), reference, product, kind, build)
         for name in product.candidates
         if name != product.reference
     }
     comparisons = judge_all(
-        {name: m.measurements for name, m in measured.items()}, product.release, alpha=product.gate.alpha
+        {name: m.measurements for name, m in findings.items()}, product.release, alpha=product.gate.alpha
     )
-    certificates = _certify(measured, product)
+    certificates = _certify(findings, product)
     verdicts = [
-        _conclude(name, measured[name], comparisons[name], certificates.get(name), product) for name in measured
+        _conclude(name, findings[name], comparisons[name], certificates.get(name), product, kind) for name in findings
     ]
     blocking = [v for v in verdicts if v.is_release and is_blocking(v, policy)]
     judgement = Judgement(
@@ -94,41 +88,41 @@ def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
         reference_metrics=tuple(reference.metrics),
         verdicts=tuple(verdicts),
     )
-    return ReleaseComparison(judgement, {product.reference: reference, **measured}, product.evals)
+    return ReleaseComparison(judgement, {product.reference: reference, **findings}, product.evals)
 
 
-def _load(build: Path, name: str, product: P, kind: Auditor[P], *, is_pinned: bool = False) -> Measured:
-    measured = Measured()
+def _load(build: Path, name: str, product: P, kind: Auditor[P], *, is_pinned: bool = False) -> CandidateFindings:
+    findings = CandidateFindings()
     try:
         candidate = kind.read_candidate(build, name, product)
-        measured.evidence = load_evidence(build, candidate, product.evals, is_pinned=is_pinned)
-        measured.seconds = _share_seconds(measured.evidence)
-        measured.refusals += measured.evidence.problems.values()
-        measured.refusals += check_categories(measured.evidence)
-        kind.audit_side(measured, measured.evidence, product)
+        findings.evidence = load_evidence(build, candidate, product.evals, is_pinned=is_pinned)
+        findings.seconds = _share_seconds(findings.evidence)
+        findings.refusals += findings.evidence.problems.values()
+        findings.refusals += check_categories(findings.evidence)
+        kind.audit_side(findings, findings.evidence, product)
     except EvidenceError as error:
-        measured.refusals.append(str(error))
-    return measured
+        findings.refusals.append(str(error))
+    return findings
 
 
-def _describe(measured: Measured, product: Product) -> None:
+def _describe(findings: CandidateFindings, product: Product) -> None:
     """Compute a candidate's own metrics from whatever records are fit."""
-    if measured.evidence is None:
+    if findings.evidence is None:
         return
-    for eval_name, records in measured.evidence.records.items():
+    for eval_name, records in findings.evidence.records.items():
         clusters = number_clusters(records)
         for definition in product.evals[eval_name].metrics:
             if definition.is_gated:
                 try:
-                    measured.metrics += describe_metrics(
+                    findings.metrics += describe_metrics(
                         records,
                         definition,
                         clusters,
                         eval_name=eval_name,
-                        table=measured.evidence.tables.get(eval_name),
+                        table=findings.evidence.tables.get(eval_name),
                     )
                 except EvidenceError as error:
-                    measured.refusals.append(str(error))
+                    findings.refusals.append(str(error))
 
 
 def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
@@ -136,31 +130,33 @@ def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
     return CaseTable.of(records).clusters
 
 
-def _measure_candidate(measured: Measured, reference: Measured, product: P, kind: Auditor[P], build: Path) -> Measured:
-    measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
-    _describe(measured, product)
-    if measured.evidence is None or reference.evidence is None:
-        return measured
+def _measure_candidate(
+    findings: CandidateFindings, reference: CandidateFindings, product: P, kind: Auditor[P], build: Path
+) -> CandidateFindings:
+    findings.refusals += [f"the reference is unfit: {problem}" for problem in reference.refusals]
+    _describe(findings, product)
+    if findings.evidence is None or reference.evidence is None:
+        return findings
     for eval_name in product.evals:
-        if eval_name in measured.evidence.records and eval_name in reference.evidence.records:
+        if eval_name in findings.evidence.records and eval_name in reference.evidence.records:
             try:
-                measured.pairs[eval_name] = pair_cases(reference.evidence, measured.evidence, eval_name)
+                findings.pairs[eval_name] = pair_cases(reference.evidence, findings.evidence, eval_name)
             except EvidenceError as error:
-                measured.refusals.append(str(error))
+                findings.refusals.append(str(error))
                 continue
-            _measure_eval(measured, eval_name, product)
-            kind.audit_eval(measured, measured.evidence, reference.evidence, eval_name, product)
+            _measure_eval(findings, eval_name, product)
+            kind.audit_eval(findings, findings.evidence, reference.evidence, eval_name, product)
     try:
-        check_same_hardware(reference.evidence.evaluation, measured.evidence.evaluation)
+        check_same_hardware(reference.evidence.evaluation, findings.evidence.evaluation)
     except EvidenceError as error:
-        measured.refusals.append(str(error))
+        findings.refusals.append(str(error))
     else:
-        kind.audit_pair(measured, measured.evidence, reference.evidence, product, build)
-    return measured
+        kind.audit_pair(findings, findings.evidence, reference.evidence, product, build)
+    return findings
 
 
-def _measure_eval(measured: Measured, eval_name: str, product: Product) -> None:
-    pairs, alpha = measured.pairs[eval_name], product.gate.alpha
+def _measure_eval(findings: CandidateFindings, eval_name: str, product: Product) -> None:
+    pairs, alpha = findings.pairs[eval_name], product.gate.alpha
     for definition in product.evals[eval_name].metrics:
         if not definition.is_gated:
             continue
@@ -183,82 +179,86 @@ def _measure_eval(measured: Measured, eval_name: str, product: Product) -> None:
                     tier=cast(JudgedTier, tier),
                 )
                 check_loss_can_show(measurement, definition)
-                measured.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
+                findings.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
             except EvidenceError as error:
                 if allowed is None:  # what nothing gates may be too small to compare
-                    measured.add_note(str(error))
+                    findings.add_note(str(error))
                 else:
-                    measured.refusals.append(str(error))
-    if unwatched := tell_unwatched(pairs, eval_name, product.gate.tolerances):
-        measured.add_note(unwatched)
+                    findings.refusals.append(str(error))
+    if unwatched := name_unwatched(pairs, eval_name, product.gate.tolerances):
+        findings.add_note(unwatched)
 
 
-def _certify(measured: dict[str, Measured], product: Product) -> dict[str, Certificate]:
+def _certify(findings: dict[str, CandidateFindings], product: Product) -> dict[str, Certificate]:
     """Certify the rule for the release, and for each other candidate alone; refuse one that does not keep alpha."""
-    families = [[name for name in measured if name in product.release]]
-    families += [[name] for name in measured if name not in product.release]
+    families = [[name for name in findings if name in product.release]]
+    families += [[name] for name in findings if name not in product.release]
     certificates = certify(
-        {name: m.measurements for name, m in measured.items()},
+        {name: m.measurements for name, m in findings.items()},
         families,
         alpha=product.gate.alpha,
         blocks_inconclusive=product.gate.on_inconclusive == "block",
     )
     for name, certificate in certificates.items():
         if is_above(certificate.num_false_fails, product.gate.alpha):
-            measured[name].refusals.append(describe_level(certificate, product.gate.alpha))
+            findings[name].refusals.append(describe_level(certificate, product.gate.alpha))
     return certificates
 
 
 def _conclude(
-    name: str, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None, product: Product
+    name: str,
+    findings: CandidateFindings,
+    comparisons: list[Comparison],
+    certificate: Certificate | None,
+    product: P,
+    kind: Auditor[P],
 ) -> Verdict:
-    outcome: Outcome = combine(comparisons, measured.refusals, measured.failures)
-    if outcome == "pass" and measured.unproven:
+    outcome: Outcome = combine(comparisons, findings.refusals, findings.failures)
+    if outcome == "pass" and findings.unproven:
         outcome = "inconclusive"
-    idle = measured.gain is not None and not measured.gain.is_sure
+    idle = findings.gain is not None and not findings.gain.is_sure
     if outcome == "pass" and idle:
         outcome = "no gain"
-    headlines = (explain(name, comparisons, product) for explain in (explain_flat_perplexity, explain_flat_average))
-    if outcome == "refused" and not measured.refusals:
-        measured.refusals.append("nothing is gated, and no evidence is not a pass")
-    if measured.evidence and measured.evidence.evaluation.is_declared:
-        measured.add_note(
+    if outcome == "refused" and not findings.refusals:
+        findings.refusals.append("nothing is gated, and no evidence is not a pass")
+    if findings.evidence and findings.evidence.evaluation.is_declared:
+        findings.add_note(
             "its fingerprint is declared by params.yaml, not proved: what runs behind "
-            f"{measured.evidence.candidate.serving.base_url} is its operator's word",
+            f"{findings.evidence.candidate.serving.base_url} is its operator's word",
             ReasonKind.LIMIT,
         )
     reasons = [
-        *_give(ReasonKind.HEADLINE, [headline for headline in headlines if headline]),
-        *_give(ReasonKind.REFUSED, dict.fromkeys(measured.refusals)),
-        *_give(ReasonKind.FAILED, measured.failures),
-        *_give(ReasonKind.UNPROVEN, measured.unproven),
-        *_give(ReasonKind.NO_GAIN, [measured.gain.why] if measured.gain and idle else []),
+        *_give(ReasonKind.HEADLINE, kind.list_headlines(name, comparisons, product)),
+        *_give(ReasonKind.REFUSED, dict.fromkeys(findings.refusals)),
+        *_give(ReasonKind.FAILED, findings.failures),
+        *_give(ReasonKind.UNPROVEN, findings.unproven),
+        *_give(ReasonKind.NO_GAIN, [findings.gain.why] if findings.gain and idle else []),
         *explain_comparisons(comparisons, outcome),
         *_give(
             ReasonKind.NOTE,
-            [f"{t.metric}: {t.sentence}" for t in measured.tripwires if t.sentence.startswith("tripped")],
+            [f"{t.metric}: {t.sentence}" for t in findings.tripwires if t.sentence.startswith("tripped")],
         ),
         *list_limits(comparisons, product.gate.tolerances, product.gate.alpha),
-        *measured.notes,
+        *findings.notes,
     ]
-    evaluation = measured.evidence.evaluation if measured.evidence else None
+    evaluation = findings.evidence.evaluation if findings.evidence else None
     return Verdict(
         candidate=name,
-        fingerprint=_fingerprint(measured),
+        fingerprint=_fingerprint(findings),
         outcome=outcome,
         facts=evaluation.served_by if evaluation else {},
         behaviour=evaluation.canary.behaviour if evaluation and evaluation.canary else {},
-        canary=measured.canary,
+        canary=findings.canary,
         speculation=evaluation.speculation if evaluation else None,
-        seconds=measured.seconds,
-        speed=measured.speed,
-        gain=measured.gain,
-        total=measured.total,
+        seconds=findings.seconds,
+        speed=findings.speed,
+        gain=findings.gain,
+        total=findings.total,
         certificate=certificate,
         is_release=name in product.release,
         reasons=tuple(reasons),
-        comparisons=(*comparisons, *measured.tripwires),
-        metrics=tuple(measured.metrics),
+        comparisons=(*comparisons, *findings.tripwires),
+        metrics=tuple(findings.metrics),
     )
 
 
@@ -276,5 +276,5 @@ def _share_seconds(evidence: Evidence) -> dict[str, float]:
     }
 
 
-def _fingerprint(measured: Measured) -> str:
-    return measured.evidence.fingerprint if measured.evidence else "unknown"
+def _fingerprint(findings: CandidateFindings) -> str:
+    return findings.evidence.fingerprint if findings.evidence else "unknown"

@@ -1,5 +1,7 @@
-"""The sentences of a verdict that say what an average hides (a task, small objects, a bucket that nothing gates), and
-which gains were accepted."""
+"""The sentences of a verdict on its comparisons: which decided, what is not gated, and which gains were accepted.
+
+What an average hides (a task, small objects) is the kind's matter; how that is said stands here.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,6 @@ from pipeline.gate.wording import definition_of, format_harm, format_tolerance, 
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import Comparison, Outcome
 from pipeline.settings.base import Product, Tolerance
-
-
-def explain_flat_perplexity(name: str, comparisons: Sequence[Comparison], params: Product) -> str | None:
-    """Say it in words when perplexity stays within its tolerance and a task fails, else None."""
-    flat = [c for c in _select(comparisons, params, "perplexity") if c.bucket is None and _is_flat(c)]
-    down = [c for c in _select(comparisons, params, "tool_calls", "trajectories") if c.outcome == "fail"]
-    if not flat or not down:
-        return None
-    return _contrast("perplexity flat, task down", name, flat[0], max(down, key=lambda c: (c.bucket is None, c.harm)))
-
-
-def explain_flat_average(name: str, comparisons: Sequence[Comparison], params: Product) -> str | None:
-    """Say it in words when AP over all objects stays within its tolerance and AP of some size fails, else None."""
-    found = [
-        c for c in _select(comparisons, params, "detection") if definition_of(c.metric).estimator == "average_precision"
-    ]
-    whole = [c for c in found if c.bucket is None and definition_of(c.metric).area == "all"]
-    parts = [c for c in found if c not in whole and c.outcome == "fail"]
-    pairs = [(flat, part) for flat in whole for part in parts if _is_flat(flat) and _is_part(part, flat)]
-    if not pairs or any(c.outcome == "fail" for c in whole):
-        return None
-    flat, worst = max(pairs, key=lambda pair: pair[1].harm)
-    what = worst.bucket or definition_of(worst.metric).area
-    return _contrast(f"aggregate flat, {what} objects down", name, flat, worst)
 
 
 def explain_comparisons(comparisons: Sequence[Comparison], outcome: Outcome) -> list[Reason]:
@@ -101,21 +79,18 @@ def _list_accepted_gains(
     ]
 
 
-def _is_part(part: Comparison, whole: Comparison) -> bool:
-    """Say whether a comparison is of some of the objects or pictures of another, over the same IoU thresholds."""
-    ours, theirs = part.metric.partition("/"), whole.metric.partition("/")
-    return ours[0] == theirs[0] and definition_of(part.metric).iou == definition_of(whole.metric).iou
+def select_evals(comparisons: Sequence[Comparison], product: Product, *kinds: str) -> list[Comparison]:
+    """Return the comparisons of some kinds of evals."""
+    return [c for c in comparisons if product.evals[c.metric.partition("/")[0]].kind in kinds]
 
 
-def _select(comparisons: Sequence[Comparison], params: Product, *kinds: str) -> list[Comparison]:
-    return [c for c in comparisons if params.evals[c.metric.partition("/")[0]].kind in kinds]
-
-
-def _is_flat(c: Comparison) -> bool:
+def is_flat(c: Comparison) -> bool:
+    """Say whether a metric moved within its tolerance, up or down."""
     return c.tolerance is not None and abs(c.harm) <= c.tolerance
 
 
-def _contrast(start: str, name: str, flat: Comparison, down: Comparison) -> str:
+def contrast(start: str, name: str, flat: Comparison, down: Comparison) -> str:
+    """Say that one metric of a candidate stays where it was, and another falls."""
     moved = format_harm(flat.metric, -definition_of(flat.metric).sign * flat.harm, signed=True)  # as its value does
     allowed = format_tolerance(flat.metric, flat.tolerance or 0.0)
     return (

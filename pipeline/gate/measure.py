@@ -105,8 +105,8 @@ def list_buckets(records: Sequence[CaseRecord]) -> list[str]:
 def list_pair_buckets(pairs: PairedCases, definition: MetricDefinition) -> list[str]:
     """Return the buckets in which a metric can be compared: those of the cases, and those of what is on an image."""
     is_precision = definition.estimator == "average_precision"
-    own = list_object_buckets(pairs.tables[0], definition) if pairs.tables and is_precision else []
-    return [*list_buckets(pairs.reference), *own]
+    of_objects = list_object_buckets(pairs.tables[0], definition) if pairs.tables and is_precision else []
+    return [*list_buckets(pairs.reference), *of_objects]
 
 
 def describe_metrics(

@@ -102,10 +102,10 @@ def load_evidence(
     for eval_name, settings in evals.items():
         try:
             asked = settings.model_dump(mode="json")
-            found = _load_eval(folder, evaluation, eval_name, asked, is_pinned)
+            table = _load_eval(folder, evaluation, eval_name, asked, is_pinned)
             if any(metric.estimator == "average_precision" for metric in settings.metrics):
-                tables[eval_name] = _load_table(folder, evaluation.evals[eval_name], found)
-            records[eval_name] = found
+                tables[eval_name] = _load_table(folder, evaluation.evals[eval_name], table)
+            records[eval_name] = table
         except EvidenceError as error:
             problems[eval_name] = f"{eval_name} of {name}: {error}"
     return Evidence(candidate, evaluation.fingerprint, folder, evaluation, records, problems, tables)

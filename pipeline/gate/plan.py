@@ -110,13 +110,13 @@ def plan_gate(product: Product, suites: Mapping[str, Sizes], last: Judgement | N
 
 def _find_last(last: Judgement | None, metric: str, bucket: str | None) -> tuple[Comparison | None, Verdict | None]:
     """Return the comparison of the released candidate that moved most in the last judgement, and its verdict."""
-    found = [
+    released = [
         (c, v)
         for v in (last.verdicts if last else ())
         for c in v.comparisons
         if v.is_release and (c.metric, c.bucket) == (metric, bucket)
     ]
-    return max(found, key=lambda pair: pair[0].high - pair[0].harm, default=(None, None))
+    return max(released, key=lambda pair: pair[0].high - pair[0].harm, default=(None, None))
 
 
 def _plan_row(
@@ -325,10 +325,10 @@ def render_plan(rows: Sequence[PlanRow]) -> str:
         ).rstrip()
         for cells in table
     ]
-    return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)] + _tell_release(rows))
+    return "\n".join(lines + [f"impossible: {problem}" for problem in list_impossible(rows)] + _describe_release(rows))
 
 
-def _tell_release(rows: Sequence[PlanRow]) -> list[str]:
+def _describe_release(rows: Sequence[PlanRow]) -> list[str]:
     """Say how often a release without a loss would pass: it must pass in every metric, so each takes its share."""
     needed = [row for row in rows if row.is_needed and row.power is not None]
     if not needed:

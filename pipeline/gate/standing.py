@@ -39,10 +39,10 @@ def _read_material(product: Product, root: Path) -> dict[str, str]:
     path = root / product.build / "evaluations" / product.reference / "evaluation.json"
     if not path.is_file():
         return {}
-    found = read_record(path, Evaluation)
+    evaluation = read_record(path, Evaluation)
     return name_material(
-        weights=found.checkpoint_digest,
-        serving=digest_serving(found.serving),
-        cases={name: file.evalset_digest for name, file in found.evals.items()},
-        adapter=found.served_by.get("libraries", {}).get("adapter"),
+        weights=evaluation.checkpoint_digest,
+        serving=digest_serving(evaluation.serving),
+        cases={name: file.evalset_digest for name, file in evaluation.evals.items()},
+        adapter=evaluation.served_by.get("libraries", {}).get("adapter"),
     )

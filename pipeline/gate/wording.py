@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from pipeline.gate.explanation_records import ExplainedFlip
 from pipeline.records.plain_text import show_unprintable as show_unprintable
 from pipeline.records.verdicts import Comparison
 from pipeline.settings.metrics import MetricDefinition
@@ -129,16 +128,6 @@ def name_comparison(comparison: Comparison) -> str:
 def cut_text(text: str, length: int) -> str:
     """Cut a text to a length, with a word on how much more there is."""
     return text if len(text) <= length else f"{text[:length]} … ({len(text) - length:,} more characters)"
-
-
-def describe_place(flip: ExplainedFlip) -> str:
-    """Say where two outputs first differ, and how far the token there was ahead of the next one, where known."""
-    if flip.character is None:
-        return "the outputs are equal" if flip.token is None else f"the texts are equal, token {flip.token} is not"
-    said = f"first difference in line {(flip.line or 0) + 1}, character {flip.character}"
-    if flip.margin is None:
-        return said
-    return f"{said} (token {flip.token}, which was ahead by {flip.margin:.2g} nat)"
 
 
 def escape_markdown(text: str) -> str:

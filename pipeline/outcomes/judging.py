@@ -11,9 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.audits import Measured
-from pipeline.gate.certificate import certify, is_above
-from pipeline.gate.certificate_section import describe_level
+from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.compare import ReleaseComparison, number_clusters
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
@@ -35,10 +34,10 @@ _MAX_NAMED = 10  # scores
 
 def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseComparison:
     """Judge one candidate; to be called, and its judgement shown, within `wording.use_metrics(rules.definitions)`."""
-    measured = Measured(metrics=_describe_side(candidate, rules))
-    measured.refusals += [f"the reference is unfit: {problem}" for problem in reference.problems]
-    measured.refusals += candidate.problems
-    measured.refusals += _list_unpaired(reference, candidate, rules)
+    findings = CandidateFindings(metrics=_describe_side(candidate, rules))
+    findings.refusals += [f"the reference is unfit: {problem}" for problem in reference.problems]
+    findings.refusals += candidate.problems
+    findings.refusals += _list_unpaired(reference, candidate, rules)
     for eval_name in dict.fromkeys(full.partition("/")[0] for full in rules.tolerances):
         if any(eval_name not in side.outcomes and side.problems for side in (reference, candidate)):
             continue  # refused for that
@@ -47,25 +46,25 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
             ours, theirs = reference.outcomes[eval_name], candidate.outcomes[eval_name]
             if not reference.is_half:
                 _check_other_file(ours, theirs)
-            measured.pairs[eval_name] = pair_outcomes(ours, theirs)
+            findings.pairs[eval_name] = pair_outcomes(ours, theirs)
         except EvidenceError as error:
-            measured.refusals.append(str(error))
+            findings.refusals.append(str(error))
             continue
         for note in [f"{eval_name}: {ours.note}"] if ours.note else []:
-            measured.add_note(note)
-        for note in _describe_sameness(measured.pairs[eval_name], eval_name):
-            measured.add_note(note)
+            findings.add_note(note)
+        for note in _describe_sameness(findings.pairs[eval_name], eval_name):
+            findings.add_note(note)
         for full in rules.tolerances:
             if full.startswith(f"{eval_name}/"):
-                _measure(measured, full, ours, theirs, rules)
+                _measure(findings, full, ours, theirs, rules)
         for note in _list_left_out(ours, rules):
-            measured.add_note(note, ReasonKind.LIMIT)
-    certificate = _certify(measured, candidate.name, rules)
-    comparisons = judge_all({candidate.name: measured.measurements}, [candidate.name], alpha=rules.alpha)
+            findings.add_note(note, ReasonKind.LIMIT)
+    certificate = _certify(findings, candidate.name, rules)
+    comparisons = judge_all({candidate.name: findings.measurements}, [candidate.name], alpha=rules.alpha)
     policy = _describe_policy(reference, candidate, rules)
-    verdict = _conclude(candidate, measured, comparisons[candidate.name], certificate, rules)
+    verdict = _conclude(candidate, findings, comparisons[candidate.name], certificate, rules)
     is_blocked = is_blocking(verdict, policy)
-    unmeasured = Measured(metrics=_describe_side(reference, rules))
+    unmeasured = CandidateFindings(metrics=_describe_side(reference, rules))
     judgement = Judgement(
         outcome="blocked" if is_blocked else "pass",
         blocked_by=(candidate.name,) if is_blocked else (),
@@ -74,7 +73,7 @@ def judge_outcomes(reference: Side, candidate: Side, rules: Rules) -> ReleaseCom
         reference_metrics=tuple(unmeasured.metrics),
         verdicts=(verdict,),
     )
-    return ReleaseComparison(judgement, {reference.name: unmeasured, candidate.name: measured})
+    return ReleaseComparison(judgement, {reference.name: unmeasured, candidate.name: findings})
 
 
 def pair_outcomes(ours: Outcomes, theirs: Outcomes) -> PairedCases:
@@ -164,10 +163,10 @@ def _check_other_file(ours: Outcomes, theirs: Outcomes) -> None:
         )
 
 
-def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, rules: Rules) -> None:
+def _measure(findings: CandidateFindings, full: str, ours: Outcomes, theirs: Outcomes, rules: Rules) -> None:
     """Measure one metric, overall and in every bucket that the cases carry."""
     metric = full.partition("/")[2]
-    definition, tolerance, pairs = rules.definitions.get(full), rules.tolerances[full], measured.pairs[ours.name]
+    definition, tolerance, pairs = rules.definitions.get(full), rules.tolerances[full], findings.pairs[ours.name]
     problem = ours.problems.get(metric) or theirs.problems.get(metric)
     if definition is not None and not problem and definition.score not in theirs.scores:
         problem = (
@@ -179,7 +178,7 @@ def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, ru
             "a tolerance is set, and the reference has no such score; it has "
             + (", ".join(list_metrics(ours)) or "none")
         )
-        measured.refusals.append(f"{full}: {problem}")
+        findings.refusals.append(f"{full}: {problem}")
         return
     named = dict.fromkeys([*list_buckets(pairs.reference), *tolerance.buckets])
     asked: dict[str | None, float | None] = {None: tolerance.overall, **{b: tolerance.buckets.get(b) for b in named}}
@@ -195,12 +194,12 @@ def _measure(measured: Measured, full: str, ours: Outcomes, theirs: Outcomes, ru
                 tier=tolerance.tier,
             )
             check_loss_can_show(measurement, definition)
-            measured.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
+            findings.measurements.append(replace(measurement, accepts_gain=tolerance.accept_gain is not None))
         except EvidenceError as error:
             if allowed is None:  # what nothing gates may be too small to compare
-                measured.add_note(str(error))
+                findings.add_note(str(error))
             else:
-                measured.refusals.append(str(error))
+                findings.refusals.append(str(error))
 
 
 def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
@@ -215,28 +214,32 @@ def _describe_sameness(pairs: PairedCases, eval_name: str) -> list[str]:
     return [f"{eval_name}: {what}; was it another model that answered?"]
 
 
-def _certify(measured: Measured, name: str, rules: Rules) -> Certificate | None:
-    if not measured.measurements:
+def _certify(findings: CandidateFindings, name: str, rules: Rules) -> Certificate | None:
+    if not findings.measurements:
         return None
     certificate = certify(
-        {name: measured.measurements}, [[name]], alpha=rules.alpha, blocks_inconclusive=rules.on_inconclusive == "block"
+        {name: findings.measurements}, [[name]], alpha=rules.alpha, blocks_inconclusive=rules.on_inconclusive == "block"
     )[name]
     if is_above(certificate.num_false_fails, rules.alpha):
-        measured.refusals.append(describe_level(certificate, rules.alpha))
+        findings.refusals.append(describe_level(certificate, rules.alpha))
     return certificate
 
 
 def _conclude(
-    candidate: Side, measured: Measured, comparisons: list[Comparison], certificate: Certificate | None, rules: Rules
+    candidate: Side,
+    findings: CandidateFindings,
+    comparisons: list[Comparison],
+    certificate: Certificate | None,
+    rules: Rules,
 ) -> Verdict:
-    outcome = combine(comparisons, measured.refusals)
-    if outcome == "refused" and not measured.refusals:
-        measured.refusals.append("nothing is gated, and no evidence is not a pass")
+    outcome = combine(comparisons, findings.refusals)
+    if outcome == "refused" and not findings.refusals:
+        findings.refusals.append("nothing is gated, and no evidence is not a pass")
     reasons = [
-        *(Reason(kind=ReasonKind.REFUSED, text=problem) for problem in dict.fromkeys(measured.refusals)),
+        *(Reason(kind=ReasonKind.REFUSED, text=problem) for problem in dict.fromkeys(findings.refusals)),
         *explain_comparisons(comparisons, outcome),
         *list_limits(comparisons, rules.tolerances, rules.alpha),
-        *measured.notes,
+        *findings.notes,
     ]
     facts = _describe_files(candidate)
     return Verdict(
@@ -248,7 +251,7 @@ def _conclude(
         reasons=tuple(reasons),
         comparisons=tuple(comparisons),
         certificate=certificate,
-        metrics=tuple(measured.metrics),
+        metrics=tuple(findings.metrics),
     )
 
 

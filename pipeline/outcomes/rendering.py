@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.gate.certificate_section import describe_dependence, describe_misses
 from pipeline.gate.verdicts import Judgement
 from pipeline.outcomes.registry import READERS, Side
 from pipeline.outcomes.rules import Rules
 from pipeline.records.plain_text import format_line
 from pipeline.records.reasons import ReasonKind
+from pipeline.report.certificate_section import describe_dependence, describe_misses
 from pipeline.report.terminal import describe, render_verdicts
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.gate.audits import Measured
-from pipeline.gate.canary import OWN_PATH
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, LostCases, Passage
+from pipeline.gate.verdicts import OWN_PATH
 from pipeline.gate.wording import definition_of, name_metric
 from pipeline.records.differences import first_difference
 from pipeline.records.verdicts import CanaryFlip, Comparison, Verdict
+from pipeline.report.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, LostCases, Passage
 from pipeline.report.flips import Flip, list_deciding, worst_cases, worst_flips
 from pipeline.settings.metrics import MetricDefinition
 
@@ -27,42 +27,38 @@ _NOT_ASKED = "the canary did not ask this prompt"
 _LATER_TURN = "the canary asks first turns only"
 
 
-def explain_release(compared: ReleaseComparison) -> Explanation:
-    """Return what is shown of each candidate that failed or was left open."""
-    judgement = compared.judgement
+def explain_release(compared: ReleaseComparison, *, quotes_outputs: bool = True) -> Explanation:
+    """Return what is shown of each candidate that failed or was left open.
+
+    Args:
+        compared: all candidates.
+        quotes_outputs: outputs are texts; of others the cases are named only.
+    """
     return Explanation(
         candidates=tuple(
-            explain_verdict(verdict, compared.measured[verdict.candidate], judgement.policy.kind)
-            for verdict in judgement.verdicts
+            explain_verdict(verdict, compared.findings[verdict.candidate], quotes_outputs=quotes_outputs)
+            for verdict in compared.judgement.verdicts
             if verdict.outcome in EXPLAINED
         )
     )
 
 
-def explain_verdict(verdict: Verdict, measured: Measured, kind: str) -> CandidateExplanation:
-    """Return the cases behind a verdict; once found they are kept, as the records may have to be read again for them.
-
-    Args:
-        verdict: on the candidate.
-        measured: of the candidate.
-        kind: of product; outputs of all but "text" are pictures.
-    """
-    if measured.explained is None or measured.explained[0] is not verdict:
-        measured.explained = verdict, _find_cases(verdict, measured, kind)
-    return measured.explained[1]
-
-
-def _find_cases(verdict: Verdict, measured: Measured, kind: str) -> CandidateExplanation:
+def explain_verdict(
+    verdict: Verdict, findings: CandidateFindings, *, quotes_outputs: bool = True
+) -> CandidateExplanation:
+    """Return the cases behind a verdict."""
     deciding = list_deciding(verdict.comparisons)
     parted = _list_parted(verdict)
-    flips = [
-        _explain_flip(flip, kind, parted)
-        for flip in worst_flips(deciding, measured.pairs, limit=_MAX_FLIPS, preferred=parted)
-    ]
-    lost = [_tabulate(c, measured) for c in deciding if c.b is None]
-    folder = measured.evidence.folder.as_posix() if measured.evidence else f"evaluations/{verdict.candidate}"
+    flips = worst_flips(deciding, findings.pairs, limit=_MAX_FLIPS, preferred=parted)
+    folder = findings.evidence.folder.as_posix() if findings.evidence else f"evaluations/{verdict.candidate}"
     return CandidateExplanation(
-        candidate=verdict.candidate, folder=folder, flips=(*flips, *_explain_path(verdict, measured)), lost=tuple(lost)
+        candidate=verdict.candidate,
+        folder=folder,
+        flips=(
+            *(_explain_flip(flip, parted) if quotes_outputs else _name_flip(flip) for flip in flips),
+            *_explain_path(verdict, findings),
+        ),
+        lost=tuple(_tabulate(c, findings) for c in deciding if c.b is None),
     )
 
 
@@ -109,23 +105,27 @@ def _list_parted(verdict: Verdict) -> dict[str, CanaryFlip]:
     return {flip.case_id: flip for flip in verdict.canary.flips}
 
 
-def _explain_flip(flip: Flip, kind: str, parted: Mapping[str, CanaryFlip]) -> ExplainedFlip:
-    common = {
-        "kind": flip.kind,
-        "eval_name": flip.eval_name,
-        "case_id": flip.case_id,
-        "buckets": flip.buckets,
-        "prompt": cut_start(flip.prompt),
-    }
-    if kind != "text":
-        return ExplainedFlip.model_validate(common | {"reference": None, "candidate": None})
+def _name_flip(flip: Flip) -> ExplainedFlip:
+    return ExplainedFlip.model_validate(
+        {
+            "kind": flip.kind,
+            "eval_name": flip.eval_name,
+            "case_id": flip.case_id,
+            "buckets": flip.buckets,
+            "prompt": cut_start(flip.prompt),
+            "reference": None,
+            "candidate": None,
+        }
+    )
+
+
+def _explain_flip(flip: Flip, parted: Mapping[str, CanaryFlip]) -> ExplainedFlip:
     ours, theirs = cut_passages(flip.reference, flip.candidate)
     asked = parted.get(f"{flip.eval_name}/{flip.case_id}")
     answers = flip.reference.split("\n", 1)[0], flip.candidate.split("\n", 1)[0]
     is_known = asked is not None and (asked.reference, asked.candidate) == answers
-    return ExplainedFlip.model_validate(
-        common
-        | {
+    return _name_flip(flip).model_copy(
+        update={
             "reference": ours,
             "candidate": theirs,
             "line": flip.line,
@@ -137,17 +137,17 @@ def _explain_flip(flip: Flip, kind: str, parted: Mapping[str, CanaryFlip]) -> Ex
     )
 
 
-def _explain_path(verdict: Verdict, measured: Measured) -> list[ExplainedFlip]:
+def _explain_path(verdict: Verdict, findings: CandidateFindings) -> list[ExplainedFlip]:
     """Return the canary's answers that differ although the weights are the same: only then the path is judged."""
     canary = verdict.canary
     if canary is None or not canary.is_same_weights:
         return []
     prompts = {
         f"{eval_name}/{record.case_id}": record
-        for eval_name, pairs in measured.pairs.items()
+        for eval_name, pairs in findings.pairs.items()
         for record in pairs.reference
     }
-    found = []
+    explained = []
     for flip in canary.flips[:_MAX_FLIPS]:
         (ours, theirs), place = (
             cut_passages(flip.reference, flip.candidate),
@@ -155,7 +155,7 @@ def _explain_path(verdict: Verdict, measured: Measured) -> list[ExplainedFlip]:
         )
         eval_name, _, case_id = flip.case_id.partition("/")
         record = prompts.get(flip.case_id)
-        found.append(
+        explained.append(
             ExplainedFlip(
                 kind="path",
                 eval_name=eval_name,
@@ -172,15 +172,15 @@ def _explain_path(verdict: Verdict, measured: Measured) -> list[ExplainedFlip]:
                 why_no_margin="" if flip.margin is not None else "the endpoint does not tell it",
             )
         )
-    return found
+    return explained
 
 
-def _tabulate(c: Comparison, measured: Measured) -> LostCases:
+def _tabulate(c: Comparison, findings: CandidateFindings) -> LostCases:
     definition = definition_of(c.metric)
-    cases = worst_cases(c, measured.pairs[c.metric.partition("/")[0]], limit=_MAX_LOST)
+    cases = worst_cases(c, findings.pairs[c.metric.partition("/")[0]], limit=_MAX_LOST)
     if definition.estimator == "average_precision":
         return LostCases(
-            title=f"Images that lost most of {name_metric(c.metric, c.bucket)}, objects found{_tell_iou(definition)}",
+            title=f"Images that lost most of {name_metric(c.metric, c.bucket)}, objects found{_format_iou(definition)}",
             columns=("image", "objects", "the reference finds", "the candidate finds"),
             rows=tuple(
                 (case.case_id, f"{case.weight:g}", f"{case.reference:.1f}", f"{case.candidate:.1f}") for case in cases
@@ -197,5 +197,5 @@ def _tabulate(c: Comparison, measured: Measured) -> LostCases:
     )
 
 
-def _tell_iou(definition: MetricDefinition) -> str:
+def _format_iou(definition: MetricDefinition) -> str:
     return " on average over the IoU thresholds" if definition.iou is None else f" at IoU {definition.iou:g}"

@@ -1,8 +1,7 @@
 """The cases worth a look: what was asked, what each side answered, where they part.
 
-For 0/1 scores these are the flips, losses first; for likelihoods the documents that lost most; for images the unsound
-ones, then those that lost most of any metric. Which cases are picked follows from the records alone, so two runs show
-the same ones.
+For 0/1 scores these are the flips, losses first; for likelihoods the documents that lost most. Which cases are picked
+follows from the records alone, so two runs show the same ones.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from pipeline.gate.verdicts import is_decisive
 from pipeline.gate.wording import definition_of
 from pipeline.records.differences import first_difference
 from pipeline.records.verdicts import Comparison
-from pipeline.settings.base import Eval
-
-_SOUND = ("sound", "finite")  # scores of an image that is one at all
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,8 @@ class WorstCase:
 def list_deciding(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons that a verdict other than pass rests on: those that fail, else those left open."""
     for outcome in ("fail", "inconclusive"):
-        if found := [c for c in comparisons if c.outcome == outcome and is_decisive(c)]:
-            return found
+        if deciding := [c for c in comparisons if c.outcome == outcome and is_decisive(c)]:
+            return deciding
     return []
 
 
@@ -103,13 +99,13 @@ def _flips_of(
     eval_name = metric.partition("/")[0]
     definition = definition_of(metric)
     ours, theirs = (read_scores(side, definition.score, where=eval_name) for side in (pairs.reference, pairs.candidate))
-    found = []
+    flips = []
     for i in np.flatnonzero(ours != theirs).tolist():
         is_loss, case = bool((ours[i] - theirs[i]) * definition.sign > 0), pairs.reference[i]
         hits = sum(bucket in buckets for bucket in case.buckets)
         order = (not is_loss, -hits, f"{eval_name}/{case.case_id}" not in preferred, case.case_id)
-        found.append((order, (eval_name, is_loss, i)))
-    return [flip for _, flip in sorted(found, key=lambda pair: pair[0])]
+        flips.append((order, (eval_name, is_loss, i)))
+    return [flip for _, flip in sorted(flips, key=lambda pair: pair[0])]
 
 
 def _show(eval_name: str, is_loss: bool, pairs: PairedCases, i: int) -> Flip:
@@ -147,30 +143,3 @@ def worst_cases(comparison: Comparison, pairs: PairedCases, *, limit: int) -> li
             harm = definition.sign * (before - after)
             rows.append((-harm, ours.case_id, WorstCase(ours.case_id, before, after, amount)))
     return [case for _, _, case in sorted(rows, key=lambda row: row[:2])[:limit]]
-
-
-def list_worst_images(pairs: Mapping[str, PairedCases], evals: Mapping[str, Eval]) -> list[tuple[str, int]]:
-    """Return (eval, position) of all images of a candidate, the worst first.
-
-    Those that became unsound, then those that lost most of any metric in units of its spread over the cases. Other
-    rates count through what they are rates of: an image that saturates a little beyond a limit is not the worst.
-
-    Args:
-        pairs: by eval.
-        evals: settings of each.
-    """
-    ranked = []
-    for eval_name, paired in pairs.items():
-        unsound = losses = np.zeros(len(paired.reference))
-        for definition in evals[eval_name].metrics:
-            ours, theirs = (
-                np.array([r.scores.get(definition.score, 0.0) for r in side])
-                for side in (paired.reference, paired.candidate)
-            )
-            harm = definition.sign * (ours - theirs)
-            if definition.score in _SOUND:
-                unsound = harm
-            elif definition.estimator != "proportion":
-                losses = np.maximum(losses, harm / (harm.std() or 1.0))
-        ranked += [(-unsound[i], -losses[i], eval_name, i) for i in range(len(losses))]
-    return [(eval_name, i) for _, _, eval_name, i in sorted(ranked)]

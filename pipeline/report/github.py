@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 from ruamel.yaml import YAML
 
-from pipeline.gate.explanation_records import Explanation
-from pipeline.gate.markdown import render_name, render_table, show_flip
 from pipeline.gate.verdicts import (
     Judgement,
     blocking_verdicts,
@@ -32,6 +30,9 @@ from pipeline.records.reasons import ReasonKind
 from pipeline.records.record_files import read_record
 from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report import EXPLANATION
+from pipeline.report.explanation_records import Explanation
+from pipeline.report.failure_section import fold_flip
+from pipeline.report.markdown import render_name, render_table, write_block
 from pipeline.report.unproven import describe_unproven, list_unproven
 
 MAX_SUMMARY_BYTES = 200_000  # of a product: 1 MiB is a step's, and all products may be gated in one
@@ -58,7 +59,7 @@ class Annotation:
     message: str
 
 
-def tell_github(judgement: Judgement, environ: Mapping[str, str]) -> str:
+def write_github(judgement: Judgement, environ: Mapping[str, str]) -> str:
     """Append to the summary of the step that runs this, and return the annotations for its stdout.
 
     Args:
@@ -85,11 +86,11 @@ def render_annotations(judgement: Judgement, settings: str, *, file: str = "para
         file: its path from the root of the repository.
     """
     find_line = index_lines(settings)
-    found = [a for verdict in released_verdicts(judgement) for a in _annotate(verdict, judgement)]
+    annotations = [a for verdict in released_verdicts(judgement) for a in _annotate(verdict, judgement)]
     shown: list[Annotation] = []
     for level in ("error", "warning"):
-        own = [a for a in found if a.level == level]
-        shown += own[: _MAX_SHOWN - 1] + _fold(own[_MAX_SHOWN - 1 :])
+        of_level = [a for a in annotations if a.level == level]
+        shown += of_level[: _MAX_SHOWN - 1] + _fold(of_level[_MAX_SHOWN - 1 :])
     return [
         f"::{a.level} file={escape_property(file)},line={find_line(a.key)},title={escape_property(a.title)}::"
         f"{escape_message(cut_text(a.message, _MAX_MESSAGE))}"
@@ -111,15 +112,15 @@ def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
     section = ("products", judgement.policy.product)
     level: Literal["error", "warning"] = "error" if is_blocking(verdict, judgement.policy) else "warning"
     candidate = ("candidates", verdict.candidate)
-    found = [
+    annotations = [
         Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", str(reason))
         for reason in verdict.reasons
         if reason.kind in _ANNOTATED
     ]
     if level == "warning" and (unproven := describe_unproven(verdict)):
-        found.append(Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", unproven))
+        annotations.append(Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", unproven))
     for outcome in ("fail", "inconclusive"):
-        found += [
+        annotations += [
             Annotation(
                 "error" if is_stopping(c, judgement.policy) else "warning",
                 (*section, *_locate(c)),
@@ -129,10 +130,10 @@ def _annotate(verdict: Verdict, judgement: Judgement) -> list[Annotation]:
             for c in verdict.comparisons
             if c.outcome == outcome and not is_open_watched(c)
         ]
-    said = "; ".join(map(str, verdict.reasons)) or "the verdict gives no reason"
-    if found or verdict.outcome == "pass":
-        return found
-    return [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", said)]
+    reasons = "; ".join(map(str, verdict.reasons)) or "the verdict gives no reason"
+    if annotations or verdict.outcome == "pass":
+        return annotations
+    return [Annotation(level, candidate, f"{verdict.candidate}: {verdict.outcome}", reasons)]
 
 
 def _locate(c: Comparison) -> Key:
@@ -207,8 +208,9 @@ def _explain(verdict: Verdict, explanation: Explanation) -> str:
     if len(verdict.reasons) > _MAX_REASONS:
         lines.append(f"- and {len(verdict.reasons) - _MAX_REASONS} more")
     explained = explanation.of(verdict.candidate)
-    flips = [line for flip in (explained.flips if explained else ())[:_MAX_FLIPS] for line in show_flip(flip)]
-    return "\n".join([*lines, "", *flips]) + "\n"
+    flips = (explained.flips if explained else ())[:_MAX_FLIPS]
+    folded = [line for flip in flips for line in (write_block(fold_flip(flip)), "")]
+    return "\n".join([*lines, "", *folded]) + "\n"
 
 
 def _fit(parts: Sequence[str], *, report: str) -> str:

@@ -17,12 +17,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.gate.certificate_section import describe_certificate
-from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.verdicts import Judgement, blocking_verdicts, is_blocking
 from pipeline.gate.wording import (
     cut_text,
-    describe_place,
     format_harm,
     format_p,
     format_range,
@@ -32,6 +29,9 @@ from pipeline.gate.wording import (
     show_unprintable,
 )
 from pipeline.records.verdicts import Comparison
+from pipeline.report.certificate_section import describe_certificate
+from pipeline.report.explanation_records import Explanation, describe_place
+from pipeline.report.sections import Figure
 from pipeline.report.unproven import list_unproven
 
 _TEMPLATE = Path(__file__).with_name("page.jinja")
@@ -42,16 +42,6 @@ _MAX_PICTURES = 2_100_000  # bytes, all of them: with a third more as text the p
 _JPEG_QUALITY = 85
 _MAX_REASON = 2_000  # characters
 _ORDER = ("fail", "refused", "inconclusive", "pass", "reported")
-_CAPTIONS = {
-    "worst.png": "The worst pictures beside the reference",
-    "completion.png": "Task completion",
-    "buckets.png": "Average precision by size",
-    "seams.png": "Stitches between tiles",
-    "guidance.png": "What guidance does: saturation against similarity",
-    "headroom.png": "Room left in the decoder",
-    "layers.png": "How far layers are from float32, and the room they have left",
-    "speed.png": "Speed",
-}
 _MARKS = {"pass": "✓", "fail": "✗", "inconclusive": "?", "refused": "⊘", "no gain": "–", "reported": "·"}
 
 
@@ -76,13 +66,13 @@ class EmbeddedPicture:
     data: str
 
 
-def render_html(judgement: Judgement, explanation: Explanation, pictures: Mapping[str, bytes]) -> str:
+def render_html(judgement: Judgement, explanation: Explanation, pictures: Mapping[Figure, bytes]) -> str:
     """Write the page.
 
     Args:
         judgement: what was decided.
         explanation: the cases behind it.
-        pictures: PNG files by name.
+        pictures: PNG files, the most telling first.
     """
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, finalize=_show, trim_blocks=True, lstrip_blocks=True
@@ -116,13 +106,13 @@ def _show(value: Any) -> Any:
 def _describe(judgement: Judgement, candidate: str, explanation: Explanation) -> dict[str, Any]:
     verdict = next(v for v in judgement.verdicts if v.candidate == candidate)
     gated = sorted((c for c in verdict.comparisons if c.tolerance is not None), key=lambda c: _ORDER.index(c.outcome))
-    told = {f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in gated}  # each stands in its own row
+    in_rows = {f"{c.outcome}: {name_comparison(c)}: {c.sentence}" for c in gated}  # each stands in its own row
     counts = {outcome: sum(c.outcome == outcome for c in gated) for outcome in ("pass", "fail", "inconclusive")}
     return {
         "verdict": verdict,
         "blocks": verdict.is_release and is_blocking(verdict, judgement.policy),
         "counts": ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing compared",
-        "reasons": [cut_text(said, _MAX_REASON) for said in map(str, verdict.reasons) if said not in told],
+        "reasons": [cut_text(reason, _MAX_REASON) for reason in map(str, verdict.reasons) if reason not in in_rows],
         "certificate": describe_certificate(verdict, judgement.policy),
         "gated": [_row(c) for c in gated],
         "reported": [_row(c) for c in verdict.comparisons if c.tolerance is None],
@@ -162,17 +152,15 @@ def _place(harm: float) -> float:
     return round(_MARGIN + (inside - _LEFT) / (_RIGHT - _LEFT) * (_WIDTH - 2 * _MARGIN), 1)
 
 
-def embed_pictures(pictures: Mapping[str, bytes]) -> list[EmbeddedPicture]:
-    """Return pictures as data, those that show cases first; what would make the page too large is only named."""
-    order = list(_CAPTIONS)
-    names = sorted(pictures, key=lambda name: (order.index(name) if name in order else len(order), name))
-    found, room = [], _MAX_PICTURES
-    for name in names:
-        content, kind = _compress(pictures[name])
+def embed_pictures(pictures: Mapping[Figure, bytes]) -> list[EmbeddedPicture]:
+    """Return pictures as data; what would make the page too large is only named."""
+    embedded, room = [], _MAX_PICTURES
+    for figure, png in pictures.items():
+        content, kind = _compress(png)
         data = f"data:image/{kind};base64,{base64.b64encode(content).decode()}" if len(content) <= room else ""
         room -= len(content) if data else 0
-        found.append(EmbeddedPicture(name, _CAPTIONS.get(name, name), data))
-    return found
+        embedded.append(EmbeddedPicture(figure.name, figure.caption, data))
+    return embedded
 
 
 def _compress(png: bytes) -> tuple[bytes, str]:

@@ -42,19 +42,19 @@ def _name_source(policy: Policy) -> str:
 def _fill(suite: ElementTree.Element, verdict: Verdict, judgement: Judgement) -> None:
     policy = judgement.policy
     classname = show_unprintable(f"quantgate.{_name_source(policy)}.{verdict.candidate}")
-    found = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
+    compared = {(c.metric, c.bucket): c for c in verdict.comparisons if c.tolerance is not None}
     tests: list[tuple[str, str, tuple[str, ...], bool]] = [
         ("verdict", verdict.outcome, _tell(verdict, policy), is_blocking(verdict, policy))
     ]
     tests += [
         (name_metric(*key), c.outcome, (c.sentence, describe(c)[1].strip()), is_stopping(c, policy))
-        for key, c in found.items()
+        for key, c in compared.items()
     ]
-    tests += [(name_metric(*key), "refused", (_REFUSED,), True) for key in list_gated(policy) if key not in found]
+    tests += [(name_metric(*key), "refused", (_REFUSED,), True) for key in list_gated(policy) if key not in compared]
     for name, outcome, lines, stops in tests:
         test = ElementTree.SubElement(suite, "testcase", classname=classname, name=show_unprintable(name))
         if outcome in _TAGS:
-            _judge(test, outcome, lines, why_skipped=_tell_skipped(verdict, stops))
+            _judge(test, outcome, lines, why_skipped=_explain_skipped(verdict, stops))
 
 
 def _tell(verdict: Verdict, policy: Policy) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def _tell(verdict: Verdict, policy: Policy) -> tuple[str, ...]:
     return (unproven, *reasons) if unproven else reasons
 
 
-def _tell_skipped(verdict: Verdict, stops: bool) -> str:
+def _explain_skipped(verdict: Verdict, stops: bool) -> str:
     if not verdict.is_release:
         return "not released"
     return "" if stops else "does not block"
@@ -76,8 +76,8 @@ def _judge(test: ElementTree.Element, outcome: str, lines: Sequence[str], *, why
     if why_skipped:
         ElementTree.SubElement(test, "skipped", message=f"{why_skipped}: {outcome}: {message}")
         return
-    found = ElementTree.SubElement(test, _TAGS[outcome], message=message, type=outcome)
-    found.text = show_unprintable(cut_text("\n".join(lines), _MAX_TEXT), keep="\n")
+    problem = ElementTree.SubElement(test, _TAGS[outcome], message=message, type=outcome)
+    problem.text = show_unprintable(cut_text("\n".join(lines), _MAX_TEXT), keep="\n")
 
 
 def _count(element: ElementTree.Element) -> None:

@@ -11,17 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.gate.audits import Measured
-from pipeline.gate.canary import describe_canary
-from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.image_costs import COSTS_LEGEND, tabulate_costs
-from pipeline.gate.images import describe_files, describe_rendering, embed_pictures
-from pipeline.gate.markdown import render_table
-from pipeline.gate.network_costs import explain_network_costs, tabulate_network_costs
-from pipeline.gate.network_section import describe_network, embed_network_pictures
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.speculation import describe_speculation
 from pipeline.gate.verdicts import Judgement, Policy, blocking_verdicts, released_verdicts
 from pipeline.gate.wording import (
     definition_of,
@@ -35,12 +27,14 @@ from pipeline.gate.wording import (
     natural_key,
 )
 from pipeline.records.benchmarks import Machine
-from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Metric, Verdict
-from pipeline.report.explain import EXPLAINED
-from pipeline.report.failure_section import explain_failure
-from pipeline.report.speed_section import describe_measurement, tabulate_speed
+from pipeline.report.certificate_section import describe_certificate, describe_floor, tabulate_losses
+from pipeline.report.explanation_records import CandidateExplanation, Explanation
+from pipeline.report.failure_section import build_failure_section
+from pipeline.report.markdown import render_table, write_block, write_section
+from pipeline.report.presenting import Presenter, Words
+from pipeline.report.sections import Folded, Table
 from pipeline.report.unproven import list_unproven
 
 _MARKS = {"pass": "✅", "fail": "❌", "inconclusive": "❔", "refused": "⛔", "no gain": "➖", "reported": "·"}
@@ -65,65 +59,57 @@ losses of several releases add up there.
   without a tolerance of its own is watched: judged by that of AP, and only a fail of it counts.
 - ⛔ **refused**: the evidence is not fit to be judged.
 {marks}"""
-_MARKS_OF_TEXT = "- · reported only. Divergence (KL, changed outputs) says where to look and never decides.\n"
-_MARKS_OF_NETWORKS = """\
-- ➖ **no gain**: nothing is lost, and a step that is there for speed alone is not faster beyond noise.
-- · reported only.
-"""
 
 
-def render_report(compared: ReleaseComparison, here: Machine | None = None) -> str:
+def render_report(
+    compared: ReleaseComparison,
+    explanation: Explanation,
+    presenter: Presenter[Any],
+    here: Machine | None = None,
+) -> str:
     """Write the whole report as Markdown.
 
     Args:
         compared: what to report.
+        explanation: the cases behind its verdicts.
+        presenter: of the kind of product.
         here: the machine that this runs on, where known: speeds may have been measured on another.
     """
     judgement = compared.judgement
-    parts = [_headline(judgement), _candidate_table(judgement), describe_floor(judgement) + "\n"]
-    parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
-    if "trajectories" in judgement.policy.eval_kinds.values():
-        parts.append("![Task completion by bucket](completion.png)\n")
-    parts += _describe_costs(compared)
-    if any(verdict.speed for verdict in judgement.verdicts):
-        parts.append("![Throughput of every cell of the benchmark, candidate / reference](speed.png)\n")
-    reference = compared.measured[judgement.policy.reference].evidence
-    parts += [
-        _candidate_section(v, compared.measured[v.candidate], reference, here, judgement.policy)
-        for v in judgement.verdicts
+    parts = [
+        _headline(judgement),
+        _candidate_table(judgement, presenter.list_columns(compared.evals)),
+        describe_floor(judgement) + "\n",
     ]
-    parts.append(_explain(judgement.policy))
+    parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
+    parts += [f"{write_block(block)}\n" for block in presenter.build_overview(compared)]
+    reference = compared.findings[judgement.policy.reference].evidence
+    parts += [
+        _candidate_section(
+            verdict,
+            compared.findings[verdict.candidate],
+            explanation.of(verdict.candidate),
+            presenter,
+            reference=reference,
+            here=here,
+            policy=judgement.policy,
+        )
+        for verdict in judgement.verdicts
+    ]
+    parts.append(_explain(judgement.policy, presenter.words))
     return "\n".join(parts)
 
 
-def _explain(policy: Policy) -> str:
-    is_text = policy.kind == "text"
+def _explain(policy: Policy, words: Words) -> str:
     return _LEGEND.format(
         confidence=1 - policy.alpha,
         alpha=policy.alpha,
-        units="percent for\nperplexity" if is_text else "others\nin their own unit",
-        clusters="a template or a document" if is_text else "as the evalset says",
-        marks=_MARKS_OF_NETWORKS if policy.kind == "vision" else _MARKS_OF_TEXT,
+        units=words.units,
+        clusters=words.clusters,
+        marks=words.marks,
         family="all gated comparisons of the release (of the candidate alone where it is not released)",
         inconclusive="blocks" if policy.on_inconclusive == "block" else "is a warning and does not block",
     )
-
-
-def _describe_costs(compared: ReleaseComparison) -> list[str]:
-    """Return the table of costs of a product with pictures, how to read it, and the pictures."""
-    policy = compared.judgement.policy
-    evidence = {name: measured.evidence for name, measured in compared.measured.items()}
-    if policy.kind == "images":
-        return [
-            render_table(tabulate_costs(compared)) + COSTS_LEGEND,
-            *embed_pictures(evidence, compared.judgement.policy.reference),
-        ]
-    if policy.kind == "text":
-        return []
-    return [
-        render_table(tabulate_network_costs(compared)) + explain_network_costs(compared),
-        *embed_network_pictures(list(evidence.values()), finds_boxes="detection" in policy.eval_kinds.values()),
-    ]
 
 
 def metrics_tree(metrics: Sequence[Metric], policy: Policy) -> dict[str, Any]:
@@ -161,8 +147,8 @@ def _headline(judgement: Judgement) -> str:
     ]
     lines += [
         line
-        for said in list_unproven(judgement)
-        for line in (f"**{escape_markdown(said[0].upper() + said[1:])}.**", "")
+        for sentence in list_unproven(judgement)
+        for line in (f"**{escape_markdown(sentence[0].upper() + sentence[1:])}.**", "")
     ]
     notable = [
         f"- {escape_markdown(reason.text[0].upper() + reason.text[1:])}."
@@ -177,8 +163,8 @@ def _headline(judgement: Judgement) -> str:
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 
-def _candidate_table(judgement: Judgement) -> str:
-    columns = _columns(judgement)
+def _candidate_table(judgement: Judgement, reported: Sequence[str]) -> str:
+    columns = _columns(judgement, reported)
     values = {(m.name, m.bucket): m for m in judgement.reference_metrics}
     header = ["candidate", "release", "verdict"] + [_column_title(*column, columns) for column in columns]
     reference = [f"`{judgement.policy.reference}`", "", "reference"]
@@ -186,14 +172,14 @@ def _candidate_table(judgement: Judgement) -> str:
     rows = [header, reference]
     for verdict in judgement.verdicts:
         if verdict.candidate != judgement.policy.reference:
-            found = {(c.metric, c.bucket): c for c in verdict.comparisons}
+            compared = {(c.metric, c.bucket): c for c in verdict.comparisons}
             rows.append(
                 [
                     f"`{verdict.candidate}`",
                     "yes" if verdict.is_release else "",
                     f"{_MARKS[verdict.outcome]} {verdict.outcome}",
                 ]
-                + [_compared_cell(found.get(column)) for column in columns]
+                + [_compared_cell(compared.get(column)) for column in columns]
             )
     if len(columns) > _MAX_COLUMNS:
         header, *rows = map(list, zip(*rows, strict=True))
@@ -201,13 +187,13 @@ def _candidate_table(judgement: Judgement) -> str:
     return render_table([header, ["---"] * 3 + ["---:"] * len(columns), *rows[1:]])
 
 
-def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
-    """Return the (metric, bucket) columns: the gated metrics in the order of params.yaml, then KL.
+def _columns(judgement: Judgement, reported: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Return the (metric, bucket) columns: the gated metrics in the order of params.yaml, then those only reported.
 
     Each is followed by its gated buckets: what alone can block a release must show in the candidate's row.
     """
     columns: list[tuple[str, str | None]] = []
-    kinds, tolerances = judgement.policy.eval_kinds, judgement.policy.tolerances
+    tolerances = judgement.policy.tolerances
     for metric in tolerances:
         columns += [(metric, None), *((metric, b) for b in sorted(tolerances[metric].buckets, key=natural_key))]
     columns += dict.fromkeys(
@@ -216,8 +202,7 @@ def _columns(judgement: Judgement) -> list[tuple[str, str | None]]:
         for c in verdict.comparisons
         if c.tier == "watched" and c.outcome == "fail"
     )
-    columns += [(f"{name}/kl_nats_per_token", None) for name, kind in kinds.items() if kind == "perplexity"]
-    return columns
+    return [*columns, *((metric, None) for metric in reported)]
 
 
 def _column_title(metric: str, bucket: str | None, columns: Sequence[tuple[str, str | None]]) -> str:
@@ -245,100 +230,37 @@ def _compared_cell(comparison: Comparison | None) -> str:
 
 
 def _candidate_section(
-    verdict: Verdict, measured: Measured, reference: Evidence | None, here: Machine | None, policy: Policy
+    verdict: Verdict,
+    findings: CandidateFindings,
+    explained: CandidateExplanation | None,
+    presenter: Presenter[Any],
+    *,
+    reference: Evidence | None,
+    here: Machine | None,
+    policy: Policy,
 ) -> str:
     lines = [f"## `{verdict.candidate}`: {_MARKS[verdict.outcome]} {verdict.outcome}", ""]
     lines += [f"- {escape_markdown(str(reason))}" for reason in verdict.reasons]
-    if measured.evidence is not None:
-        if measured.evidence.candidate.serving.engine == "torch":
-            lines += [text for said in describe_network(measured.evidence) for text in ("", said)]
-        else:
-            lines += ["", _describe_candidate(measured.evidence.candidate)]
-        counts, asked = measured.evidence.evaluation.speculation, measured.evidence.candidate.serving.speculative
-        if counts is not None and asked is not None:
-            lines += ["", describe_speculation(counts, asked.method)]
-        if measured.evidence.candidate.serving.engine == "diffusers":
-            lines += [describe_files(measured.evidence, reference)] if reference else []
-            lines += [text for said in describe_rendering(measured.evidence) for text in ("", said)]
-        if verdict.canary is not None and not verdict.canary.is_same_weights:
-            lines += ["", describe_canary(verdict.canary)]
+    if findings.evidence is not None:
+        blocks = presenter.build_candidate(verdict, findings, findings.evidence, reference)
+        lines += [line for block in blocks for line in ("", write_block(block))]
     gated = [c for c in verdict.comparisons if c.outcome != "reported"]
     reported = [c for c in verdict.comparisons if c.outcome == "reported"]
     if gated:
-        lines += ["", _comparison_table(gated)]
-    lines += _describe_speed(measured, here)
+        lines += ["", write_block(_tabulate(gated)), ""]
+    if (speed := presenter.build_speed(findings, here)) is not None:
+        lines += [write_section(speed), ""]
     if verdict.certificate is not None:
-        lines += [
-            describe_certificate(verdict, policy),
-            "",
-            "<details><summary>Losses that stop the release, planted into these records</summary>",
-            "",
-            tabulate_losses(verdict),
-            "</details>",
-            "",
-        ]
+        planted = Folded("Losses that stop the release, planted into these records", [tabulate_losses(verdict)])
+        lines += [describe_certificate(verdict, policy), "", write_block(planted), ""]
     if reported:
-        lines += [
-            "<details><summary>Reported only: other buckets, metrics and tripwires</summary>",
-            "",
-            _comparison_table(reported),
-            "</details>",
-        ]
-    if verdict.outcome in EXPLAINED:
-        lines += explain_failure(verdict, measured, policy.kind)
+        lines.append(write_block(Folded("Reported only: other buckets, metrics and tripwires", [_tabulate(reported)])))
+    if explained is not None:
+        lines += ["", write_section(build_failure_section(explained, given=presenter.words.given))]
     return "\n".join(lines) + "\n"
 
 
-def _describe_speed(measured: Measured, here: Machine | None) -> list[str]:
-    if measured.benchmark is None or measured.speed is None:
-        return []
-    records = [r for found in (measured.evidence.records.values() if measured.evidence else ()) for r in found]
-    paragraphs = describe_measurement(measured.benchmark, measured.speed, here, records)
-    return [
-        "### Speed, beside the reference",
-        "",
-        render_table(tabulate_speed(measured.speed)),
-        *(line for paragraph in paragraphs for line in (paragraph, "")),
-    ]
-
-
-def _describe_candidate(candidate: BuiltCandidate) -> str:
-    """Say what was done to a candidate and which layers ended in which format."""
-    steps = "; ".join(escape_markdown(_describe_step(step)) for step in candidate.steps) or "none"
-    sentences = [f"Steps: {steps}."]
-    if candidate.coverage:
-        total = sum(layer.num_bytes for layer in candidate.coverage)
-        asked = [layer for layer in candidate.coverage if layer.asked]
-        formats = sorted({layer.format for layer in asked})
-        counts = [f"{sum(layer.format == f for layer in asked)} layers {escape_markdown(f)}" for f in formats]
-        counts.append(f"{len(candidate.coverage) - len(asked)} excluded")
-        sentences.append(
-            f"Coverage: {', '.join(counts)}; the former hold "
-            f"{_mib(sum(layer.num_bytes for layer in asked))} MiB of {_mib(total)} MiB."
-        )
-    sentences += [f"Fallback: `{escape_markdown(f.layer)}`: {escape_markdown(f.reason)}." for f in candidate.fallbacks]
-    return " ".join(sentences)
-
-
-def _describe_step(step: dict[str, Any]) -> str:
-    plain = [f"{key} {value}" for key, value in step.items() if key != "kind" and isinstance(value, (int, float, str))]
-    calibration = step.get("calibration", {})
-    plain += (
-        [
-            f"calibration {calibration['num_samples']} samples of {', '.join(calibration['sources'])}"
-            f" weighted by length^{calibration['length_exponent']:g}"
-        ]
-        if calibration
-        else []
-    )
-    return f"{step['kind']} ({', '.join(plain)})"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f}"
-
-
-def _comparison_table(comparisons: Sequence[Comparison]) -> str:
+def _tabulate(comparisons: Sequence[Comparison]) -> Table:
     rows = [
         [
             "metric",
@@ -356,10 +278,10 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> str:
         ],
         ["---"] + ["---:"] * 9 + ["---", "---"],
     ]
-    return render_table(rows + [_comparison_row(comparison) for comparison in comparisons])
+    return Table(rows + [_comparison_row(comparison) for comparison in comparisons])
 
 
-def _tell_tolerance(c: Comparison, tolerance: float) -> str:
+def _format_tolerance(c: Comparison, tolerance: float) -> str:
     """Write a tolerance, how much of it is spent, and the tier where it is not critical."""
     tier = "" if c.tier == "critical" else f", {c.tier}"
     return f"{format_tolerance(c.metric, tolerance)} ({100 * max(c.harm, 0.0) / tolerance:.0f} % spent{tier})"
@@ -375,7 +297,7 @@ def _comparison_row(c: Comparison) -> list[str]:
         "–" if c.c is None else str(c.c),
         format_harm(c.metric, c.harm, signed=True),
         format_range(c.metric, c.low, c.high),
-        "–" if c.tolerance is None else _tell_tolerance(c, c.tolerance),
+        "–" if c.tolerance is None else _format_tolerance(c, c.tolerance),
         format_p(c.p_holm),
         _MARKS[c.outcome],
         c.sentence,

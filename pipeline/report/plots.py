@@ -1,4 +1,4 @@
-"""The plots of the report: harm against tolerance, task completion by bucket, throughput by cell of the benchmark.
+"""The plot of every report, harm against tolerance, and what the plots of all kinds have in common.
 
 Drawn without pyplot (no global state, no display) and saved without dates or versions, so that
 equal numbers give equal files. Colours are from the Okabe-Ito set, and no meaning rests on colour
@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from pipeline.gate.verdicts import Judgement
-from pipeline.gate.wording import format_tolerance, natural_key
+from pipeline.gate.wording import format_tolerance
 from pipeline.records.files import replace_whole
 from pipeline.records.verdicts import Comparison, Metric, Verdict
 
 _OUTCOMES = {"pass": ("#009E73", "o", 7), "inconclusive": ("#E69F00", "D", 7), "fail": ("#D55E00", "X", 9)}
-_SIDES = ("#4D4D4D", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#F0E442")
+SIDES = ("#4D4D4D", "#0072B2", "#56B4E9", "#E69F00", "#CC79A7", "#009E73", "#D55E00", "#F0E442")
 _MAX_SHOWN = 6.0  # tolerances; a harm beyond is drawn at the edge with an arrow
 _PANELS_A_ROW = 3
 _MAX_CANDIDATES = 12  # of a picture that people can still read
@@ -36,7 +36,7 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
         (v, {(c.metric, c.bucket, c.tolerance): c for c in v.comparisons if c.outcome in _OUTCOMES})
         for v in choose_shown(judgement)
     ]
-    rows = list(dict.fromkeys(row for _, found in panels for row in found))
+    rows = list(dict.fromkeys(row for _, drawn in panels for row in drawn))
     num_columns = min(max(len(panels), 1), _PANELS_A_ROW)
     num_lines = max(1, -(-len(panels) // num_columns))
     size = (3.2 + 2.7 * num_columns, 0.9 + num_lines * (0.8 + 0.3 * max(len(rows), 2)))
@@ -44,15 +44,15 @@ def plot_harm(judgement: Judgement, path: Path) -> None:
     axes = figure.subplots(num_lines, num_columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    for axis, (verdict, found) in zip(axes, panels, strict=False):
-        _draw_panel(axis, found, rows)
+    for axis, (verdict, drawn) in zip(axes, panels, strict=False):
+        _draw_panel(axis, drawn, rows)
         axis.set_title(f"{verdict.candidate}: {verdict.outcome}", fontsize=10)
     axes[0].set_yticks(range(len(rows)), [_row_label(*row) for row in rows], parse_math=False)  # "$" is no formula
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
-    axes[0].set_xlim(*_reach([c for _, found in panels for c in found.values()]))
+    axes[0].set_xlim(*_reach([c for _, drawn in panels for c in drawn.values()]))
     figure.supxlabel(
         "harm in units of the tolerance, right is worse (dashed line: the tolerance; "
-        f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds){_tell_shown(judgement)}",
+        f"bar: one-sided {1 - judgement.policy.alpha:.0%} bounds){format_shown(judgement)}",
         fontsize=9,
     )
     _add_outcome_legend(figure)
@@ -66,7 +66,8 @@ def choose_shown(judgement: Judgement) -> list[Verdict]:
     return sorted(judgement.verdicts, key=lambda verdict: not verdict.is_release)[:_MAX_CANDIDATES]
 
 
-def _tell_shown(judgement: Judgement) -> str:
+def format_shown(judgement: Judgement) -> str:
+    """Say in the title of a picture that it does not show all candidates; nothing where it does."""
     num = len(judgement.verdicts)
     return f"; {_MAX_CANDIDATES} of {num} candidates, all are in report.md" if num > _MAX_CANDIDATES else ""
 
@@ -76,13 +77,13 @@ def _reach(comparisons: Sequence[Comparison]) -> tuple[float, float]:
     return max(-_MAX_SHOWN, min([-1.0, *ends])) - 0.2, min(_MAX_SHOWN, max([2.0, *ends])) + 0.3
 
 
-def _draw_panel(axis: Axes, found: dict[Row, Comparison], rows: Sequence[Row]) -> None:
+def _draw_panel(axis: Axes, drawn: dict[Row, Comparison], rows: Sequence[Row]) -> None:
     axis.axvspan(1, 2 * _MAX_SHOWN, color="#000000", alpha=0.05, linewidth=0)
     axis.axvline(0, color="#808080", linewidth=0.8)
     axis.axvline(1, color="#000000", linewidth=1.1, linestyle="--")
     for height, row in enumerate(rows):
-        if row in found:
-            _draw_comparison(axis, found[row], height)
+        if row in drawn:
+            _draw_comparison(axis, drawn[row], height)
         else:
             axis.text(1.15, height, "refused", fontsize=8, color="#606060", va="center")
     axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
@@ -120,39 +121,6 @@ def _add_outcome_legend(figure: Figure) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), fontsize=8, frameon=False)
 
 
-def plot_completion(judgement: Judgement, path: Path) -> None:
-    """Draw task completion by bucket for the reference and every candidate, with 95 % intervals."""
-    evals = [name for name, kind in judgement.policy.eval_kinds.items() if kind == "trajectories"]
-    names = {f"{name}/task_completion_rate": f"{name}\n" if len(evals) > 1 else "" for name in evals}
-    sides = {judgement.policy.reference: judgement.reference_metrics}
-    sides |= {v.candidate: v.metrics for v in choose_shown(judgement)}
-    series = {
-        side: {names[m.name] + (m.bucket or "all"): m for m in metrics if m.name in names}
-        for side, metrics in sides.items()
-    }
-    buckets = sorted(
-        {bucket for found in series.values() for bucket in found},
-        key=lambda bucket: (not bucket.endswith("all"), natural_key(bucket)),
-    )
-    figure = Figure(
-        figsize=(max(7.0, 1.2 + len(buckets) * (0.35 + 0.17 * len(series))), 4.2), dpi=_DPI, layout="constrained"
-    )
-    axis = figure.subplots()
-    width = 0.8 / max(len(series), 1)
-    for number, (side, found) in enumerate(series.items()):
-        draw_bars(axis, [found.get(bucket) for bucket in buckets], number, width, side)
-    counts = [next((f[b].n for f in series.values() if b in f), 0) for b in buckets]
-    axis.set_xticks(
-        [i + 0.4 - width / 2 for i in range(len(buckets))],
-        [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)],
-        fontsize=8,
-        parse_math=False,
-    )
-    title = f"Task completion by bucket, with 95 % intervals{_tell_shown(judgement)}"
-    style_bars(axis, len(series), "task completion, %", title)
-    save_figure(figure, path)
-
-
 def draw_bars(axis: Axes, metrics: Sequence[Metric | None], number: int, width: float, label: str) -> None:
     """Draw one side's bars, a metric a group, in percent with its interval.
 
@@ -170,9 +138,9 @@ def draw_bars(axis: Axes, metrics: Sequence[Metric | None], number: int, width: 
         places,
         values,
         width=0.92 * width,
-        color=_SIDES[number % len(_SIDES)],
+        color=SIDES[number % len(SIDES)],
         label=label,
-        hatch="////" if number >= len(_SIDES) else None,
+        hatch="////" if number >= len(SIDES) else None,
     )  # colours are used up
     for place, (_, metric) in zip(places, known, strict=True):
         if metric.low is not None and metric.high is not None:
@@ -190,43 +158,6 @@ def style_bars(axis: Axes, num_sides: int, ylabel: str, title: str) -> None:
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-
-
-def plot_speed(judgement: Judgement, path: Path) -> None:
-    """Draw the throughput's ratio of every benchmarked candidate in every cell, with its interval."""
-    found = {v.candidate: v.speed for v in judgement.verdicts if v.speed is not None}
-    cells = next(iter(found.values())).cells if found else ()
-    size = (max(7.0, 1.2 + len(cells) * (0.8 + 0.2 * len(found))), 3.6)
-    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
-    axis = figure.subplots()
-    axis.axhline(1, color="#000000", linewidth=1.1, linestyle="--")
-    for number, (name, speed) in enumerate(found.items()):
-        shift = 0.15 * (number - (len(found) - 1) / 2)
-        ratios = [cell.throughput_tokens_per_s.ratio for cell in speed.cells]
-        errors = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
-        axis.errorbar(
-            [i + shift for i in range(len(ratios))],
-            [r.median for r in ratios],
-            yerr=errors,
-            fmt="o",
-            capsize=4,
-            color=_SIDES[(number + 1) % len(_SIDES)],
-            label=name,
-        )
-    axis.set_xticks(
-        range(len(cells)),
-        [f"{c.concurrency} in flight\n{c.prompt_tokens[0]} to {c.prompt_tokens[1]} prompt tokens" for c in cells],
-        fontsize=8,
-    )
-    axis.set_ylabel("throughput, candidate / reference", fontsize=9)
-    axis.set_title(
-        "Throughput on matched work, above 1 is faster" if found else "No candidate was benchmarked",
-        fontsize=10,
-        loc="left",
-    )
-    if found:
-        axis.legend(fontsize=8, frameon=False)
-    save_figure(figure, path)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Write a judgement in its other forms: beside the report what git keeps, in the build folder the page.
+"""Write a judgement in all its forms: beside the report what git keeps, in the build folder the page.
 
-Not covered: the report itself, its plots, MLflow, and what the terminal shows.
+Not covered: MLflow, and what the terminal shows.
 """
 
 from __future__ import annotations
@@ -8,45 +8,51 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pipeline.gate.audits import P
 from pipeline.gate.compare import ReleaseComparison
+from pipeline.gate.verdicts import REPORT_FILE
+from pipeline.records.benchmarks import Machine
 from pipeline.records.files import write_text
 from pipeline.records.record_files import write_record
 from pipeline.report import EXPLANATION, JUNIT, PAGE
 from pipeline.report.explain import explain_release
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
-from pipeline.report.markdown_report import metrics_tree
+from pipeline.report.markdown import is_embedded
+from pipeline.report.markdown_report import metrics_tree, render_report
+from pipeline.report.plots import plot_harm
+from pipeline.report.presenting import Presenter
 
 
-def write_outputs(compared: ReleaseComparison, reports: Path, build: Path) -> None:
-    """Write explanation and JUnit beside the report, and the page into the build folder.
+def write_report(compared: ReleaseComparison, product: P, presenter: Presenter[P], here: Machine | None) -> None:
+    """Write report, pictures, explanation and JUnit into the product's reports, and the page into its build folder.
 
     Args:
         compared: what to write.
-        reports: the folder in which the product's report and its pictures lie already.
-        build: the product's build folder.
+        product: whose candidates were compared.
+        presenter: of its kind.
+        here: the machine that this runs on, where known.
     """
-    explanation = explain_release(compared)
-    write_record(reports / EXPLANATION, explanation)
-    write_text(reports / JUNIT, render_junit(compared.judgement))
-    write_text(build / PAGE, render_html(compared.judgement, explanation, _read_pictures(reports)))
-
-
-def _read_pictures(reports: Path) -> dict[str, bytes]:
-    """Read what the report shows; intervals of harm the page draws itself."""
-    report = (reports / "report.md").read_text(encoding="utf-8")
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(reports.glob("*.png"))
-        if f"]({path.name})" in report and path.name != "harm.png"
-    }
+    explanation = explain_release(compared, quotes_outputs=not presenter.words.given)
+    report = render_report(compared, explanation, presenter, here)
+    write_text(product.reports / REPORT_FILE, report)
+    write_record(product.reports / EXPLANATION, explanation)
+    write_text(product.reports / JUNIT, render_junit(compared.judgement))
+    plot_harm(compared.judgement, product.reports / "harm.png")  # the page draws intervals of harm itself
+    pictures = {}
+    for figure in presenter.list_figures(product):
+        path = product.reports / figure.name
+        figure.draw(compared, path)
+        if is_embedded(figure.name, report):
+            pictures[figure] = path.read_bytes()
+    write_text(product.build / PAGE, render_html(compared.judgement, explanation, pictures))
 
 
 def write_metrics(compared: ReleaseComparison, folder: Path) -> None:
     """Write a file of metrics a candidate, and remove those of candidates that are no more."""
-    for candidate, measured in compared.measured.items():
-        tree = json.dumps(metrics_tree(measured.metrics, compared.judgement.policy), indent=2) + "\n"
+    for candidate, findings in compared.findings.items():
+        tree = json.dumps(metrics_tree(findings.metrics, compared.judgement.policy), indent=2) + "\n"
         write_text(folder / f"{candidate}.json", tree)
     for stale in folder.glob("*.json"):
-        if stale.stem not in compared.measured:
+        if stale.stem not in compared.findings:
             stale.unlink()

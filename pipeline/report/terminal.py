@@ -52,7 +52,7 @@ def render_verdicts(judgement: Judgement) -> str:
     """Write the released verdicts: a table, and for each that is no pass why."""
     verdicts = released_verdicts(judgement)
     width = max(len("release"), *(len(v.candidate) for v in verdicts))
-    lines = [line for said in list_unproven(judgement) for line in (said, "")]
+    lines = [line for sentence in list_unproven(judgement) for line in (sentence, "")]
     lines.append(f"{'release':<{width}}  {'verdict':<12}  gated  fail  inconclusive  refused")
     lines += [_row(verdict, width) for verdict in verdicts]
     for verdict in verdicts:

@@ -10,12 +10,12 @@ from pipeline.records.verdicts import Verdict
 
 def list_unproven(judgement: Judgement) -> list[str]:
     """Say of each released candidate that does not block how much of it was not proven, one sentence each."""
-    found = (
+    sentences = (
         describe_unproven(verdict)
         for verdict in released_verdicts(judgement)
         if not is_blocking(verdict, judgement.policy)
     )
-    return [said for said in found if said]
+    return [sentence for sentence in sentences if sentence]
 
 
 def describe_unproven(verdict: Verdict) -> str | None:

@@ -8,7 +8,10 @@ from pipeline.gate import compare
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.verdicts import Judgement
 from pipeline.products import KINDS
+from pipeline.records.benchmarks import Machine
 from pipeline.records.verdicts import Verdict
+from pipeline.report import markdown_report
+from pipeline.report.explain import explain_release
 from pipeline.report.mlflow_runs import run_contents
 from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.settings.base import Product
@@ -24,8 +27,16 @@ def list_said(verdict: Verdict) -> list[str]:
     return [str(reason) for reason in verdict.reasons]
 
 
-def describe_runs(judgement: Judgement, build: Path) -> list[RunContents]:
-    """Describe a run per judged candidate, by the evals that the judgement names."""
+def render_report(compared: ReleaseComparison, here: Machine | None = None) -> str:
+    """Write the report as stage compare does."""
+    presenter = KINDS[compared.judgement.policy.kind].get_presenter()
+    explanation = explain_release(compared, quotes_outputs=not presenter.words.given)
+    return markdown_report.render_report(compared, explanation, presenter, here)
+
+
+def build_runs(judgement: Judgement, build: Path) -> list[RunContents]:
+    """Return a run per judged candidate, by the evals that the judgement names."""
     kinds = KINDS[judgement.policy.kind].evals
     evals = {name: kinds[asked["kind"]].model_validate(asked) for name, asked in judgement.policy.evals.items()}
-    return run_contents.describe_runs(judgement, evals, build)
+    presenter = KINDS[judgement.policy.kind].get_presenter()
+    return run_contents.build_runs(judgement, evals, build, presenter)

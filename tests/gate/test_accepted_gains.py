@@ -14,10 +14,9 @@ from pipeline.gate.verdicts import GatedTolerance, Judgement, describe_policy
 from pipeline.records.record_files import read_record
 from pipeline.report.explain import explain_release
 from pipeline.report.github import render_summary
-from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
 from pipeline.settings.base import Tolerance
-from tests.fakes.judging import compare_release, list_said
+from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.outcome_tables import run, write_outcomes
 from tests.fakes.synthetic_records import Behaviour, make_params, write_tree
 

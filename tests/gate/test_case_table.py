@@ -16,8 +16,7 @@ from pipeline.gate.case_table import CaseTable
 from pipeline.records.evaluations import CaseRecord, read_cases
 from pipeline.records.record_files import write_cases
 from pipeline.records.speculation import SpeculationCounts
-from pipeline.report.markdown_report import render_report
-from tests.fakes.judging import compare_release
+from tests.fakes.judging import compare_release, render_report
 from tests.fakes.synthetic_records import Behaviour, make_cases, make_params, write_tree
 
 LINE = make_cases([1])[0].model_dump_json()

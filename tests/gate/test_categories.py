@@ -14,9 +14,8 @@ from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.products.vision.detecting import build_categories, judge_results
 from pipeline.products.vision.detection_settings import DetectionEval
-from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from tests.fakes.judging import compare_release, list_said
+from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_categories import PERSON, Results, lose, make_cases, write_categories_tree
 from tests.fakes.synthetic_detections import DetectorParams, make_detector_params
 

@@ -9,13 +9,14 @@ import pytest
 
 import pipeline.gate.compare
 from pipeline.gate.certificate import BLOCK, NUM_SWAPS, certify, is_above
-from pipeline.gate.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.gate.decision import Measurement
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import count_bounds, proportion_bounds
 from pipeline.gate.verdicts import is_blocking
 from pipeline.products import list_known_metrics
+from pipeline.report.certificate_section import describe_certificate, describe_floor, tabulate_losses
+from pipeline.report.markdown import write_block
 from tests.fakes.judging import compare_release, list_said
 from tests.fakes.synthetic_records import Behaviour, make_cases, make_flips, make_params, write_tree
 
@@ -173,7 +174,7 @@ def test_the_report_says_what_the_gate_misses_and_the_floor(tmp_path) -> None:
     assert said.startswith("On this suite this gate misses a true loss of ")
     assert " in workflows/task_completion_rate one time in two at most" in said
     assert "rest on what was seen" not in said  # a perplexity's bound has room for what no document showed
-    assert tabulate_losses(judgement.verdicts[0]).count("points |") > 8
+    assert write_block(tabulate_losses(judgement.verdicts[0])).count("points |") > 8
     assert "was not measured" in describe_floor(judgement)
     same = judgement.verdicts[1].model_copy(update={"fingerprint": judgement.reference_fingerprint})
     assert "(`again`), which is the floor: prose/" in describe_floor(judgement.model_copy(update={"verdicts": (same,)}))

@@ -10,13 +10,14 @@ import pytest
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import sum_by_cluster
 from pipeline.gate.decision import Measurement, combine, judge_all
-from pipeline.gate.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
 from pipeline.gate.verdicts import describe_policy, is_blocking
 from pipeline.products import list_known_metrics
+from pipeline.products.text.findings.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine, SpeculativeStep
+from pipeline.products.text.show.plots import plot_completion
 from pipeline.records.differences import first_difference
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import OUTGROWN, BuiltCandidate, Evaluation
@@ -24,10 +25,9 @@ from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
-from pipeline.report.markdown_report import render_report
-from pipeline.report.plots import plot_completion, plot_harm
+from pipeline.report.plots import plot_harm
 from pipeline.report.terminal import render_gate
-from tests.fakes.judging import compare_release, list_said
+from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_records import (
     Behaviour,
     make_candidate,
@@ -692,7 +692,7 @@ def test_unusual_releases_still_get_a_report(tmp_path, release, tolerances, outc
     assert verdict.outcome == outcome
     assert f"`{release[0]}`" in render_report(compared)
     plot_harm(compared.judgement, tmp_path / "harm.png")
-    plot_completion(compared.judgement, tmp_path / "completion.png")
+    plot_completion(compared, tmp_path / "completion.png")
 
 
 def test_metrics_of_the_reference_survive_a_broken_candidate(tmp_path):

@@ -18,9 +18,9 @@ from pipeline.records.detections import load_matches, save_matches
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import Evaluation
 from pipeline.records.record_files import read_record, write_record
-from pipeline.report.markdown_report import metrics_tree, render_report
+from pipeline.report.markdown_report import metrics_tree
 from pipeline.report.plots import plot_harm
-from tests.fakes.judging import compare_release, list_said
+from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_detections import (
     Change,
     Detector,

@@ -13,7 +13,6 @@ import pytest
 import stages.compare
 import stages.gate
 from pipeline.errors import EvidenceError, SettingsError
-from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.params import Params
 from pipeline.products.text.serving_config import read_candidate
@@ -24,6 +23,7 @@ from pipeline.records.files import write_text
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.speculation import SpeculativeConfig
+from pipeline.report.explanation_records import Explanation
 from tests.fakes.judging import compare_release
 from tests.fakes.release_project import BUILD, BUNDLE
 from tests.fakes.release_project import VERDICT as VERDICT_PATH

@@ -10,9 +10,8 @@ import tempfile
 from pathlib import Path
 
 from pipeline.records.files import write_text
-from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from tests.fakes.judging import compare_release
+from tests.fakes.judging import compare_release, render_report
 from tests.fakes.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
 
 FOLDER = Path(__file__).parent

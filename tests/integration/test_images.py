@@ -27,9 +27,8 @@ from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import read_cases
 from pipeline.records.medians import MedianInterval
 from pipeline.records.record_files import write_cases
-from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from tests.fakes.judging import compare_release, list_said
+from tests.fakes.judging import compare_release, list_said, render_report
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = 8

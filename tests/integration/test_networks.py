@@ -52,10 +52,9 @@ from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_cases
 from pipeline.records.record_files import write_record
-from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
 from pipeline.running import worker_pool
-from tests.fakes.judging import compare_release, list_said
+from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_records import describe_project
 from tests.fakes.tiny_networks import (
     DETECTOR,

@@ -12,15 +12,15 @@ import pytest
 
 import pipeline.__main__ as command
 from pipeline.errors import EvidenceError
-from pipeline.gate.explanation_records import Explanation
-from pipeline.gate.markdown import render_block, render_name
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import escape_markdown, show_unprintable
 from pipeline.records.reasons import Reason
 from pipeline.records.record_files import read_record
+from pipeline.report.explanation_records import Explanation
 from pipeline.report.github import render_annotations, render_summary
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
+from pipeline.report.markdown import render_block, render_name
 from pipeline.report.terminal import render_gate
 from stages.cli import run_stage
 

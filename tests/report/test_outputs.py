@@ -16,14 +16,15 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, Passage
 from pipeline.gate.verdicts import Judgement, blocking_verdicts
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import CanaryFlip, Verdict
 from pipeline.report.explain import cut_passages, explain_release, explain_verdict
+from pipeline.report.explanation_records import CandidateExplanation, ExplainedFlip, Explanation, Passage
 from pipeline.report.github import MAX_SUMMARY_BYTES, index_lines, render_annotations, render_summary
 from pipeline.report.html import embed_pictures, render_html
 from pipeline.report.junit import render_junit
+from pipeline.report.sections import Figure
 from tests.fakes.judging import compare_release
 from tests.fakes.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
 from tests.paths import ROOT
@@ -119,7 +120,7 @@ def test_outputs_of_a_model_are_text_on_the_page(compared: ReleaseComparison, ex
 
 
 def test_a_page_asks_for_nothing_from_elsewhere(compared: ReleaseComparison, explanation: Explanation) -> None:
-    text = render_html(compared.judgement, explanation, {"worst.png": make_png(4)})
+    text = render_html(compared.judgement, explanation, {name_figure("worst.png"): make_png(4)})
     assert "default-src 'none'" in text
     addresses = [value for name, value in Page(text).attributes if name in ("src", "href", "xlink:href", "srcset")]
     assert [a for a in addresses if not a.startswith("#")] == [a for a in addresses if a.startswith("data:image/png")]
@@ -144,6 +145,10 @@ def test_refused_candidates_and_none_explained_have_a_page(compared: ReleaseComp
     assert "Nothing could be compared" in text and "Cases whose judgement changed" not in text
 
 
+def name_figure(name: str) -> Figure:
+    return Figure(name, name, name, lambda compared, path: None)
+
+
 def make_png(side: int) -> bytes:
     """Return a picture of noise, which hardly gets smaller."""
     picture = Image.frombytes("RGB", (side, side), random.Random(0).randbytes(3 * side * side))
@@ -155,7 +160,8 @@ def make_png(side: int) -> bytes:
 def test_pictures_too_large_for_the_page_are_compressed_and_then_named() -> None:
     large = make_png(600)
     assert len(large) > 1_000_000
-    found = embed_pictures({"worst.png": large, "speed.png": make_png(4), **{f"{i}.png": large for i in range(9)}})
+    pictures = {"worst.png": large, "speed.png": make_png(4), **{f"{i}.png": large for i in range(9)}}
+    found = embed_pictures({name_figure(name): png for name, png in pictures.items()})
     kinds = {picture.name: picture.data[:15] for picture in found}
     assert kinds["worst.png"] == "data:image/jpeg" and kinds["speed.png"] == "data:image/png;"
     assert sum(len(picture.data) for picture in found) < 3_000_000
@@ -321,8 +327,8 @@ def test_what_does_not_fit_into_a_summary_is_left_out_whole(compared: ReleaseCom
 
 
 def test_losses_come_before_gains_and_open_verdicts_are_explained_too(compared: ReleaseComparison) -> None:
-    bad, measured = verdict_of(compared.judgement, "bad"), compared.measured["bad"]
-    kinds = [flip.kind for flip in explain_verdict(bad, measured, "text").flips]
+    bad, findings = verdict_of(compared.judgement, "bad"), compared.findings["bad"]
+    kinds = [flip.kind for flip in explain_verdict(bad, findings).flips]
     assert kinds == sorted(kinds, key=["loss", "gain", "path"].index) and kinds[0] == "loss"
     undecided = bad.model_copy(
         update={
@@ -333,18 +339,18 @@ def test_losses_come_before_gains_and_open_verdicts_are_explained_too(compared: 
             ),
         }
     )
-    assert explain_verdict(undecided, measured, "text").flips
+    assert explain_verdict(undecided, findings).flips
     advisory = bad.model_copy(
         update={"comparisons": tuple(c.model_copy(update={"tier": "advisory"}) for c in bad.comparisons)}
     )
-    assert not explain_verdict(advisory, measured, "text").flips, "what decides nothing explains nothing"
+    assert not explain_verdict(advisory, findings).flips, "what decides nothing explains nothing"
 
 
 def test_a_margin_is_shown_where_the_canary_saw_the_same_answers(compared: ReleaseComparison) -> None:
     """Another answer than the eval's parts at another token, whose margin says nothing about this one."""
-    bad, measured = verdict_of(compared.judgement, "bad"), compared.measured["bad"]
-    flips = explain_verdict(bad, measured, "text").flips
-    pairs = measured.pairs["calls"]
+    bad, findings = verdict_of(compared.judgement, "bad"), compared.findings["bad"]
+    flips = explain_verdict(bad, findings).flips
+    pairs = findings.pairs["calls"]
     records = {
         ours.case_id: (ours.output, theirs.output.split("\n")[0])
         for ours, theirs in zip(pairs.reference, pairs.candidate, strict=True)
@@ -362,23 +368,23 @@ def test_a_margin_is_shown_where_the_canary_saw_the_same_answers(compared: Relea
         for case, extra in ((asked, ""), (other, "!"))
     )
     judged = bad.model_copy(update={"canary": bad.canary.model_copy(update={"flips": seen})})
-    found = {flip.case_id: flip for flip in explain_verdict(judged, measured, "text").flips}
+    found = {flip.case_id: flip for flip in explain_verdict(judged, findings).flips}
     assert (found[asked].token, found[asked].margin) == (3, 0.5)
     assert found[other].margin is None
     own = judged.model_copy(
         update={"canary": judged.canary.model_copy(update={"baseline": "its own path without drafts"})}
     )
-    assert all(flip.margin is None for flip in explain_verdict(own, measured, "text").flips), "not the reference's"
+    assert all(flip.margin is None for flip in explain_verdict(own, findings).flips), "not the reference's"
 
 
 def test_answers_that_only_the_path_changed_are_shown_with_their_prompt(compared: ReleaseComparison) -> None:
     """A candidate with the reference's weights may fail by its canary alone, without one flip in the evals."""
     good = verdict_of(compared.judgement, "good")
-    assert good.canary is not None and not explain_verdict(good, compared.measured["good"], "text").flips
+    assert good.canary is not None and not explain_verdict(good, compared.findings["good"]).flips
     flip = CanaryFlip(case_id="calls/calls-0002", token=1, margin=0.01, reference="to bay", candidate="to dock")
     canary = good.canary.model_copy(update={"is_same_weights": True, "baseline": "the path", "flips": (flip,)})
     judged = good.model_copy(update={"canary": canary, "outcome": "fail"})
-    (shown,) = explain_verdict(judged, compared.measured["good"], "text").flips
+    (shown,) = explain_verdict(judged, compared.findings["good"]).flips
     assert (shown.kind, shown.against, shown.margin, shown.token) == ("path", "the path", 0.01, 1)
     assert shown.reference is not None and shown.reference.marked == "bay"
     assert shown.prompt.text.startswith("Move crate 2 through")

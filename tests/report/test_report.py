@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from pipeline.gate.compare import ReleaseComparison
+from pipeline.products.text.show.plots import plot_completion
 from pipeline.records.evaluations import CaseRecord
-from pipeline.report.markdown_report import render_report
-from pipeline.report.plots import choose_shown, plot_completion, plot_harm
+from pipeline.report.plots import choose_shown, plot_harm
 from pipeline.report.terminal import render_gate
-from tests.fakes.judging import compare_release
+from tests.fakes.judging import compare_release, render_report
 from tests.fakes.synthetic_records import Behaviour, make_params, rewrite_records, write_tree
 
 FORGED = "x</b></summary></details>\n# `PASS` | ![ok](http://x/p.png) \x1b[2J\x00\u202e"
@@ -133,9 +133,9 @@ def test_a_bucket_that_looks_like_a_formula_is_drawn_as_it_is_written(tmp_path: 
     for side in ("reference", "a"):
         rewrite_records(tmp_path, side, "workflows", with_buckets(name))
     tolerances = {"workflows/task_completion_rate": {"overall": 0.02, "buckets": {name: 0.02}}}
-    judgement = compare_release(make_params(["a"], ["a"], tolerances=tolerances), tmp_path).judgement
-    for draw in (plot_harm, plot_completion):
-        draw(judgement, tmp_path / "plot.png")
+    compared = compare_release(make_params(["a"], ["a"], tolerances=tolerances), tmp_path)
+    plot_harm(compared.judgement, tmp_path / "plot.png")
+    plot_completion(compared, tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize("character", UNPRINTABLE)

@@ -13,12 +13,13 @@ import pytest
 
 from pipeline.errors import JournalError
 from pipeline.gate.verdicts import Judgement
+from pipeline.products.text.show import TextPresenter
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Metric
 from pipeline.report.mlflow_runs.predictions import MAX_CASES_PER_EVAL, MAX_TEXT, select_predictions
 from pipeline.report.mlflow_runs.run_contents import RunContents, name_metrics
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
-from tests.fakes.judging import compare_release, describe_runs
+from tests.fakes.judging import build_runs, compare_release
 from tests.fakes.synthetic_records import PRODUCT, Behaviour, make_params, write_tree
 
 LOSSES = {"gptq-short": Behaviour(loss={"workflows": 0.3}), "awq-long": Behaviour(loss={"workflows": 0.01})}
@@ -34,7 +35,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Judgement, Path]:
 
 @pytest.fixture
 def runs(judged: tuple[Judgement, Path]) -> list[RunContents]:
-    return describe_runs(*judged)
+    return build_runs(*judged)
 
 
 def metric(name: str, value: float, bucket: str | None = None, unit: str = "") -> Metric:
@@ -101,7 +102,7 @@ def test_the_longest_bucket_of_an_evalset_fits() -> None:
 
 def test_a_note_is_safe_markdown(judged: tuple[Judgement, Path]) -> None:
     verdict = judged[0].verdicts[0].model_copy(update={"reasons": ("fail: x\n# <b>PASS</b>",)})
-    notes = [run.note for run in describe_runs(judged[0].model_copy(update={"verdicts": (verdict,)}), judged[1])]
+    notes = [run.note for run in build_runs(judged[0].model_copy(update={"verdicts": (verdict,)}), judged[1])]
     assert "fail: x\\n# &lt;b>PASS&lt;/b>" in notes[1]
 
 
@@ -126,7 +127,9 @@ def test_selection_keeps_late_flips_when_cases_are_many() -> None:
         return {"calls": {str(i): (case(str(i)), i != wrong) for i in range(MAX_CASES_PER_EVAL + 100)}}
 
     last = MAX_CASES_PER_EVAL + 99
-    tables = select_predictions({"reference": scored(None), "a": scored(last), "b": scored(7)}, "reference")
+    tables = select_predictions(
+        {"reference": scored(None), "a": scored(last), "b": scored(7)}, "reference", TextPresenter()
+    )
     assert tables["a"]["id"][:2] == ["calls/7", f"calls/{last}"]
     assert tables["a"]["ok"][:2] == ["right", "WRONG"] and tables["b"]["ok"][:2] == ["WRONG", "right"]
     assert {len(column) for table in tables.values() for column in table.values()} == {MAX_CASES_PER_EVAL}
@@ -140,6 +143,7 @@ def test_missing_failed_and_long_cases_are_told_apart() -> None:
             "a": {"calls": {"2": (failed, None)}},
         },
         "reference",
+        TextPresenter(),
     )
     assert sorted(tables["a"]["ok"]) == ["infrastructure: timeout", "missing"]
     assert all(text.endswith("characters)") for text in tables["reference"]["output"])
@@ -150,7 +154,7 @@ def test_a_refused_candidate_without_records_is_still_a_run(judged: tuple[Judgem
     shutil.copytree(judged[1], build)
     shutil.rmtree(build / "evaluations" / "gptq-short")
     params = make_params(list(LOSSES), ["awq-long"])
-    run = describe_runs(compare_release(params, build).judgement, build)[1]
+    run = build_runs(compare_release(params, build).judgement, build)[1]
     assert run.params["gate"] == "refused" and "no predictions" in run.note
     assert set(run.predictions["ok"]) == {"missing"}
 

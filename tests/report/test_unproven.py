@@ -10,16 +10,15 @@ import pytest
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import blocking_verdicts
 from pipeline.products.vision.settings import find_network_problems
+from pipeline.report.explanation_records import Explanation
 from pipeline.report.github import render_annotations, render_summary
 from pipeline.report.html import render_html
 from pipeline.report.junit import render_junit
-from pipeline.report.markdown_report import render_report
 from pipeline.report.terminal import render_gate
-from tests.fakes.judging import compare_release, list_said
+from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_detections import Change
 from tests.fakes.synthetic_networks import Way, make_network_product, write_detector
 from tests.products.vision.test_report import edit_records

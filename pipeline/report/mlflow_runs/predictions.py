@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.records.evaluations import CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record
+from pipeline.report.presenting import Presenter
 from pipeline.settings.base import Eval
 
 MAX_CASES_PER_EVAL = 200
@@ -37,12 +39,15 @@ def read_scored(build: Path, name: str, evals: Mapping[str, Eval]) -> Scored:
     return scored
 
 
-def select_predictions(scored: dict[str, Scored], reference: str) -> dict[str, dict[str, list[str]]]:
+def select_predictions(
+    scored: dict[str, Scored], reference: str, presenter: Presenter[Any]
+) -> dict[str, dict[str, list[str]]]:
     """Choose the same cases for every candidate and lay them out as a table per candidate.
 
     Args:
         scored: candidate -> eval -> case id -> record and whether it was right (None: not judged).
         reference: the candidate against which a flip counts.
+        presenter: of the kind of product: how outputs are shown.
 
     Returns:
         candidate -> column -> values; columns id, output, ok, prompt, eval.
@@ -54,7 +59,7 @@ def select_predictions(scored: dict[str, Scored], reference: str) -> dict[str, d
         for case_id in _choose_cases(eval_name, scored, reference):
             for name, table in tables.items():
                 record, ok = scored[name].get(eval_name, {}).get(case_id, (None, None))
-                _append_row(table, eval_name, record or cases[case_id][0], ok, is_missing=record is None)
+                _append_row(table, eval_name, record or cases[case_id][0], ok, presenter, is_missing=record is None)
     return tables
 
 
@@ -69,13 +74,18 @@ def _choose_cases(eval_name: str, scored: dict[str, Scored], reference: str) -> 
 
 
 def _append_row(
-    table: dict[str, list[str]], eval_name: str, record: CaseRecord, ok: bool | None, *, is_missing: bool
+    table: dict[str, list[str]],
+    eval_name: str,
+    record: CaseRecord,
+    ok: bool | None,
+    presenter: Presenter[Any],
+    *,
+    is_missing: bool,
 ) -> None:
     failure = "missing" if is_missing else record.failure or "not judged"
-    words = ("NOT FINITE", "finite") if "finite" in record.scores else ("WRONG", "right")
-    mark = failure if ok is None else words[ok]
+    mark = failure if ok is None else presenter.words.judged[ok]
     table["id"].append(f"{eval_name}/{record.case_id}")
-    table["output"].append(mark if is_missing else f"{mark}: {_cut(describe_output(record))}")
+    table["output"].append(mark if is_missing else f"{mark}: {_cut(presenter.format_output(record))}")
     table["ok"].append(mark)
     table["prompt"].append(_cut(record.prompt))
     table["eval"].append(eval_name)
@@ -83,16 +93,3 @@ def _append_row(
 
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... ({len(text):,} characters)"
-
-
-def describe_output(record: CaseRecord) -> str:
-    """Return what the table shows of an output: boxes and the digests of pictures are no text, their scores are."""
-    scores = record.scores
-    if {"found_50", "objects", "false_alarms"} <= scores.keys():
-        return (
-            f"{scores['found_50']:g} of {scores['objects']:g} objects found at IoU 0.5, "
-            f"{scores['false_alarms']:g} false alarms"
-        )
-    if {"psnr_db", "ssim", "seam_levels", "finite"} <= scores.keys():
-        return f"{scores['psnr_db']:.2f} dB, SSIM {scores['ssim']:.4f}, seams of {scores['seam_levels']:.2f} levels"
-    return record.output

@@ -21,9 +21,11 @@ from pipeline.gate.wording import escape_markdown, is_rate
 from pipeline.records.digests import digest_json, digest_text
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
 from pipeline.records.record_files import R, read_record
-from pipeline.records.verdicts import Metric, Speed, Verdict
-from pipeline.report.mlflow_runs.image_contents import ImageContents, Shown, choose_images
-from pipeline.report.mlflow_runs.predictions import read_scored, select_predictions
+from pipeline.records.verdicts import Metric, Verdict
+from pipeline.report.mlflow_runs.picture_contents import PictureContents, choose_pictures
+from pipeline.report.mlflow_runs.predictions import Scored, read_scored, select_predictions
+from pipeline.report.pictures.shown import Shown
+from pipeline.report.presenting import JudgedRun, Presenter
 from pipeline.settings.base import Eval
 
 # Bars and dots: a reviewer tells the verdict by the colour.
@@ -58,52 +60,72 @@ class RunContents:
     column: str = ""
 
 
-def describe_runs(judgement: Judgement, evals: Mapping[str, Eval], build: Path) -> list[RunContents]:
-    """Describe one run per judged candidate, the reference first.
+def build_runs(
+    judgement: Judgement, evals: Mapping[str, Eval], build: Path, presenter: Presenter[Any]
+) -> list[RunContents]:
+    """Return one run per judged candidate, the reference first.
 
     Records that can't be read leave their part of a run empty, and its note says so: the verdict
     was refused for it, and a refusal is worth seeing too.
     """
     verdicts = {v.candidate: v for v in judgement.verdicts}
     names = [judgement.policy.reference, *(name for name in verdicts if name != judgement.policy.reference)]
-    scored, problems = {}, dict.fromkeys(names, "")
+    scored: dict[str, Scored] = {}
+    problems = dict.fromkeys(names, "")
     for name in names:
         try:
             scored[name] = read_scored(build, name, evals)
         except EvidenceError as error:
             scored[name], problems[name] = {}, f"\n- no predictions: {escape_markdown(str(error))}"
-    tables = select_predictions(scored, judgement.policy.reference)
-    images = choose_images(judgement, evals, scored, build) if judgement.policy.kind != "text" else {}
+    tables = select_predictions(scored, judgement.policy.reference, presenter)
+    rules = presenter.choose_rules(judgement.policy)
+    pictures = choose_pictures(judgement, evals, scored, build, rules=rules) if rules else {}
     return [
-        _describe_run(judgement, build, name, tables[name], images.get(name, ImageContents()), problems[name])
+        _build_run(
+            judgement,
+            build,
+            name,
+            presenter,
+            scored=scored[name],
+            predictions=tables[name],
+            pictures=pictures.get(name, PictureContents()),
+            problem=problems[name],
+        )
         for name in names
     ]
 
 
-def _describe_run(
-    judgement: Judgement, build: Path, name: str, predictions: dict[str, list[str]], images: ImageContents, problem: str
+def _build_run(
+    judgement: Judgement,
+    build: Path,
+    name: str,
+    presenter: Presenter[Any],
+    *,
+    scored: Scored,
+    predictions: dict[str, list[str]],
+    pictures: PictureContents,
+    problem: str,
 ) -> RunContents:
     is_reference = name == judgement.policy.reference
     verdict = next((v for v in judgement.verdicts if v.candidate == name), None)
+    folder = build / "evaluations" / name
     candidate = _read_optional(build / "candidates" / name / "candidate.json", BuiltCandidate)
-    evaluation = _read_optional(build / "evaluations" / name / "evaluation.json", Evaluation)
+    evaluation = _read_optional(folder / "evaluation.json", Evaluation)
     says = [record.model_dump() if record else None for record in (verdict, candidate, evaluation)]
     metrics = judgement.reference_metrics if is_reference else (verdict.metrics if verdict else ())
     headline = next(iter(judgement.policy.tolerances), "")
     return RunContents(
         candidate=name,
-        key=digest_json([*says, is_reference, predictions["id"], *(image.identity for image in images.shown)]),
+        key=digest_json([*says, is_reference, predictions["id"], *(shown.identity for shown in pictures.shown)]),
         metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline)
-        | describe_gate(verdict)
-        | describe_speed(verdict.speed if verdict else None)
-        | describe_path(verdict, evaluation)
-        | images.costs,
-        params={"gate": describe_role(verdict, is_reference)} | describe_candidate(candidate, evaluation),
+        | name_gate(verdict)
+        | presenter.measure_run(JudgedRun(verdict, evaluation, folder, scored)),
+        params={"gate": format_role(verdict, is_reference)} | list_params(candidate, evaluation),
         predictions=predictions,
-        note=_write_note(verdict, is_reference) + images.note + problem,
+        note=_write_note(verdict, is_reference) + pictures.note + problem,
         color=_COLORS["reference" if is_reference or verdict is None else verdict.outcome],
-        images=images.shown,
-        column=images.column,
+        images=pictures.shown,
+        column=pictures.column,
     )
 
 
@@ -158,7 +180,7 @@ def _clean(bucket: str) -> str:
     return re.sub(r"[^\w.\- ]", "_", bucket)  # what MLflow takes in a metric name, less its separators
 
 
-def describe_gate(verdict: Verdict | None) -> dict[str, float]:
+def name_gate(verdict: Verdict | None) -> dict[str, float]:
     """Say what the gate said as numbers, as the compare page shows no tags.
 
     `worst_loss_over_tolerance` is the largest observed loss of any gated metric or bucket: 1 is a
@@ -175,41 +197,13 @@ def describe_gate(verdict: Verdict | None) -> dict[str, float]:
     return numbers
 
 
-def describe_path(verdict: Verdict | None, evaluation: Evaluation | None) -> dict[str, float]:
-    """Say as numbers what the path does beside the weights: answers of the canary that differ, drafts accepted."""
-    numbers = {}
-    if verdict is not None and verdict.canary is not None:
-        numbers["path/canary_diverged_percent"] = 100 * verdict.canary.num_diverged / verdict.canary.num_prompts
-    counts = evaluation.speculation if evaluation else None
-    if counts is not None:
-        numbers["path/acceptance_percent"] = 100 * counts.acceptance_rate
-        numbers["path/acceptance_length"] = counts.acceptance_length
-        numbers["path/target_forwards_per_token"] = counts.forwards_per_token
-    return numbers
-
-
-def describe_speed(speed: Speed | None) -> dict[str, float]:
-    """Name a benchmark's medians: throughput in percent of the reference's, latencies and memory of the candidate."""
-    if speed is None:
-        return {}
-    numbers = {}
-    for cell in speed.cells:
-        where = f"{cell.concurrency} in flight {cell.prompt_tokens[0]}-{cell.prompt_tokens[1]} prompt tokens"
-        numbers[f"speed/{where} throughput_percent_of_reference"] = 100 * cell.throughput_tokens_per_s.ratio.median
-        numbers[f"speed/{where} ttft_ms"] = cell.ttft_ms.candidate.median
-        numbers[f"speed/{where} inter_token_latency_ms"] = cell.inter_token_latency_ms.candidate.median
-    if speed.candidate_peak_memory_mib is not None:
-        numbers["speed/peak_memory_mib"] = speed.candidate_peak_memory_mib
-    return numbers
-
-
-def describe_role(verdict: Verdict | None, is_reference: bool) -> str:
+def format_role(verdict: Verdict | None, is_reference: bool) -> str:
     """Say in a word or two what the gate made of a candidate."""
     word = "reference" if is_reference or verdict is None else verdict.outcome
     return f"{word} (release)" if verdict and verdict.is_release else word
 
 
-def describe_candidate(candidate: BuiltCandidate | None, evaluation: Evaluation | None) -> dict[str, str]:
+def list_params(candidate: BuiltCandidate | None, evaluation: Evaluation | None) -> dict[str, str]:
     """Summarise a candidate in a few short values, as far as it was built and evaluated."""
     described = {}
     if evaluation is not None:
@@ -219,25 +213,26 @@ def describe_candidate(candidate: BuiltCandidate | None, evaluation: Evaluation 
     checkpoint = candidate.checkpoint
     fallbacks = f", {len(candidate.fallbacks)} fallbacks" if candidate.fallbacks else ""
     return described | {
-        "calibration": "; ".join(filter(None, map(_describe_calibration, candidate.steps))) or "none",
+        "calibration": "; ".join(filter(None, map(_format_calibration, candidate.steps))) or "none",
         "checkpoint": f"{checkpoint.path} ({checkpoint.kind}, {checkpoint.format})",
-        "coverage": _describe_coverage(candidate) + fallbacks,
+        "coverage": _format_coverage(candidate) + fallbacks,
         "size_mib": f"{checkpoint.num_bytes / (1 << 20):.2f}",
-        "steps": "; ".join(map(_describe_step, candidate.steps)) or "none",
+        "steps": "; ".join(map(_format_step, candidate.steps)) or "none",
     }
 
 
-def _describe_step(step: dict[str, Any]) -> str:
+def _format_step(step: dict[str, Any]) -> str:
     words = [str(step["kind"])]
     if "bits" in step:
         words += [f"int{step['bits']}", f"g{step.get('group_size')}", "sym" if step.get("symmetric") else "asym"]
-    if step["kind"] == "speculative":
-        words += [step["method"], f"k{step.get('num_speculative_tokens', step.get('num_tokens'))}"]
+    num_drafted = step.get("num_speculative_tokens", step.get("num_tokens"))  # the latter: of candidates of before
+    if num_drafted is not None:
+        words += [step["method"], f"k{num_drafted}"]
     words += [str(step[key]) for key in _STEP_WORDS if key in step]
     return " ".join(words)
 
 
-def _describe_calibration(step: dict[str, Any]) -> str:
+def _format_calibration(step: dict[str, Any]) -> str:
     calibration = step.get("calibration")
     if not calibration:
         return ""
@@ -248,7 +243,7 @@ def _describe_calibration(step: dict[str, Any]) -> str:
     )
 
 
-def _describe_coverage(candidate: BuiltCandidate) -> str:
+def _format_coverage(candidate: BuiltCandidate) -> str:
     if not candidate.coverage:
         return "as stored"
     counts: dict[str, int] = {}
@@ -258,7 +253,7 @@ def _describe_coverage(candidate: BuiltCandidate) -> str:
 
 
 def _write_note(verdict: Verdict | None, is_reference: bool) -> str:
-    lines = [f"**{describe_role(verdict, is_reference)}**"]
+    lines = [f"**{format_role(verdict, is_reference)}**"]
     if is_reference:
         lines.append("- every other run is compared with this one, case by case")
     return "\n".join(lines + [f"- {escape_markdown(str(reason))}" for reason in (verdict.reasons if verdict else ())])

@@ -27,9 +27,9 @@ from urllib.parse import quote
 from pipeline.errors import JournalError
 from pipeline.gate.wording import escape_markdown
 from pipeline.records.files import write_text
-from pipeline.report.mlflow_runs.image_contents import COLUMN, VIEW, describe_view
+from pipeline.report.mlflow_runs.picture_view import COLUMN, VIEW, build_view
 from pipeline.report.mlflow_runs.run_contents import RunContents
-from pipeline.report.mlflow_runs.run_pictures import draw_pictures
+from pipeline.report.pictures.shown import draw_pictures
 
 STORE_FILE = "mlflow.db"
 ARTIFACTS_FOLDER = "mlartifacts"
@@ -176,7 +176,7 @@ def _save_view(client: Any, experiment_id: str, runs: list[RunContents]) -> None
     if any(shown):
         # as MLflow's page keeps what its users save under "Views"; it does not show the times
         view = json.dumps(
-            {"name": VIEW.replace("-", " "), "createdAt": 0, "updatedAt": 0, "state": json.dumps(describe_view(shown))}
+            {"name": VIEW.replace("-", " "), "createdAt": 0, "updatedAt": 0, "state": json.dumps(build_view(shown))}
         )
         if client.get_experiment(experiment_id).tags.get(f"{_VIEWS}{VIEW}") != view:
             client.set_experiment_tag(experiment_id, f"{_VIEWS}{VIEW}", view)

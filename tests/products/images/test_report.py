@@ -10,15 +10,14 @@ import pytest
 from PIL import Image
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.guidance_plot import plot_guidance
-from pipeline.gate.image_plots import plot_headroom, plot_worst_images
-from pipeline.gate.images import describe_guidance, list_guided
+from pipeline.products.images.show.guidance import describe_guidance, list_guided, plot_guidance
+from pipeline.products.images.show.headroom import plot_headroom
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import read_cases
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import write_cases
-from pipeline.report.markdown_report import render_report
-from tests.fakes.judging import compare_release, list_said
+from pipeline.report.pictures.worst import plot_worst_images
+from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_images import Look, make_image_product, write_image_tree
 
 FLIPS = "|  | image | prompt |"
@@ -31,7 +30,7 @@ def judge(build: Path, looks: dict[str, Look]) -> ReleaseComparison:
 
 
 def find_guided(compared: ReleaseComparison) -> list[str]:
-    return list(list_guided({name: m.evidence for name, m in compared.measured.items()}, "shots"))
+    return list(list_guided({name: m.evidence for name, m in compared.findings.items()}, "shots"))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_guidance_is_described_in_full(tmp_path: Path) -> None:
         "sample_max_value": 2.5,
         "by_category": {"white": {"scale": 3}},
     }
-    evidence = judge(tmp_path, {"guided": Look(guidance=guidance)}).measured["guided"].evidence
+    evidence = judge(tmp_path, {"guided": Look(guidance=guidance)}).findings["guided"].evidence
     assert evidence is not None and describe_guidance(evidence) == (
         "scale 7.5, rescale 0.3, thresholded at 99.5 % up to 2.5; white: scale 3, rescale 0"
     )

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 
 from pipeline.gate.case_table import CaseTable
-from pipeline.gate.image_plots import plot_worst_images
-from pipeline.gate.pictures import JudgedImage
+from pipeline.products.images.show.runs import ShownHeadroom
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import read_cases
 from pipeline.records.record_files import write_cases
-from pipeline.report.flips import list_worst_images
-from pipeline.report.mlflow_runs.image_contents import COLUMN, MAX_CASES, VIEW, ShownImage, describe_view, order_columns
+from pipeline.report.mlflow_runs.picture_contents import MAX_CASES
+from pipeline.report.mlflow_runs.picture_view import COLUMN, VIEW, build_view, order_columns
 from pipeline.report.mlflow_runs.run_contents import RunContents
-from pipeline.report.mlflow_runs.run_pictures import MAX_SIDE, draw_pictures, fit_size
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
-from tests.fakes.judging import compare_release, describe_runs
+from pipeline.report.pictures.images import JudgedImage
+from pipeline.report.pictures.shown import MAX_SIDE, ShownImage, draw_pictures, fit_size
+from pipeline.report.pictures.worst import list_worst_images, plot_worst_images
+from tests.fakes.judging import build_runs, compare_release
 from tests.fakes.synthetic_images import SIDE, Look, make_image_product, write_image_tree
 
 MAX_LOGGED = 12  # images a run
@@ -39,11 +40,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def describe(build: Path, looks: dict[str, Look] = LOOKS, release: str = "bad") -> list[RunContents]:
-    return describe_runs(compare_release(make_image_product(looks, release), build).judgement, build)
+    return build_runs(compare_release(make_image_product(looks, release), build).judgement, build)
+
+
+def list_images(run: RunContents, num: int) -> list[ShownImage]:
+    """List what a run shows of one image, or of two."""
+    return [shown for shown in run.images if isinstance(shown, ShownImage) and len(shown.images) == num]
 
 
 def list_cases(run: RunContents) -> list[str]:
-    return [image.key for image in run.images if len(image.images) == 1]
+    return [image.key for image in list_images(run, 1)]
 
 
 def test_every_run_shows_the_worst_case_of_each_candidate(built: Path) -> None:
@@ -54,16 +60,16 @@ def test_every_run_shows_the_worst_case_of_each_candidate(built: Path) -> None:
     )
     assert all(list_cases(run) == list_cases(reference) for run in others)
     for run in runs:
-        assert {image.images[0].path.parts[-3] for image in run.images if len(image.images) == 1} == {run.candidate}
+        assert {image.images[0].path.parts[-3] for image in list_images(run, 1)} == {run.candidate}
     assert "image 1 of bad, image 2 of fine and alike" in reference.note
     assert "worst image: shot-7 (image 1)" in next(run.note for run in runs if run.candidate == "bad")
 
 
 def test_a_run_adds_its_own_difference_and_headroom(built: Path) -> None:
     for run in describe(built):
-        differences = [image for image in run.images if len(image.images) == 2]
+        differences = list_images(run, 2)
         assert [image.images[0].path.parts[-3] for image in differences] == ["shots"] * (run.candidate != "shots")
-        assert [image.notes for image in run.images if image.notes] == [
+        assert [shown.notes for shown in run.images if isinstance(shown, ShownHeadroom)] == [
             built / "evaluations" / run.candidate / "shots.json"
         ]
 
@@ -87,7 +93,7 @@ def test_a_candidate_with_the_references_own_images_takes_no_row(built: Path, tm
     assert "every image has the pixels of the reference's" in run.note
     listed = sorted(describe(build, release="fine"), key=lambda run: run.column)
     assert [run.candidate for run in listed] == ["bad", "alike", "fine", "shots"]
-    assert not any(len(image.images) == 2 for image in run.images), "no difference to draw"
+    assert not list_images(run, 2), "no difference to draw"
 
 
 def test_many_candidates_show_no_more_than_a_dozen_images(tmp_path: Path) -> None:
@@ -208,7 +214,7 @@ def test_broken_bytes_never_stop_a_run(built: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"decoder": {"up": {}}}', '{"decoder": {"up": null}}'])
 def test_broken_notes_never_stop_a_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "notes.json").write_text(text)
-    pictures, problems = draw_pictures([ShownImage("k", notes=tmp_path / "notes.json")])
+    pictures, problems = draw_pictures([ShownHeadroom("k", tmp_path / "notes.json")])
     assert not pictures and "expected the ranges of a decoder's modules" in problems[0]
 
 
@@ -241,7 +247,7 @@ def test_the_reference_is_the_first_column_and_no_release_is_left_out(num_runs: 
 
 
 def test_the_view_holds_every_image_once() -> None:
-    view = describe_view([[ShownImage("images/2 b"), ShownImage("images/1 a")]] * 2)
+    view = build_view([[ShownImage("images/2 b"), ShownImage("images/1 a")]] * 2)
     assert view["compareRunCharts"][0]["imageKeys"] == ["images/1 a", "images/2 b"]
     assert view["compareRunCharts"][0]["metricSectionId"] == view["compareRunSections"][0]["uuid"]
 
@@ -267,7 +273,7 @@ def test_the_worst_image_is_unsound_or_lost_most_and_not_just_beyond_a_limit(tmp
     looks = {"bad": Look(changes={"oversaturated": 1.0}, worst=9)}
     write_image_tree(tmp_path, make_image_product(looks, "bad"), looks)
     compared = compare_release(make_image_product(looks, "bad"), tmp_path)
-    pairs = compared.measured["bad"].pairs
+    pairs = compared.findings["bad"].pairs
     assert list_worst_images(pairs, compared.evals)[0] == ("shots", 9)
     records = read_cases(tmp_path / "evaluations/bad/shots.jsonl")
     records[4] = records[4].model_copy(update={"scores": records[4].scores | {"sound": 0.0}})

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pipeline.errors import SettingsError
-from pipeline.gate.images import find_overflow, headroom
 from pipeline.numerics.activation_watch import ModuleRange
 from pipeline.numerics.seams import seam_excess
+from pipeline.products.images.findings.decoder import find_overflow, headroom
 from pipeline.products.images.rendering import list_stitches
 from pipeline.products.images.scoring import build_range_notes, score_images, to_bytes
 from pipeline.records.serving import Tiling

@@ -16,7 +16,7 @@ from pipeline.records.record_files import read_record, write_record
 from pipeline.records.speculation import SpeculationCounts
 from pipeline.records.verdicts import Verdict
 from pipeline.report.terminal import render_gate
-from tests.fakes.judging import compare_release, describe_runs, list_said
+from tests.fakes.judging import build_runs, compare_release, list_said
 from tests.fakes.synthetic_records import (
     CALL,
     Behaviour,
@@ -227,7 +227,7 @@ def test_mlflow_shows_what_the_path_changed_and_what_drafts_came_to(tmp_path: Pa
     canary = write_canary(path.parent, {"loaded": changed(1, 2, 3)})
     update = {"speculation": counts, "canary": canary}
     write_record(path, read_record(path, Evaluation).model_copy(update=update))
-    _, run = describe_runs(compare_release(make_params(["a"], ["a"]), build).judgement, build)
+    _, run = build_runs(compare_release(make_params(["a"], ["a"]), build).judgement, build)
     shown = {name.removeprefix("path/"): value for name, value in run.metrics.items() if name.startswith("path/")}
     assert shown == {
         "canary_diverged_percent": 3.0,

@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import spread
-from pipeline.gate.canary import describe_blind
 from pipeline.products.text.evals.canary import pick_prompts
+from pipeline.products.text.findings.canary import describe_blind
 from pipeline.products.text.settings import ToolCallsEval
 from tests.products.text.test_canary import judge
 from tests.products.text.test_evaluate import write_questions

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.gate.endpoint import holds_same_model
+from pipeline.products.text.findings.endpoint import holds_same_model
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record, write_record

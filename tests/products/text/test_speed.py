@@ -13,22 +13,21 @@ import stages.gate
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.speed import describe_speed, judge_speed
 from pipeline.gate.verdicts import VERDICT_FILE, describe_policy
 from pipeline.products.params import Params
 from pipeline.products.text.benchmark.prefix_cache import NUM_PROBES
+from pipeline.products.text.findings.speed import describe_speed, judge_speed
 from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.show.plots import plot_speed
+from pipeline.products.text.show.speed import describe_measurement
 from pipeline.records.benchmarks import Batch, Benchmark, Cell, Machine, Probe, Side, read_machine
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.record_files import write_record
 from pipeline.records.speculation import SpeculationCounts
 from pipeline.records.verdicts import Verdict
-from pipeline.report.markdown_report import render_report
-from pipeline.report.plots import plot_speed
-from pipeline.report.speed_section import describe_measurement
 from pipeline.report.terminal import render_gate
 from pipeline.settings.base import REPORTS
-from tests.fakes.judging import compare_release, describe_runs, list_said
+from tests.fakes.judging import build_runs, compare_release, list_said, render_report
 from tests.fakes.synthetic_records import PRODUCT, Behaviour, make_candidate, make_params, write_tree
 
 HERE = Machine(cpu="Nice CPU", num_cores=2, gpus=())
@@ -353,7 +352,7 @@ def test_a_machine_is_known_from_what_the_stage_env_wrote(tmp_path: Path) -> Non
 
 
 def test_runs_hold_the_medians_under_names_that_say_the_cell(build: Path) -> None:
-    reference, run = describe_runs(judge(build)[0].judgement, build)
+    reference, run = build_runs(judge(build)[0].judgement, build)
     assert run.metrics["speed/1 in flight 30-60 prompt tokens throughput_percent_of_reference"] == pytest.approx(83)
     assert run.metrics["speed/peak_memory_mib"] == 1280
     assert len([name for name in run.metrics if name.startswith("speed/")]) == 3 * 4 + 1
@@ -362,8 +361,8 @@ def test_runs_hold_the_medians_under_names_that_say_the_cell(build: Path) -> Non
 
 def test_speeds_are_drawn_and_so_is_that_there_are_none(build: Path, tmp_path: Path) -> None:
     drawn = {}
-    for name, judgement in (("some", judge(build)[0].judgement), ("none", judge(build, candidates=[])[0].judgement)):
-        plot_speed(judgement, tmp_path / f"{name}.png")
+    for name, compared in (("some", judge(build)[0]), ("none", judge(build, candidates=[])[0])):
+        plot_speed(compared, tmp_path / f"{name}.png")
         drawn[name] = (tmp_path / f"{name}.png").read_bytes()
     assert drawn["some"] != drawn["none"]
 

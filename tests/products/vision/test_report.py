@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,28 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from pipeline.errors import EvidenceError
-from pipeline.gate import network_plots
-from pipeline.gate.boxes import find_lost, list_losses, read_found
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.explanation_records import Explanation
-from pipeline.gate.network_costs import tabulate_network_costs
-from pipeline.gate.network_section import describe_fallbacks
-from pipeline.gate.pictures import LARGEST_SHOWN, crop_most_different
-from pipeline.gate.seams import cut_strip
 from pipeline.gate.verdicts import is_blocking
 from pipeline.products import KINDS
+from pipeline.products.vision.show import plots as network_plots
+from pipeline.products.vision.show.boxes import find_lost, list_losses, read_found
+from pipeline.products.vision.show.costs import tabulate_network_costs
+from pipeline.products.vision.show.seams import cut_strip
+from pipeline.products.vision.show.sections import describe_fallbacks
 from pipeline.records.detections import Detections, match_image
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import CaseRecord, Evaluation, Fallback
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.serving import Tiling
 from pipeline.records.verdicts import Verdict
-from pipeline.report.flips import list_worst_images, worst_cases
+from pipeline.report.explanation_records import Explanation
+from pipeline.report.flips import worst_cases
 from pipeline.report.github import render_summary
-from pipeline.report.markdown_report import render_report
-from pipeline.report.presenting import Plot
+from pipeline.report.pictures.images import LARGEST_SHOWN, crop_most_different
+from pipeline.report.pictures.worst import list_worst_images
 from pipeline.report.terminal import render_gate
-from tests.fakes.judging import compare_release, list_said
+from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_detections import Change
 from tests.fakes.synthetic_networks import (
     NOTES,
@@ -364,7 +363,7 @@ def test_a_failing_bucket_lists_its_own_cases(judged: ReleaseComparison) -> None
     """Catches a table per bucket that is each time the same one."""
     comparisons = judged.judgement.verdicts[0].comparisons
     comparison = next(c for c in comparisons if c.metric == "scenes/ap" and c.bucket is None)
-    pairs = judged.measured["policy"].pairs["scenes"]
+    pairs = judged.findings["policy"].pairs["scenes"]
     cases = worst_cases(comparison.model_copy(update={"bucket": "large"}), pairs, limit=3)
     assert [(case.reference, case.weight) for case in cases] == [(9.0, 9.0)] * 3
     assert worst_cases(comparison.model_copy(update={"bucket": "night"}), pairs, limit=3) == []
@@ -443,10 +442,11 @@ def test_names_can_not_forge_a_line_of_the_report(tmp_path: Path, product: str) 
     draw_all(compared, tmp_path)
 
 
-def list_plots(compared: ReleaseComparison) -> Mapping[str, Plot]:
+def list_plots(compared: ReleaseComparison) -> dict[str, Callable[[ReleaseComparison, Path], None]]:
     """Return what stage compare draws of a product."""
     policy = compared.judgement.policy
-    return KINDS[policy.kind].get_presenter().list_plots(make_network_product(policy.product, WAYS))
+    figures = KINDS[policy.kind].get_presenter().list_figures(make_network_product(policy.product, WAYS))
+    return {figure.name: figure.draw for figure in figures}
 
 
 def draw_all(compared: ReleaseComparison, folder: Path) -> dict[str, bytes]:
@@ -499,8 +499,8 @@ def test_a_candidate_without_results_is_not_in_the_legend_of_sizes(
     build = tmp_path / "build"
     shutil.copytree(small, build)
     (build / "evaluations/last/scenes.npz").unlink()
-    judgement = compare_release(make_network_product("detector", WAYS), build).judgement
-    words = list_words(partial(network_plots.plot_buckets, judgement), tmp_path, monkeypatch)
+    compared = compare_release(make_network_product("detector", WAYS), build)
+    words = list_words(partial(network_plots.plot_buckets, compared), tmp_path, monkeypatch)
     assert {"plain", "policy", "compiled"} <= words and "last" not in words
 
 
@@ -610,16 +610,16 @@ def test_an_output_that_holds_no_boxes_is_told(output: str) -> None:
 
 
 def test_pictures_are_ordered_by_what_is_lost(judged: ReleaseComparison) -> None:
-    losses = list_losses(judged.measured["policy"].pairs["scenes"])
+    losses = list_losses(judged.findings["policy"].pairs["scenes"])
     assert losses and losses[0][0] >= losses[-1][0] == 1 and all(i % 2 for _, i in losses), "only these hold small ones"
-    assert list_losses(judged.measured["last"].pairs["scenes"]) == []
+    assert list_losses(judged.findings["last"].pairs["scenes"]) == []
 
 
 def test_the_worst_picture_of_an_upscaler_follows_its_own_scores(tmp_path: Path) -> None:
     """Catches scores of image pipelines being looked for: all would be equal, and the first the worst."""
     compared = judge_upscaler(tmp_path, {"tiled": Way([TILED], seam=4.0)})
     assert "views: the worst single stitch of all steps by 8.0 levels, of `view-7`." in render_report(compared)
-    assert list_worst_images(compared.measured["tiled"].pairs, compared.evals)[0] == ("views", 7)
+    assert list_worst_images(compared.findings["tiled"].pairs, compared.evals)[0] == ("views", 7)
 
 
 @pytest.mark.parametrize("is_turned", [False, True], ids=["columns", "rows"])

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.gate.boxes import LOST
-from pipeline.report.mlflow_runs.network_contents import STITCH
+from pipeline.products import KINDS
+from pipeline.products.vision.show.boxes import LOST
+from pipeline.products.vision.show.runs import STITCH
 from pipeline.report.mlflow_runs.run_contents import RunContents
-from pipeline.report.mlflow_runs.run_pictures import draw_pictures
 from pipeline.report.mlflow_runs.tracking import log_runs, write_pages
+from pipeline.report.pictures.shown import draw_pictures
 from stages.track import list_attachments
-from tests.fakes.judging import compare_release, describe_runs
+from tests.fakes.judging import build_runs, compare_release
 from tests.fakes.synthetic_detections import Change
 from tests.fakes.synthetic_networks import (
     NOTES,
@@ -67,7 +68,7 @@ def upscaler(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def describe(build: Path, kind: str, ways: dict[str, Way]) -> dict[str, RunContents]:
-    runs = describe_runs(compare_release(make_network_product(kind, ways), build).judgement, build)
+    runs = build_runs(compare_release(make_network_product(kind, ways), build).judgement, build)
     return {run.candidate: run for run in runs}
 
 
@@ -193,7 +194,7 @@ def test_products_share_no_experiment_and_no_file(detector: Path, upscaler: Path
 def test_a_verdict_of_no_gain_has_a_colour_of_its_own(tmp_path: Path) -> None:
     ways = {"same": DETECTORS["same"], "losing": Way(by=SAME)}
     product = make_network_product("detector", ways, {"scenes/ap": {"overall": 0.2}})
-    runs = describe_runs(
+    runs = build_runs(
         compare_release(product, write_detector(tmp_path, product, ways, num_images=80)).judgement, tmp_path / "build"
     )
     assert [run.params["gate"] for run in runs] == ["reference", "no gain (release)", "pass (release)"]
@@ -205,7 +206,9 @@ def test_pictures_that_the_report_leaves_out_are_not_attached(tmp_path: Path) ->
     for name in ("harm.png", "layers.png", "seams.png", "sweep.png"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "report.md").write_text("![a](harm.png)\n![b](seams.png)\n")
-    assert [path.name for path in list_attachments(tmp_path)] == ["report.md", "harm.png", "seams.png", "sweep.png"]
+    figures = KINDS["vision"].get_presenter().list_figures(make_network_product("upscaler", UPSCALERS))
+    attached = [path.name for path in list_attachments(tmp_path, figures)]
+    assert attached == ["report.md", "harm.png", "seams.png", "sweep.png"]
 
 
 Damage = Callable[[Path], Any]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.gate.audits import Measured
-from pipeline.gate.images import explain_unsound
+from pipeline.gate.audits import Auditor, CandidateFindings
+from pipeline.gate.checks import check_checkpoint
 from pipeline.gate.pairing import Evidence
+from pipeline.products.images.findings.decoder import explain_unsound
 from pipeline.products.images.serving import read_image_candidate
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.evaluations import ImageCandidate
 from pipeline.records.reasons import ReasonKind
+from pipeline.records.verdicts import Comparison as Comparison
 
 
-class ImagesAuditor:
+class ImagesAuditor(Auditor[ImagesProduct]):
     """What the gate asks of kind `images`."""
 
     def read_candidate(self, build: Path, name: str, product: ImagesProduct) -> ImageCandidate:
@@ -21,26 +23,27 @@ class ImagesAuditor:
         return read_image_candidate(build, name, product)
 
     def check_material(self, candidate: ImageCandidate, product: ImagesProduct, root: Path) -> None:
-        """Check nothing: all is in the checkpoint."""
+        """Check the checkpoint, which holds all."""
+        check_checkpoint(candidate, product, root)
 
-    def audit_side(self, measured: Measured, evidence: Evidence, product: ImagesProduct) -> None:
+    def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: ImagesProduct) -> None:
         """Refuse a reference that draws nothing for a prompt: no candidate could lose anything there."""
         if evidence.candidate.name == product.reference:
-            measured.refusals += [
-                f"{eval_name}: {said}; repair it, or leave these prompts out"
+            findings.refusals += [
+                f"{eval_name}: {reason}; repair it, or leave these prompts out"
                 for eval_name, records in evidence.records.items()
                 if any(record.scores.get("sound") == 0 for record in records)
-                and (said := explain_unsound(evidence, eval_name))
+                and (reason := explain_unsound(evidence, eval_name))
             ]
 
     def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: ImagesProduct
+        self,
+        findings: CandidateFindings,
+        evidence: Evidence,
+        reference: Evidence,
+        eval_name: str,
+        product: ImagesProduct,
     ) -> None:
         """Add why images are not sound."""
         if why := explain_unsound(evidence, eval_name):
-            measured.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)
-
-    def audit_pair(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, product: ImagesProduct, build: Path
-    ) -> None:
-        """Add nothing."""
+            findings.add_note(f"images: {eval_name}: {why}", ReasonKind.CAUSE)

@@ -1,19 +1,76 @@
-"""What report and MLflow show of kind `images`."""
+"""What report and MLflow show of kind `images`: the worst images, what they cost, the decoder's room, guidance."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.compare import ReleaseComparison
+from pipeline.gate.pairing import Evidence
+from pipeline.gate.verdicts import Policy
 from pipeline.products.images.settings import ImagesProduct
-from pipeline.report.presenting import Plot
+from pipeline.products.images.show.costs import COSTS_LEGEND, tabulate_costs
+from pipeline.products.images.show.guidance import explain_guidance, list_guided, plot_guidance
+from pipeline.products.images.show.headroom import plot_headroom
+from pipeline.products.images.show.rendering import build_rendering_blocks, describe_files
+from pipeline.products.images.show.runs import PICTURES, read_costs
+from pipeline.records.benchmarks import Machine as Machine
+from pipeline.records.evaluations import CaseRecord as CaseRecord
+from pipeline.records.verdicts import Verdict
+from pipeline.report.built_candidate import describe_built_candidate
+from pipeline.report.mlflow_runs.picture_contents import PictureRules
+from pipeline.report.mlflow_runs.predictions import Scored as Scored
+from pipeline.report.pictures.worst import plot_worst_images
+from pipeline.report.presenting import JudgedRun, Presenter, Words
+from pipeline.report.sections import Block, Figure, Table
+from pipeline.report.sections import Section as Section
+from pipeline.settings.base import Eval as Eval
+
+_WORST = Figure(
+    "worst.png",
+    "The worst pictures beside the reference",
+    "Reference, candidate and difference of the worst images",
+    plot_worst_images,
+)
+_GUIDANCE = Figure(
+    "guidance.png",
+    "What guidance does: saturation against similarity",
+    "Saturated pixels against CLIP similarity of what guides otherwise",
+    plot_guidance,
+)
+_HEADROOM = Figure("headroom.png", "Room left in the decoder", "Headroom of the decoder's modules", plot_headroom)
 
 
-class ImagesPresenter:
+class ImagesPresenter(Presenter[ImagesProduct]):
     """What is shown of kind `images`."""
 
-    def list_plots(self, product: ImagesProduct) -> Mapping[str, Plot]:
-        """Return the worst images, the headroom of the decoders, and guidance."""
-        from pipeline.gate.guidance_plot import plot_guidance
-        from pipeline.gate.image_plots import plot_headroom, plot_worst_images
+    words = Words(
+        units="others\nin their own unit",
+        clusters="as the evalset says",
+        marks="- · reported only. Divergence (KL, changed outputs) says where to look and never decides.\n",
+        given="prompt",
+    )
 
-        return {"worst.png": plot_worst_images, "headroom.png": plot_headroom, "guidance.png": plot_guidance}
+    def list_figures(self, product: ImagesProduct) -> tuple[Figure, ...]:
+        """Return the worst images, guidance, and the headroom of the decoders."""
+        return _WORST, _GUIDANCE, _HEADROOM
+
+    def build_overview(self, compared: ReleaseComparison) -> list[Block]:
+        """Return the table of costs and the pictures, guidance where a candidate guides otherwise."""
+        evidence = {name: findings.evidence for name, findings in compared.findings.items()}
+        guided = list_guided(evidence, compared.judgement.policy.reference)
+        costs: list[Block] = [Table(tabulate_costs(compared)), COSTS_LEGEND, _WORST, _HEADROOM]
+        return costs + ([_GUIDANCE, explain_guidance(guided)] if guided else [])
+
+    def build_candidate(
+        self, verdict: Verdict, findings: CandidateFindings, evidence: Evidence, reference: Evidence | None
+    ) -> list[Block]:
+        """Return its steps, the files it differs in, what rendering cost, and what a range fix proved."""
+        files = [describe_files(evidence, reference)] if reference else []
+        return [describe_built_candidate(evidence.candidate), *files, *build_rendering_blocks(evidence)]
+
+    def measure_run(self, run: JudgedRun) -> dict[str, float]:
+        """Return time, memory and room."""
+        return read_costs(run.folder, run.scored)
+
+    def choose_rules(self, policy: Policy) -> PictureRules:
+        """Show each candidate's worst images, its difference from the reference, and its decoder's headroom."""
+        return PICTURES

@@ -7,25 +7,27 @@ a failure or a note of the verdict.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.audits import Measured
-from pipeline.gate.canary import compare_canary, describe_blind, describe_canary, find_path_failure
-from pipeline.gate.checks import check_files
-from pipeline.gate.divergence import measure_tripwires
-from pipeline.gate.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.gate.audits import Auditor, CandidateFindings
+from pipeline.gate.checks import check_checkpoint, check_files
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.speculation import check_acceptance, check_speculation
-from pipeline.gate.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.gate.verdicts import list_slow_cells
+from pipeline.products.text.findings.canary import compare_canary, describe_blind, describe_canary, find_path_failure
+from pipeline.products.text.findings.divergence import measure_tripwires
+from pipeline.products.text.findings.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
+from pipeline.products.text.findings.headlines import explain_flat_perplexity
+from pipeline.products.text.findings.speculation import check_acceptance, check_speculation
+from pipeline.products.text.findings.speed import describe_slow_cell, describe_speed, judge_speed, load_benchmark
 from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import OUTGROWN, Candidate
-from pipeline.records.verdicts import Metric
+from pipeline.records.verdicts import Comparison, Metric
 
 
-class TextAuditor:
+class TextAuditor(Auditor[TextProduct]):
     """What the gate asks of kind `text`."""
 
     def read_candidate(self, build: Path, name: str, product: TextProduct) -> Candidate:
@@ -33,28 +35,31 @@ class TextAuditor:
         return read_candidate(build, name, product)
 
     def check_material(self, candidate: Candidate, product: TextProduct, root: Path) -> None:
-        """Check the draft model."""
+        """Check checkpoint and draft model; no file here can tell what an attached endpoint runs."""
+        if candidate.serving.engine == "openai":
+            return
+        check_checkpoint(candidate, product, root)
         drafts = candidate.serving.speculative
         if drafts and drafts.draft_path and drafts.draft_digest:
             check_files(root / drafts.draft_path, drafts.draft_digest, {})
 
-    def audit_side(self, measured: Measured, evidence: Evidence, product: TextProduct) -> None:
+    def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: TextProduct) -> None:
         """Add what one candidate's records say of its endpoint."""
         name = evidence.candidate.name
-        measured.refusals += check_silence(evidence)
-        measured.refusals += check_speculation(evidence)
+        findings.refusals += check_silence(evidence)
+        findings.refusals += check_speculation(evidence)
         drafts = product.candidates[name].speculative if name in product.candidates else None
         if failure := check_acceptance(evidence, drafts.min_acceptance if drafts else None):
-            measured.failures.append(f"speculation: {failure}")
-        _check_room(measured, evidence, is_reference=name == product.reference)
+            findings.failures.append(f"speculation: {failure}")
+        _check_room(findings, evidence, is_reference=name == product.reference)
 
     def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, eval_name: str, product: TextProduct
     ) -> None:
         """Add whose weights answered, and how far the outputs of one eval part from the reference's."""
-        pairs, settings = measured.pairs[eval_name], product.evals[eval_name]
+        pairs, settings = findings.pairs[eval_name], product.evals[eval_name]
         if settings.shows_weights and (problem := check_weights(reference, evidence, pairs, eval_name)):
-            measured.refusals.append(problem)
+            findings.refusals.append(problem)
         try:
             tripwires = measure_tripwires(
                 reference,
@@ -66,10 +71,10 @@ class TextAuditor:
                 alpha=product.gate.alpha,
             )
         except (EvidenceError, ValueError) as error:
-            measured.add_note(f"divergence of {eval_name} was not measured: {error}")
+            findings.add_note(f"divergence of {eval_name} was not measured: {error}")
             return
-        measured.tripwires += tripwires
-        measured.metrics += [
+        findings.tripwires += tripwires
+        findings.metrics += [
             Metric(
                 name=t.metric,
                 bucket=None,
@@ -84,61 +89,66 @@ class TextAuditor:
         ]
 
     def audit_pair(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path
     ) -> None:
         """Add what the canary and the benchmark say of a candidate beside the reference."""
-        _measure_canary(measured, evidence, reference, product)
+        _measure_canary(findings, evidence, reference, product)
         if blindness := describe_blindness(reference, evidence):
-            measured.add_note(blindness)
+            findings.add_note(blindness)
         if evidence.candidate.name in product.benchmark.candidates:
-            _measure_speed(measured, evidence, reference, product, build)
+            _measure_speed(findings, evidence, reference, product, build)
+
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: TextProduct) -> list[str]:
+        """Say when perplexity stays within its tolerance and a task fails."""
+        headline = explain_flat_perplexity(name, comparisons, product)
+        return [headline] if headline else []
 
 
-def _check_room(measured: Measured, evidence: Evidence, *, is_reference: bool) -> None:
+def _check_room(findings: CandidateFindings, evidence: Evidence, *, is_reference: bool) -> None:
     """Say where conversations outgrew the context; where the reference's did, both sides are wrong and losses hide."""
     for eval_name, records in evidence.records.items():
         if outgrown := sum(record.output.endswith(OUTGROWN) for record in records):
             what = f"{eval_name}: {outgrown} of {len(records)} conversations outgrew serving.context_length"
             if is_reference:
-                measured.refusals.append(f"{what}; raise it, or lower evals.{eval_name}.max_turns")
+                findings.refusals.append(f"{what}; raise it, or lower evals.{eval_name}.max_turns")
             else:
-                measured.add_note(f"{what} and count as wrong")
+                findings.add_note(f"{what} and count as wrong")
 
 
-def _measure_canary(measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct) -> None:
+def _measure_canary(findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: TextProduct) -> None:
     """Compare the candidate's answers to the canary with the reference's."""
     try:
-        measured.canary = compare_canary(reference, evidence, product.canary, alpha=product.gate.alpha)
+        findings.canary = compare_canary(reference, evidence, product.canary, alpha=product.gate.alpha)
     except EvidenceError as error:
-        measured.refusals.append(str(error))
+        findings.refusals.append(str(error))
         return
-    if measured.canary is None:
+    if findings.canary is None:
         return
     settings, changed = product.candidates[evidence.candidate.name], 0
     if holds_same_model(reference.candidate.checkpoint, evidence.candidate.checkpoint):
-        changed = sum(t.b or 0 for t in measured.tripwires)
-    if failure := find_path_failure(measured.canary, exact=settings.exact, num_changed_outputs=changed):
-        measured.failures.append(f"path: {failure}")
-    if measured.canary.is_same_weights:
-        measured.add_note(describe_canary(measured.canary))
-    if measured.canary.is_blind:
-        measured.unproven.append(f"canary: {describe_blind(measured.canary, num_asked=product.canary.num_prompts)}")
+        changed = sum(t.b or 0 for t in findings.tripwires)
+    if failure := find_path_failure(findings.canary, exact=settings.exact, num_changed_outputs=changed):
+        findings.failures.append(f"path: {failure}")
+    if findings.canary.is_same_weights:
+        findings.add_note(describe_canary(findings.canary))
+    if findings.canary.is_blind:
+        findings.unproven.append(f"canary: {describe_blind(findings.canary, num_asked=product.canary.num_prompts)}")
 
 
 def _measure_speed(
-    measured: Measured, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path
+    findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: TextProduct, build: Path
 ) -> None:
     """Add the speed to what was measured of a candidate: a note, or a failure where it is slower than tolerated."""
     fingerprints = reference.fingerprint, evidence.fingerprint
     try:
         work = product.benchmark.build_work()
-        measured.benchmark = load_benchmark(build, evidence.candidate.name, work, fingerprints)
-        speed = measured.speed = judge_speed(measured.benchmark)
+        findings.benchmark = load_benchmark(build, evidence.candidate.name, work, fingerprints)
+        speed = findings.speed = judge_speed(findings.benchmark)
     except EvidenceError as error:
-        measured.refusals.append(str(error))
+        findings.refusals.append(str(error))
         return
     limit = product.benchmark.max_slowdown
-    measured.failures += [
+    findings.failures += [
         f"speed: {describe_slow_cell(cell, speed, limit or 0.0)}" for cell in list_slow_cells(speed, limit)
     ]
-    measured.add_note(f"speed: {describe_speed(speed)}")
+    findings.add_note(f"speed: {describe_speed(speed)}")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.audits import Measured
-from pipeline.gate.network_notes import read_network_notes
-from pipeline.gate.networks import describe_total, measure_gain, measure_total, tell_untimed
+from pipeline.gate.audits import Auditor, CandidateFindings
+from pipeline.gate.checks import check_checkpoint
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import takes_too_long
+from pipeline.products.vision.findings.headlines import explain_flat_average
+from pipeline.products.vision.findings.notes import read_network_notes
+from pipeline.products.vision.findings.speed import describe_total, explain_untimed, measure_gain, measure_total
 from pipeline.products.vision.serving import read_network_candidate
 from pipeline.products.vision.settings import SPEED_STEPS, VisionProduct
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import NetworkCandidate
 from pipeline.records.reasons import ReasonKind
+from pipeline.records.verdicts import Comparison
 
 
-class VisionAuditor:
+class VisionAuditor(Auditor[VisionProduct]):
     """What the gate asks of kind `vision`."""
 
     def read_candidate(self, build: Path, name: str, product: VisionProduct) -> NetworkCandidate:
@@ -25,43 +29,41 @@ class VisionAuditor:
         return read_network_candidate(build, name, product)
 
     def check_material(self, candidate: NetworkCandidate, product: VisionProduct, root: Path) -> None:
-        """Check the adapter."""
+        """Check checkpoint and adapter."""
+        check_checkpoint(candidate, product, root)
         check_adapter(root / product.adapter, candidate.libraries.get("adapter", "none"))
 
-    def audit_side(self, measured: Measured, evidence: Evidence, product: VisionProduct) -> None:
-        """Add nothing."""
-
-    def audit_eval(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, eval_name: str, product: VisionProduct
-    ) -> None:
-        """Add nothing."""
-
     def audit_pair(
-        self, measured: Measured, evidence: Evidence, reference: Evidence, product: VisionProduct, build: Path
+        self, findings: CandidateFindings, evidence: Evidence, reference: Evidence, product: VisionProduct, build: Path
     ) -> None:
         """Add what steps for speed gain, and a failure or a note where it is slower in total."""
         limit = product.gate.max_slowdown
         try:
             if (notes := read_network_notes(evidence)) is not None:
-                measured.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
-                measured.total = measure_total(evidence, reference, notes, limit)
+                findings.gain = measure_gain(evidence, notes, speed_steps=SPEED_STEPS)
+                findings.total = measure_total(evidence, reference, notes, limit)
         except EvidenceError as error:
-            measured.refusals.append(str(error))
-        if limit is not None and measured.total is None and (why := tell_untimed(evidence)):
-            measured.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
-        if measured.total is not None and measured.total.low > 1:
-            said = describe_total(measured.total, limit)
-            if takes_too_long(measured.total, limit):
-                measured.failures.append(f"speed: {said}")
+            findings.refusals.append(str(error))
+        if limit is not None and findings.total is None and (why := explain_untimed(evidence)):
+            findings.add_note(f"speed: gate.max_slowdown was not applied: {why}", ReasonKind.LIMIT)
+        if findings.total is not None and findings.total.low > 1:
+            sentence = describe_total(findings.total, limit)
+            if takes_too_long(findings.total, limit):
+                findings.failures.append(f"speed: {sentence}")
             else:
-                measured.add_note(f"speed: {said}")
+                findings.add_note(f"speed: {sentence}")
+
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: VisionProduct) -> list[str]:
+        """Say when AP over all objects stays within its tolerance and AP of some size fails."""
+        headline = explain_flat_average(name, comparisons, product)
+        return [headline] if headline else []
 
 
 def check_adapter(path: Path, digest: str) -> None:
     """Refuse another adapter than the one that was judged."""
-    found = digest_file(path) if path.is_file() else "no file"
-    if found != digest:
+    present = digest_file(path) if path.is_file() else "no file"
+    if present != digest:
         raise EvidenceError(
             f"{path}: expected the adapter that was judged ({digest[:12]}), found another "
-            f"({found[:12]}); run `dvc repro` so that it is built and evaluated again"
+            f"({present[:12]}); run `dvc repro` so that it is built and evaluated again"
         )

@@ -15,10 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.network_notes import LayerNotes
-from pipeline.gate.networks import list_inexact_layers
 from pipeline.gate.verdicts import Judgement
 from pipeline.gate.wording import definition_of
+from pipeline.products.vision.findings.notes import LayerNotes
+from pipeline.products.vision.findings.speed import list_inexact_layers
 from pipeline.records.verdicts import Metric
 from pipeline.report.plots import draw_bars, save_figure, style_bars
 
@@ -36,13 +36,14 @@ _MAX_NAMES = 60  # of layers below the panels
 _LETTERS = 40  # of a layer's name
 
 
-def plot_buckets(judgement: Judgement, path: Path) -> None:
+def plot_buckets(compared: ReleaseComparison, path: Path) -> None:
     """Draw average precision by bucket of objects for the reference and every candidate, with 95 % intervals."""
+    judgement = compared.judgement
     sides = {judgement.policy.reference: judgement.reference_metrics}
     sides |= {v.candidate: v.metrics for v in judgement.verdicts}
-    found = {side: _select_areas(metrics, judgement) for side, metrics in sides.items()}
-    series = {side: areas for side, areas in found.items() if areas}  # a refused one has no bar to explain
-    areas = list(dict.fromkeys(area for found in series.values() for area in found))
+    by_side = {side: _select_areas(metrics, judgement) for side, metrics in sides.items()}
+    series = {side: areas for side, areas in by_side.items() if areas}  # a refused one has no bar to explain
+    areas = list(dict.fromkeys(area for by_side in series.values() for area in by_side))
     figure = Figure(
         figsize=(min(60.0, max(7.0, 1.2 + len(areas) * (0.4 + 0.15 * len(series)))), 4.2),
         dpi=_DPI,
@@ -50,8 +51,8 @@ def plot_buckets(judgement: Judgement, path: Path) -> None:
     )
     axis = figure.subplots()
     width = 0.85 / max(len(series), 1)
-    for number, (side, own) in enumerate(series.items()):
-        draw_bars(axis, [own.get(area) for area in areas], number, width, side)
+    for number, (side, by_area) in enumerate(series.items()):
+        draw_bars(axis, [by_area.get(area) for area in areas], number, width, side)
     axis.set_xticks([i + 0.425 - width / 2 for i in range(len(areas))], areas, fontsize=8, parse_math=False)
     style_bars(axis, len(series), "average precision, %", "Average precision by bucket of objects, 95 % intervals")
     save_figure(figure, path)
@@ -61,7 +62,7 @@ def _select_areas(metrics: Sequence[Metric], judgement: Judgement) -> dict[str, 
     """Return AP over COCO's thresholds by bucket: all, small, medium, large, then named areas and categories."""
     kinds = judgement.policy.eval_kinds
     evals = [name for name, kind in kinds.items() if kind == "detection"]
-    found = {(m.name, m.bucket): m for m in metrics}
+    by_bucket = {(m.name, m.bucket): m for m in metrics}
     chosen: dict[str, Metric] = {}
     for name in evals:
         start = f"{name}\n" if len(evals) > 1 else ""
@@ -72,9 +73,9 @@ def _select_areas(metrics: Sequence[Metric], judgement: Judgement) -> dict[str, 
             if d.estimator == "average_precision"
         }
         settings = judgement.policy.evals[name]
-        own = settings.get("areas", {}) | settings.get("categories", {})
-        wanted |= {bucket: (f"{name}/ap", bucket) for bucket in own}
-        chosen |= {f"{start}{area}": found[key] for area, key in wanted.items() if key in found}
+        named = settings.get("areas", {}) | settings.get("categories", {})
+        wanted |= {bucket: (f"{name}/ap", bucket) for bucket in named}
+        chosen |= {f"{start}{area}": by_bucket[key] for area, key in wanted.items() if key in by_bucket}
     return chosen
 
 
@@ -83,8 +84,8 @@ def plot_layers(compared: ReleaseComparison, path: Path) -> None:
 
     Without any the file is written all the same, as DVC expects it; the report does not show it then.
     """
-    found = {name: list_inexact_layers(measured.evidence) for name, measured in compared.measured.items()}
-    panels = {name: layers for name, layers in found.items() if layers}
+    inexact = {name: list_inexact_layers(findings.evidence) for name, findings in compared.findings.items()}
+    panels = {name: layers for name, layers in inexact.items() if layers}
     num_layers = max((len(layers) for layers in panels.values()), default=0)
     figure = Figure(
         figsize=(min(16.0, max(7.0, 1.5 + 0.2 * num_layers)), 1.6 + 1.3 * max(len(panels), 2)),
@@ -102,7 +103,7 @@ def plot_layers(compared: ReleaseComparison, path: Path) -> None:
     axes[0].set_ylim(low / 2, 4 * top)
     marks: set[str] = set()
     for axis, (name, layers) in zip(axes, panels.items(), strict=True):
-        evidence = compared.measured[name].evidence
+        evidence = compared.findings[name].evidence
         formats = {layer.layer: layer.format for layer in evidence.candidate.coverage} if evidence else {}
         marks |= _draw_layers(axis, layers, formats, top)
         axis.set_title(name, fontsize=8, loc="left")

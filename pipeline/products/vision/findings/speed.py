@@ -6,7 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.network_notes import (
+from pipeline.gate.pairing import Evidence
+from pipeline.products.vision.findings.notes import (
     CompileNotes,
     LayerNotes,
     NetworkNotes,
@@ -15,7 +16,6 @@ from pipeline.gate.network_notes import (
     parse_notes,
     read_network_notes,
 )
-from pipeline.gate.pairing import Evidence
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
 from pipeline.records.serving import NetworkServing
 from pipeline.records.verdicts import Gain
@@ -31,31 +31,32 @@ def measure_gain(evidence: Evidence, notes: NetworkNotes, *, speed_steps: Collec
     if not steps:
         return None
     what, is_slower = " and ".join(steps), notes.total is not None and notes.total.is_slower
-    found = notes.total if is_slower else notes.speed
-    if found is None:
+    timing = notes.total if is_slower else notes.speed
+    if timing is None:
         left = "; ".join(fallback.reason for fallback in evidence.candidate.fallbacks)
         return Gain(steps=steps, baseline="", why=f"{what}: not timed: {left or 'it is not in force'}")
     for met in list_limits(evidence):
         return Gain(
             steps=steps,
-            baseline=found.baseline,
-            why=f"{what}: {tell_limit(met)}; give it fewer shapes, or dynamic: true",
+            baseline=timing.baseline,
+            why=f"{what}: {describe_limit(met)}; give it fewer shapes, or dynamic: true",
         )
-    if found.worse is None:
+    if timing.worse is None:
         return Gain(
             steps=steps,
-            baseline=found.baseline,
-            why=f"{what}: not timed, as its outputs {tell_difference(found)} those of {found.baseline}",
+            baseline=timing.baseline,
+            why=f"{what}: not timed, as its outputs {describe_difference(timing)} those of {timing.baseline}",
         )
-    clock, ratio = found.worse
-    where = f", on {tell_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
+    clock, ratio = timing.worse
+    where = f", on {format_shape(notes.shapes)}" if notes.shapes.num_shapes > 1 else ""
     end = ": it is slower than without any step" if is_slower else f"; a gain is surely below {GAIN_BELOW:g}"
     return Gain(
         steps=steps,
-        baseline=found.baseline,
+        baseline=timing.baseline,
         ratio=ratio,
         clock=clock,
-        why=f"{what}: it takes {tell_ratio(ratio)} of the {tell_clock(clock)} time of {found.baseline}{where}{end}",
+        why=f"{what}: it takes {format_ratio(ratio)} of the {format_clock(clock)} time of {timing.baseline}"
+        f"{where}{end}",
     )
 
 
@@ -78,7 +79,7 @@ def measure_total(
         return total.worse[1]
     if limit is not None and total is not None:
         raise EvidenceError(
-            f"gate.max_slowdown: not timed, as its outputs {tell_difference(total)} those of {total.baseline}"
+            f"gate.max_slowdown: not timed, as its outputs {describe_difference(total)} those of {total.baseline}"
         )
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
@@ -92,7 +93,7 @@ def measure_total(
     return None
 
 
-def tell_untimed(evidence: Evidence) -> str | None:
+def explain_untimed(evidence: Evidence) -> str | None:
     """Say why a candidate can't have a time in total; None where it can."""
     serving = evidence.candidate.serving
     assert isinstance(serving, NetworkServing)
@@ -101,8 +102,8 @@ def tell_untimed(evidence: Evidence) -> str | None:
 
 def describe_total(total: MedianInterval, limit: float | None) -> str:
     """Say how long a candidate takes in total."""
-    said = f"it takes {tell_ratio(total)} of the time of the reference in float32 without a step"
-    return said + ("" if limit is None else f", expected at most {1 + limit:g} (gate.max_slowdown)")
+    text = f"it takes {format_ratio(total)} of the time of the reference in float32 without a step"
+    return text + ("" if limit is None else f", expected at most {1 + limit:g} (gate.max_slowdown)")
 
 
 def read_soundly(evidence: Evidence | None) -> NetworkNotes | None:
@@ -129,7 +130,7 @@ def list_limits(evidence: Evidence) -> list[CompileNotes]:
     return [n.compile for n in notes if n.compile and n.compile.num_over_limit]
 
 
-def tell_limit(met: CompileNotes) -> str:
+def describe_limit(met: CompileNotes) -> str:
     """Say that some shapes ran without compilation."""
     frames = "1 frame" if met.num_over_limit == 1 else f"{met.num_over_limit} frames"
     return (
@@ -138,28 +139,28 @@ def tell_limit(met: CompileNotes) -> str:
     )
 
 
-def tell_shape(shapes: ShapeNotes) -> str:
+def format_shape(shapes: ShapeNotes) -> str:
     """Say what was timed: "8 pictures of 320 x 320, the most common of 2 shapes (296 of 300 pictures)"."""
     num, rows, columns = shapes.timed
-    said = f"{num} picture{'' if num == 1 else 's'} of {rows} x {columns}"
+    text = f"{num} picture{'' if num == 1 else 's'} of {rows} x {columns}"
     if shapes.num_shapes == 1:
-        return said
+        return text
     return (
-        f"{said}, the most common of {shapes.num_shapes} shapes ({shapes.num_timed} of {shapes.num_pictures} pictures)"
+        f"{text}, the most common of {shapes.num_shapes} shapes ({shapes.num_timed} of {shapes.num_pictures} pictures)"
     )
 
 
-def tell_ratio(ratio: MedianInterval) -> str:
+def format_ratio(ratio: MedianInterval) -> str:
     """Write a ratio of times with its interval."""
     return f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
-def tell_clock(clock: str) -> str:
+def format_clock(clock: str) -> str:
     """Name a clock for people."""
     return clock.replace("cpu", "CPU")
 
 
-def tell_difference(speed: SpeedNotes) -> str:
+def describe_difference(speed: SpeedNotes) -> str:
     """Say why two outputs were not timed side by side."""
     if speed.difference is None or speed.tolerance is None:
         return "are not finite, or of other shapes than"

@@ -47,9 +47,9 @@ def load_benchmark(build: Path, name: str, work: Work, fingerprints: tuple[str, 
     for role, expected in zip(("reference", "candidate"), fingerprints, strict=True):
         side = getattr(benchmark, role)
         if side is None or side.fingerprint != expected:
-            found = side.fingerprint[:12] if side else "none"
+            timed = side.fingerprint[:12] if side else "none"
             raise EvidenceError(
-                f"{path}: expected the {role} that was evaluated ({expected[:12]}), found {found}; run `dvc repro`"
+                f"{path}: expected the {role} that was evaluated ({expected[:12]}), found {timed}; run `dvc repro`"
             )
         if hits := find_prefix_cache_hits(side.probes, work.prompt_tokens, role=role, name=name):
             raise EvidenceError(f"benchmark of {name}: {hits}")
@@ -60,8 +60,8 @@ def _find_gap(benchmark: Benchmark) -> str | None:
     """Say which cell or round of the grid is missing, or is more than was asked."""
     work = benchmark.work
     asked = sorted((band, concurrency) for band in work.prompt_tokens for concurrency in work.concurrency)
-    if (found := sorted((cell.prompt_tokens, cell.concurrency) for cell in benchmark.cells)) != asked:
-        return f"expected the cells {asked}, got {found}"
+    if (timed := sorted((cell.prompt_tokens, cell.concurrency) for cell in benchmark.cells)) != asked:
+        return f"expected the cells {asked}, got {timed}"
     for cell in benchmark.cells:
         if {len(cell.reference), len(cell.candidate)} != {work.rounds}:
             return f"expected {work.rounds} rounds of both sides, got {len(cell.reference)} and {len(cell.candidate)}"

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.pictures import Picture
 from pipeline.numerics.tile_grid import list_stitches
 from pipeline.records.serving import Tiling
+from pipeline.report.pictures.images import Picture
 
 REACH = 24  # pixels shown on each side of a stitch
 LENGTH = 64  # pixels shown along it

@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.endpoint import holds_same_model
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.rates import detection_power, plan_trials, predictive_quantile, rate_upper_bound
+from pipeline.gate.verdicts import OWN_PATH
+from pipeline.products.text.findings.endpoint import holds_same_model
 from pipeline.records.canary import CanaryAnswer, CanaryRecord, count_unstable, digest_behaviour, read_canary
 from pipeline.records.differences import KINDS, classify_difference
 from pipeline.records.digests import digest_file
 from pipeline.records.verdicts import MIN_POWER, CanaryComparison, CanaryFlip
 
 DEPLOYED = "loaded"
-OWN_PATH = "its own path without drafts"  # the name of a baseline that is not the reference
 # margin below which rounding can turn a token, in nat: one step of the dtype for logits of 16 to 32, and for float32
 # what sums of its terms in another order come to
 RISK_NATS = {"float32": 1e-4, "bfloat16": 0.125, "float16": 0.016}
@@ -110,8 +110,8 @@ def compare_canary(
             )
     if [r.input_digest for r in ours] != [r.input_digest for r in theirs]:
         raise EvidenceError("canary: reference and candidate were asked different prompts; run `dvc repro`")
-    own = theirs if all("plain loaded" in record.answers for record in theirs) else []
-    baselines = _list_baselines(reference, candidate, ours, own)
+    plain = theirs if all("plain loaded" in record.answers for record in theirs) else []
+    baselines = _list_baselines(reference, candidate, ours, plain)
     # the baseline from which it differs most
     compared = [_compare(baseline, theirs, candidate, settings, alpha=alpha) for baseline in baselines]
     return max(compared, key=lambda c: (c.num_diverged - c.allowed, c.is_same_weights))
@@ -165,12 +165,12 @@ def find_path_failure(compared: CanaryComparison, *, exact: bool, num_changed_ou
         )
     if not compared.is_beyond_floor:
         return None
-    found, where = compared.num_unstable, "between its own runs alone and under load"
+    num_differing, where = compared.num_unstable, "between its own runs alone and under load"
     if compared.is_same_weights and compared.num_diverged > compared.allowed:
-        found, where = compared.num_diverged, f"from {compared.baseline}"
+        num_differing, where = compared.num_diverged, f"from {compared.baseline}"
     return (
-        f"{found} of {compared.num_prompts} canary answers differ {where}, {compared.floor} do from run to run of "
-        f"{compared.baseline}: more than {compared.allowed} are not explained by that"
+        f"{num_differing} of {compared.num_prompts} canary answers differ {where}, {compared.floor} do from run to run "
+        f"of {compared.baseline}: more than {compared.allowed} are not explained by that"
     )
 
 
@@ -178,22 +178,22 @@ def describe_canary(compared: CanaryComparison) -> str:
     """Say in a few sentences what the canary showed and what it could have shown."""
     c = compared
     kinds = ", ".join(f"{kind} {c.kinds[kind]}" for kind in (*KINDS, "tokens") if kind in c.kinds)
-    said = f"Canary: {c.num_diverged} of {c.num_prompts} greedy answers differ from {c.baseline}"
-    said += f" ({kinds})" if kinds else ""
+    text = f"Canary: {c.num_diverged} of {c.num_prompts} greedy answers differ from {c.baseline}"
+    text += f" ({kinds})" if kinds else ""
     if gaps := [flip.margin for flip in c.flips if flip.margin is not None]:
-        said += f", where the first other token was ahead by {min(gaps):.2g} to {max(gaps):.2g} nat"
-    said += (
+        text += f", where the first other token was ahead by {min(gaps):.2g} to {max(gaps):.2g} nat"
+    text += (
         f"; {c.num_unstable} between its own runs alone and loaded. Over a session of {c.session_calls} calls "
         f"{c.session_rate:.1%} see another answer, at most {c.session_rate_high:.1%}."
     )
     if c.is_same_weights:
-        said += _describe_threshold(c)
+        text += _describe_threshold(c)
     if c.num_tokens:
-        said += (
+        text += (
             f" At risk: {c.num_tokens_at_risk:,} of {c.num_tokens:,} tokens there are ahead by less than "
             f"{c.risk_nats:g} nat, in {c.num_prompts_at_risk} prompts."
         )
-    return said
+    return text
 
 
 def describe_blind(compared: CanaryComparison, *, num_asked: int) -> str:
@@ -229,12 +229,12 @@ def _list_baselines(
     reference: Evidence, candidate: Evidence, ours: Sequence[CanaryRecord], own: Sequence[CanaryRecord]
 ) -> list[_Baseline]:
     """Return the paths that serve the same weights; the reference, when there is none."""
-    found = []
+    baselines = []
     if holds_same_model(reference.candidate.checkpoint, candidate.candidate.checkpoint):
-        found.append(_Baseline("the reference's path", ours, DEPLOYED, True))
+        baselines.append(_Baseline("the reference's path", ours, DEPLOYED, True))
     if own:
-        found.append(_Baseline(OWN_PATH, own, f"plain {DEPLOYED}", True))
-    return found or [_Baseline("the reference, whose weights are others", ours, DEPLOYED, False)]
+        baselines.append(_Baseline(OWN_PATH, own, f"plain {DEPLOYED}", True))
+    return baselines or [_Baseline("the reference, whose weights are others", ours, DEPLOYED, False)]
 
 
 def _describe_flip(reference: CanaryAnswer, candidate: CanaryAnswer, record: CanaryRecord, run: str) -> CanaryFlip:

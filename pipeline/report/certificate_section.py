@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeline.gate.markdown import render_table
 from pipeline.gate.measure import GradedScore
 from pipeline.gate.verdicts import Judgement, Policy
 from pipeline.gate.wording import (
@@ -15,15 +14,7 @@ from pipeline.gate.wording import (
     name_metric,
 )
 from pipeline.records.verdicts import Certificate, Comparison, DetectableLoss, Verdict
-
-
-def describe_level(certificate: Certificate, alpha: float) -> str:
-    """Say that the rule fails what is equal more often than it may."""
-    c = certificate
-    return (
-        f"certificate: the rule fails {c.num_false_fails} of {c.num_swaps:,} swaps of equal labels, more than "
-        f"gate.alpha ({alpha:g}) explains; a fail can't be told from chance on these records: look at the clusters"
-    )
+from pipeline.report.sections import Table
 
 
 def describe_certificate(verdict: Verdict, policy: Policy) -> str:
@@ -31,8 +22,8 @@ def describe_certificate(verdict: Verdict, policy: Policy) -> str:
     certificate = verdict.certificate
     if certificate is None or not certificate.losses:
         return ""
-    said = [_tell_false_fails(certificate, policy.alpha), describe_dependence(certificate)]
-    return " ".join(part for part in (describe_misses(verdict, policy), *said) if part)
+    sentences = [_describe_false_fails(certificate, policy.alpha), describe_dependence(certificate)]
+    return " ".join(part for part in (describe_misses(verdict, policy), *sentences) if part)
 
 
 def describe_misses(verdict: Verdict, policy: Policy) -> str:
@@ -43,32 +34,32 @@ def describe_misses(verdict: Verdict, policy: Policy) -> str:
     order = list(policy.tolerances)
     headline = min(certificate.losses, key=lambda loss: (order.index(loss.metric), loss.bucket or ""))
     widest = max(certificate.losses, key=lambda loss: (is_rate(loss.metric), loss.k80))
-    said = [f"On this suite this gate {_tell_loss(headline)}"]
+    clauses = [f"On this suite this gate {_describe_loss(headline)}"]
     if widest is not headline:
-        said.append(f"; of all rates it is blindest in {_name(widest)}: {_tell_sizes(widest)}")
-    said.append(", whether the lost cases flip beside those seen or are among them.")
-    parts = ("".join(said), _tell_passes(certificate), _tell_unseen(verdict, policy.alpha))
+        clauses.append(f"; of all rates it is blindest in {_name(widest)}: {_format_sizes(widest)}")
+    clauses.append(", whether the lost cases flip beside those seen or are among them.")
+    parts = ("".join(clauses), _describe_passes(certificate), _describe_unseen(verdict, policy.alpha))
     return " ".join(part for part in parts if part)
 
 
-def _tell_passes(c: Certificate) -> str:
+def _describe_passes(c: Certificate) -> str:
     """Say how often a release without a loss passes, and what stops it most."""
     if c.num_passes is None or c.num_weakest_passes is None:
         return ""
     passes, alone = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_passes, c.num_weakest_passes))
-    said = f"A release without a loss, at these flips, passes {passes} of the time"
+    sentence = f"A release without a loss, at these flips, passes {passes} of the time"
     if c.num_weakest_passes == c.num_swaps:
-        return f"{said}."
-    said += f"; {c.weakest}, which stops it most often, passes {alone} by itself"
+        return f"{sentence}."
+    sentence += f"; {c.weakest}, which stops it most often, passes {alone} by itself"
     if c.num_passes >= 0.8 * c.num_swaps:
-        return f"{said}."
+        return f"{sentence}."
     return (
-        f"{said}: more cases there, a wider tolerance, or `tier: supporting` for what need not be proven let more "
+        f"{sentence}: more cases there, a wider tolerance, or `tier: supporting` for what need not be proven let more "
         "of them pass."
     )
 
 
-def _tell_unseen(verdict: Verdict, alpha: float) -> str:
+def _describe_unseen(verdict: Verdict, alpha: float) -> str:
     """Say which bounds have no room for what no case showed, and how rare a loss may hide so."""
     open_ended = [
         c
@@ -88,7 +79,7 @@ def _tell_unseen(verdict: Verdict, alpha: float) -> str:
     )
 
 
-def _tell_false_fails(c: Certificate, alpha: float) -> str:
+def _describe_false_fails(c: Certificate, alpha: float) -> str:
     within, blocks = (f"{100 * count / c.num_swaps:.1f} %" for count in (c.num_false_fails, c.num_block_fails))
     return (
         f"Of {c.num_swaps:,} swaps of the labels within clusters, which make both sides equal, it fails {within} "
@@ -123,20 +114,20 @@ def describe_floor(judgement: Judgement) -> str:
         )
     return (
         f"The reference against itself (`{again.candidate}`), which is the floor: "
-        + "; ".join(f"{name_comparison(c)} {_tell_moved(c)}" for c in moved)
+        + "; ".join(f"{name_comparison(c)} {_format_moved(c)}" for c in moved)
         + "."
     )
 
 
-def tabulate_losses(verdict: Verdict) -> str:
+def tabulate_losses(verdict: Verdict) -> Table:
     """Return the table of the losses that stop the release, of each gated comparison."""
-    found = {(c.metric, c.bucket): c for c in verdict.comparisons}
+    compared = {(c.metric, c.bucket): c for c in verdict.comparisons}
     rows = [
         ["metric", "n", "tolerance", "stopped one time in two", "stopped four times in five"],
         ["---", "---:", "---:", "---:", "---:"],
     ]
     for loss in verdict.certificate.losses if verdict.certificate else ():
-        c = found[loss.metric, loss.bucket]
+        c = compared[loss.metric, loss.bucket]
         rows.append(
             [
                 escape_markdown(_name(loss)),
@@ -145,10 +136,10 @@ def tabulate_losses(verdict: Verdict) -> str:
                 *(format_harm(loss.metric, k) for k in (loss.k50, loss.k80)),
             ]
         )
-    return render_table(rows)
+    return Table(rows)
 
 
-def _tell_loss(loss: DetectableLoss) -> str:
+def _describe_loss(loss: DetectableLoss) -> str:
     if loss.k80 == 0:
         return f"stops every candidate, one without a loss too: the cases of {_name(loss)} prove too little"
     return (
@@ -157,11 +148,11 @@ def _tell_loss(loss: DetectableLoss) -> str:
     )
 
 
-def _tell_sizes(loss: DetectableLoss) -> str:
+def _format_sizes(loss: DetectableLoss) -> str:
     return f"{format_harm(loss.metric, loss.k50)} and {format_harm(loss.metric, loss.k80)}"
 
 
-def _tell_moved(c: Comparison) -> str:
+def _format_moved(c: Comparison) -> str:
     if c.b is not None and c.c is not None:
         return f"{c.b + c.c} of {c.n:,} cases flip"
     return f"moves by {format_harm(c.metric, c.harm, signed=True)}"

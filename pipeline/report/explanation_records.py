@@ -75,3 +75,13 @@ class Explanation(Record):
     def of(self, candidate: str) -> CandidateExplanation | None:
         """Return what is shown of a candidate."""
         return next((found for found in self.candidates if found.candidate == candidate), None)
+
+
+def describe_place(flip: ExplainedFlip) -> str:
+    """Say where two outputs first differ, and how far the token there was ahead of the next one, where known."""
+    if flip.character is None:
+        return "the outputs are equal" if flip.token is None else f"the texts are equal, token {flip.token} is not"
+    place = f"first difference in line {(flip.line or 0) + 1}, character {flip.character}"
+    if flip.margin is None:
+        return place
+    return f"{place} (token {flip.token}, which was ahead by {flip.margin:.2g} nat)"

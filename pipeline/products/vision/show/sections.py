@@ -9,47 +9,49 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeline.errors import EvidenceError, NumericsError
-from pipeline.gate.markdown import render_table
-from pipeline.gate.network_costs import count_overflows, format_error, format_headroom
-from pipeline.gate.network_notes import LayerNotes
-from pipeline.gate.networks import list_inexact_layers, list_limits, read_soundly, tell_limit
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.pictures import measure_given
 from pipeline.gate.wording import escape_markdown
 from pipeline.numerics.tile_grid import place_tiles
+from pipeline.products.vision.findings.notes import LayerNotes
+from pipeline.products.vision.findings.speed import describe_limit, list_limits, read_soundly
+from pipeline.products.vision.show.costs import count_overflows, format_error, format_headroom
 from pipeline.records.evaluations import BuiltCandidate, CaseRecord, Fallback, LayerCoverage
 from pipeline.records.serving import Tiling
+from pipeline.report.pictures.images import measure_given
+from pipeline.report.sections import Block, Folded, Table
 
 
-def describe_network(evidence: Evidence) -> list[str]:
+def build_network_blocks(evidence: Evidence) -> list[Block]:
     """Return paragraphs on what was done to a network and what came of it."""
     candidate, notes = evidence.candidate, read_soundly(evidence)
     layers = notes.layers if notes else {}
-    said = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
+    blocks: list[Block] = [f"Steps: {'; '.join(map(_describe_step, candidate.steps)) or 'none'}."]
     if candidate.coverage:
         counts = Counter(layer.format for layer in candidate.coverage)
-        said.append(
+        blocks.append(
             "Policy, emulated: "
             + ", ".join(f"{num} layers {escape_markdown(name)}" for name, num in counts.most_common())
             + "."
         )
-    said += describe_fallbacks([*candidate.fallbacks, *_list_missed(evidence)])
+    blocks += describe_fallbacks([*candidate.fallbacks, *_list_missed(evidence)])
     if num := count_overflows(layers.values()):
         first = next(name for name, layer in layers.items() if layer.nonfinite_count)
-        said.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
+        blocks.append(f"{num} of {len(layers)} layers wrote NaN or infinity, the first is `{escape_markdown(first)}`.")
     if notes and notes.layout and notes.layout.other_formats:
-        said.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
+        blocks.append(f"In another memory format: {_list_names(notes.layout.other_formats)}.")
     if (tiling := candidate.serving.tiling) is not None:
         for name, records in evidence.records.items():
-            said += [_describe_tiles(name, records, tiling), *_tell_worst_stitch(name, records)]
-    table = [_fold("Layers: algorithm, number format, error and headroom", tabulate_policy(candidate, layers))]
-    return said + (table if candidate.coverage else [])
+            blocks += [_describe_tiles(name, records, tiling), *_describe_worst_stitch(name, records)]
+    if candidate.coverage:
+        table = Table(tabulate_policy(candidate, layers))
+        blocks.append(Folded("Layers: algorithm, number format, error and headroom", [table]))
+    return blocks
 
 
 def _list_missed(evidence: Evidence) -> list[Fallback]:
     """Return where compilation did not reach all shapes; only the evaluation knows that, not what was built."""
     try:
-        return [Fallback(layer="(all)", reason=tell_limit(met)) for met in list_limits(evidence)]
+        return [Fallback(layer="(all)", reason=describe_limit(met)) for met in list_limits(evidence)]
     except EvidenceError:  # the verdict says so
         return []
 
@@ -72,19 +74,19 @@ def describe_fallbacks(fallbacks: Sequence[Fallback]) -> list[str]:
     groups: dict[str, list[Fallback]] = {}
     for fallback in fallbacks:
         groups.setdefault(fallback.reason.rpartition(": ")[2], []).append(fallback)
-    said = []
+    sentences = []
     for what, group in groups.items():
         if len(group) == 1:
-            said.append(f"Fallback: `{escape_markdown(group[0].layer)}`: {escape_markdown(group[0].reason)}.")
+            sentences.append(f"Fallback: `{escape_markdown(group[0].layer)}`: {escape_markdown(group[0].reason)}.")
         else:
             why = Counter(fallback.reason.rpartition(": ")[0] for fallback in group)
             counts = ", ".join(f"{num} {reason}" for reason, num in why.most_common() if reason)
-            said.append(
+            sentences.append(
                 f"Fallbacks: {len(group)} layers: {escape_markdown(what)}"
                 + (f" ({escape_markdown(counts)})" if counts else "")
                 + "."
             )
-    return said
+    return sentences
 
 
 def _list_names(names: Sequence[str], *, limit: int = 8) -> str:
@@ -122,22 +124,18 @@ def _names(rule: dict[str, Any], layer: str) -> bool:
     return any(fnmatchcase(layer, pattern) for pattern in rule.get("layers", []))
 
 
-def _fold(title: str, rows: Sequence[Sequence[str]]) -> str:
-    return f"<details><summary>{title}</summary>\n\n{render_table(rows)}\n</details>"
-
-
 def _describe_tiles(eval_name: str, records: Sequence[CaseRecord], tiling: Tiling) -> str:
     """Say how many pictures are larger than a tile, and into how many tiles the largest is cut."""
     counts = list(_count_tiles(records, tiling))
     unknown = len(records) - len(counts)
-    said = (
+    sentence = (
         f"{eval_name}: {sum(count > 1 for count in counts)} of {len(records)} pictures are larger than a tile and "
         f"are cut, into up to {max(counts, default=1)} tiles"
     )
-    return said + (f"; {unknown} can't be read" if unknown else "") + "."
+    return sentence + (f"; {unknown} can't be read" if unknown else "") + "."
 
 
-def _tell_worst_stitch(eval_name: str, records: Sequence[CaseRecord]) -> list[str]:
+def _describe_worst_stitch(eval_name: str, records: Sequence[CaseRecord]) -> list[str]:
     """Say how large the largest step at a single stitch is, which the mean over all of them hides."""
     levels = [
         (record.scores["worst_seam_levels"], record.case_id)
@@ -159,19 +157,3 @@ def _count_tiles(records: Sequence[CaseRecord], tiling: Tiling) -> Iterator[int]
             yield math.prod(len(place_tiles(side, tiling.tile, overlap)) for side in measure_given(record))
         except (EvidenceError, NumericsError):
             continue
-
-
-def embed_network_pictures(evidence: Sequence[Evidence | None], *, finds_boxes: bool) -> list[str]:
-    """Return the Markdown of the pictures beside the report, less those that no candidate has anything to show in."""
-    layers = ["![Relative error of each layer against float32](layers.png)\n"]
-    layers = layers if any(map(list_inexact_layers, evidence)) else []
-    if finds_boxes:
-        return [
-            "![Average precision by size of the objects, with 95 % intervals](buckets.png)\n",
-            "![Pictures on which most objects were lost, boxes of reference and candidate](worst.png)\n",
-            *layers,
-        ]
-    parts = ["![Reference, candidate and difference of the worst pictures](worst.png)\n"]
-    if any(e is not None and e.candidate.serving.tiling for e in evidence):
-        parts.append("![A stitch of the worst picture of each tiled candidate, and the step across it](seams.png)\n")
-    return [*parts, *layers]

@@ -15,9 +15,9 @@ import numpy as np
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import PairedCases
-from pipeline.gate.pictures import Picture
 from pipeline.records.detections import Bools, Floats, Ints, MatchTable, compute_iou, load_matches, unpack
 from pipeline.records.evaluations import CaseRecord
+from pipeline.report.pictures.images import Picture
 
 SHOWN_FROM = 0.3  # score
 SAME_FROM = 0.5  # IoU from which two boxes are of one object

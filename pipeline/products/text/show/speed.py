@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from pipeline.gate.speed import format_ratio
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.wording import escape_markdown
 from pipeline.products.text.benchmark.prefix_cache import LEAST_RATIO, bound_known_ttft
+from pipeline.products.text.findings.speed import format_ratio
 from pipeline.records.benchmarks import Benchmark, Machine, Side
 from pipeline.records.evaluations import OUTGROWN, CaseRecord
 from pipeline.records.speculation import sum_speculation
 from pipeline.records.verdicts import PairedMedians, Speed
+from pipeline.report.sections import Section, Table
 
 _HEADER = [
     "in flight",
@@ -27,7 +29,26 @@ _HEADER = [
 _MOST_APART = 0.1  # acceptance in the timed work and in the evals, before they are called different work
 
 
-def tabulate_speed(speed: Speed) -> list[list[str]]:
+def build_speed_section(findings: CandidateFindings, here: Machine | None) -> Section | None:
+    """Return the grid and how its numbers came about; None where nothing was timed.
+
+    Args:
+        findings: on a candidate.
+        here: the machine that the report is written on; None when that is not known.
+    """
+    if findings.benchmark is None or findings.speed is None:
+        return None
+    answers = [r for records in (findings.evidence.records.values() if findings.evidence else ()) for r in records]
+    return Section(
+        "Speed, beside the reference",
+        [
+            Table(_tabulate(findings.speed)),
+            *describe_measurement(findings.benchmark, findings.speed, here, answers),
+        ],
+    )
+
+
+def _tabulate(speed: Speed) -> list[list[str]]:
     """Return the rows of the grid's table: of each number the reference's median, the candidate's and the ratio."""
     rows = [_HEADER, ["---:"] * (len(_HEADER) - 1) + ["---"]]
     for cell in speed.cells:
@@ -125,15 +146,15 @@ def _describe_drafts(benchmark: Benchmark, evaluated: Sequence[CaseRecord]) -> l
     served = sum_speculation(r.speculation for r in answers)
     if timed is None or served is None:
         return []
-    said = (
+    sentence = (
         f"Drafted tokens accepted: {timed.acceptance_rate:.1%} in the timed work, {served.acceptance_rate:.1%} in "
         "the evals."
     )
     if abs(timed.acceptance_rate - served.acceptance_rate) <= _MOST_APART:
-        return [said]
+        return [sentence]
     length = statistics.median(r.num_completion_tokens / count_answers(r) for r in answers)
     return [
-        f"{said} **The timed work is not the served one**: it decodes {benchmark.work.num_tokens} tokens a "
+        f"{sentence} **The timed work is not the served one**: it decodes {benchmark.work.num_tokens} tokens a "
         f"request, the evaluated answers have {length:.0f} (median), and drafts save another share of the time "
         f"there; set benchmark.num_tokens nearer to {length:.0f}."
     ]

@@ -14,8 +14,8 @@ import math
 import numpy as np
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.divergence import load_top_tokens
 from pipeline.gate.pairing import Evidence, PairedCases
+from pipeline.products.text.findings.divergence import load_top_tokens
 from pipeline.records.digests import TEXT_FILES
 from pipeline.records.evaluations import Checkpoint
 

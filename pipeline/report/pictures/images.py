@@ -1,4 +1,4 @@
-"""What the pictures of the report and of MLflow have in common: one image, two of them compared, one decoder's range.
+"""What the pictures of the report and of MLflow have in common: one image, and two of them compared.
 
 An image is read with the digest that its record holds, so that no other one is shown in its place. Covers neither
 which images are shown nor where they end up.
@@ -7,26 +7,22 @@ which images are shown nor where they end up.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.images import headroom
 from pipeline.records.evaluations import CaseRecord
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 DIFFERENCE_GAIN = 4  # differences are too small to see as they are
-LEAST_BITS, MOST_BITS = -4.0, 16.0  # drawn of headroom; an overflow is drawn as the least
-SCARCE_BITS = 1.0  # of headroom, below which a module stands out
-SCARCE, AMPLE = "#D55E00", "#0072B2"  # Okabe-Ito
 LARGEST_SHOWN = 256  # pixels a side; of a larger picture the region is shown that differs most
 CROP = 160  # pixels a side of that region
 
@@ -110,13 +106,6 @@ def amplify_difference(ours: Picture, theirs: Picture, gain: int = DIFFERENCE_GA
         )
     gap = np.abs(ours.astype(int) - theirs.astype(int)) * gain
     return np.clip(gap, 0, 255).astype(np.uint8)
-
-
-def list_scarcest(modules: Mapping[str, Mapping[str, Any]], *, limit: int) -> list[tuple[str, float]]:
-    """Return name and float16 headroom of the decoder's modules that have least, least first, within what is drawn."""
-    bits = {name or "(output)": headroom(module, "headroom_bits_float16") for name, module in modules.items()}
-    scarcest = sorted(bits, key=lambda name: bits[name])[:limit]
-    return [(name, min(MOST_BITS, max(LEAST_BITS, bits[name]))) for name in scarcest]
 
 
 def crop_most_different(ours: Picture, theirs: Picture) -> tuple[Picture, Picture]:

@@ -8,11 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from pipeline.gate.audits import Measured
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.network_notes import LayerNotes, NetworkNotes
-from pipeline.gate.networks import read_soundly, tell_clock, tell_difference, tell_ratio, tell_shape
 from pipeline.gate.wording import escape_markdown, format_value
+from pipeline.products.vision.findings.notes import LayerNotes, NetworkNotes
+from pipeline.products.vision.findings.speed import (
+    describe_difference,
+    format_clock,
+    format_ratio,
+    format_shape,
+    read_soundly,
+)
 from pipeline.records.medians import GAIN_BELOW, MedianInterval
 
 _NOTHING = "–"
@@ -69,54 +75,55 @@ def explain_network_costs(compared: ReleaseComparison) -> str:
     """Say how to read the table: what was measured, and what was not."""
     columns = tabulate_network_costs(compared)[0]
     lines = [text for column, text in _LEGEND.items() if column in columns]
-    known = next((n for m in compared.measured.values() if (n := read_soundly(m.evidence))), None)
-    lines = [line.replace("{shape}", tell_shape(known.shapes) if known else "the most common shape") for line in lines]
-    if any(m.evidence and m.evidence.candidate.coverage for m in compared.measured.values()):
+    known = next((n for m in compared.findings.values() if (n := read_soundly(m.evidence))), None)
+    shape = format_shape(known.shapes) if known else "the most common shape"
+    lines = [line.replace("{shape}", shape) for line in lines]
+    if any(m.evidence and m.evidence.candidate.coverage for m in compared.findings.values()):
         lines.insert(0, _EMULATED)
-    return "\n".join(["", "How to read this table:", "", *lines, ""])
+    return "\n".join(["How to read this table:", "", *lines])
 
 
 def tabulate_network_costs(compared: ReleaseComparison) -> list[list[str]]:
     """Return the rows of a Markdown table, the head first: a row for each candidate, by its first eval."""
-    rows = [_describe(name, measured, compared) for name, measured in compared.measured.items()]
+    rows = [_describe(name, findings, compared) for name, findings in compared.findings.items()]
     columns = [c for c in _COLUMNS if any(row.get(c, _NOTHING) != _NOTHING for row in rows)]
     aligned = ["---:" if c in (_PEAK, _SHARE, _WORK, _FINITE) else "---" for c in columns]
     return [columns, aligned, *([row.get(c, _NOTHING) for c in columns] for row in rows)]
 
 
-def _describe(name: str, measured: Measured, compared: ReleaseComparison) -> dict[str, str]:
+def _describe(name: str, findings: CandidateFindings, compared: ReleaseComparison) -> dict[str, str]:
     """Return what is known of one candidate, by column."""
-    row, notes = {_CANDIDATE: f"`{name}`"}, read_soundly(measured.evidence)
+    row, notes = {_CANDIDATE: f"`{name}`"}, read_soundly(findings.evidence)
     if notes is None:
         return row  # refused: what it cost is not known either
     row |= _describe_time(notes) | _describe_numbers(notes) | _describe_engine(notes)
-    if measured.gain is not None:
-        row[_GAIN] = "yes" if measured.gain.is_sure else "**no gain**"
-    if measured.evidence and measured.evidence.candidate.serving.tiling:
+    if findings.gain is not None:
+        row[_GAIN] = "yes" if findings.gain.is_sure else "**no gain**"
+    if findings.evidence and findings.evidence.candidate.serving.tiling:
         row[_WORK] = f"{notes.work:.2f}"
     if notes.peak_mib is not None:
         row[_PEAK] = f"{notes.peak_mib:.1f}"
-        own = read_soundly(compared.measured[compared.judgement.policy.reference].evidence)
-        row[_SHARE] = f"{notes.peak_mib / own.peak_mib:.2f}" if own and own.peak_mib else _NOTHING
-    finite = next((m for m in measured.metrics if m.name.endswith("/finite_output_rate") and m.bucket is None), None)
+        reference = read_soundly(compared.findings[compared.judgement.policy.reference].evidence)
+        row[_SHARE] = f"{notes.peak_mib / reference.peak_mib:.2f}" if reference and reference.peak_mib else _NOTHING
+    finite = next((m for m in findings.metrics if m.name.endswith("/finite_output_rate") and m.bucket is None), None)
     row[_FINITE] = format_value(finite.name, finite.value) if finite else _NOTHING
     return row
 
 
 def _describe_time(notes: NetworkNotes) -> dict[str, str]:
     speed, total = notes.speed, notes.total
-    row = {_TOTAL: _tell_time(*total.worse)} if total and total.worse else {}
+    row = {_TOTAL: _format_time(*total.worse)} if total and total.worse else {}
     if speed is None:
         return row
     row |= {_BASELINE: escape_markdown(speed.baseline)}
     if speed.ratio is None or speed.timed is None:
-        return row | {_TIME: f"not timed: its outputs {tell_difference(speed)} the baseline's"}
-    row[_TIME] = _tell_time(speed.clock, speed.ratio)
-    return row | ({_WALL: tell_ratio(speed.timed["wall"].ratio)} if "wall" in speed.timed else {})
+        return row | {_TIME: f"not timed: its outputs {describe_difference(speed)} the baseline's"}
+    row[_TIME] = _format_time(speed.clock, speed.ratio)
+    return row | ({_WALL: format_ratio(speed.timed["wall"].ratio)} if "wall" in speed.timed else {})
 
 
-def _tell_time(clock: str, ratio: MedianInterval) -> str:
-    return f"{tell_ratio(ratio)} {tell_clock(clock)}"
+def _format_time(clock: str, ratio: MedianInterval) -> str:
+    return f"{format_ratio(ratio)} {format_clock(clock)}"
 
 
 def _describe_engine(notes: NetworkNotes) -> dict[str, str]:

@@ -15,11 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from pipeline.gate.audits import Measured
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.images import describe_guidance, list_guided, read_std_ratios
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import Policy
+from pipeline.gate.wording import escape_markdown
+from pipeline.products.images.findings.decoder import read_notes
 from pipeline.records.verdicts import Metric
 from pipeline.report.plots import save_figure
 
@@ -35,17 +36,17 @@ def plot_guidance(compared: ReleaseComparison, path: Path) -> None:
     Where no candidate does, the picture says so: DVC expects the file, and the report leaves it out.
     """
     policy = compared.judgement.policy
-    guided = list_guided({name: m.evidence for name, m in compared.measured.items()}, policy.reference)
+    guided = list_guided({name: m.evidence for name, m in compared.findings.items()}, policy.reference)
     ratios = {eval_name: _read_ratios(guided, eval_name) for eval_name in policy.evals}
     num_columns = 2 if any(ratios.values()) else 1
     figure = Figure(
         figsize=(1.6 + 4.2 * num_columns, 3.4 * len(ratios) + 0.25 * len(guided) + 0.5), dpi=_DPI, layout="constrained"
     )
     axes = figure.subplots(len(ratios), num_columns, squeeze=False)
-    for line, (eval_name, found) in zip(axes, ratios.items(), strict=True):
-        _draw_trade(line[0], {name: compared.measured[name] for name in guided}, eval_name, policy)
-        if found:
-            _draw_steps(line[1], found, list(guided))
+    for line, (eval_name, by_step) in zip(axes, ratios.items(), strict=True):
+        _draw_trade(line[0], {name: compared.findings[name] for name in guided}, eval_name, policy)
+        if by_step:
+            _draw_steps(line[1], by_step, list(guided))
         elif num_columns == 2:
             line[1].set_axis_off()
     if guided:
@@ -55,28 +56,28 @@ def plot_guidance(compared: ReleaseComparison, path: Path) -> None:
 
 def _read_ratios(guided: Mapping[str, Evidence], eval_name: str) -> dict[str, list[float]]:
     return {
-        name: found
+        name: by_step
         for name, evidence in guided.items()
-        if eval_name in evidence.records and (found := read_std_ratios(evidence, eval_name))
+        if eval_name in evidence.records and (by_step := read_std_ratios(evidence, eval_name))
     }
 
 
-def _draw_trade(axis: Axes, guided: Mapping[str, Measured], eval_name: str, policy: Policy) -> None:
+def _draw_trade(axis: Axes, guided: Mapping[str, CandidateFindings], eval_name: str, policy: Policy) -> None:
     """Draw saturated pixels against CLIP similarity with 95 % intervals, and what is tolerated of the reference."""
-    for number, (name, measured) in enumerate(guided.items()):
-        found = {
+    for number, (name, findings) in enumerate(guided.items()):
+        by_name = {
             m.name.rpartition("/")[2]: m
-            for m in measured.metrics
+            for m in findings.metrics
             if m.bucket is None and m.name.startswith(f"{eval_name}/")
         }
-        if _SATURATION in found and _SIMILARITY in found:
-            similar, saturated = found[_SIMILARITY], found[_SATURATION]
+        if _SATURATION in by_name and _SIMILARITY in by_name:
+            similar, saturated = by_name[_SIMILARITY], by_name[_SATURATION]
             axis.errorbar(
                 similar.value,
                 100 * saturated.value,
                 xerr=_reach(similar, 1),
                 yerr=_reach(saturated, 100),
-                label=_label(name, measured, policy),
+                label=_label(name, findings, policy),
                 capsize=3,
                 markersize=7,
                 **_style(number),
@@ -95,8 +96,8 @@ def _draw_trade(axis: Axes, guided: Mapping[str, Measured], eval_name: str, poli
 
 def _draw_steps(axis: Axes, ratios: Mapping[str, list[float]], names: list[str]) -> None:
     """Draw how much wider the guided prediction is than the conditional one at each denoising step."""
-    for name, found in ratios.items():
-        axis.plot(range(1, len(found) + 1), found, linewidth=1.4, markersize=4, **_style(names.index(name)))
+    for name, by_step in ratios.items():
+        axis.plot(range(1, len(by_step) + 1), by_step, linewidth=1.4, markersize=4, **_style(names.index(name)))
     axis.axhline(1, color="#000000", linewidth=1, linestyle="--")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_yscale("log")  # the first steps are several times wider than all others
@@ -125,9 +126,9 @@ def _reach(metric: Metric, factor: float) -> list[list[float]] | None:
     return [[factor * (metric.value - metric.low)], [factor * (metric.high - metric.value)]]
 
 
-def _label(name: str, measured: Measured, policy: Policy) -> str:
-    assert measured.evidence is not None
-    return f"{name}{' (reference)' if name == policy.reference else ''}: {describe_guidance(measured.evidence)}"
+def _label(name: str, findings: CandidateFindings, policy: Policy) -> str:
+    assert findings.evidence is not None
+    return f"{name}{' (reference)' if name == policy.reference else ''}: {describe_guidance(findings.evidence)}"
 
 
 def _draw_tolerated(axis: Axes, similar: Metric, saturated: Metric, policy: Policy) -> None:
@@ -137,3 +138,43 @@ def _draw_tolerated(axis: Axes, similar: Metric, saturated: Metric, policy: Poli
         axis.axvline(similar.value - least, color="#000000", linewidth=1, linestyle=":")
     if most is not None:
         axis.axhline(100 * (saturated.value + most), color="#000000", linewidth=1, linestyle=":")
+
+
+def read_std_ratios(evidence: Evidence, eval_name: str) -> list[float]:
+    """Return the ratio of guided to conditional deviation of each denoising step; none where it was not noted."""
+    return list(read_notes(evidence, eval_name).get("std_ratio_by_step") or [])
+
+
+def describe_guidance(evidence: Evidence) -> str:
+    """Say how a candidate guides: "scale 12, rescale 0.7"."""
+    serving = evidence.candidate.serving.model_dump()
+    text = f"scale {serving['guidance_scale']:g}, rescale {serving['guidance_rescale']:g}"
+    for step in evidence.candidate.steps:
+        if step.get("dynamic_threshold_percentile") is not None:
+            text += f", thresholded at {step['dynamic_threshold_percentile']:g} % up to {step['sample_max_value']:g}"
+    for bucket, guidance in serving["guidance_by_category"].items():
+        text += f"; {bucket}: scale {guidance['scale']:g}, rescale {guidance['rescale']:g}"
+    return text
+
+
+def list_guided(evidence: Mapping[str, Evidence | None], reference: str) -> dict[str, Evidence]:
+    """Return the reference and every candidate that guides otherwise, in order; nothing where none does."""
+    known = {name: e for name, e in evidence.items() if e is not None}
+    if reference not in known:
+        return {}
+    plain = describe_guidance(known[reference])
+    others = {name: e for name, e in known.items() if describe_guidance(e) != plain}
+    return {reference: known[reference], **others} if others else {}
+
+
+def explain_guidance(guided: Mapping[str, Evidence]) -> str:
+    """Say how each candidate guides that guides otherwise, and how to read the picture.
+
+    Args:
+        guided: of `list_guided`.
+    """
+    settings = "; ".join(f"`{name}` ({escape_markdown(describe_guidance(e))})" for name, e in guided.items())
+    explained = f"What guidance does: {settings}. Down and to the right is better."
+    if any(read_std_ratios(e, eval_name) for e in guided.values() for eval_name in e.records):
+        explained += " On the right panel: the wider guidance makes a prediction, the more images saturate."
+    return explained

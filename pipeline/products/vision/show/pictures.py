@@ -14,12 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.errors import EvidenceError, NumericsError
-from pipeline.gate.audits import Measured
-from pipeline.gate.boxes import BOXES_LEGEND, Found, draw_boxes, find_lost, list_losses, read_both
+from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.gate.pictures import amplify_difference, locate_image, measure_given, read_given, read_image
-from pipeline.gate.seams import SEAM_GAIN, Strip, cut_strip
+from pipeline.products.vision.show.boxes import BOXES_LEGEND, Found, draw_boxes, find_lost, list_losses, read_both
+from pipeline.products.vision.show.seams import SEAM_GAIN, Strip, cut_strip
+from pipeline.report.pictures.images import amplify_difference, locate_image, measure_given, read_given, read_image
 from pipeline.report.plots import save_figure
 
 _NUM_WORST = 3  # of a candidate
@@ -30,7 +30,7 @@ _SIDES = (("reference", "#4D4D4D", "--"), ("candidate", "#D55E00", "-"))
 
 def plot_found(compared: ReleaseComparison, path: Path) -> None:
     """Draw the pictures on which a detector lost most objects, beside the reference: a row a candidate."""
-    lost = {name: _list_worst(m) for name, m in compared.measured.items() if m.evidence and m.pairs}
+    lost = {name: _list_worst(m) for name, m in compared.findings.items() if m.evidence and m.pairs}
     rows = {name: worst for name, worst in lost.items() if worst}
     figure = Figure(figsize=(2.1 * 2 * _NUM_WORST, 2.3 * max(len(rows), 1) + 0.7), dpi=_DPI, layout="constrained")
     axes = figure.subplots(max(len(rows), 1), 2 * _NUM_WORST, squeeze=False)
@@ -39,7 +39,7 @@ def plot_found(compared: ReleaseComparison, path: Path) -> None:
     for line, (name, worst) in zip(axes, rows.items(), strict=False):
         line[0].text(-0.05, 0.5, name, transform=line[0].transAxes, ha="right", va="center", fontsize=8, rotation=90)
         for k, (eval_name, i) in enumerate(worst):
-            _draw_found(line[2 * k : 2 * k + 2], compared.measured[name].pairs[eval_name], i)
+            _draw_found(line[2 * k : 2 * k + 2], compared.findings[name].pairs[eval_name], i)
     unharmed = ", ".join(name for name, worst in lost.items() if not worst)
     figure.suptitle(
         f"worst pictures, cut to what is lost: reference left, candidate right ({BOXES_LEGEND})"
@@ -49,21 +49,21 @@ def plot_found(compared: ReleaseComparison, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _list_worst(measured: Measured) -> list[tuple[str, int]]:
+def _list_worst(findings: CandidateFindings) -> list[tuple[str, int]]:
     """Return (eval, position) of the pictures on which most objects are lost; none where that can't be told."""
-    found = []
-    for eval_name, pairs in measured.pairs.items():
+    losses_by_case = []
+    for eval_name, pairs in findings.pairs.items():
         try:
-            found += [(-num, eval_name, i) for num, i in list_losses(pairs)]
+            losses_by_case += [(-num, eval_name, i) for num, i in list_losses(pairs)]
         except EvidenceError:
             continue
-    return [(eval_name, i) for _, eval_name, i in sorted(found)[:_NUM_WORST]]
+    return [(eval_name, i) for _, eval_name, i in sorted(losses_by_case)[:_NUM_WORST]]
 
 
 def _draw_found(axes: Sequence[Axes], pairs: PairedCases, i: int) -> None:
-    record, found = pairs.reference[i], read_both(pairs, i)
-    lost = find_lost(*found)
-    counts = [f"{side.is_hit.sum()} of {record.scores['objects']:g}" for side in found]
+    record, sides = pairs.reference[i], read_both(pairs, i)
+    lost = find_lost(*sides)
+    counts = [f"{side.is_hit.sum()} of {record.scores['objects']:g}" for side in sides]
     axes[0].set_title(f"{record.case_id}: {counts[0]}", fontsize=6, parse_math=False)
     axes[1].set_title(counts[1], fontsize=6)
     try:
@@ -71,7 +71,7 @@ def _draw_found(axes: Sequence[Axes], pairs: PairedCases, i: int) -> None:
     except EvidenceError:
         axes[0].text(0.5, 0.5, "can't be shown", ha="center", va="center", fontsize=7)
         return
-    for axis, side in zip(axes, found, strict=True):
+    for axis, side in zip(axes, sides, strict=True):
         axis.imshow(
             draw_boxes(picture, side, lost),
             interpolation="antialiased",
@@ -94,20 +94,20 @@ def _cut_to(axis: Axes, lost: Found, width: int, height: int) -> None:
 
 def plot_seams(compared: ReleaseComparison, path: Path) -> None:
     """Draw a stitch of the worst picture of each tiled candidate beside the reference, and the step across it."""
-    reference = compared.measured[compared.judgement.policy.reference].evidence
+    reference = compared.findings[compared.judgement.policy.reference].evidence
     tiled = {
         name: m
-        for name, m in compared.measured.items()
+        for name, m in compared.findings.items()
         if m.pairs and m.evidence and m.evidence.candidate.serving.tiling
     }
     figure = Figure(figsize=(9.5, 2.2 * max(len(tiled), 1) + 0.5), dpi=_DPI, layout="constrained")
     axes = figure.subplots(max(len(tiled), 1), 4, squeeze=False, width_ratios=(1, 1, 1, 1.7))
     for axis in axes.ravel():
         axis.set_axis_off()
-    for line, (name, measured) in zip(axes, tiled.items(), strict=False):
+    for line, (name, findings) in zip(axes, tiled.items(), strict=False):
         line[0].set_title(name, fontsize=8, loc="left", parse_math=False)
         try:
-            case_id, strip = _find_strip(measured, reference)
+            case_id, strip = _find_strip(findings, reference)
         except (EvidenceError, NumericsError):
             line[1].text(0.5, 0.5, "can't be shown", ha="center", va="center", fontsize=7)
             continue
@@ -123,27 +123,27 @@ def plot_seams(compared: ReleaseComparison, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _find_strip(measured: Measured, reference: Evidence | None) -> tuple[str, Strip]:
+def _find_strip(findings: CandidateFindings, reference: Evidence | None) -> tuple[str, Strip]:
     """Return the case with the largest seam, and its worst stitch."""
-    for eval_name, i in _order_by_seam(measured):
-        pairs = measured.pairs[eval_name]
-        if reference is None or measured.evidence is None:
+    for eval_name, i in _order_by_seam(findings):
+        pairs = findings.pairs[eval_name]
+        if reference is None or findings.evidence is None:
             break
         given = measure_given(pairs.candidate[i])
         ours, theirs = (
             read_image(locate_image(side.folder, eval_name, records[i]))
-            for side, records in ((reference, pairs.reference), (measured.evidence, pairs.candidate))
+            for side, records in ((reference, pairs.reference), (findings.evidence, pairs.candidate))
         )
-        strip = cut_strip(ours, theirs, given, measured.evidence.candidate.serving.tiling)
+        strip = cut_strip(ours, theirs, given, findings.evidence.candidate.serving.tiling)
         if strip is not None:
             return pairs.reference[i].case_id, strip
     raise EvidenceError("seams: no picture is cut")
 
 
-def _order_by_seam(measured: Measured) -> Iterator[tuple[str, int]]:
+def _order_by_seam(findings: CandidateFindings) -> Iterator[tuple[str, int]]:
     places = [
         (-record.scores.get("worst_seam_levels", 0.0), eval_name, i)
-        for eval_name, pairs in measured.pairs.items()
+        for eval_name, pairs in findings.pairs.items()
         for i, record in enumerate(pairs.candidate)
     ]
     yield from ((eval_name, i) for _, eval_name, i in sorted(places))

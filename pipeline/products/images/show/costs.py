@@ -7,7 +7,7 @@ else ran; a step's time is a sum over the run. Memory is counted where tensors a
 from __future__ import annotations
 
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.images import headroom, read_notes
+from pipeline.products.images.findings.decoder import headroom, read_notes
 
 _HEAD = (
     "candidate",
@@ -20,25 +20,24 @@ _HEAD = (
     "least headroom, doublings",
 )
 
-COSTS_LEGEND = """
+COSTS_LEGEND = """\
 Time is CPU time on a CPU; the decode is timed in turn with the reference's float32 decode of the same latents, and its
 ratio is the median over batches with its 95 % interval. Memory is what the decode of a batch holds at most, weights
-included. Headroom is how many times the decoder's largest activation can double in the format that it runs in.
-"""
+included. Headroom is how many times the decoder's largest activation can double in the format that it runs in."""
 
 
 def tabulate_costs(compared: ReleaseComparison) -> list[list[str]]:
     """Return the rows of a Markdown table, the head first: a row for each evaluated candidate, by the first eval."""
     rows = [list(_HEAD), ["---"] + ["---:"] * (len(_HEAD) - 1)]
-    own = compared.measured[compared.judgement.policy.reference].evidence
-    for name, measured in compared.measured.items():
-        if measured.evidence is None or own is None:
+    reference = compared.findings[compared.judgement.policy.reference].evidence
+    for name, findings in compared.findings.items():
+        if findings.evidence is None or reference is None:
             continue
-        if (eval_name := next(iter(measured.evidence.records), None)) is None or eval_name not in own.records:
+        if (eval_name := next(iter(findings.evidence.records), None)) is None or eval_name not in reference.records:
             continue  # refused: what it cost is not known either
-        notes, base = read_notes(measured.evidence, eval_name), read_notes(own, eval_name)
+        notes, base = read_notes(findings.evidence, eval_name), read_notes(reference, eval_name)
         ratio, least = notes["decode_to_float32"], min(map(headroom, notes["decoder"].values()), default=0.0)
-        psnr = next((m.value for m in measured.metrics if m.name == f"{eval_name}/decode_psnr_db" and not m.bucket), 0)
+        psnr = next((m.value for m in findings.metrics if m.name == f"{eval_name}/decode_psnr_db" and not m.bucket), 0)
         rows.append(
             [
                 f"`{name}`",

@@ -1,0 +1,80 @@
+"""What the report says of how a candidate draws: files that differ, what rendering cost, what a range fix proved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.gate.pairing import Evidence
+from pipeline.gate.wording import escape_markdown
+from pipeline.products.images.findings.decoder import read_notes
+from pipeline.report.sections import Block, Folded, Table
+
+
+def describe_files(evidence: Evidence, reference: Evidence) -> str:
+    """Name the files in which a candidate's pipeline differs from the reference's: another sampler is one of them."""
+    ours, theirs = (side.candidate.checkpoint.files for side in (evidence, reference))
+    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    return (
+        "Files that differ from the reference's: "
+        + (", ".join(f"`{escape_markdown(name)}`" for name in differing) or "none")
+        + "."
+    )
+
+
+def build_rendering_blocks(evidence: Evidence) -> list[Block]:
+    """Say what rendering cost, and what a range fix proved, one sentence or two each."""
+    lines: list[Block] = []
+    for eval_name in evidence.records:
+        notes = read_notes(evidence, eval_name)
+        ratio = notes["decode_to_float32"]
+        beside = (
+            f", {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) of the reference's float32 "
+            "decode of the same latents"
+            if ratio
+            else ""
+        )
+        lines.append(
+            f"{eval_name}: {notes['denoise_ms_per_image']:.0f} ms an image to denoise "
+            f"({notes['step_ms_per_image']:.2f} a step), {notes['decode_ms_per_image']:.2f} ms to decode"
+            f"{beside}; a batch's decode holds at most {notes['decode_peak_mib']:.1f} MiB, weights included, "
+            f"and a process {notes['peak_memory_mib']:.0f} MiB."
+        )
+        if cut := sum(record.scores.get("cut_tokens", 0) > 0 for record in evidence.records[eval_name]):
+            lines.append(
+                f"{eval_name}: {cut} prompts are longer than the tokenizer's limit; what is beyond it was not drawn."
+            )
+    for step in evidence.candidate.steps:
+        if "proof" in step:
+            lines += [_describe_proof(step["proof"]), _list_headroom(step["proof"])]
+        lines += [
+            f"Channels-last is kept for the {part}: it takes {m['ratio']['median']:.3f} "
+            f"({m['ratio']['low']:.3f} to {m['ratio']['high']:.3f}) of the time with channels first."
+            for part, m in step.get("layout", {}).items()
+            if m["decision"] == "keep"
+        ]
+    return lines
+
+
+def _list_headroom(proof: Mapping[str, Any]) -> Folded:
+    """Return every module's headroom before and after a range fix, folded away."""
+    before, after = proof["headroom_bits_before"], proof["headroom_bits_after"]
+    rows = [
+        [escape_markdown(name or "(output)"), f"{before[name]:.1f}", f"{bits:.1f}"]
+        for name, bits in after.items()
+        if name in before
+    ]
+    head = [["module", "before", "after"], ["---", "---:", "---:"]]
+    return Folded("Headroom in float16 of every module, doublings", [Table([*head, *rows])])
+
+
+def _describe_proof(proof: Mapping[str, Any]) -> str:
+    worst = proof["worst_module"]
+    after = min(proof["headroom_bits_after"], key=lambda name: proof["headroom_bits_after"][name])
+    return (
+        f"Range fix, on {proof['num_prompts']} latents that it was not made from: the float32 output moves by at "
+        f"most {proof['max_difference']:.2g} of [-1, 1]; headroom in float16 of the worst module "
+        f"{proof['headroom_bits_before'][worst]:.1f} doublings before ({worst}), "
+        f"{proof['headroom_bits_after'][after]:.1f} after ({after}); at most "
+        f"{max(proof['subnormal_fraction_after'].values(), default=0):.2%} of a layer's weights become subnormal."
+    )

@@ -1,0 +1,84 @@
+"""The pictures of a language model's report: task completion by bucket, throughput by cell of the benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from pipeline.gate.compare import ReleaseComparison
+from pipeline.gate.wording import natural_key
+from pipeline.report.plots import SIDES, choose_shown, draw_bars, format_shown, save_figure, style_bars
+
+_DPI = 130
+
+
+def plot_completion(compared: ReleaseComparison, path: Path) -> None:
+    """Draw task completion by bucket for the reference and every candidate, with 95 % intervals."""
+    judgement = compared.judgement
+    evals = [name for name, kind in judgement.policy.eval_kinds.items() if kind == "trajectories"]
+    names = {f"{name}/task_completion_rate": f"{name}\n" if len(evals) > 1 else "" for name in evals}
+    sides = {judgement.policy.reference: judgement.reference_metrics}
+    sides |= {v.candidate: v.metrics for v in choose_shown(judgement)}
+    series = {
+        side: {names[m.name] + (m.bucket or "all"): m for m in metrics if m.name in names}
+        for side, metrics in sides.items()
+    }
+    buckets = sorted(
+        {bucket for metrics_by_bucket in series.values() for bucket in metrics_by_bucket},
+        key=lambda bucket: (not bucket.endswith("all"), natural_key(bucket)),
+    )
+    figure = Figure(
+        figsize=(max(7.0, 1.2 + len(buckets) * (0.35 + 0.17 * len(series))), 4.2), dpi=_DPI, layout="constrained"
+    )
+    axis = figure.subplots()
+    width = 0.8 / max(len(series), 1)
+    for number, (side, metrics_by_bucket) in enumerate(series.items()):
+        draw_bars(axis, [metrics_by_bucket.get(bucket) for bucket in buckets], number, width, side)
+    counts = [next((f[b].n for f in series.values() if b in f), 0) for b in buckets]
+    axis.set_xticks(
+        [i + 0.4 - width / 2 for i in range(len(buckets))],
+        [f"{b}\nn = {n:,}" for b, n in zip(buckets, counts, strict=True)],
+        fontsize=8,
+        parse_math=False,
+    )
+    title = f"Task completion by bucket, with 95 % intervals{format_shown(judgement)}"
+    style_bars(axis, len(series), "task completion, %", title)
+    save_figure(figure, path)
+
+
+def plot_speed(compared: ReleaseComparison, path: Path) -> None:
+    """Draw the throughput's ratio of every benchmarked candidate in every cell, with its interval."""
+    speeds = {v.candidate: v.speed for v in compared.judgement.verdicts if v.speed is not None}
+    cells = next(iter(speeds.values())).cells if speeds else ()
+    size = (max(7.0, 1.2 + len(cells) * (0.8 + 0.2 * len(speeds))), 3.6)
+    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+    axis = figure.subplots()
+    axis.axhline(1, color="#000000", linewidth=1.1, linestyle="--")
+    for number, (name, speed) in enumerate(speeds.items()):
+        shift = 0.15 * (number - (len(speeds) - 1) / 2)
+        ratios = [cell.throughput_tokens_per_s.ratio for cell in speed.cells]
+        errors = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
+        axis.errorbar(
+            [i + shift for i in range(len(ratios))],
+            [r.median for r in ratios],
+            yerr=errors,
+            fmt="o",
+            capsize=4,
+            color=SIDES[(number + 1) % len(SIDES)],
+            label=name,
+        )
+    axis.set_xticks(
+        range(len(cells)),
+        [f"{c.concurrency} in flight\n{c.prompt_tokens[0]} to {c.prompt_tokens[1]} prompt tokens" for c in cells],
+        fontsize=8,
+    )
+    axis.set_ylabel("throughput, candidate / reference", fontsize=9)
+    axis.set_title(
+        "Throughput on matched work, above 1 is faster" if speeds else "No candidate was benchmarked",
+        fontsize=10,
+        loc="left",
+    )
+    if speeds:
+        axis.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)

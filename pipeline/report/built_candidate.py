@@ -1,0 +1,44 @@
+"""What a report says of a candidate that was built in steps: what was done, and which layers ended in which format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.gate.wording import escape_markdown
+from pipeline.records.evaluations import BuiltCandidate
+
+
+def describe_built_candidate(candidate: BuiltCandidate) -> str:
+    """Say what was done to a candidate and which layers ended in which format."""
+    steps = "; ".join(escape_markdown(_describe_step(step)) for step in candidate.steps) or "none"
+    sentences = [f"Steps: {steps}."]
+    if candidate.coverage:
+        total = sum(layer.num_bytes for layer in candidate.coverage)
+        asked = [layer for layer in candidate.coverage if layer.asked]
+        formats = sorted({layer.format for layer in asked})
+        counts = [f"{sum(layer.format == f for layer in asked)} layers {escape_markdown(f)}" for f in formats]
+        counts.append(f"{len(candidate.coverage) - len(asked)} excluded")
+        sentences.append(
+            f"Coverage: {', '.join(counts)}; the former hold "
+            f"{_mib(sum(layer.num_bytes for layer in asked))} MiB of {_mib(total)} MiB."
+        )
+    sentences += [f"Fallback: `{escape_markdown(f.layer)}`: {escape_markdown(f.reason)}." for f in candidate.fallbacks]
+    return " ".join(sentences)
+
+
+def _describe_step(step: dict[str, Any]) -> str:
+    plain = [f"{key} {value}" for key, value in step.items() if key != "kind" and isinstance(value, (int, float, str))]
+    calibration = step.get("calibration", {})
+    plain += (
+        [
+            f"calibration {calibration['num_samples']} samples of {', '.join(calibration['sources'])}"
+            f" weighted by length^{calibration['length_exponent']:g}"
+        ]
+        if calibration
+        else []
+    )
+    return f"{step['kind']} ({', '.join(plain)})"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"
