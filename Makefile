@@ -35,7 +35,7 @@ ui: setup  ## open MLflow on the runs; PORT=5000
 	@sed 's|#|http://127.0.0.1:$(PORT)/#|' mlartifacts/pages*.txt
 	python -m mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT) --workers 1
 
-test: setup  ## run the tests: two files at a time, the longest folder first
+test: setup  ## run the tests, two files at a time
 	python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 certify: setup  ## plant defects in copies of a finished project, none of which may pass: the kill table

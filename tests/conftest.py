@@ -17,6 +17,11 @@ def pytest_sessionstart() -> None:
     make_missing(ROOT)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with whole runs: they take longest, and no worker should be left with one at the end."""
+    items.sort(key=lambda item: "integration" not in item.path.parts)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def metrics_in_use() -> Iterator[None]:
     """Let names stand for the metrics of all kinds: what a stage does for those of its product."""

@@ -177,7 +177,7 @@ def _compare_benchmarks(last: Policy, now: Policy) -> Iterator[tuple[str, Value,
     if last.max_slowdown is None:
         return
     if now.max_slowdown is None or now.max_slowdown > last.max_slowdown:
-        key = "benchmark.max_slowdown" if last.kind == "text" else "max_slowdown"
+        key = "benchmark.max_slowdown" if last.grid else "max_slowdown"  # a grid of work is what a benchmark times
         yield key, last.max_slowdown, _as_value(now.max_slowdown)
     for key, was in last.grid.items():
         asked = now.grid.get(key, was)

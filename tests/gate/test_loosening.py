@@ -201,7 +201,7 @@ def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released
         (TIMED, {**TIMED, "grid": GRID | {"prompt_tokens": [[16, 90]]}}, "benchmark.prompt_tokens"),
         (TIMED, {**TIMED, "grid": GRID | {"num_tokens": 2}}, "benchmark.num_tokens"),
         (TIMED, {**TIMED, "grid": GRID | {"rounds": 6}}, "benchmark.rounds"),
-        ({"kind": "vision", "max_slowdown": 0.1}, {"kind": "vision"}, "max_slowdown"),
+        ({"max_slowdown": 0.1, "grid": {}}, {"grid": {}}, "max_slowdown"),  # nothing is timed on its own
         ({"exact": ("a",)}, {"release": ("b",)}, "candidates.b.exact"),
         ({"min_acceptance": {"a": 0.9}}, {"release": ("b",)}, "candidates.b.min_acceptance"),
         ({"min_acceptance": {"a": 0.9}}, {"min_acceptance": {"a": 0.8}}, "candidates.a.min_acceptance"),
