@@ -1,8 +1,8 @@
 """Compare every candidate with the reference and judge it: records in, a Judgement out.
 
-The steps are: load evidence (`pairing`), measure (`measure`, `divergence`), decide (`decision`).
-Evidence that is not fit makes the candidate's verdict "refused" and is named in its reasons; it
-never raises, so that one broken candidate does not hide the verdicts on the others.
+The steps are: load evidence (`pairing`), measure (`measure`), ask the kind what else it knows (`audits`), decide
+(`decision`). Evidence that is not fit makes the candidate's verdict "refused" and is named in its reasons; it never
+raises, so that one broken candidate does not hide the verdicts on the others.
 """
 
 from __future__ import annotations
