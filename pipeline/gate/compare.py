@@ -1,8 +1,8 @@
 """Compare every candidate with the reference and judge it: records in, a Judgement out.
 
-The steps are: load evidence (`pairing`), measure (`measure`, `divergence`), decide (`decision`).
-Evidence that is not fit makes the candidate's verdict "refused" and is named in its reasons; it
-never raises, so that one broken candidate does not hide the verdicts on the others.
+The steps are: load evidence (`pairing`), measure (`measure`), ask the kind what else it knows (`audits`), decide
+(`decision`). Evidence that is not fit makes the candidate's verdict "refused" and is named in its reasons; it never
+raises, so that one broken candidate does not hide the verdicts on the others.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watc
 from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
-from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
+from pipeline.gate.measure import check_loss_can_show, estimate_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.verdicts import (
     Judgement,
-    describe_policy,
+    build_policy,
     is_blocking,
 )
 from pipeline.gate.wording import use_metrics
@@ -64,7 +64,7 @@ def compare_release(product: P, kind: Auditor[P], build: Path) -> ReleaseCompari
 
 
 def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
-    policy = describe_policy(product)
+    policy = build_policy(product)
     reference = _load(build, product.reference, product, kind, is_pinned=True)
     _describe(reference, product)
     findings = {
@@ -114,7 +114,7 @@ def _describe(findings: CandidateFindings, product: Product) -> None:
         for definition in product.evals[eval_name].metrics:
             if definition.is_gated:
                 try:
-                    findings.metrics += describe_metrics(
+                    findings.metrics += estimate_metrics(
                         records,
                         definition,
                         clusters,

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
+from pipeline.products.text.findings import TextAuditor
 from pipeline.products.text.settings import TextEval, TextProduct
 from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.products.vision.findings import VisionAuditor
 from pipeline.records.detections import (
     Detections,
     MatchTable,
@@ -156,6 +158,12 @@ class DetectorParams(TextProduct):
     """Settings of a release of detectors, through the same gate as text."""
 
     evals: dict[str, ShelvesEval] = Field(min_length=1)
+
+
+class DetectorAuditor(TextAuditor):
+    """What the gate asks of them: as of text, and what an average hides as of a detector."""
+
+    list_headlines = VisionAuditor.list_headlines
 
 
 def make_detector_params(candidates: list[str], tolerances: dict[str, dict[str, object]]) -> DetectorParams:

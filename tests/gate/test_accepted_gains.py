@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.loosening import list_loosened
-from pipeline.gate.verdicts import GatedTolerance, Judgement, describe_policy
+from pipeline.gate.verdicts import GatedTolerance, Judgement, build_policy
 from pipeline.records.record_files import read_record
 from pipeline.report.explain import explain_release
 from pipeline.report.github import render_summary
@@ -148,7 +148,7 @@ def test_the_report_and_the_terminal_of_a_project_print_it(tmp_path):
 
 def test_an_accepted_gain_carries_its_own_reason_and_needs_no_other():
     params = make_params(["better"], ["better"])
-    last, now = describe_policy(params), describe_policy(accept(params, WHY))
+    last, now = build_policy(params), build_policy(accept(params, WHY))
     assert list(list_loosened(last, now)) == []
 
 

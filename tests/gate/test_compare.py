@@ -13,7 +13,7 @@ from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
-from pipeline.gate.verdicts import describe_policy, is_blocking
+from pipeline.gate.verdicts import build_policy, is_blocking
 from pipeline.products import list_known_metrics
 from pipeline.products.text.findings.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine, SpeculativeStep
@@ -446,7 +446,7 @@ def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(t
     assert verdict.outcome == "fail"
     said = "130 of 200 drafted tokens were accepted (65.00%), expected at least 66.00% (min_acceptance)"
     assert list_said(verdict)[0].startswith(f"fail: speculation: {said}")
-    assert is_blocking(verdict, describe_policy(make_params(["a"], ["a"])))
+    assert is_blocking(verdict, build_policy(make_params(["a"], ["a"])))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_detections import (
     Change,
     Detector,
+    DetectorAuditor,
     make_detector_params,
     make_pair,
     write_detector_tree,
@@ -158,7 +159,7 @@ def build(tmp_path_factory):
 
 def judge(build, names=("same",), tolerances=None):
     params = make_detector_params(list(names), tolerances or TOLERANCES)
-    return compare_release(params, build)
+    return compare_release(params, build, DetectorAuditor())
 
 
 def test_a_loss_of_small_objects_fails_where_they_are_and_nowhere_else(build, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
-from pipeline.gate.verdicts import describe_policy
+from pipeline.gate.verdicts import build_policy
 from pipeline.records.files import write_text
 from pipeline.records.serving import ServingConfig
 from pipeline.settings.base import RELEASE
@@ -29,7 +29,7 @@ TIMED = {"benchmarked": ("a",), "max_slowdown": 0.1, "grid": GRID}
 
 
 def policy(**gate):
-    return describe_policy(make_params(["a"], ["a"], **({"tolerances": TOLERANCES, "on_inconclusive": "block"} | gate)))
+    return build_policy(make_params(["a"], ["a"], **({"tolerances": TOLERANCES, "on_inconclusive": "block"} | gate)))
 
 
 def change_evals(name, **changed):
