@@ -17,6 +17,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
+import pipeline.products  # noqa: F401 - a kind of product may have cases of its own
 from pipeline.errors import EvalsetError
 from pipeline.evalsets.cards import (
     CARD_FILE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
@@ -83,6 +83,18 @@ class Presenter(Protocol[A]):
     def build_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
         """Return the section on how fast a candidate is, below its comparisons; None where it stands elsewhere."""
         return None
+
+    def format_step(self, step: Mapping[str, Any]) -> str:
+        """Return a step in a few words for MLflow: its kind, words as they are, numbers and what is on by name."""
+        words = [str(step["kind"])]
+        for key, value in step.items():
+            if isinstance(value, bool):
+                words += [key] if value else []
+            elif isinstance(value, (int, float)):
+                words.append(f"{key} {value:g}")
+            elif isinstance(value, str) and key != "kind":
+                words.append(value)
+        return " ".join(words)
 
     def format_output(self, record: CaseRecord) -> str:
         """Return what MLflow's table shows of an output."""

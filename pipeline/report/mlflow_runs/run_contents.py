@@ -37,7 +37,6 @@ _COLORS = {
     "refused": "#8250df",
     "no gain": "#6e7781",
 }
-_STEP_WORDS = ("algorithm", "dtype", "mode", "tile", "window")  # of a step that say enough without their names
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _build_run(
         metrics=name_metrics((*metrics, *_tripwires(verdict)), headline=headline)
         | name_gate(verdict)
         | presenter.measure_run(JudgedRun(verdict, evaluation, folder, scored)),
-        params={"gate": format_role(verdict, is_reference)} | list_params(candidate, evaluation),
+        params={"gate": format_role(verdict, is_reference)} | list_params(candidate, evaluation, presenter),
         predictions=predictions,
         note=_write_note(verdict, is_reference) + pictures.note + problem,
         color=_COLORS["reference" if is_reference or verdict is None else verdict.outcome],
@@ -203,7 +202,9 @@ def format_role(verdict: Verdict | None, is_reference: bool) -> str:
     return f"{word} (release)" if verdict and verdict.is_release else word
 
 
-def list_params(candidate: BuiltCandidate | None, evaluation: Evaluation | None) -> dict[str, str]:
+def list_params(
+    candidate: BuiltCandidate | None, evaluation: Evaluation | None, presenter: Presenter[Any]
+) -> dict[str, str]:
     """Summarise a candidate in a few short values, as far as it was built and evaluated."""
     described = {}
     if evaluation is not None:
@@ -217,19 +218,8 @@ def list_params(candidate: BuiltCandidate | None, evaluation: Evaluation | None)
         "checkpoint": f"{checkpoint.path} ({checkpoint.kind}, {checkpoint.format})",
         "coverage": _format_coverage(candidate) + fallbacks,
         "size_mib": f"{checkpoint.num_bytes / (1 << 20):.2f}",
-        "steps": "; ".join(map(_format_step, candidate.steps)) or "none",
+        "steps": "; ".join(map(presenter.format_step, candidate.steps)) or "none",
     }
-
-
-def _format_step(step: dict[str, Any]) -> str:
-    words = [str(step["kind"])]
-    if "bits" in step:
-        words += [f"int{step['bits']}", f"g{step.get('group_size')}", "sym" if step.get("symmetric") else "asym"]
-    num_drafted = step.get("num_speculative_tokens", step.get("num_tokens"))  # the latter: of candidates of before
-    if num_drafted is not None:
-        words += [step["method"], f"k{num_drafted}"]
-    words += [str(step[key]) for key in _STEP_WORDS if key in step]
-    return " ".join(words)
 
 
 def _format_calibration(step: dict[str, Any]) -> str:

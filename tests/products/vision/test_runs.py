@@ -152,7 +152,7 @@ def test_params_and_predictions_are_for_people(detector: Path, upscaler: Path) -
         for said in run.predictions["output"]
     )
     tiled = describe(upscaler, "upscaler", UPSCALERS)["tiled"]
-    assert tiled.params["steps"] == "tiling 16 none"
+    assert tiled.params["steps"] == "tiling tile 16 overlap 0 none"
     assert tiled.predictions["output"][0] == "finite: 36.50 dB, SSIM 0.9000, seams of 5.00 levels"
 
 

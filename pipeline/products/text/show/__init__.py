@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
@@ -11,7 +12,7 @@ from pipeline.products.text.findings.canary import describe_canary
 from pipeline.products.text.findings.speculation import describe_speculation
 from pipeline.products.text.settings import TextProduct
 from pipeline.products.text.show.plots import plot_completion, plot_speed
-from pipeline.products.text.show.runs import measure_run
+from pipeline.products.text.show.runs import format_step, measure_run
 from pipeline.products.text.show.speed import build_speed_section
 from pipeline.records.benchmarks import Machine
 from pipeline.records.verdicts import Verdict
@@ -63,6 +64,10 @@ class TextPresenter(Presenter[TextProduct]):
     def build_speed(self, findings: CandidateFindings, here: Machine | None) -> Section | None:
         """Return the grid of the benchmark, and how it was measured."""
         return build_speed_section(findings, here)
+
+    def format_step(self, step: Mapping[str, Any]) -> str:
+        """Return a step in the short forms of its field: int4 g128 sym, k4."""
+        return format_step(step)
 
     def measure_run(self, run: JudgedRun) -> dict[str, float]:
         """Return the benchmark's medians, answers of the canary that differ, and drafts that were accepted."""

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipeline.records.evaluations import Evaluation
 from pipeline.records.verdicts import Speed, Verdict
 from pipeline.report.presenting import JudgedRun
+
+
+def format_step(step: Mapping[str, Any]) -> str:
+    """Return a step in a few words."""
+    words = [str(step["kind"])]
+    if "bits" in step:
+        words += [f"int{step['bits']}", f"g{step.get('group_size')}", "sym" if step.get("symmetric") else "asym"]
+    num_drafted = step.get("num_speculative_tokens", step.get("num_tokens"))  # the latter: of candidates of before
+    if num_drafted is not None:
+        words += [step["method"], f"k{num_drafted}"]
+    return " ".join(words)
 
 
 def measure_run(run: JudgedRun) -> dict[str, float]:
