@@ -95,7 +95,9 @@ def detect(objects: Objects, detector: Detector, rng: np.random.Generator) -> De
     return Detections(np.concatenate([found, wrong]), classes.astype(np.int64), scores)
 
 
-def match_all(objects: list[Objects], detections: list[Detections], areas=AREAS) -> MatchTable:
+def match_all(
+    objects: list[Objects], detections: list[Detections], areas: dict[str, tuple[float, float]] = AREAS
+) -> MatchTable:
     """Match every image."""
     return join_tables(
         [match_image(o, d, num_classes=NUM_CLASSES, areas=areas) for o, d in zip(objects, detections, strict=True)]

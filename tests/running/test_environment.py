@@ -42,7 +42,9 @@ def machine(**facts: Any) -> Machine:
     return Machine(**(usual | facts))
 
 
-def proof(capability: str = "sm_90", error: str | None = None, architectures: tuple[str, ...] = ("sm_80", "sm_90")):
+def proof(
+    capability: str = "sm_90", error: str | None = None, architectures: tuple[str, ...] = ("sm_80", "sm_90")
+) -> GpuProof:
     return GpuProof(architectures=architectures, devices=(ProvedDevice(capability=capability, error=error),))
 
 
