@@ -28,7 +28,7 @@ from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
-from pipeline.records.verdicts import Verdict
+from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report.markdown_report import render_report
 from pipeline.report.plots import plot_completion, plot_harm
 from pipeline.report.terminal import render_gate
@@ -46,7 +46,7 @@ from tests.fakes.synthetic_records import (
 COMPLETION = list_known_metrics()["task_completion_rate"]
 
 
-def judge_flips(b: int, c: int, n: int, *, right: int, tolerance: float = 0.02, alpha: float = 0.05) -> Verdict:
+def judge_flips(b: int, c: int, n: int, *, right: int, tolerance: float = 0.02, alpha: float = 0.05) -> Comparison:
     pairs = align(*make_flips(b, c, n, right=right), where="workflows")
     measured = measure_metric(pairs, COMPLETION, None, eval_name="workflows", tolerance=tolerance, alpha=alpha)
     return judge_all({"a": [measured]}, ["a"], alpha=alpha)["a"][0]
@@ -378,11 +378,9 @@ def speculate(
         ),
     )
     for name in old.evals:
-        rewrite_records(
-            build,
-            "a",
-            name,
-            lambda records, name=name: [
+
+        def count(records: list[CaseRecord], name: str = name) -> list[CaseRecord]:
+            return [
                 r.model_copy(
                     update={
                         "fingerprint": fingerprint(facts),
@@ -393,8 +391,9 @@ def speculate(
                 if name == "calls"
                 else r.model_copy(update={"fingerprint": fingerprint(facts), "num_completion_tokens": 1})
                 for i, r in enumerate(records)
-            ],
-        )
+            ]
+
+        rewrite_records(build, "a", name, count)
 
 
 def judge_speculation(build: Path, min_acceptance: float | None = None) -> tuple[Verdict, str]:
@@ -494,9 +493,7 @@ def test_speculation_that_its_records_did_not_count_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("key", "value"), [("key", "another"), ("settings", {"send_tools": True})])
-def test_sides_that_were_asked_or_scored_otherwise_are_refused(
-    tmp_path: Path, key: str, value: str | dict[str, bool]
-) -> None:
+def test_sides_that_were_asked_or_scored_otherwise_are_refused(tmp_path: Path, key: str, value: Any) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     path = build / "evaluations/a/evaluation.json"
     old = read_record(path, Evaluation)
@@ -584,7 +581,7 @@ def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     path = build / "evaluations/a/evaluation.json"
     evaluation = read_record(path, Evaluation)
-    attached = {"engine": "openai", "model": "m", "base_url": "http://127.0.0.1:1"}
+    attached: dict[str, Any] = {"engine": "openai", "model": "m", "base_url": "http://127.0.0.1:1"}
     there = make_candidate("a").model_copy(update={"steps": (), "serving": ServingConfig(**attached)})
     write_record(
         path,
@@ -667,7 +664,7 @@ def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path: Path) -
     assert any(reason.startswith("note: divergence of prose was not measured") for reason in list_said(verdict))
 
 
-def as_lists(p: NDArray[np.float64]) -> TopTokens:
+def as_lists(p: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
     order = np.argsort(-p, axis=1)
     return order.astype(np.int32), np.log(np.take_along_axis(p, order, axis=1)).astype(np.float32)
 
@@ -730,4 +727,5 @@ def test_metrics_of_the_reference_survive_a_broken_candidate(tmp_path: Path) -> 
     judgement = compare_release(make_params(["a"], ["a"]), build).judgement
     rates = {m.name: m for m in judgement.reference_metrics if m.bucket is None}
     assert rates["workflows/task_completion_rate"].n == 400
-    assert rates["prose/perplexity_per_token"].low < rates["prose/perplexity_per_token"].value
+    low = rates["prose/perplexity_per_token"].low
+    assert low is not None and low < rates["prose/perplexity_per_token"].value

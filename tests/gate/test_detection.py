@@ -34,7 +34,7 @@ from tests.fakes.synthetic_detections import (
 )
 from tests.fakes.synthetic_records import rewrite_records
 
-TOLERANCES = {
+TOLERANCES: dict[str, dict[str, object]] = {
     "shelves/ap": {"overall": 0.03, "buckets": {"price_tags": 0.05}},
     "shelves/ap_small": {"overall": 0.05},
     "shelves/ap_large": {"overall": 0.05},
@@ -98,12 +98,13 @@ def test_a_part_is_what_swapping_the_image_would_change() -> None:
     ours, theirs = make_pair(60, Change(score=0.05, drop=0.2))
     harm = harm_by_image(ours, theirs)[:, 0].mean(axis=-1)
     order = np.stack([np.arange(60), np.arange(60) + 60])
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(ours, name), getattr(theirs, name)])
+        for name in ("classes", "scores", "matched", "ignored", "num_objects")
+    }
     both = replace(
         ours,
-        **{
-            name: np.concatenate([getattr(ours, name), getattr(theirs, name)])
-            for name in ("classes", "scores", "matched", "ignored", "num_objects")
-        },
+        **arrays,
         offsets=np.concatenate([ours.offsets, theirs.offsets[1:] + ours.offsets[-1]]),
     )
     rng = np.random.default_rng(0)
@@ -200,7 +201,10 @@ def test_a_loss_of_one_category_fails_where_it_is_though_the_mean_hides_it(tmp_p
 def test_a_headline_of_a_flat_average_is_about_an_average_that_passes(tmp_path: Path) -> None:
     """It set the AP that was left open against a bucket of AP at 0.5, whose average had failed."""
     write_detector_tree(tmp_path, {"rare": Change(drop_rare=0.4)}, num_images=240)
-    tolerances = {"shelves/ap": {"overall": 0.1}, "shelves/ap_50": {"overall": 0.06, "buckets": {"bottles": 0.05}}}
+    tolerances: dict[str, dict[str, object]] = {
+        "shelves/ap": {"overall": 0.1},
+        "shelves/ap_50": {"overall": 0.06, "buckets": {"bottles": 0.05}},
+    }
     verdict = judge(tmp_path, ("rare",), tolerances).judgement.verdicts[0]
     assert verdict.outcome == "fail" and not any("aggregate flat" in reason for reason in list_said(verdict))
 
@@ -209,6 +213,7 @@ def test_metrics_carry_an_interval_and_empty_buckets_have_none(build: Path) -> N
     metrics = {(m.name, m.bucket): m for m in judge(build).judgement.reference_metrics}
     assert ("shelves/ap", "specks") not in metrics and ("shelves/ap_small", "price_tags") not in metrics
     for (name, _), metric in metrics.items():
+        assert metric.low is not None and metric.high is not None
         assert 0 <= metric.low < metric.value < metric.high <= 1 or name == "shelves/finite_output_rate"
 
 

@@ -64,7 +64,7 @@ def judge(measurement: Measurement) -> str:
 @given(documents, cluster_sizes)
 def test_swapping_the_labels_inverts_the_ratio_of_perplexities(rows: list[tuple[float, float, int]], size: int) -> None:
     sides = documents_of(rows, size, 0), documents_of(rows, size, 1)
-    there, back = measure_documents(*sides), measure_documents(*reversed(sides))
+    there, back = measure_documents(*sides), measure_documents(*sides[::-1])
     assert (1 + there.harm) * (1 + back.harm) == pytest.approx(1, rel=1e-9)
     # few clusters leave much room, and e to its power leaves few digits
     assert math.log1p(back.low) + math.log1p(there.high) == pytest.approx(0, abs=1e-4)

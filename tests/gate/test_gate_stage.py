@@ -19,7 +19,7 @@ from pipeline.gate.explanation_records import Explanation
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.params import Params
 from pipeline.products.text.serving_config import read_candidate
-from pipeline.products.text.settings import SpeculativeStep
+from pipeline.products.text.settings import SpeculativeStep, TextProduct
 from pipeline.records.digests import digest_checkpoint, digest_file
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
 from pipeline.records.files import write_text
@@ -163,7 +163,9 @@ def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(
         method="draft_model", num_tokens=2, draft_path="draft", draft_digest=digest_checkpoint(draft.parent)
     )
     write_record(path, read_record(path, BuiltCandidate).model_copy(update={"speculative": speculative}))
-    after = read_candidate(tmp_path / BUILD, "good", stages.gate.load_params().products[PRODUCT])
+    product = stages.gate.load_params().products[PRODUCT]
+    assert isinstance(product, TextProduct)
+    after = read_candidate(tmp_path / BUILD, "good", product)
     judged = [
         v.model_copy(update={"facts": after.facts, "fingerprint": after.fingerprint}) if v.candidate == "good" else v
         for v in judgement.verdicts

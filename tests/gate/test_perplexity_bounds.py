@@ -46,7 +46,7 @@ def lognormal(rng: np.random.Generator, num: int, sd: float) -> NDArray[np.float
 
 
 def few(rng: np.random.Generator, num: int, one_in: float) -> NDArray[np.float64]:
-    return (rng.random(num) < 1 / one_in) * float(one_in)
+    return np.float64(one_in) * (rng.random(num) < 1 / one_in)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.fakes.synthetic_records import Behaviour, make_params, write_tree
 from tests.paths import ROOT
 
 TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.03}, "choices/accuracy": {"overall": 0.03}}
-SUITES = {"workflows": {None: SuiteSize(1_000, 1_000.0)}}
+SUITES: dict[str, Sizes] = {"workflows": {None: SuiteSize(1_000, 1_000.0)}}
 
 
 def plan(suites: Mapping[str, Sizes] = SUITES, last: Judgement | None = None, **gate: Any) -> list[PlanRow]:
@@ -36,10 +36,11 @@ def test_sizes_are_cases_and_the_equal_clusters_that_hide_as_much() -> None:
     # of clusters of 3 and 1 the largest loss that nobody sees is 3 + 1 - 2 sqrt(0.05 * 3 * 1)
     shares = {None: 1 - math.sqrt(0.05 * 3) / 2, "x": 1 - 2 * math.sqrt(0.05 * 2) / 3}
     hiding = {name: math.log(0.05) / math.log1p(-share) for name, share in shares.items()}
-    assert {name: (size.n, size.effective_clusters) for name, size in sizes.items()} == {
+    expected: dict[str | None, Any] = {
         None: (4, pytest.approx(hiding[None])),
         "x": (3, pytest.approx(hiding["x"])),
     }
+    assert {name: (size.n, size.effective_clusters) for name, size in sizes.items()} == expected
 
 
 def test_without_a_run_flips_are_assumed_and_unknown_suites_say_so() -> None:
@@ -59,6 +60,7 @@ def test_the_cases_that_it_asks_for_prove_the_tolerance() -> None:
     assert row.needed is not None and row.needed < 1_000
     enough = plan({"workflows": {None: SuiteSize(row.needed, float(row.needed))}})[0]
     fewer = plan({"workflows": {None: SuiteSize(row.needed - 5, row.needed - 5.0)}})[0]
+    assert enough.provable is not None and fewer.provable is not None
     assert enough.provable <= 0.03 < fewer.provable
 
 
@@ -71,6 +73,7 @@ def test_flips_clusters_and_minutes_come_from_the_last_judgement(
     write_record(tmp_path / "reports/agent/verdict.json", judgement)
     row, choices = plan({}, read_last("agent", tmp_path))
     seen = next(c for c in judgement.verdicts[0].comparisons if c.metric == row.metric and c.bucket is None)
+    assert seen.b is not None and seen.c is not None
     assert (row.n, row.flips) == (400, (seen.b + seen.c) / 400)
     assert choices.n == 400 and row.minutes == pytest.approx(judgement.verdicts[0].seconds["workflows"] / 60)
     (tmp_path / "reports/agent/verdict.json").write_text("{}")

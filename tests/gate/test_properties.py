@@ -14,7 +14,7 @@ from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.products import list_known_metrics
 from pipeline.records.evaluations import CaseRecord
-from pipeline.records.verdicts import Verdict
+from pipeline.records.verdicts import Comparison
 from tests.fakes.synthetic_records import make_cases
 
 COMPLETION = list_known_metrics()["task_completion_rate"]
@@ -25,7 +25,7 @@ cluster_sizes = st.sampled_from([1, 2, 5])
 tolerances = st.sampled_from([0.01, 0.05, 0.2])
 
 
-def judge(reference: list[CaseRecord], candidate: list[CaseRecord], tolerance: float) -> Verdict:
+def judge(reference: list[CaseRecord], candidate: list[CaseRecord], tolerance: float) -> Comparison:
     measured = measure_metric(
         align(reference, candidate, where="w"), COMPLETION, None, eval_name="w", tolerance=tolerance, alpha=0.05
     )
@@ -33,7 +33,8 @@ def judge(reference: list[CaseRecord], candidate: list[CaseRecord], tolerance: f
 
 
 def cases_of(pairs: list[tuple[bool, bool]], size: int) -> tuple[list[CaseRecord], list[CaseRecord]]:
-    return tuple(make_cases([int(pair[side]) for pair in pairs], cluster_size=size) for side in (0, 1))
+    ours, theirs = (make_cases([int(pair[side]) for pair in pairs], cluster_size=size) for side in (0, 1))
+    return ours, theirs
 
 
 @settings(max_examples=150, deadline=None)

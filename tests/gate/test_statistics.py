@@ -314,18 +314,18 @@ def test_clusters_of_equal_size_hide_as_many_as_they_are(sizes: list[int]) -> No
 )
 def test_the_loss_that_unequal_clusters_hide_is_the_largest_there_is(sizes: list[int]) -> None:
     """Against a search: no chances of being lost that leave 5 % to see none lose more on average."""
-    sizes = np.array(sizes, dtype=float)
-    clusters = np.repeat(number_each(len(sizes)), sizes.astype(int))
+    counts = np.array(sizes, dtype=float)
+    clusters = np.repeat(number_each(len(sizes)), sizes)
     share = -math.expm1(math.log(0.05) / hiding_clusters(clusters, confidence=0.95))
 
     def lost(surprises: NDArray[np.float64]) -> float:
-        return -float(sizes @ -np.expm1(-surprises)) / sizes.sum()
+        return -float(counts @ -np.expm1(-surprises)) / counts.sum()
 
     total = -math.log(0.05)
     best = optimize.minimize(
         lost,
         np.full(len(sizes), total / len(sizes)),
-        jac=lambda x: -sizes * np.exp(-x) / sizes.sum(),
+        jac=lambda x: -counts * np.exp(-x) / counts.sum(),
         bounds=[(0, None)] * len(sizes),
         constraints={"type": "eq", "fun": lambda x: x.sum() - total, "jac": np.ones_like},
         method="SLSQP",
@@ -378,7 +378,7 @@ def test_sign_flip_without_clusters_is_mcnemars_exact_test(b: int, c: int) -> No
 
 def all_sign_patterns_p(sums: list[int]) -> float:
     totals = [np.dot(signs, sums) for signs in itertools.product((-1, 1), repeat=len(sums))]
-    return np.mean(np.array(totals) >= sum(sums) - 1e-9)
+    return float(np.mean(np.array(totals) >= sum(sums) - 1e-9))
 
 
 @pytest.mark.parametrize("sums", [[3, 1, 1, -2], [2, 2, 2, -1, 1], [5, -3, 0, 4, 1, 1, -1], [-4, 1]])
@@ -506,6 +506,7 @@ def test_single_proportion_interval_is_wilsons(right: int, n: int) -> None:
 def test_outlook_counts_the_cases_that_are_missing() -> None:
     assert cases_to_prove(0, 0, 100, 100, None, 0.02, confidence=0.95) == 80
     more = cases_to_prove(9, 5, 340, 340, None, 0.02, confidence=0.95)
+    assert more is not None
     factor = (340 + more) / 340
 
     def bound(factor: float) -> float:

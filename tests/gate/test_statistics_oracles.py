@@ -8,6 +8,7 @@ the score statistic.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_sign_flip_without_clusters_is_mcnemars_exact_test(b: int, c: int) -> No
     assert sign_flip_p(d, np.arange(len(d))) == pytest.approx(one_sided, rel=1e-9)
 
 
-def permute_signs(sums: NDArray[np.float64]) -> float:
+def permute_signs(sums: NDArray[Any]) -> float:
     """Return scipy's exact p-value of the sum when each is as likely with either sign."""
     return stats.permutation_test(
         (sums,), np.sum, permutation_type="samples", alternative="greater", n_resamples=np.inf, batch=2**14

@@ -285,7 +285,7 @@ def test_a_graded_score_proves_no_more_than_a_rate(
 ) -> None:
     """Its spread was zero where all scored the same: 30 cases, one of them 0.5, proved a loss of 0.0000."""
     for num, code in ((30, 10), (200, 0)):
-        columns = {"weight": ["1"] * num} if weight else {}
+        columns: dict[str, Any] = {"weight": ["1"] * num} if weight else {}
         sides = [
             write_outcomes(tmp_path / f"{side}{num}.csv", [0.5 if half else 1.0, *[1.0] * (num - 1)], **columns)
             for side in "ab"
@@ -305,7 +305,7 @@ def test_scores_whose_squares_are_zero_are_refused(tmp_path: Path, capsys: pytes
 def test_a_weighted_score_that_can_lose_no_more_than_its_tolerance_proves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    columns = {"weight": [str(1 + i % 3) for i in range(120)]}
+    columns: dict[str, Any] = {"weight": [str(1 + i % 3) for i in range(120)]}
     sides = [
         write_outcomes(tmp_path / f"{name}.csv", [float(right and i % 2) for i in range(120)], **columns)
         for name, right in (("a", True), ("b", False))

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -201,7 +202,11 @@ def test_what_an_evaluation_keeps_beside_its_records_is_no_eval(tmp_path: Path) 
     assert "stray.npz: " in read_side(folder, PLAIN).problems[0]
 
 
-LINKS = {"copy": shutil.copy, "hard link": os.link, "symlink": lambda a, b: b.symlink_to(a)}
+LINKS: dict[str, Callable[[Path, Path], object]] = {
+    "copy": shutil.copy,
+    "hard link": os.link,
+    "symlink": lambda a, b: b.symlink_to(a),
+}
 
 
 @pytest.mark.parametrize("link", list(LINKS))

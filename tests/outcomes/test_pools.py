@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def write_sides(
     for side, lost, gained in (("before", (0, 0, 0), (0, 0, 0)), ("after", losses, gains)):
         for subject, b, c in zip(SUBJECTS, lost, gained, strict=True):
             scores = [1.0] * c + [0.0] * (10 - c) + [0.0] * b + [1.0] * (n - 10 - b)
-            own = {name: values(subject) for name, values in columns.items()}
+            own: dict[str, Any] = {name: values(subject) for name, values in columns.items()}
             write_outcomes(tmp_path / side / f"{subject}.csv", scores, **own)
     return tmp_path / "before", tmp_path / "after"
 
@@ -60,8 +61,8 @@ def test_an_eval_that_falls_in_a_pool_is_named_and_may_be_gated(
 
 
 def test_questions_that_several_evals_share_are_one_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shared = {"prompt": lambda _: [f"question {i}" for i in range(120)]}
-    other = {"prompt": lambda subject: [f"{subject} {i}" for i in range(120)]}
+    shared: dict[str, Any] = {"prompt": lambda _: [f"question {i}" for i in range(120)]}
+    other: dict[str, Any] = {"prompt": lambda subject: [f"{subject} {i}" for i in range(120)]}
     counts = []
     for name, columns in (("shared", shared), ("other", other)):
         sides = write_sides(tmp_path / name, **columns)
@@ -142,7 +143,7 @@ def write_samples(
     folder: Path,
     task: str,
     *,
-    prompt: Callable[[int], str],
+    prompt: Callable[..., str],
     n: int = 200,
     lost: Sequence[int] = (),
     facts: object = None,

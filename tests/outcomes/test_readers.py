@@ -70,6 +70,7 @@ def test_lm_eval_perplexity_is_a_ratio_over_words() -> None:
     perplexity = found.definitions["word_perplexity"]
     assert (perplexity.estimator, perplexity.harm, perplexity.better) == ("ratio", "relative", "lower")
     assert found.records[0].scores[perplexity.score] == pytest.approx(0.2604923103919594)
+    assert perplexity.weight is not None
     assert found.records[0].scores[perplexity.weight] == 3
 
 
@@ -411,11 +412,11 @@ def test_answers_that_other_code_judged_do_not_compare(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str | None, theirs: str, differ: bool
 ) -> None:
     """`process_results` gives the scores: an edit of it passed as a better or equal candidate."""
-    for side, code in (("before", ours), ("after", theirs)):
+    for side, judge in (("before", ours), ("after", theirs)):
         (tmp_path / side).mkdir()
         (tmp_path / side / SAMPLES.name).write_text(SAMPLES.read_text() + "\n" * len(side))
         results = json.loads((REAL / RESULTS).read_text())
-        results["configs"]["gen"] |= {} if code is None else {"process_results": code}
+        results["configs"]["gen"] |= {} if judge is None else {"process_results": judge}
         (tmp_path / side / RESULTS).write_text(json.dumps(results))
     code, said = run(
         "compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match", capsys=capsys
@@ -452,7 +453,8 @@ def test_a_cluster_of_0_is_one(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     rows = [{"case_id": f"c{i}", "cluster": 0, "prompt": i, "target": i, "score": 1} for i in range(3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for none in (None, "", False, []):
+    empty: list[object] = [None, "", False, []]
+    for none in empty:
         other = tmp_path / "none.jsonl"
         other.write_text("".join(json.dumps(row | {"cluster": none}) + "\n" for row in rows))
         assert len({r.cluster for r in next(iter(read_side(other, PLAIN).outcomes.values())).records}) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,7 +237,7 @@ def test_graded_scores_that_large_clusters_may_hide_are_not_proven(
     """
     sizes = [100] * 6 + [5] * 250
     if weighted:
-        columns = {"weight": [str(size) for size in sizes]}
+        columns: dict[str, Any] = {"weight": [str(size) for size in sizes]}
         scores = [float(size) for size in sizes]
         scores[-1] = 4.5
     else:

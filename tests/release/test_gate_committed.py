@@ -63,7 +63,7 @@ def released(git: Callable[..., None], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def release_with(root: Path, *, overall: float, loosened: dict[str, object]) -> None:
+def release_with(root: Path, *, overall: float, loosened: dict[str, dict[str, object]]) -> None:
     """Release under a tolerance, and with reasons, as a pull request may."""
     params = json.loads((root / "params.yaml").read_text())
     gate = params["products"][PRODUCT]["gate"]
@@ -247,7 +247,9 @@ def test_cases_and_weights_that_lie_beside_a_release_are_those_that_it_is_about(
 def write_stages(root: Path, **changed: str) -> None:
     """Write a dvc.yaml with a product `fonts` beside the one that is released, each with its judging stages."""
     judging = {stage: f"python -m stages.{stage} ${{key}}" for stage in JUDGING}
-    stages = {name: {"cmd": cmd} for name, cmd in {"env": "true", **changed}.items() if cmd and name not in judging}
+    stages: dict[str, Any] = {
+        name: {"cmd": cmd} for name, cmd in {"env": "true", **changed}.items() if cmd and name not in judging
+    }
     stages |= {
         name: {"foreach": {PRODUCT: None, "fonts": None}, "do": {"cmd": cmd}}
         for name, cmd in (judging | changed).items()

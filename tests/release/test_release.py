@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement
+from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.digests import digest_file, digest_json, digest_text
 from pipeline.records.evaluations import OUTGROWN, CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record, write_record
@@ -454,6 +455,7 @@ def test_settings_of_before_products_had_names_are_read_as_products(
 
 def test_a_recipe_of_before_products_had_names_is_compared_as_one_of_today(old: Path) -> None:
     product = load_released(old / "params.yaml", "upscaler")
+    assert isinstance(product, VisionProduct)
     assert find_other_recipe(old, product) == []
     other = product.model_copy(update={"serving": product.serving.model_copy(update={"batch_size": 7})})
     [problem] = find_other_recipe(old, other)

@@ -30,7 +30,7 @@ H100 = Gpu(name="NVIDIA H100", driver="560.35", memory_mib=81559)
 
 def machine(**facts: Any) -> Machine:
     """A CPU machine, with some facts changed."""
-    usual = dict(
+    usual: dict[str, Any] = dict(
         os="Linux x86_64",
         cpu="a CPU",
         instruction_sets=("avx2",),
