@@ -38,7 +38,8 @@ def test_counts_are_measured_as_records_are(b: int, c: int, n: int) -> None:
 
 def test_draws_have_the_flips_and_the_drop_of_their_world() -> None:
     world = World(1_000, 0.10, 0.03)
-    rows = np.repeat(*map(list, zip(*draw_counts(world, 4_000, np.random.default_rng(0)), strict=True)), axis=0)
+    counts, times = zip(*draw_counts(world, 4_000, np.random.default_rng(0)), strict=True)
+    rows = np.repeat(list(counts), list(times), axis=0)
     b, c, both, neither = rows.mean(axis=0) / 1_000
     assert (b + c, b - c) == pytest.approx((0.10, 0.03), abs=0.002)
     assert (both + b, neither + c) == pytest.approx((0.81, 0.19), abs=0.002)

@@ -55,8 +55,8 @@ def texts(project: Path) -> Evalset:
     return load_evalset(project / "evalsets/calibration")
 
 
-def make_step(kind: str, **changes: object) -> GptqStep | AwqStep:
-    settings = {"kind": kind, "group_size": 64, "calibration": CALIBRATION} | changes
+def make_step(kind: str, **changes: Any) -> GptqStep | AwqStep:
+    settings: dict[str, Any] = {"kind": kind, "group_size": 64, "calibration": CALIBRATION} | changes
     if kind == "awq":
         return AwqStep(**{"num_grid_points": 3} | settings)
     return GptqStep(**settings)

@@ -42,8 +42,13 @@ def describe(build: Path, looks: dict[str, Look] = LOOKS, release: str = "bad") 
     return describe_runs(compare_release(make_image_product(looks, release), build).judgement, build)
 
 
+def list_images(run: RunContents, num: int) -> list[ShownImage]:
+    """List what a run shows of one image, or of two."""
+    return [shown for shown in run.images if isinstance(shown, ShownImage) and len(shown.images) == num]
+
+
 def list_cases(run: RunContents) -> list[str]:
-    return [image.key for image in run.images if len(image.images) == 1]
+    return [image.key for image in list_images(run, 1)]
 
 
 def test_every_run_shows_the_worst_case_of_each_candidate(built: Path) -> None:
@@ -54,16 +59,16 @@ def test_every_run_shows_the_worst_case_of_each_candidate(built: Path) -> None:
     )
     assert all(list_cases(run) == list_cases(reference) for run in others)
     for run in runs:
-        assert {image.images[0].path.parts[-3] for image in run.images if len(image.images) == 1} == {run.candidate}
+        assert {image.images[0].path.parts[-3] for image in list_images(run, 1)} == {run.candidate}
     assert "image 1 of bad, image 2 of fine and alike" in reference.note
     assert "worst image: shot-7 (image 1)" in next(run.note for run in runs if run.candidate == "bad")
 
 
 def test_a_run_adds_its_own_difference_and_headroom(built: Path) -> None:
     for run in describe(built):
-        differences = [image for image in run.images if len(image.images) == 2]
+        differences = list_images(run, 2)
         assert [image.images[0].path.parts[-3] for image in differences] == ["shots"] * (run.candidate != "shots")
-        assert [image.notes for image in run.images if image.notes] == [
+        assert [shown.notes for shown in run.images if isinstance(shown, ShownImage) and shown.notes] == [
             built / "evaluations" / run.candidate / "shots.json"
         ]
 
@@ -87,7 +92,7 @@ def test_a_candidate_with_the_references_own_images_takes_no_row(built: Path, tm
     assert "every image has the pixels of the reference's" in run.note
     listed = sorted(describe(build, release="fine"), key=lambda run: run.column)
     assert [run.candidate for run in listed] == ["bad", "alike", "fine", "shots"]
-    assert not any(len(image.images) == 2 for image in run.images), "no difference to draw"
+    assert not list_images(run, 2), "no difference to draw"
 
 
 def test_many_candidates_show_no_more_than_a_dozen_images(tmp_path: Path) -> None:

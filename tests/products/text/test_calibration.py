@@ -50,8 +50,9 @@ def digits(number: int, length: int) -> str:
     return "".join("QZXVKJWY"[number >> shift & 7] for shift in (6, 3, 0)) + "#" * (length - 3)
 
 
-def settings(**changes: object) -> Calibration:
-    return Calibration(**{"sources": ["prose"], "num_samples": 20, "max_tokens": 500, "length_exponent": 0.0} | changes)
+def settings(**changes: Any) -> Calibration:
+    usual: dict[str, Any] = {"sources": ["prose"], "num_samples": 20, "max_tokens": 500, "length_exponent": 0.0}
+    return Calibration(**usual | changes)
 
 
 @pytest.fixture(scope="module")
