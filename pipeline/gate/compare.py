@@ -7,13 +7,10 @@ raises, so that one broken candidate does not hide the verdicts on the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Auditor, CandidateFindings, P
@@ -30,7 +27,6 @@ from pipeline.gate.verdicts import (
     is_blocking,
 )
 from pipeline.gate.wording import use_metrics
-from pipeline.records.evaluations import CaseRecord
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import (
     Certificate,
@@ -110,7 +106,7 @@ def _describe(findings: CandidateFindings, product: Product) -> None:
     if findings.evidence is None:
         return
     for eval_name, records in findings.evidence.records.items():
-        clusters = number_clusters(records)
+        clusters = CaseTable.of(records).clusters
         for definition in product.evals[eval_name].metrics:
             if definition.is_gated:
                 try:
@@ -123,11 +119,6 @@ def _describe(findings: CandidateFindings, product: Product) -> None:
                     )
                 except EvidenceError as error:
                     findings.refusals.append(str(error))
-
-
-def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
-    """Return the cluster of each record as a number, 0-based without holes."""
-    return CaseTable.of(records).clusters
 
 
 def _measure_candidate(

@@ -12,8 +12,9 @@ from typing import Any
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.case_table import CaseTable
 from pipeline.gate.certificate import certify, describe_level, is_above
-from pipeline.gate.compare import ReleaseComparison, number_clusters
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
 from pipeline.gate.measure import check_loss_can_show, estimate_metrics, list_buckets, measure_metric
@@ -262,7 +263,7 @@ def _describe_side(side: Side, rules: Rules) -> list[Metric]:
             # what can't be computed is refused where it is compared
             with contextlib.suppress(EvidenceError):
                 metrics += estimate_metrics(
-                    outcomes.records, definition, number_clusters(outcomes.records), eval_name=outcomes.name
+                    outcomes.records, definition, CaseTable.of(outcomes.records).clusters, eval_name=outcomes.name
                 )
     return metrics
 
