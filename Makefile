@@ -44,7 +44,7 @@ certify: setup  ## plant defects in copies of a finished project, none of which 
 lint: setup  ## ruff (rules and layout) and mypy
 	python -m ruff check .
 	python -m ruff format --check .
-	python -m mypy pipeline stages examples
+	python -m mypy pipeline stages tests examples
 
 clean:  ## remove the environment, caches and everything the pipeline made
 	rm -rf .venv build mlflow.db mlartifacts mlruns .dvc/cache .dvc/tmp .pytest_cache .hypothesis .mypy_cache .ruff_cache

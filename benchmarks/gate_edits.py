@@ -44,7 +44,11 @@ def replace(name: str, was: str, now: str, *, behind: str = "") -> Edit:
 
 def append(name: str, text: str = "# edited\n") -> Edit:
     """Make the edit that adds a line at the end of a file."""
-    return lambda root: (root / name).write_text((root / name).read_text(encoding="utf-8") + text, encoding="utf-8")
+
+    def edit(root: Path) -> None:
+        (root / name).write_text((root / name).read_text(encoding="utf-8") + text, encoding="utf-8")
+
+    return edit
 
 
 def remove(name: str) -> Edit:

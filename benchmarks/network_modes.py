@@ -185,7 +185,7 @@ def time_blocks(bench: Bench, runs: Mapping[str, Run], blocks: int, *, tiny: boo
     passes = 2 if tiny else bench.network.block_passes
     times: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(WARM_UP_BLOCKS + blocks):
-        for name in runs if i % 2 == 0 else reversed(runs):
+        for name in runs if i % 2 == 0 else reversed(list(runs)):
             seconds = time_passes(bench, runs[name], passes)
             if i >= WARM_UP_BLOCKS:
                 times[name].append(statistics.median(seconds))

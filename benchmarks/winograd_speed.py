@@ -182,7 +182,8 @@ def check_algorithms(outputs: Mapping[str, torch.Tensor], name: str) -> None:
 
 def time_rounds(runs: Mapping[Key, Run], rounds: int, seconds: float) -> dict[Key, list[float]]:
     """Return the CPU seconds of one call of each run in each round; they take turns, to and fro."""
-    names, times = list(runs), {name: [] for name in runs}
+    names = list(runs)
+    times: dict[Key, list[float]] = {name: [] for name in runs}
     calls = {name: count_calls(runs[name], seconds) for name in names}
     for i in range(rounds):
         order = names if i % 2 == 0 else names[::-1]

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.errors import QuantgateError  # noqa: E402
 from pipeline.evalsets.cards import load_evalset  # noqa: E402
 from pipeline.gate.loosening import MANIFEST, compare_with_release, name_material  # noqa: E402
-from pipeline.gate.verdicts import VERDICT_FILE, describe_policy  # noqa: E402
+from pipeline.gate.verdicts import VERDICT_FILE, build_policy  # noqa: E402
 from pipeline.gate.wording import escape_markdown, show_unprintable  # noqa: E402
 from pipeline.products.params import Params, load_params  # noqa: E402
 from pipeline.products.vision.settings import VisionProduct  # noqa: E402
@@ -171,7 +171,7 @@ def _find_loosening(product: Product, base: str) -> str | None:
     if not path.is_file():
         return f"{path}: {base} has it, and here it was deleted; run `git checkout {base} -- {path.parent}`"
     try:
-        policy = describe_policy(product)
+        policy = build_policy(product)
         own = read_record(path, Manifest)
         side, cases = own.reference, {name: kept.digest for name, kept in own.evalsets.items()}
         material = name_material(

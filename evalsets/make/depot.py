@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from pipeline.evalsets.cards import Tool
+from pipeline.evalsets.cards import Effect, Tool
 from pipeline.products.text.evals.tools import call_tool, read_path, render_result
 
 STORES = ["north", "south", "east", "west", "harbor", "airport", "center", "mill"]
@@ -72,31 +72,31 @@ TOOLS: dict[str, Tool] = {
             via={"type": "string", "enum": [DEFAULT_COURIER, *COURIERS]},
         ),
         effects=(
-            {"do": "subtract", "path": "stock.{item}.{store}", "value": "{n}"},
-            {
-                "do": "append",
-                "path": "orders",
-                "value": {"item": "{item}", "n": "{n}", "store": "{store}", "city": "{city}", "via": "{via}"},
-            },
-            {"do": "add", "path": "sent", "value": "{n}"},
+            Effect(do="subtract", path="stock.{item}.{store}", value="{n}"),
+            Effect(
+                do="append",
+                path="orders",
+                value={"item": "{item}", "n": "{n}", "store": "{store}", "city": "{city}", "via": "{via}"},
+            ),
+            Effect(do="add", path="sent", value="{n}"),
         ),
         returns={"sent": "state:sent"},
     ),
     "approve": Tool(
         description="Ask a person to approve an order.",
         parameters=_object(person=_TEXT, item=_TEXT),
-        effects=({"do": "append", "path": "approvals", "value": {"person": "{person}", "item": "{item}"}},),
+        effects=(Effect(do="append", path="approvals", value={"person": "{person}", "item": "{item}"}),),
         returns={"ok": True},
     ),
     "move": Tool(
         description="Move n of an item between stores.",
         parameters=_object(item=_TEXT, n=_COUNT, store=_STORE, to=_STORE),
         effects=(
-            {
-                "do": "append",
-                "path": "moves",
-                "value": {"item": "{item}", "n": "{n}", "store": "{store}", "to": "{to}"},
-            },
+            Effect(
+                do="append",
+                path="moves",
+                value={"item": "{item}", "n": "{n}", "store": "{store}", "to": "{to}"},
+            ),
         ),
         returns={"ok": True},
     ),
@@ -104,11 +104,11 @@ TOOLS: dict[str, Tool] = {
         description="Tell a person how many of an item a store holds.",
         parameters=_object(person=_TEXT, item=_TEXT, n={"type": "integer"}, cc=_TEXT),
         effects=(
-            {
-                "do": "append",
-                "path": "messages",
-                "value": {"person": "{person}", "item": "{item}", "n": "{n}", "cc": "{cc}"},
-            },
+            Effect(
+                do="append",
+                path="messages",
+                value={"person": "{person}", "item": "{item}", "n": "{n}", "cc": "{cc}"},
+            ),
         ),
         returns={"ok": True},
     ),
@@ -117,13 +117,13 @@ TOOLS: dict[str, Tool] = {
         parameters=_object(
             line={"type": "integer"}, why={"type": "string", "enum": ["item", "stock", "rule", "scope"]}
         ),
-        effects=({"do": "append", "path": "skipped", "value": {"line": "{line}", "why": "{why}"}},),
+        effects=(Effect(do="append", path="skipped", value={"line": "{line}", "why": "{why}"}),),
         returns={"ok": True},
     ),
     "finish": Tool(
         description="End the task.",
         parameters=_object(),
-        effects=({"do": "set", "path": "finished", "value": True},),
+        effects=(Effect(do="set", path="finished", value=True),),
         returns={"ok": True},
         is_final=True,
     ),

@@ -120,7 +120,11 @@ def make_calibration(rng: Random, *, num_each: int = 512) -> Cases:
         "tool_calls": lambda: make_single_call(rng),
         "workflows": lambda: make_workflow(rng, make_catalogue(rng), num_calls=rng.randint(2, MAX_CALLS)),
     }
-    keys = {"prose": str, "tool_calls": lambda c: c.request, "workflows": lambda w: w.task}
+    keys: dict[str, Callable[[Any], str]] = {
+        "prose": str,
+        "tool_calls": lambda c: c.request,
+        "workflows": lambda w: w.task,
+    }
     for source, draw in draws.items():
         for i in range(num_each):
             text = _render(_draw(draw, keys[source], "calibration"))

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from examples.guidance_sweep.settings import SATURATION, SIMILARITY, read_setting
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import CandidateFindings
-from pipeline.gate.compare import compare_release, number_clusters
+from pipeline.gate.case_table import CaseTable
+from pipeline.gate.compare import compare_release
 from pipeline.gate.pairing import read_scores
 from pipeline.products.images import ImagesKind
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct
@@ -79,7 +80,7 @@ def judge_sweep(product: ImagesProduct, build: Path) -> list[SweepRow]:
     compared = compare_release(product, ImagesKind().get_auditor(), build)
     (eval_name,) = product.evals
     records = {name: _read_records(compared.findings[name], eval_name) for name in product.candidates}
-    clusters = number_clusters(records[product.reference])
+    clusters = CaseTable.of(records[product.reference]).clusters
     saturated, similar = (
         np.array([read_scores(rows, score, where=name) for name, rows in records.items()])
         for score in ("saturated", "clip")

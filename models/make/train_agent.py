@@ -58,7 +58,7 @@ def draw_document(rng: Random, mix: dict[str, float]) -> Document:
         kind = rng.choices(list(mix), weights=list(mix.values()))[0]
         if kind in _WORKFLOWS:
             most, weights = _WORKFLOWS[kind]
-            document = conversation(
+            document: Document = conversation(
                 make_workflow(rng, make_catalogue(rng), num_calls=rng.randint(2, most), weights=weights)
             )
         elif kind == "tool_calls":
@@ -117,7 +117,12 @@ def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[in
     def ids_of(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
+    def id_of(token: str) -> int:
+        number = tokenizer.token_to_id(token)
+        assert number is not None
+        return number
+
+    begin, end = id_of(BEGIN), id_of(END)
     if isinstance(document, str):
         ids = [begin, *ids_of(document), end]
         return ids, list(ids)
@@ -125,7 +130,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[in
     for message in document:
         body = [*ids_of(message["content"]), end]
         is_answer = message["role"] == "assistant"
-        ids += [tokenizer.token_to_id(f"<|{message['role']}|>"), *body]
+        ids += [id_of(f"<|{message['role']}|>"), *body]
         labels += [IGNORED, *(body if is_answer else [IGNORED] * len(body))]
     return ids, labels
 

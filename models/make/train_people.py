@@ -146,7 +146,7 @@ def train(pixels: torch.Tensor, corners: torch.Tensor, *, steps: int, batch: int
 def fold(trained: Detector) -> Detector:
     """Return the same detector with each BatchNorm folded into the convolution before it, on the CPU."""
     trained, folded = trained.to("cpu", memory_format=torch.contiguous_format).eval(), Detector(trained.config).eval()
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name, module in trained.named_modules():
         if isinstance(module, nn.Sequential) and len(module) == 3 and isinstance(module[1], nn.BatchNorm2d):
             fused = fuse_conv_bn_eval(module[0], module[1])

@@ -16,7 +16,7 @@ from pipeline.gate.verdicts import (
     GatedTolerance,
     Judgement,
     Policy,
-    describe_policy,
+    build_policy,
     gains_nothing,
     has_reason,
     is_decisive,
@@ -51,7 +51,7 @@ def check_policy(judgement: Judgement, product: Product) -> None:
 
 def find_other_policy(judgement: Judgement, product: Product) -> str | None:
     """Say which setting is the first that the judgement does not rest on, with both values; None: it rests on all."""
-    return _find_difference(judgement.policy.model_dump(mode="json"), describe_policy(product).model_dump(mode="json"))
+    return _find_difference(judgement.policy.model_dump(mode="json"), build_policy(product).model_dump(mode="json"))
 
 
 def _find_difference(judged: dict[str, Any], asked: dict[str, Any], parents: str = "") -> str | None:

@@ -1,19 +1,16 @@
 """Compare every candidate with the reference and judge it: records in, a Judgement out.
 
-The steps are: load evidence (`pairing`), measure (`measure`, `divergence`), decide (`decision`).
-Evidence that is not fit makes the candidate's verdict "refused" and is named in its reasons; it
-never raises, so that one broken candidate does not hide the verdicts on the others.
+The steps are: load evidence (`pairing`), measure (`measure`), ask the kind what else it knows (`audits`), decide
+(`decision`). Evidence that is not fit makes the candidate's verdict "refused" and is named in its reasons; it never
+raises, so that one broken candidate does not hide the verdicts on the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import Auditor, CandidateFindings, P
@@ -22,15 +19,14 @@ from pipeline.gate.categories import WATCHED_METRIC, check_categories, list_watc
 from pipeline.gate.certificate import certify, describe_level, is_above
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
-from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_pair_buckets, measure_metric
+from pipeline.gate.measure import check_loss_can_show, estimate_metrics, list_pair_buckets, measure_metric
 from pipeline.gate.pairing import Evidence, check_same_hardware, load_evidence, pair_cases
 from pipeline.gate.verdicts import (
     Judgement,
-    describe_policy,
+    build_policy,
     is_blocking,
 )
 from pipeline.gate.wording import use_metrics
-from pipeline.records.evaluations import CaseRecord
 from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.records.verdicts import (
     Certificate,
@@ -64,7 +60,7 @@ def compare_release(product: P, kind: Auditor[P], build: Path) -> ReleaseCompari
 
 
 def _compare(product: P, kind: Auditor[P], build: Path) -> ReleaseComparison:
-    policy = describe_policy(product)
+    policy = build_policy(product)
     reference = _load(build, product.reference, product, kind, is_pinned=True)
     _describe(reference, product)
     findings = {
@@ -110,11 +106,11 @@ def _describe(findings: CandidateFindings, product: Product) -> None:
     if findings.evidence is None:
         return
     for eval_name, records in findings.evidence.records.items():
-        clusters = number_clusters(records)
+        clusters = CaseTable.of(records).clusters
         for definition in product.evals[eval_name].metrics:
             if definition.is_gated:
                 try:
-                    findings.metrics += describe_metrics(
+                    findings.metrics += estimate_metrics(
                         records,
                         definition,
                         clusters,
@@ -123,11 +119,6 @@ def _describe(findings: CandidateFindings, product: Product) -> None:
                     )
                 except EvidenceError as error:
                     findings.refusals.append(str(error))
-
-
-def number_clusters(records: Sequence[CaseRecord]) -> NDArray[np.int64]:
-    """Return the cluster of each record as a number, 0-based without holes."""
-    return CaseTable.of(records).clusters
 
 
 def _measure_candidate(

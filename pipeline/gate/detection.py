@@ -43,7 +43,7 @@ def list_object_buckets(table: MatchTable, definition: MetricDefinition) -> list
     return [*areas, *table.categories] if definition.area == "all" else []
 
 
-def describe_precision(
+def estimate_precision(
     records: Sequence[CaseRecord],
     table: MatchTable,
     definition: MetricDefinition,

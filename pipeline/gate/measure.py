@@ -19,7 +19,7 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.case_table import CaseTable
 from pipeline.gate.clusters import hiding_clusters, measure_spread, sum_by_cluster
 from pipeline.gate.decision import Measurement
-from pipeline.gate.detection import describe_precision, list_object_buckets, measure_precision
+from pipeline.gate.detection import estimate_precision, list_object_buckets, measure_precision
 from pipeline.gate.outlook import cases_for_spread, cases_to_prove
 from pipeline.gate.pairing import PairedCases, read_scores, select_bucket
 from pipeline.gate.scales import find_document_room, find_room
@@ -109,7 +109,7 @@ def list_pair_buckets(pairs: PairedCases, definition: MetricDefinition) -> list[
     return [*list_buckets(pairs.reference), *of_objects]
 
 
-def describe_metrics(
+def estimate_metrics(
     records: Sequence[CaseRecord],
     definition: MetricDefinition,
     clusters: Ints,
@@ -131,7 +131,7 @@ def describe_metrics(
                 f"{eval_name}/{definition.name}: expected matched detections beside the records, "
                 "found none; run `dvc repro`"
             )
-        return describe_precision(
+        return estimate_precision(
             records, table, definition, clusters, eval_name=eval_name, buckets=list_buckets(records)
         )
     name = f"{eval_name}/{definition.name}"

@@ -14,7 +14,7 @@ from pipeline.errors import SettingsError
 from pipeline.gate.loosening import check_loosening
 from pipeline.gate.plan import check_plan, plan_gate, read_last
 from pipeline.gate.suite_sizes import read_sizes
-from pipeline.gate.verdicts import describe_policy
+from pipeline.gate.verdicts import build_policy
 from pipeline.gate.wording import use_metrics
 from pipeline.settings.base import Product
 
@@ -29,7 +29,7 @@ def check_gates(products: Iterable[Product], root: Path) -> list[str]:
     warnings = []
     _check_frozen(root / "dvc.yaml")
     for product in products:
-        check_loosening(describe_policy(product), root, material={})
+        check_loosening(build_policy(product), root, material={})
         with use_metrics(product.metrics):
             rows = plan_gate(product, read_sizes(product, root), read_last(product.name, root))
             warnings += check_plan(product, rows)

@@ -112,7 +112,7 @@ class Judgement(Record):
         return REPORTS / self.policy.product / VERDICT_FILE
 
 
-def describe_policy(product: Product) -> Policy:
+def build_policy(product: Product) -> Policy:
     """Return what params.yaml asks of a product's gate."""
     gate = product.gate
     return Policy(

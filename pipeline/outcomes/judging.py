@@ -12,11 +12,12 @@ from typing import Any
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.audits import CandidateFindings
+from pipeline.gate.case_table import CaseTable
 from pipeline.gate.certificate import certify, describe_level, is_above
-from pipeline.gate.compare import ReleaseComparison, number_clusters
+from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.decision import combine, judge_all
 from pipeline.gate.headlines import explain_comparisons, list_limits
-from pipeline.gate.measure import check_loss_can_show, describe_metrics, list_buckets, measure_metric
+from pipeline.gate.measure import check_loss_can_show, estimate_metrics, list_buckets, measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.verdicts import Judgement, Policy, is_blocking
 from pipeline.outcomes.cases import Outcomes, shorten
@@ -261,8 +262,8 @@ def _describe_side(side: Side, rules: Rules) -> list[Metric]:
         if (outcomes := side.outcomes.get(full.partition("/")[0])) is not None:
             # what can't be computed is refused where it is compared
             with contextlib.suppress(EvidenceError):
-                metrics += describe_metrics(
-                    outcomes.records, definition, number_clusters(outcomes.records), eval_name=outcomes.name
+                metrics += estimate_metrics(
+                    outcomes.records, definition, CaseTable.of(outcomes.records).clusters, eval_name=outcomes.name
                 )
     return metrics
 

@@ -32,7 +32,8 @@ from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report import EXPLANATION
 from pipeline.report.explanation_records import Explanation
 from pipeline.report.failure_section import fold_flip
-from pipeline.report.markdown import render_name, render_table, write_block
+from pipeline.report.markdown import render_name, write_block
+from pipeline.report.sections import Table
 from pipeline.report.unproven import describe_unproven, list_unproven
 
 MAX_SUMMARY_BYTES = 200_000  # of a product: 1 MiB is a step's, and all products may be gated in one
@@ -199,7 +200,7 @@ def _tabulate(judgement: Judgement) -> str:
                 str(outcomes.count("inconclusive")),
             ]
         )
-    return render_table(rows)
+    return write_block(Table(rows)) + "\n"
 
 
 def _explain(verdict: Verdict, explanation: Explanation) -> str:

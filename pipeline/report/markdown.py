@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipeline.gate.wording import escape_markdown, show_unprintable
 from pipeline.report.sections import Block, Figure, Folded, Quote, Section, Table
 
@@ -27,11 +25,6 @@ def write_block(block: Block) -> str:
             return f"<details><summary>{title}</summary>\n\n{inner}\n\n</details>"
         case _:
             return block
-
-
-def render_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with a line's end; the second row says how columns are aligned."""
-    return write_block(Table(rows)) + "\n"
 
 
 def is_embedded(name: str, report: str) -> bool:

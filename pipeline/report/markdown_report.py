@@ -32,7 +32,7 @@ from pipeline.records.verdicts import Comparison, Metric, Verdict
 from pipeline.report.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.report.explanation_records import CandidateExplanation, Explanation
 from pipeline.report.failure_section import build_failure_section
-from pipeline.report.markdown import render_table, write_block, write_section
+from pipeline.report.markdown import write_block, write_section
 from pipeline.report.presenting import Presenter, Words
 from pipeline.report.sections import Folded, Table
 from pipeline.report.unproven import list_unproven
@@ -76,13 +76,13 @@ def render_report(
         here: the machine that this runs on, where known: speeds may have been measured on another.
     """
     judgement = compared.judgement
-    parts = [
-        _headline(judgement),
+    blocks = [
         _candidate_table(judgement, presenter.list_columns(compared.evals)),
-        describe_floor(judgement) + "\n",
+        describe_floor(judgement),
+        "![Harm of every gated comparison against its tolerance](harm.png)",
+        *presenter.build_overview(compared),
     ]
-    parts.append("![Harm of every gated comparison against its tolerance](harm.png)\n")
-    parts += [f"{write_block(block)}\n" for block in presenter.build_overview(compared)]
+    parts = [_headline(judgement), *(f"{write_block(block)}\n" for block in blocks)]
     reference = compared.findings[judgement.policy.reference].evidence
     parts += [
         _candidate_section(
@@ -163,7 +163,7 @@ def _headline(judgement: Judgement) -> str:
     return "\n".join(lines + ([*notable, ""] if notable else []))
 
 
-def _candidate_table(judgement: Judgement, reported: Sequence[str]) -> str:
+def _candidate_table(judgement: Judgement, reported: Sequence[str]) -> Table:
     columns = _columns(judgement, reported)
     values = {(m.name, m.bucket): m for m in judgement.reference_metrics}
     header = ["candidate", "release", "verdict"] + [_column_title(*column, columns) for column in columns]
@@ -183,8 +183,8 @@ def _candidate_table(judgement: Judgement, reported: Sequence[str]) -> str:
             )
     if len(columns) > _MAX_COLUMNS:
         header, *rows = map(list, zip(*rows, strict=True))
-        return render_table([header, ["---"] + ["---:"] * (len(header) - 1), *rows])
-    return render_table([header, ["---"] * 3 + ["---:"] * len(columns), *rows[1:]])
+        return Table([header, ["---"] + ["---:"] * (len(header) - 1), *rows])
+    return Table([header, ["---"] * 3 + ["---:"] * len(columns), *rows[1:]])
 
 
 def _columns(judgement: Judgement, reported: Sequence[str]) -> list[tuple[str, str | None]]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeline.gate.compare import ReleaseComparison
+if TYPE_CHECKING:  # else stage gate, which writes a case for GitHub, would import what compares
+    from pipeline.gate.compare import ReleaseComparison
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.fakes.synthetic_records import make_flips
 
 
 @pytest.mark.parametrize(("b", "c", "n"), [(0, 0, 133), (24, 8, 340), (6, 20, 340)])
-def test_counts_are_measured_as_records_are(b, c, n):
+def test_counts_are_measured_as_records_are(b: int, c: int, n: int) -> None:
     """Catches a simulation of another rule than the one that decides."""
     pairs = align(*make_flips(b, c, n, right=n - 30), where="w")
     expected = measure_metric(
@@ -36,9 +36,10 @@ def test_counts_are_measured_as_records_are(b, c, n):
     assert sorted(found.sums) == sorted(expected.sums) and np.array_equal(found.weights, expected.weights)
 
 
-def test_draws_have_the_flips_and_the_drop_of_their_world():
+def test_draws_have_the_flips_and_the_drop_of_their_world() -> None:
     world = World(1_000, 0.10, 0.03)
-    rows = np.repeat(*map(list, zip(*draw_counts(world, 4_000, np.random.default_rng(0)), strict=True)), axis=0)
+    counts, times = zip(*draw_counts(world, 4_000, np.random.default_rng(0)), strict=True)
+    rows = np.repeat(list(counts), list(times), axis=0)
     b, c, both, neither = rows.mean(axis=0) / 1_000
     assert (b + c, b - c) == pytest.approx((0.10, 0.03), abs=0.002)
     assert (both + b, neither + c) == pytest.approx((0.81, 0.19), abs=0.002)
@@ -47,7 +48,7 @@ def test_draws_have_the_flips_and_the_drop_of_their_world():
     assert all(len(set(d[clusters == i])) == 1 for i in range(50))
 
 
-def test_what_the_field_does_is_counted_on_the_same_draws():
+def test_what_the_field_does_is_counted_on_the_same_draws() -> None:
     """At 0 flips no rule fails; where all that flips is lost, 10 of 81 points, all of them do."""
     calm = simulate(World(2_000, 0.0, 0.0), 50, np.random.default_rng(0))
     assert calm == {
@@ -64,13 +65,13 @@ def test_what_the_field_does_is_counted_on_the_same_draws():
     assert not World(340, 0.03, 0.05).is_possible
 
 
-def test_the_z_test_is_one_sided_and_knows_the_direction():
+def test_the_z_test_is_one_sided_and_knows_the_direction() -> None:
     assert is_z_significant(276, 257, 340) and not is_z_significant(257, 276, 340)
     assert proportions_ztest([276, 257], [340, 340])[1] > 0.05  # on two sides it would not be
 
 
 @pytest.mark.parametrize(("n", "outcome", "drop"), [(60, "pass", 0.03), (133, "fail", 0.0)])
-def test_sums_over_all_outcomes_agree_with_draws(n, outcome, drop):
+def test_sums_over_all_outcomes_agree_with_draws(n: int, outcome: str, drop: float) -> None:
     world, draws = World(n, 0.10, drop), 20_000
     expected = sum_share(world, outcome, 0.03)
     drawn = simulate(world, draws, np.random.default_rng(0))[f"{outcome} 0.03"] / draws

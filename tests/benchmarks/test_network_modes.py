@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -35,7 +37,12 @@ def test_runs_take_turns_and_warm_ups_are_not_counted(monkeypatch: pytest.Monkey
     """A run that always follows another one meets the clock and the caches that the other leaves."""
     turns: list[str] = []
     monkeypatch.setattr(network_modes, "time_passes", lambda bench, run, passes: [run()] * passes)
-    runs = {name: lambda name=name: turns.append(name) or float(len(turns)) for name in ("first", "last")}
+
+    def run(name: str) -> float:
+        turns.append(name)
+        return float(len(turns))
+
+    runs = {name: partial(run, name) for name in ("first", "last")}
     times = time_blocks(Bench("mlp", 1, torch.float32, tiny=True), runs, 6, tiny=True)
     assert turns[:4] == ["first", "last", "last", "first"]
     assert len(turns) == 2 * (WARM_UP_BLOCKS + 6) and len(times["first"]) == len(times["last"]) == 6

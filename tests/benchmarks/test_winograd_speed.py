@@ -24,7 +24,7 @@ from benchmarks.ncnn_nets import (
 from benchmarks.winograd_speed import POLICIES, ROOT, add_up, bind_layers, bind_policies
 from models.people.detector import Detector
 from pipeline.products.params import get_product, load_params
-from pipeline.products.vision.settings import VisionProduct
+from pipeline.products.vision.settings import ConvPolicyStep, VisionProduct
 
 DIRECT, F23, F43, CALIBRATED, MIXED = POLICIES
 
@@ -115,6 +115,7 @@ def test_the_calibrated_policy_is_the_one_that_is_released() -> None:
     """Its speed is read beside its verdict: another policy's would be believed."""
     product = get_product(load_params(ROOT / "params.yaml"), "people", kind=VisionProduct)
     (step,) = product.candidates["winograd-calibrated"].steps
+    assert isinstance(step, ConvPolicyStep)
     rules = tuple((pattern, rule.algorithm) for rule in step.rules for pattern in rule.layers)
     assert (CALIBRATED.algorithm, CALIBRATED.rules) == (step.algorithm, rules)
 

@@ -26,7 +26,7 @@ from tests.fakes.tiny_llama import CHAT_TEMPLATE, write_documents, write_tiny_ll
 
 BUILD = Path("build", PRODUCT)
 MODEL = "tiny"  # the name that the server answers to
-SERVING = {
+SERVING: dict[str, Any] = {
     "dtype": "float32",
     "continuous_batching": True,
     "concurrency": 8,
@@ -34,7 +34,7 @@ SERVING = {
     "context_length": 512,
     "max_tokens": 4,
 }
-RESOURCES = {"num_servers": 1, "request_timeout_s": 60.0, "start_timeout_s": 180.0}
+RESOURCES: dict[str, Any] = {"num_servers": 1, "request_timeout_s": 60.0, "start_timeout_s": 180.0}
 EVALS = {
     "calls": {"kind": "tool_calls", "evalset": "evalsets/calls", "send_tools": True},
     "flows": {"kind": "trajectories", "evalset": "evalsets/flows", "max_turns": 2, "send_tools": True},

@@ -7,6 +7,7 @@ import importlib
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -104,9 +105,11 @@ def keep_journal(other: str) -> Callable[[Trial], None]:
         finished = trial.project / trial.build.relative_to(trial.root)
         shutil.copytree(finished / "journal" / trial.name, trial.build / "journal" / trial.name)
         trial.keep_evals("tool_calls")
-        trial.change_weights(
-            lambda folder: shutil.copytree(finished / "candidates" / other / "checkpoint", folder, dirs_exist_ok=True)
-        )
+
+        def replace_weights(folder: Path) -> None:
+            shutil.copytree(finished / "candidates" / other / "checkpoint", folder, dirs_exist_ok=True)
+
+        trial.change_weights(replace_weights)
         trial.evaluate()
 
     return plant

@@ -135,6 +135,7 @@ def describe_loss(verdict: Verdict) -> str:
     if not gated:
         return ""
     worst = max(gated, key=lambda c: c.harm / (c.tolerance or 1.0))
+    assert worst.tolerance is not None
     with use_metrics(list_known_metrics()):  # `make certify` is no stage
         return (
             f"{name_comparison(worst)} {format_harm(worst.metric, worst.harm)}, tolerated "

@@ -42,7 +42,12 @@ TRAJECTORIES = [
     }
 ]
 TOOLS = {"order": {"parameters": {"type": "object"}}}
-CASES = {"documents": DOCUMENTS, "tool_calls": TOOL_CALLS, "choices": CHOICES, "trajectories": TRAJECTORIES}
+CASES: dict[str, list[dict[str, Any]]] = {
+    "documents": DOCUMENTS,
+    "tool_calls": TOOL_CALLS,
+    "choices": CHOICES,
+    "trajectories": TRAJECTORIES,
+}
 
 
 def write(folder: Path, kind: str = "documents", cases: list[dict[str, Any]] | str | None = None, **card: Any) -> Path:

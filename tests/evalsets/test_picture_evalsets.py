@@ -100,12 +100,8 @@ def test_sealing_leaves_the_spelling_of_other_lines_alone(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_picture_under_another_name_is_no_second_case(tmp_path: Path, kind: str) -> None:
-    folder = write(
-        tmp_path / "e",
-        kind,
-        image="images/copy.png",
-        **({"target": "targets/0.png"} if "target" in SIZES[kind] else {}),
-    )
+    changes: dict[str, Any] = {"target": "targets/0.png"} if "target" in SIZES[kind] else {}
+    folder = write(tmp_path / "e", kind, image="images/copy.png", **changes)
     (folder / "images/copy.png").write_bytes((folder / "images/0.png").read_bytes())
     seal(folder)
     with pytest.raises(EvalsetError, match="case 'c1' asks and expects the same as the case on line 1"):

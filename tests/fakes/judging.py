@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pipeline.gate import compare
+from pipeline.gate.audits import Auditor
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.verdicts import Judgement
 from pipeline.products import KINDS
@@ -17,9 +19,9 @@ from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.settings.base import Product
 
 
-def compare_release(product: Product, build: Path) -> ReleaseComparison:
-    """Judge all candidates of a product against its reference."""
-    return compare.compare_release(product, KINDS[product.kind].get_auditor(), build)
+def compare_release(product: Product, build: Path, auditor: Auditor[Any] | None = None) -> ReleaseComparison:
+    """Judge all candidates of a product against its reference, by what its kind knows of it or by another auditor."""
+    return compare.compare_release(product, auditor or KINDS[product.kind].get_auditor(), build)
 
 
 def list_said(verdict: Verdict) -> list[str]:

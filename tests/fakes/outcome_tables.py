@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 import pipeline.__main__ as command
 from tests.paths import ROOT
 
@@ -75,7 +77,7 @@ def write_documents(folder: Path, nats_per_word: Sequence[float], *, num_words: 
     return path
 
 
-def run(*argv: object, capsys) -> tuple[int, str]:
+def run(*argv: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run the command, and return its exit code and all that it wrote."""
     code = command.main([str(argument) for argument in argv])
     said = capsys.readouterr()

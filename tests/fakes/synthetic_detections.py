@@ -5,14 +5,17 @@ Boxes are real ones, in pixels of a 640 x 480 image, so that matching is part of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 
+from pipeline.products.text.findings import TextAuditor
 from pipeline.products.text.settings import TextEval, TextProduct
 from pipeline.products.vision.detection_settings import DetectionEval
+from pipeline.products.vision.findings import VisionAuditor
 from pipeline.records.detections import (
     Detections,
     MatchTable,
@@ -25,6 +28,8 @@ from pipeline.records.detections import (
 from pipeline.records.digests import digest_file, digest_text
 from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation
 from pipeline.records.record_files import write_cases, write_record
+from pipeline.records.verdicts import Comparison
+from pipeline.settings.base import Product
 from pipeline.settings.metrics import AREAS
 from tests.fakes.synthetic_records import make_candidate, make_params, write_canary, write_candidate
 
@@ -95,7 +100,9 @@ def detect(objects: Objects, detector: Detector, rng: np.random.Generator) -> De
     return Detections(np.concatenate([found, wrong]), classes.astype(np.int64), scores)
 
 
-def match_all(objects: list[Objects], detections: list[Detections], areas=AREAS) -> MatchTable:
+def match_all(
+    objects: list[Objects], detections: list[Detections], areas: dict[str, tuple[float, float]] = AREAS
+) -> MatchTable:
     """Match every image."""
     return join_tables(
         [match_image(o, d, num_classes=NUM_CLASSES, areas=areas) for o, d in zip(objects, detections, strict=True)]
@@ -155,7 +162,14 @@ def make_pair(
 class DetectorParams(TextProduct):
     """Settings of a release of detectors, through the same gate as text."""
 
-    evals: dict[str, ShelvesEval] = Field(min_length=1)
+    evals: dict[str, ShelvesEval] = Field(min_length=1)  # type: ignore[assignment]  # a kind that no text has
+
+
+class DetectorAuditor(TextAuditor):
+    """What the gate asks of them: as of text, and what an average hides as of a detector."""
+
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: Product) -> list[str]:
+        return VisionAuditor().list_headlines(name, comparisons, product)
 
 
 def make_detector_params(candidates: list[str], tolerances: dict[str, dict[str, object]]) -> DetectorParams:

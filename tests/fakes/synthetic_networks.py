@@ -243,12 +243,13 @@ def _write_results(found: Detections) -> str:
 def _write_candidate(build: Path, product: VisionProduct, name: str, way: Way) -> tuple[NetworkCandidate, Path]:
     steps, coverage = [], []
     for step in (s.model_dump(mode="json") for s in product.candidates[name].steps):
-        changes: dict[str, Any] = {
+        known: dict[str, dict[str, Any]] = {
             "tiling": {"tiling": {key: step.get(key) for key in ("tile", "overlap", "window")}},
             "compile": {"compile_mode": step.get("mode")},
             "precision": {"dtype": step.get("dtype")},
             "channels_last": {"channels_last": True},
-        }.get(step["kind"], {})
+        }
+        changes = known.get(step["kind"], {})
         if step["kind"] == "conv_policy":
             given = {"algorithm": step["algorithm"], "dtype": step["dtype"]}
             coverage = [

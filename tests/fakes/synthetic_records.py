@@ -7,7 +7,7 @@ the gate need neither torch nor a model. Everything follows from the seed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -336,7 +336,7 @@ def _documents(path: Path, candidate: Candidate, behaviour: Behaviour, num_docs:
     ]
 
 
-def make_cases(outcomes: Sequence[float], *, cluster_size: int = 1, buckets: Sequence[str] = ()) -> list[CaseRecord]:
+def make_cases(outcomes: Iterable[float], *, cluster_size: int = 1, buckets: Sequence[str] = ()) -> list[CaseRecord]:
     """Return one workflow record per outcome (1 = completed); the i-th always asks the same."""
     return [
         CaseRecord(

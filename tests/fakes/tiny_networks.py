@@ -195,7 +195,9 @@ def make_detector(steps: dict[str, list[dict[str, Any]]] | None = None, **change
 
 def describe_detector(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> dict[str, Any]:
     """Return the settings of the product `detector` with its name and candidates; see `describe_project`."""
-    candidates = {"squares": []} | ({"half": [{"kind": "precision", "dtype": "bfloat16"}]} if steps is None else steps)
+    candidates: dict[str, list[dict[str, Any]]] = {"squares": []} | (
+        {"half": [{"kind": "precision", "dtype": "bfloat16"}]} if steps is None else steps
+    )
     return {
         "name": "detector",
         "kind": "vision",
@@ -229,7 +231,7 @@ def make_upscaler(steps: dict[str, list[dict[str, Any]]] | None = None, **change
 def describe_upscaler(steps: dict[str, list[dict[str, Any]]] | None = None, **changes: Any) -> dict[str, Any]:
     """Return the settings of the product `upscaler` with its name and candidates; see `describe_project`."""
     tiled = {"kind": "tiling", "tile": 32, "overlap": 0.0, "window": "none"}
-    candidates = {"doubled": []} | ({"tiled": [tiled]} if steps is None else steps)
+    candidates: dict[str, list[dict[str, Any]]] = {"doubled": []} | ({"tiled": [tiled]} if steps is None else steps)
     return {
         "name": "upscaler",
         "kind": "vision",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -10,7 +11,8 @@ from pydantic import ValidationError
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes
 from pipeline.gate.loosening import list_loosened
-from pipeline.gate.verdicts import GatedTolerance, Judgement, describe_policy
+from pipeline.gate.verdicts import GatedTolerance, Judgement, build_policy
+from pipeline.products.text.settings import TextProduct
 from pipeline.records.record_files import read_record
 from pipeline.report.explain import explain_release
 from pipeline.report.github import render_summary
@@ -25,7 +27,7 @@ SHOWN = "gain accepted: outcomes/score: better by 25.00 points, more than the to
 
 
 @pytest.fixture
-def sides(tmp_path):
+def sides(tmp_path: Path) -> list[Path]:
     return [
         write_outcomes(tmp_path / f"{side}.csv", [0.0] * wrong + [1.0] * (400 - wrong))
         for side, wrong in (("a", 100), ("b", 0))
@@ -33,7 +35,9 @@ def sides(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["score", "outcomes/score"])
-def test_an_accepted_gain_passes_and_its_reason_is_printed(sides, tmp_path, capsys, name):
+def test_an_accepted_gain_passes_and_its_reason_is_printed(
+    sides: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     assert run("compare", *sides, capsys=capsys)[0] == 10  # without a reason it stays suspicious
     forms = {form: tmp_path / form for form in ("json", "html", "junit", "summary")}
     asked = [word for form, path in forms.items() for word in (f"--{form}", path)]
@@ -46,7 +50,7 @@ def test_an_accepted_gain_passes_and_its_reason_is_printed(sides, tmp_path, caps
     assert "proven: a gain of at least 21" in verdict.comparisons[0].sentence  # it spoke of a negative loss
 
 
-def test_a_policy_accepts_a_gain(sides, tmp_path, capsys):
+def test_a_policy_accepts_a_gain(sides: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gate = {
         "alpha": 0.05,
         "on_inconclusive": "block",
@@ -71,13 +75,15 @@ def test_a_policy_accepts_a_gain(sides, tmp_path, capsys):
         ("scroe=" + WHY, "--accept-gain scroe: no such metric is gated; those that are: outcomes/score"),
     ],
 )
-def test_a_gain_is_not_accepted_without_a_reason_or_of_another_metric(sides, capsys, given, said):
+def test_a_gain_is_not_accepted_without_a_reason_or_of_another_metric(
+    sides: list[Path], capsys: pytest.CaptureFixture[str], given: str, said: str
+) -> None:
     code, text = run("compare", *sides, "--accept-gain", given, capsys=capsys)
     assert code == 1 and said in text, text
 
 
 @pytest.mark.parametrize("why", ["", "   ", "          ", "because", None])
-def test_a_setting_without_a_reason_accepts_nothing(why):
+def test_a_setting_without_a_reason_accepts_nothing(why: str | None) -> None:
     if why is None:
         assert Tolerance(overall=0.1, accept_gain=None).accept_gain is None
     else:
@@ -85,7 +91,9 @@ def test_a_setting_without_a_reason_accepts_nothing(why):
             Tolerance(overall=0.1, accept_gain=why)
 
 
-def test_an_accepted_gain_excuses_no_loss_and_no_other_metric(tmp_path, capsys):
+def test_an_accepted_gain_excuses_no_loss_and_no_other_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = ["hard"] * 200 + ["easy"] * 800
     ours = write_outcomes(
         tmp_path / "a.csv", [1.0] * 200 + [0.0] * 400 + [1.0] * 400, buckets=where, other=["0"] * 500 + ["1"] * 500
@@ -109,12 +117,14 @@ def test_an_accepted_gain_excuses_no_loss_and_no_other_metric(tmp_path, capsys):
     assert code == 10 and "gain accepted: outcomes/score: " in said and "suspicious gain" in said, said
 
 
-def test_a_gain_on_too_few_clusters_is_not_proven_by_a_reason(tmp_path, capsys):
+def test_a_gain_on_too_few_clusters_is_not_proven_by_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sides = [write_outcomes(tmp_path / f"{side}.csv", [score] * 15 + [1.0] * 5) for side, score in (("a", 0), ("b", 1))]
     assert run("compare", *sides, "--accept-gain", f"score={WHY}", capsys=capsys)[0] == 10
 
 
-def accept(params, why: str | None):
+def accept(params: TextProduct, why: str | None) -> TextProduct:
     metric = "workflows/task_completion_rate"
     tolerances = params.gate.tolerances | {
         metric: params.gate.tolerances[metric].model_copy(update={"accept_gain": why})
@@ -122,7 +132,7 @@ def accept(params, why: str | None):
     return params.model_copy(update={"gate": params.gate.model_copy(update={"tolerances": tolerances})})
 
 
-def test_the_report_and_the_terminal_of_a_project_print_it(tmp_path):
+def test_the_report_and_the_terminal_of_a_project_print_it(tmp_path: Path) -> None:
     write_tree(tmp_path / "build", {"better": Behaviour(gain={"workflows": 0.5})})
     params = make_params(["better"], ["better"], on_inconclusive="block")
     without = compare_release(params, tmp_path / "build").judgement
@@ -146,11 +156,11 @@ def test_the_report_and_the_terminal_of_a_project_print_it(tmp_path):
         check_outcomes(judgement.model_copy(update={"verdicts": (verdict,)}))
 
 
-def test_an_accepted_gain_carries_its_own_reason_and_needs_no_other():
+def test_an_accepted_gain_carries_its_own_reason_and_needs_no_other() -> None:
     params = make_params(["better"], ["better"])
-    last, now = describe_policy(params), describe_policy(accept(params, WHY))
+    last, now = build_policy(params), build_policy(accept(params, WHY))
     assert list(list_loosened(last, now)) == []
 
 
-def test_a_policy_of_an_older_release_is_read():
+def test_a_policy_of_an_older_release_is_read() -> None:
     assert GatedTolerance.model_validate({"overall": 0.1, "buckets": {}, "tier": "critical"}).accept_gain is None

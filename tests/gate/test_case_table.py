@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def test_what_was_let_go_is_loaded_again_and_what_is_pinned_stays(monkeypatch: p
         loads[name] += 1
         return make_cases([1.0] * 10)
 
-    tables = {name: CaseTable(lambda name=name: load(name), is_pinned=name == "pinned") for name in loads}
+    tables = {name: CaseTable(partial(load, name), is_pinned=name == "pinned") for name in loads}
     for name in ("third", "second", "pinned"):
         assert tables[name].scores("completed", where="w").sum() == 10 and len(tables[name]) == 10
     assert loads == {"pinned": 1, "first": 1, "second": 1, "third": 1}
@@ -157,6 +158,7 @@ def test_rows_are_the_records_of_the_file(tmp_path_factory: pytest.TempPathFacto
     ]
     write_cases(path, records)
     rows = parse_rows(path.read_bytes())
+    assert rows is not None
     fields = [*CaseRecord.model_fields]
     assert [[getattr(row, name) for name in fields] for row in rows] == [
         [getattr(record, name) for name in fields] for record in read_cases(path)

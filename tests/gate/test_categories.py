@@ -17,7 +17,7 @@ from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.report.terminal import render_gate
 from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_categories import PERSON, Results, lose, make_cases, write_categories_tree
-from tests.fakes.synthetic_detections import DetectorParams, make_detector_params
+from tests.fakes.synthetic_detections import DetectorAuditor, DetectorParams, make_detector_params
 
 SETTINGS = DetectionEval(kind="detection", evalset="evalsets/shelves")
 AP = {"shelves/ap": {"overall": 0.02}}
@@ -25,7 +25,7 @@ AP = {"shelves/ap": {"overall": 0.02}}
 
 def judge_by(build: Path, name: str, tolerances: dict[str, Any]) -> ReleaseComparison:
     data = make_detector_params([name], tolerances).model_dump() | {"evals": {"shelves": SETTINGS.model_dump()}}
-    return compare_release(DetectorParams.model_validate(data), build)
+    return compare_release(DetectorParams.model_validate(data), build, DetectorAuditor())
 
 
 @cache

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,10 @@ from pipeline.gate.certificate import BLOCK, NUM_SWAPS, certify, is_above
 from pipeline.gate.decision import Measurement
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
-from pipeline.gate.statistics import count_bounds, proportion_bounds
+from pipeline.gate.statistics import Bounds, count_bounds, proportion_bounds
 from pipeline.gate.verdicts import is_blocking
 from pipeline.products import list_known_metrics
+from pipeline.records.verdicts import Certificate, JudgedTier
 from pipeline.report.certificate_section import describe_certificate, describe_floor, tabulate_losses
 from pipeline.report.markdown import write_block
 from tests.fakes.judging import compare_release, list_said
@@ -23,12 +27,14 @@ from tests.fakes.synthetic_records import Behaviour, make_cases, make_flips, mak
 COMPLETION = list_known_metrics()["task_completion_rate"]
 
 
-def measure(reference: list, candidate: list, *, size: int = 1, tolerance: float = 0.03) -> Measurement:
+def measure(
+    reference: Iterable[float], candidate: Iterable[float], *, size: int = 1, tolerance: float = 0.03
+) -> Measurement:
     pairs = align(*(make_cases(side, cluster_size=size) for side in (reference, candidate)), where="w")
     return measure_metric(pairs, COMPLETION, None, eval_name="w", tolerance=tolerance, alpha=0.05)
 
 
-def certify_one(measurement: Measurement, *, blocks: bool = True):
+def certify_one(measurement: Measurement, *, blocks: bool = True) -> Certificate:
     return certify({"a": [measurement]}, [["a"]], alpha=0.05, blocks_inconclusive=blocks)["a"]
 
 
@@ -126,13 +132,13 @@ def test_losses_of_neighbouring_clusters_show_in_blocks() -> None:
     assert not certify_one(measure(reference[order], candidate[order])).dependent
 
 
-def test_a_rule_that_does_not_keep_its_level_is_refused(tmp_path, monkeypatch) -> None:
+def test_a_rule_that_does_not_keep_its_level_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tree(tmp_path / "build", {"good": Behaviour()})
     params = make_params(["good"], ["good"])
     assert compare_release(params, tmp_path / "build").judgement.verdicts[0].outcome == "pass"
     certify_well = pipeline.gate.compare.certify
 
-    def certify_badly(*args, **options):
+    def certify_badly(*args: Any, **options: Any) -> dict[str, Certificate]:
         certified = certify_well(*args, **options).items()
         return {name: c.model_copy(update={"num_false_fails": 90}) for name, c in certified}
 
@@ -153,7 +159,7 @@ def test_a_rule_that_does_not_keep_its_level_is_refused(tmp_path, monkeypatch) -
         ("advisory", 0.012, "pass", False),
     ],
 )
-def test_a_tier_says_what_an_outcome_means(tmp_path, tier, loss, outcome, blocks) -> None:
+def test_a_tier_says_what_an_outcome_means(tmp_path: Path, tier: str, loss: float, outcome: str, blocks: bool) -> None:
     write_tree(tmp_path / "build", {"good": Behaviour({"calls": loss})}, num_cases=500)
     tolerances = {
         "workflows/task_completion_rate": {"overall": 0.03},
@@ -167,7 +173,7 @@ def test_a_tier_says_what_an_outcome_means(tmp_path, tier, loss, outcome, blocks
     assert judged.outcome == {"pass": "fail" if loss == 0.3 else "inconclusive"}.get(outcome, outcome)
 
 
-def test_the_report_says_what_the_gate_misses_and_the_floor(tmp_path) -> None:
+def test_the_report_says_what_the_gate_misses_and_the_floor(tmp_path: Path) -> None:
     write_tree(tmp_path / "build", {"good": Behaviour({"workflows": 0.01}), "again": Behaviour()})
     judgement = compare_release(make_params(["good", "again"], ["good"]), tmp_path / "build").judgement
     said = describe_certificate(judgement.verdicts[0], judgement.policy)
@@ -184,7 +190,7 @@ def test_the_report_says_what_the_gate_misses_and_the_floor(tmp_path) -> None:
     assert said.startswith("The reference against itself (`again`): nothing moved in one repeat, in any of ")
 
 
-def test_the_report_says_how_rare_a_loss_a_mean_does_not_see(tmp_path) -> None:
+def test_the_report_says_how_rare_a_loss_a_mean_does_not_see(tmp_path: Path) -> None:
     write_tree(tmp_path / "build", {"good": Behaviour()})
     judgement = compare_release(make_params(["good"], ["good"]), tmp_path / "build").judgement
     verdict = judgement.verdicts[0]
@@ -196,7 +202,7 @@ def test_the_report_says_how_rare_a_loss_a_mean_does_not_see(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("size", "flips", "tier"), [(1, 60, "critical"), (3, 60, "critical"), (1, 150, "supporting")])
-def test_a_release_without_a_loss_passes_as_often_as_it_says(size: int, flips: int, tier: str) -> None:
+def test_a_release_without_a_loss_passes_as_often_as_it_says(size: int, flips: int, tier: JudgedTier) -> None:
     """Catches a chance of passing that is one metric's, or another rule's: the rule is run on swapped labels."""
     rng, n, runs = np.random.default_rng(4), 900, 2_000
     pairs = []
@@ -239,5 +245,5 @@ def test_a_loss_that_is_among_the_flips_is_not_missed_more_often_than_it_says() 
         assert missed <= most + 0.016  # two standard errors of 4,000 draws
 
 
-def measure_counts(b: int, c: int, n: int):
+def measure_counts(b: int, c: int, n: int) -> Bounds:
     return count_bounds(b, c, n, n, None, confidence=0.95)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pipeline.errors import EvidenceError
 from pipeline.gate.clusters import sum_by_cluster
@@ -13,18 +17,19 @@ from pipeline.gate.decision import Measurement, combine, judge_all
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_tail
-from pipeline.gate.verdicts import describe_policy, is_blocking
+from pipeline.gate.verdicts import build_policy, is_blocking
 from pipeline.products import list_known_metrics
 from pipeline.products.text.findings.divergence import TopTokens, divergence_by_document, top_k_kl
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine, SpeculativeStep
 from pipeline.products.text.show.plots import plot_completion
 from pipeline.records.differences import first_difference
 from pipeline.records.digests import digest_file
-from pipeline.records.evaluations import OUTGROWN, BuiltCandidate, Evaluation
+from pipeline.records.evaluations import OUTGROWN, BuiltCandidate, CaseRecord, Evaluation
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
+from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report.plots import plot_harm
 from pipeline.report.terminal import render_gate
 from tests.fakes.judging import compare_release, list_said, render_report
@@ -41,21 +46,21 @@ from tests.fakes.synthetic_records import (
 COMPLETION = list_known_metrics()["task_completion_rate"]
 
 
-def judge_flips(b, c, n, *, right, tolerance=0.02, alpha=0.05):
+def judge_flips(b: int, c: int, n: int, *, right: int, tolerance: float = 0.02, alpha: float = 0.05) -> Comparison:
     pairs = align(*make_flips(b, c, n, right=right), where="workflows")
     measured = measure_metric(pairs, COMPLETION, None, eval_name="workflows", tolerance=tolerance, alpha=alpha)
     return judge_all({"a": [measured]}, ["a"], alpha=alpha)["a"][0]
 
 
 @pytest.mark.parametrize("c", [0, 10, 40, 64])
-def test_from_81_2_to_74_1_fails_whatever_the_flips(c):
+def test_from_81_2_to_74_1_fails_whatever_the_flips(c: int) -> None:
     comparison = judge_flips(24 + c, c, 340, right=276)
     assert (round(100 * comparison.reference, 1), round(100 * comparison.candidate, 1)) == (81.2, 74.1)
     assert comparison.outcome == "fail"
 
 
 @pytest.mark.parametrize("c", [0, 1, 10, 60])
-def test_from_81_2_to_79_3_is_inconclusive_whatever_the_flips(c):
+def test_from_81_2_to_79_3_is_inconclusive_whatever_the_flips(c: int) -> None:
     comparison = judge_flips(6 + c, c, 340, right=276)
     assert comparison.outcome == "inconclusive"
     assert "within tolerance as seen (1.76 points" in comparison.sentence
@@ -63,11 +68,11 @@ def test_from_81_2_to_79_3_is_inconclusive_whatever_the_flips(c):
 
 
 @pytest.mark.parametrize(("n", "outcome"), [(179, "inconclusive"), (180, "pass")])
-def test_a_bucket_without_flips_needs_180_cases_for_two_points(n, outcome):
+def test_a_bucket_without_flips_needs_180_cases_for_two_points(n: int, outcome: str) -> None:
     assert judge_flips(0, 0, n, right=n).outcome == outcome
 
 
-def test_few_clusters_prove_nothing_but_can_fail():
+def test_few_clusters_prove_nothing_but_can_fail() -> None:
     """29 cases without a flip have an upper bound of 11.5 points: below the tolerance, and still a guess."""
     unproven = judge_flips(0, 0, 29, right=29, tolerance=0.2)
     assert unproven.high <= 0.2 and unproven.outcome == "inconclusive"
@@ -76,20 +81,20 @@ def test_few_clusters_prove_nothing_but_can_fail():
     assert judge_flips(12, 0, 29, right=29, tolerance=0.2).outcome == "fail"
 
 
-def test_beyond_tolerance_but_possibly_noise_is_inconclusive():
+def test_beyond_tolerance_but_possibly_noise_is_inconclusive() -> None:
     comparison = judge_flips(6, 3, 100, right=80)
     assert comparison.outcome == "inconclusive"
     assert comparison.sentence.startswith("beyond tolerance as seen (3.00 points")
 
 
-def test_nothing_is_rounded_before_it_is_compared():
+def test_nothing_is_rounded_before_it_is_compared() -> None:
     """U is 2.0009 points at n = 179: a gate that compares printed numbers would pass it at 2 points."""
     comparison = judge_flips(0, 0, 179, right=179)
     assert round(100 * comparison.high, 1) == 2.0
     assert comparison.outcome == "inconclusive"
 
 
-def test_a_large_gain_is_suspicious_and_no_pass():
+def test_a_large_gain_is_suspicious_and_no_pass() -> None:
     """A scorer that says yes to everything would otherwise ship whatever it scored."""
     assert judge_flips(0, 4, 340, right=200).outcome == "pass"
     comparison = judge_flips(0, 40, 340, right=200)
@@ -97,7 +102,7 @@ def test_a_large_gain_is_suspicious_and_no_pass():
     assert comparison.sentence.startswith("suspicious gain: better by 11.76 points")
 
 
-def test_the_release_is_one_holm_family_and_others_stand_alone():
+def test_the_release_is_one_holm_family_and_others_stand_alone() -> None:
     pairs = align(*make_flips(8, 0, 200, right=160), where="workflows")
     measured = measure_metric(pairs, COMPLETION, None, eval_name="workflows", tolerance=0.02, alpha=0.05)
     judged = judge_all({"a": [measured] * 2, "b": [measured] * 2, "outside": [measured]}, ["a", "b"], alpha=0.05)
@@ -105,7 +110,7 @@ def test_the_release_is_one_holm_family_and_others_stand_alone():
     assert judged["outside"][0].p_holm == pytest.approx(measured.p)
 
 
-def test_fail_outranks_refused_outranks_inconclusive():
+def test_fail_outranks_refused_outranks_inconclusive() -> None:
     failing, unsure, passing = (judge_flips(*flips, right=276) for flips in ((40, 2, 340), (6, 0, 340), (0, 0, 340)))
     assert combine([passing, failing], ["unreadable"]) == "fail"
     assert combine([passing, unsure], ["unreadable"]) == "refused"
@@ -114,7 +119,7 @@ def test_fail_outranks_refused_outranks_inconclusive():
     assert combine([], []) == "refused"
 
 
-def measure_swapped(rng, clusters):
+def measure_swapped(rng: np.random.Generator, clusters: NDArray[np.int64]) -> Measurement:
     """Measure two equal models: a fifth of the cases flips, and which side lost is a coin toss per cluster."""
     flips = rng.random(len(clusters)) < 0.2
     d = np.where(flips, rng.choice([-1.0, 1.0], int(clusters.max()) + 1)[clusters], 0.0)
@@ -145,7 +150,7 @@ def measure_swapped(rng, clusters):
 
 
 @pytest.mark.parametrize("size", [1, 4], ids=["independent", "clusters-of-4"])
-def test_identical_models_are_blocked_no_more_often_than_alpha(size):
+def test_identical_models_are_blocked_no_more_often_than_alpha(size: int) -> None:
     """A/A with four gated metrics at once: without Holm one release in six would be blocked."""
     rng, runs = np.random.default_rng(1), 800
     clusters = np.arange(200) // size
@@ -157,18 +162,18 @@ def test_identical_models_are_blocked_no_more_often_than_alpha(size):
     assert fails / runs <= 0.05 + 2 * (0.05 * 0.95 / runs) ** 0.5
 
 
-def tree(tmp_path, behaviours, **options):
+def tree(tmp_path: Path, behaviours: dict[str, Behaviour], **options: int) -> Path:
     write_tree(tmp_path / "build", behaviours, **options)
     return tmp_path / "build"
 
 
-def judge_tree(build, names, release=None, **gate):
+def judge_tree(build: Path, names: list[str], release: list[str] | None = None, **gate: Any) -> dict[str, Verdict]:
     return {
         v.candidate: v for v in compare_release(make_params(names, release or names, **gate), build).judgement.verdicts
     }
 
 
-def test_planted_loss_is_found_in_its_bucket_and_said_in_words(tmp_path):
+def test_planted_loss_is_found_in_its_bucket_and_said_in_words(tmp_path: Path) -> None:
     build = tree(
         tmp_path, {"bad": Behaviour({"workflows/constraint_retention": 0.3}, nll_shift=0.004), "same": Behaviour()}
     )
@@ -182,7 +187,7 @@ def test_planted_loss_is_found_in_its_bucket_and_said_in_words(tmp_path):
     assert verdicts["same"].outcome == "pass"
 
 
-def test_perplexity_harm_is_the_ratio_of_perplexities(tmp_path):
+def test_perplexity_harm_is_the_ratio_of_perplexities(tmp_path: Path) -> None:
     verdict = judge_tree(tree(tmp_path, {"worse": Behaviour(nll_shift=0.05)}), ["worse"])["worse"]
     comparison = next(c for c in verdict.comparisons if c.metric == "prose/perplexity_per_token")
     assert comparison.harm == pytest.approx(comparison.candidate / comparison.reference - 1, rel=1e-9)
@@ -190,7 +195,7 @@ def test_perplexity_harm_is_the_ratio_of_perplexities(tmp_path):
     assert comparison.outcome == "fail"
 
 
-def test_a_bucket_in_no_case_is_refused_by_name(tmp_path):
+def test_a_bucket_in_no_case_is_refused_by_name(tmp_path: Path) -> None:
     verdict = judge_tree(
         tree(tmp_path, {"a": Behaviour()}),
         ["a"],
@@ -200,15 +205,15 @@ def test_a_bucket_in_no_case_is_refused_by_name(tmp_path):
     assert any("task_completion_rate [retntion]: the bucket is empty" in reason for reason in list_said(verdict))
 
 
-def drop_last(records):
+def drop_last(records: list[CaseRecord]) -> list[CaseRecord]:
     return records[:-1]
 
 
-def repeat_first(records):
+def repeat_first(records: list[CaseRecord]) -> list[CaseRecord]:
     return [*records[:-1], records[0]]
 
 
-def change_first(**update):
+def change_first(**update: Any) -> Callable[[list[CaseRecord]], list[CaseRecord]]:
     return lambda records: [records[0].model_copy(update=update), *records[1:]]
 
 
@@ -227,7 +232,9 @@ def change_first(**update):
     ],
 )
 @pytest.mark.parametrize("side", ["a", "reference"])
-def test_unfit_records_are_refused_and_named(tmp_path, edit, said, side):
+def test_unfit_records_are_refused_and_named(
+    tmp_path: Path, edit: Callable[[list[CaseRecord]], list[CaseRecord]], said: str, side: str
+) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     rewrite_records(build, side, "workflows", edit)
     verdict = judge_tree(build, ["a"])["a"]
@@ -235,7 +242,7 @@ def test_unfit_records_are_refused_and_named(tmp_path, edit, said, side):
     assert any(said in reason for reason in list_said(verdict)), list_said(verdict)
 
 
-def test_unequal_work_is_refused(tmp_path):
+def test_unequal_work_is_refused(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     rewrite_records(
         build,
@@ -251,15 +258,15 @@ def test_unequal_work_is_refused(tmp_path):
     assert any("unequal work: 'num_tokens' of case 'prose-0000'" in reason for reason in list_said(verdict))
 
 
-def break_nan(path):
+def break_nan(path: Path) -> None:
     path.write_text(path.read_text().replace('"completed":1.0', '"completed":NaN', 1))
 
 
-def break_truncate(path):
+def break_truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
-def break_score(path):
+def break_score(path: Path) -> None:
     path.write_text(path.read_text().replace('"completed":0.0', '"completed":1.0', 1))
 
 
@@ -268,13 +275,15 @@ def break_score(path):
     [break_nan, break_truncate, break_score, lambda path: path.unlink()],
     ids=["nan", "truncated", "score-edited", "file-gone"],
 )
-def test_files_that_were_touched_after_the_evaluation_are_refused(tmp_path, damage):
+def test_files_that_were_touched_after_the_evaluation_are_refused(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     damage(build / "evaluations" / "a" / "workflows.jsonl")
     assert judge_tree(build, ["a"])["a"].outcome == "refused"
 
 
-def test_nan_is_refused_even_when_it_was_sealed(tmp_path):
+def test_nan_is_refused_even_when_it_was_sealed(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     path, index = build / "evaluations/a/workflows.jsonl", build / "evaluations/a/evaluation.json"
     old = digest_file(path)
@@ -285,7 +294,7 @@ def test_nan_is_refused_even_when_it_was_sealed(tmp_path):
     assert any("workflows.jsonl:" in reason for reason in list_said(verdict))
 
 
-def test_bytes_that_are_no_text_refuse_one_candidate_and_hide_no_other(tmp_path):
+def test_bytes_that_are_no_text_refuse_one_candidate_and_hide_no_other(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=400)
     path, index = build / "evaluations/a/workflows.jsonl", build / "evaluations/a/evaluation.json"
     old = digest_file(path)
@@ -300,7 +309,9 @@ def test_bytes_that_are_no_text_refuse_one_candidate_and_hide_no_other(tmp_path)
 
 @pytest.mark.parametrize("nll", [1e308, -1e308])
 @pytest.mark.parametrize("num_huge", [1, 40])
-def test_a_number_too_large_for_a_mean_refuses_one_candidate_and_hides_no_other(tmp_path, nll, num_huge):
+def test_a_number_too_large_for_a_mean_refuses_one_candidate_and_hides_no_other(
+    tmp_path: Path, nll: float, num_huge: int
+) -> None:
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=400)
     rewrite_records(
         build,
@@ -317,7 +328,7 @@ def test_a_number_too_large_for_a_mean_refuses_one_candidate_and_hides_no_other(
         assert any(metric in reason for reason in list_said(verdicts["a"]))
 
 
-def test_what_was_evaluated_must_be_what_would_ship(tmp_path):
+def test_what_was_evaluated_must_be_what_would_ship(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=400)
     write_candidate(build, make_candidate("a").model_copy(update={"libraries": {"torch": "2.99"}}))
     verdicts = judge_tree(build, ["a", "b"])
@@ -325,7 +336,7 @@ def test_what_was_evaluated_must_be_what_would_ship(tmp_path):
     assert (verdicts["a"].outcome, verdicts["b"].outcome) == ("refused", "pass")
 
 
-def test_a_serving_setting_changed_after_the_evaluation_is_named(tmp_path):
+def test_a_serving_setting_changed_after_the_evaluation_is_named(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     params = make_params(["a"], ["a"])
     params = params.model_copy(update={"serving": params.serving.model_copy(update={"concurrency": 1})})
@@ -344,7 +355,13 @@ COUNTS = SpeculationCounts(
 )
 
 
-def speculate(build, counts, *, evaluated=SPECULATIVE, num_uncounted=0):
+def speculate(
+    build: Path,
+    counts: SpeculationCounts | None,
+    *,
+    evaluated: SpeculativeConfig | None = SPECULATIVE,
+    num_uncounted: int = 0,
+) -> None:
     """Turn candidate `a` of a tree into one that is served with drafts, and set what its evaluation counted.
 
     All is counted on one answer; the others end with their first token, but for those that nobody counted.
@@ -361,11 +378,9 @@ def speculate(build, counts, *, evaluated=SPECULATIVE, num_uncounted=0):
         ),
     )
     for name in old.evals:
-        rewrite_records(
-            build,
-            "a",
-            name,
-            lambda records, name=name: [
+
+        def count(records: list[CaseRecord], name: str = name) -> list[CaseRecord]:
+            return [
                 r.model_copy(
                     update={
                         "fingerprint": fingerprint(facts),
@@ -376,11 +391,12 @@ def speculate(build, counts, *, evaluated=SPECULATIVE, num_uncounted=0):
                 if name == "calls"
                 else r.model_copy(update={"fingerprint": fingerprint(facts), "num_completion_tokens": 1})
                 for i, r in enumerate(records)
-            ],
-        )
+            ]
+
+        rewrite_records(build, "a", name, count)
 
 
-def judge_speculation(build, min_acceptance=None):
+def judge_speculation(build: Path, min_acceptance: float | None = None) -> tuple[Verdict, str]:
     params = make_params(["a"], ["a"])
     step = SpeculativeStep(
         kind="speculative",
@@ -396,7 +412,7 @@ def judge_speculation(build, min_acceptance=None):
     return compared.judgement.verdicts[0], render_report(compared)
 
 
-def test_speculation_that_ran_passes_and_is_reported(tmp_path):
+def test_speculation_that_ran_passes_and_is_reported(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()})
     speculate(build, COUNTS)
     verdict, report = judge_speculation(build, min_acceptance=0.65)
@@ -421,7 +437,9 @@ def test_speculation_that_ran_passes_and_is_reported(tmp_path):
     ],
     ids=["not-counted", "nothing-drafted", "another-method"],
 )
-def test_speculation_that_was_not_what_was_asked_for_is_refused(tmp_path, counts, min_acceptance, said):
+def test_speculation_that_was_not_what_was_asked_for_is_refused(
+    tmp_path: Path, counts: SpeculationCounts | None, min_acceptance: float | None, said: str
+) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     speculate(build, counts)
     verdict, _ = judge_speculation(build, min_acceptance)
@@ -429,7 +447,7 @@ def test_speculation_that_was_not_what_was_asked_for_is_refused(tmp_path, counts
     assert list_said(verdict)[0].startswith("refused: speculation of a: ") and said in list_said(verdict)[0]
 
 
-def test_drafts_that_only_some_answers_counted_are_refused(tmp_path):
+def test_drafts_that_only_some_answers_counted_are_refused(tmp_path: Path) -> None:
     """Two tokens of one answer would otherwise stand for all."""
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     speculate(build, COUNTS, num_uncounted=7)
@@ -438,7 +456,7 @@ def test_drafts_that_only_some_answers_counted_are_refused(tmp_path):
     assert "speculation of a: 7 of 8 answers of several tokens carry no count of their drafts" in list_said(verdict)[0]
 
 
-def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(tmp_path):
+def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()})
     speculate(build, COUNTS)
     verdict, _ = judge_speculation(build, 0.66)
@@ -446,7 +464,7 @@ def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(t
     assert verdict.outcome == "fail"
     said = "130 of 200 drafted tokens were accepted (65.00%), expected at least 66.00% (min_acceptance)"
     assert list_said(verdict)[0].startswith(f"fail: speculation: {said}")
-    assert is_blocking(verdict, describe_policy(make_params(["a"], ["a"])))
+    assert is_blocking(verdict, build_policy(make_params(["a"], ["a"])))
 
 
 @pytest.mark.parametrize(
@@ -457,14 +475,14 @@ def test_drafts_that_are_accepted_too_seldom_fail_though_every_answer_is_right(t
         ({"draft_digest": "e" * 64}, f"serving.speculative.draft_digest: expected '{'d' * 64}', got '{'e' * 64}'"),
     ],
 )
-def test_another_speculation_than_the_candidates_is_named(tmp_path, change, said):
+def test_another_speculation_than_the_candidates_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     speculate(build, COUNTS, evaluated=SPECULATIVE.model_copy(update=change))
     verdict, _ = judge_speculation(build)
     assert verdict.outcome == "refused" and said in list_said(verdict)[0]
 
 
-def test_speculation_that_its_records_did_not_count_is_refused(tmp_path):
+def test_speculation_that_its_records_did_not_count_is_refused(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     speculate(build, COUNTS)
     path = build / "evaluations/a/evaluation.json"
@@ -475,7 +493,7 @@ def test_speculation_that_its_records_did_not_count_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("key", "value"), [("key", "another"), ("settings", {"send_tools": True})])
-def test_sides_that_were_asked_or_scored_otherwise_are_refused(tmp_path, key, value):
+def test_sides_that_were_asked_or_scored_otherwise_are_refused(tmp_path: Path, key: str, value: Any) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     path = build / "evaluations/a/evaluation.json"
     old = read_record(path, Evaluation)
@@ -488,7 +506,7 @@ def test_sides_that_were_asked_or_scored_otherwise_are_refused(tmp_path, key, va
     assert verdict.outcome == "refused" and said in list_said(verdict)[0]
 
 
-def test_arrays_that_are_gone_are_refused_as_edited_ones_are(tmp_path):
+def test_arrays_that_are_gone_are_refused_as_edited_ones_are(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     path = build / "evaluations/a/evaluation.json"
     old = read_record(path, Evaluation)
@@ -500,7 +518,9 @@ def test_arrays_that_are_gone_are_refused_as_edited_ones_are(tmp_path):
 
 
 @pytest.mark.parametrize(("side", "outcome"), [("reference", "refused"), ("a", "pass")])
-def test_conversations_without_room_are_told_and_the_reference_has_none(tmp_path, side, outcome):
+def test_conversations_without_room_are_told_and_the_reference_has_none(
+    tmp_path: Path, side: str, outcome: str
+) -> None:
     """Wrong on both sides, they would hide what the candidate loses."""
     build = tree(tmp_path, {"a": Behaviour()})
     rewrite_records(
@@ -525,7 +545,9 @@ def test_conversations_without_room_are_told_and_the_reference_has_none(tmp_path
         ({}, "libraries.torch: expected '2.14.0', got '2.13.0'"),
     ],
 )
-def test_what_drifted_between_evaluation_and_release_is_named(tmp_path, change, said):
+def test_what_drifted_between_evaluation_and_release_is_named(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     path = build / "evaluations/a/evaluation.json"
     candidate = make_candidate("a")
@@ -540,7 +562,7 @@ def test_what_drifted_between_evaluation_and_release_is_named(tmp_path, change, 
     assert said in list_said(verdict)[0]
 
 
-def test_weights_that_other_steps_made_are_refused(tmp_path):
+def test_weights_that_other_steps_made_are_refused(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=60)
     params = make_params(["a"], ["a"])
     step = params.candidates["a"].steps[0].model_copy(update={"group_size": 64})
@@ -552,12 +574,14 @@ def test_weights_that_other_steps_made_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("url", "outcome"), [("http://127.0.0.1:1", "pass"), ("http://127.0.0.1:2", "pass")])
-def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(tmp_path, url, outcome):
+def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(
+    tmp_path: Path, url: str, outcome: str
+) -> None:
     """Which port it listens on is no part of what it is."""
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     path = build / "evaluations/a/evaluation.json"
     evaluation = read_record(path, Evaluation)
-    attached = {"engine": "openai", "model": "m", "base_url": "http://127.0.0.1:1"}
+    attached: dict[str, Any] = {"engine": "openai", "model": "m", "base_url": "http://127.0.0.1:1"}
     there = make_candidate("a").model_copy(update={"steps": (), "serving": ServingConfig(**attached)})
     write_record(
         path,
@@ -584,7 +608,7 @@ def test_an_attached_endpoint_is_known_by_its_own_fingerprint_and_that_is_said(t
     assert "fingerprint is declared by params.yaml, not proved" in render_gate(judgement)
 
 
-def test_arrays_that_were_touched_are_refused(tmp_path):
+def test_arrays_that_were_touched_are_refused(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     arrays, index = build / "evaluations/a/prose.npz", build / "evaluations/a/evaluation.json"
     evaluation = read_record(index, Evaluation)
@@ -595,7 +619,7 @@ def test_arrays_that_were_touched_are_refused(tmp_path):
     assert any("prose.npz: expected sha256" in reason for reason in list_said(judge_tree(build, ["a"])["a"]))
 
 
-def test_a_broken_reference_refuses_everyone(tmp_path):
+def test_a_broken_reference_refuses_everyone(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour(), "b": Behaviour()}, num_cases=400)
     (build / "evaluations" / "reference" / "evaluation.json").unlink()
     verdicts = judge_tree(build, ["a", "b"])
@@ -603,7 +627,7 @@ def test_a_broken_reference_refuses_everyone(tmp_path):
     assert list_said(verdicts["a"])[0].startswith(f"refused: the reference is unfit: {build}/evaluations/reference/")
 
 
-def test_different_evalsets_are_refused(tmp_path):
+def test_different_evalsets_are_refused(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     path = build / "evaluations" / "a" / "evaluation.json"
     data = json.loads(path.read_text())
@@ -613,7 +637,7 @@ def test_different_evalsets_are_refused(tmp_path):
     assert "different evalsets" in list_said(verdict)[0]
 
 
-def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path):
+def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     for name in ("reference", "a"):
         rewrite_records(
@@ -632,7 +656,7 @@ def test_an_evalset_that_the_reference_can_not_solve_proves_nothing(tmp_path):
     )
 
 
-def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path):
+def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()})
     (build / "evaluations" / "a" / "prose.npz").write_bytes(b"not an archive")
     verdict = judge_tree(build, ["a"])["a"]
@@ -640,12 +664,12 @@ def test_missing_tripwire_material_is_said_and_does_not_decide(tmp_path):
     assert any(reason.startswith("note: divergence of prose was not measured") for reason in list_said(verdict))
 
 
-def as_lists(p):
+def as_lists(p: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
     order = np.argsort(-p, axis=1)
     return order.astype(np.int32), np.log(np.take_along_axis(p, order, axis=1)).astype(np.float32)
 
 
-def test_kl_is_exact_when_the_lists_hold_everything_and_a_lower_bound_otherwise():
+def test_kl_is_exact_when_the_lists_hold_everything_and_a_lower_bound_otherwise() -> None:
     rng = np.random.default_rng(0)
     p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in rng.normal(0, 1.5, (2, 50, 12)))
     full = (p * np.log(p / q)).sum(axis=1)
@@ -657,7 +681,7 @@ def test_kl_is_exact_when_the_lists_hold_everything_and_a_lower_bound_otherwise(
     assert (top_k_kl(ids_p, log_p, ids_p, log_p) == 0).all()
 
 
-def test_divergence_follows_the_pairing_and_refuses_unequal_documents():
+def test_divergence_follows_the_pairing_and_refuses_unequal_documents() -> None:
     rng = np.random.default_rng(1)
     p = np.exp(rng.normal(0, 1, (9, 6)))
     ids, logprobs = as_lists(p / p.sum(axis=1, keepdims=True))
@@ -674,7 +698,7 @@ def test_divergence_follows_the_pairing_and_refuses_unequal_documents():
     ("a", "b", "place"),
     [("same", "same", None), ("one\ntwo", "one\ntwX", (1, 6)), ("abc", "abcd", (0, 3)), ("", "x", (0, 0))],
 )
-def test_first_difference_counts_turns_and_characters(a, b, place):
+def test_first_difference_counts_turns_and_characters(a: str, b: str, place: tuple[int, int] | None) -> None:
     assert first_difference(a, b) == place
 
 
@@ -685,7 +709,9 @@ def test_first_difference_counts_turns_and_characters(a, b, place):
         pytest.param(["ghost"], {"calls/tool_call_exact_match": {"overall": 0.02}}, "refused", id="never-evaluated"),
     ],
 )
-def test_unusual_releases_still_get_a_report(tmp_path, release, tolerances, outcome):
+def test_unusual_releases_still_get_a_report(
+    tmp_path: Path, release: list[str], tolerances: dict[str, Any], outcome: str
+) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     compared = compare_release(make_params(["a", "ghost"], release, tolerances=tolerances), build)
     verdict = next(v for v in compared.judgement.verdicts if v.candidate == release[0])
@@ -695,10 +721,11 @@ def test_unusual_releases_still_get_a_report(tmp_path, release, tolerances, outc
     plot_completion(compared, tmp_path / "completion.png")
 
 
-def test_metrics_of_the_reference_survive_a_broken_candidate(tmp_path):
+def test_metrics_of_the_reference_survive_a_broken_candidate(tmp_path: Path) -> None:
     build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
     rewrite_records(build, "a", "workflows", drop_last)
     judgement = compare_release(make_params(["a"], ["a"]), build).judgement
     rates = {m.name: m for m in judgement.reference_metrics if m.bucket is None}
     assert rates["workflows/task_completion_rate"].n == 400
-    assert rates["prose/perplexity_per_token"].low < rates["prose/perplexity_per_token"].value
+    low = rates["prose/perplexity_per_token"].low
+    assert low is not None and low < rates["prose/perplexity_per_token"].value

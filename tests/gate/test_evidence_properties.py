@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from pipeline.errors import EvidenceError
@@ -19,6 +20,7 @@ from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import PairedCases, align
 from pipeline.gate.validity import is_without_output
 from pipeline.products import list_known_metrics
+from pipeline.records.detections import MatchTable
 from pipeline.records.evaluations import CaseRecord
 from tests.fakes.synthetic_detections import Change, make_pair
 from tests.fakes.synthetic_records import make_cases
@@ -32,7 +34,7 @@ documents = st.lists(document, min_size=4, max_size=40)
 cluster_sizes = st.sampled_from([1, 3])
 
 
-def documents_of(rows, size, side):
+def documents_of(rows: list[tuple[float, float, int]], size: int, side: int) -> list[CaseRecord]:
     """Return a record per document; the second side has what the candidate adds."""
     return [
         CaseRecord(
@@ -48,21 +50,21 @@ def documents_of(rows, size, side):
     ]
 
 
-def measure_documents(reference, candidate, tolerance=0.05):
+def measure_documents(reference: list[CaseRecord], candidate: list[CaseRecord], tolerance: float = 0.05) -> Measurement:
     return measure_metric(
         align(reference, candidate, where="w"), PERPLEXITY, None, eval_name="w", tolerance=tolerance, alpha=0.05
     )
 
 
-def judge(measurement):
+def judge(measurement: Measurement) -> str:
     return judge_all({"a": [measurement]}, ["a"], alpha=0.05)["a"][0].outcome
 
 
 @settings(max_examples=40, deadline=None)
 @given(documents, cluster_sizes)
-def test_swapping_the_labels_inverts_the_ratio_of_perplexities(rows, size):
+def test_swapping_the_labels_inverts_the_ratio_of_perplexities(rows: list[tuple[float, float, int]], size: int) -> None:
     sides = documents_of(rows, size, 0), documents_of(rows, size, 1)
-    there, back = measure_documents(*sides), measure_documents(*reversed(sides))
+    there, back = measure_documents(*sides), measure_documents(*sides[::-1])
     assert (1 + there.harm) * (1 + back.harm) == pytest.approx(1, rel=1e-9)
     # few clusters leave much room, and e to its power leaves few digits
     assert math.log1p(back.low) + math.log1p(there.high) == pytest.approx(0, abs=1e-4)
@@ -71,7 +73,9 @@ def test_swapping_the_labels_inverts_the_ratio_of_perplexities(rows, size):
 
 @settings(max_examples=40, deadline=None)
 @given(documents, cluster_sizes, st.randoms(use_true_random=False))
-def test_the_order_of_documents_does_not_matter(rows, size, rng):
+def test_the_order_of_documents_does_not_matter(
+    rows: list[tuple[float, float, int]], size: int, rng: random.Random
+) -> None:
     reference, candidate = documents_of(rows, size, 0), documents_of(rows, size, 1)
     expected = measure_documents(reference, candidate)
     found = measure_documents(rng.sample(reference, len(reference)), rng.sample(candidate, len(candidate)))
@@ -82,7 +86,9 @@ def test_the_order_of_documents_does_not_matter(rows, size, rng):
 
 @settings(max_examples=40, deadline=None)
 @given(documents, cluster_sizes, st.floats(0.001, 0.5))
-def test_documents_that_all_lose_more_never_fare_better(rows, size, more):
+def test_documents_that_all_lose_more_never_fare_better(
+    rows: list[tuple[float, float, int]], size: int, more: float
+) -> None:
     """A shift of every token moves the estimate by as much, and the bounds by more, as the room grows with the loss."""
     worse = [(nll, shift + more, tokens) for nll, shift, tokens in rows]
     before, after = (measure_documents(documents_of(r, size, 0), documents_of(r, size, 1)) for r in (rows, worse))
@@ -96,7 +102,7 @@ def test_documents_that_all_lose_more_never_fare_better(rows, size, more):
 images = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=80)
 
 
-def burn(pairs, side):
+def burn(pairs: list[tuple[bool, bool]], side: int) -> list[CaseRecord]:
     return [
         CaseRecord(
             case_id=f"i-{i}",
@@ -113,7 +119,7 @@ def burn(pairs, side):
 
 @settings(max_examples=40, deadline=None)
 @given(images)
-def test_a_rate_of_which_less_is_better_is_the_mirror_of_one_of_which_more_is(pairs):
+def test_a_rate_of_which_less_is_better_is_the_mirror_of_one_of_which_more_is(pairs: list[tuple[bool, bool]]) -> None:
     """What is burnt counts as what is not completed: the same b, c, bounds and outcome."""
     burnt = measure_metric(
         align(burn(pairs, 0), burn(pairs, 1), where="w"), BURNT, None, eval_name="w", tolerance=0.05, alpha=0.05
@@ -134,7 +140,9 @@ def test_a_rate_of_which_less_is_better_is_the_mirror_of_one_of_which_more_is(pa
 
 @settings(max_examples=30, deadline=None)
 @given(documents, st.sampled_from([0.0, -1.0]), st.integers(0, 10**6))
-def test_work_that_is_none_or_unequal_is_refused(rows, tokens, seed):
+def test_work_that_is_none_or_unequal_is_refused(
+    rows: list[tuple[float, float, int]], tokens: float, seed: int
+) -> None:
     reference, candidate = documents_of(rows, 1, 0), documents_of(rows, 1, 1)
     i = random.Random(seed).randrange(len(rows))
     for wrong, said in ((tokens, "expected 'num_tokens' above 0"), (rows[i][2] + 1.0, "unequal work")):
@@ -146,7 +154,9 @@ def test_work_that_is_none_or_unequal_is_refused(rows, tokens, seed):
 
 @settings(max_examples=30, deadline=None)
 @given(documents, st.sampled_from([math.nan, math.inf, -math.inf, 1e308]), st.integers(0, 10**6), st.booleans())
-def test_a_number_that_is_none_never_passes(rows, number, seed, is_validated):
+def test_a_number_that_is_none_never_passes(
+    rows: list[tuple[float, float, int]], number: float, seed: int, is_validated: bool
+) -> None:
     """No record can be made of it, and one that was made all the same can't be measured."""
     reference, candidate = documents_of(rows, 1, 0), documents_of(rows, 1, 1)
     i = random.Random(seed).randrange(len(rows))
@@ -162,7 +172,9 @@ def test_a_number_that_is_none_never_passes(rows, number, seed, is_validated):
 
 @settings(max_examples=20, deadline=None)
 @given(documents, st.sampled_from(["accuracy", "b/ucket", ""]), st.booleans())
-def test_a_gated_bucket_that_is_not_there_never_passes(rows, bucket, is_precision):
+def test_a_gated_bucket_that_is_not_there_never_passes(
+    rows: list[tuple[float, float, int]], bucket: str, is_precision: bool
+) -> None:
     """Nothing lost in no case is no evidence, whatever the metric."""
     with pytest.raises(EvidenceError, match="the bucket is empty; no case carries it"):
         if is_precision:
@@ -175,11 +187,11 @@ def test_a_gated_bucket_that_is_not_there_never_passes(rows, bucket, is_precisio
 
 
 @lru_cache
-def detect_twice(seed):
+def detect_twice(seed: int) -> tuple[MatchTable, MatchTable]:
     return make_pair(40, Change(score=0.05, drop=0.1), seed=seed)
 
 
-def pair_detectors(seed, order=None, is_swapped=False):
+def pair_detectors(seed: int, order: NDArray[np.int64] | None = None, is_swapped: bool = False) -> PairedCases:
     """Return 40 images of two detectors, in clusters of two."""
     order = np.arange(40) if order is None else order
     tables = [table.at(order) for table in detect_twice(seed)]
@@ -199,17 +211,17 @@ def pair_detectors(seed, order=None, is_swapped=False):
     return PairedCases(records, records, np.arange(40), clusters, (tables[is_swapped], tables[not is_swapped]))
 
 
-def measure_ap(pairs) -> Measurement:
+def measure_ap(pairs: PairedCases) -> Measurement:
     return measure_precision(pairs, list_known_metrics()["ap"], None, eval_name="w", tolerance=0.02, alpha=0.05)
 
 
-def test_swapping_the_labels_mirrors_average_precision():
+def test_swapping_the_labels_mirrors_average_precision() -> None:
     there, back = measure_ap(pair_detectors(0)), measure_ap(pair_detectors(0, is_swapped=True))
     assert (back.harm, back.low, back.high) == pytest.approx((-there.harm, -there.high, -there.low), abs=1e-12)
     assert (back.p, back.p_gain) == pytest.approx((there.p_gain, there.p), abs=0.02)
 
 
-def test_the_order_of_images_changes_neither_average_precision_nor_its_chance():
+def test_the_order_of_images_changes_neither_average_precision_nor_its_chance() -> None:
     """The draws follow the order of clusters, so bounds move with it, by about their own error."""
     expected = measure_ap(pair_detectors(1))
     found = measure_ap(pair_detectors(1, np.random.default_rng(1).permutation(40)))

@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +18,14 @@ from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.verdicts import Judgement
 from pipeline.products.params import Params
 from pipeline.products.text.serving_config import read_candidate
-from pipeline.products.text.settings import SpeculativeStep
+from pipeline.products.text.settings import SpeculativeStep, TextProduct
 from pipeline.records.digests import digest_checkpoint, digest_file
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
 from pipeline.records.files import write_text
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.record_files import read_record, write_record
 from pipeline.records.speculation import SpeculativeConfig
+from pipeline.records.verdicts import Comparison, Verdict
 from pipeline.report.explanation_records import Explanation
 from tests.fakes.judging import compare_release
 from tests.fakes.release_project import BUILD, BUNDLE
@@ -38,12 +41,12 @@ from tests.fakes.synthetic_records import (
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Judgement]:
     """A folder with a judged release: one candidate that passes, one that fails."""
     monkeypatch.chdir(tmp_path)
     write_tree(tmp_path / BUILD, {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2})})
 
-    def judge(*release, **gate):
+    def judge(*release: str, **gate: Any) -> Judgement:
         product = make_params(["good", "bad"], release, **gate)
         monkeypatch.setattr(stages.gate, "load_params", lambda: Params({PRODUCT: product}))
         compared = compare_release(product, tmp_path / BUILD)
@@ -53,11 +56,13 @@ def project(tmp_path, monkeypatch):
     return judge
 
 
-def run_gate():
+def run_gate() -> tuple[int, Path]:
     return stages.gate.main([PRODUCT]), BUILD / stages.gate.MARKER
 
 
-def test_gate_passes_and_writes_its_marker(project, capsys):
+def test_gate_passes_and_writes_its_marker(
+    project: Callable[..., Judgement], capsys: pytest.CaptureFixture[str]
+) -> None:
     project("good")
     code, marker = run_gate()
     assert code == 0
@@ -67,7 +72,9 @@ def test_gate_passes_and_writes_its_marker(project, capsys):
     assert "PASS" in capsys.readouterr().out
 
 
-def test_gate_blocks_names_the_cause_and_removes_a_stale_marker(project, capsys):
+def test_gate_blocks_names_the_cause_and_removes_a_stale_marker(
+    project: Callable[..., Judgement], capsys: pytest.CaptureFixture[str]
+) -> None:
     project("good")
     run_gate()
     project("good", "bad")
@@ -78,7 +85,7 @@ def test_gate_blocks_names_the_cause_and_removes_a_stale_marker(project, capsys)
 
 
 @pytest.mark.parametrize(("policy", "code"), [("warn", 0), ("block", 1)])
-def test_policy_decides_what_inconclusive_does(project, policy, code):
+def test_policy_decides_what_inconclusive_does(project: Callable[..., Judgement], policy: str, code: int) -> None:
     tight = {"workflows/task_completion_rate": {"overall": 0.0001}}
     judgement = project("good", on_inconclusive=policy, tolerances=tight)
     assert judgement.verdicts[0].outcome == "inconclusive"
@@ -87,7 +94,9 @@ def test_policy_decides_what_inconclusive_does(project, policy, code):
     assert code or json.loads(marker.read_text())["release"]["good"]["outcome"] == "inconclusive"
 
 
-def test_warn_lets_no_loss_through_that_was_seen_beyond_its_tolerance(project, tmp_path):
+def test_warn_lets_no_loss_through_that_was_seen_beyond_its_tolerance(
+    project: Callable[..., Judgement], tmp_path: Path
+) -> None:
     """Else a tiny alpha with `warn` lets anything pass, as nothing is ever proven."""
     write_tree(tmp_path / "other", {"bad": Behaviour({"workflows": 0.08})}, num_cases=100)
     judgement = compare_release(
@@ -122,7 +131,9 @@ TOLERANCES = {name: t.model_dump() for name, t in make_params(["good"], ["good"]
         ({"gate": {"on_inconclusive": "block"}}, "on_inconclusive 'warn', params.yaml says 'block'"),
     ],
 )
-def test_gate_refuses_a_judgement_under_other_settings(project, monkeypatch, change, named):
+def test_gate_refuses_a_judgement_under_other_settings(
+    project: Callable[..., Judgement], monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], named: str
+) -> None:
     """A verdict.json from a laxer params.yaml must not let a release through."""
     project("good")
     asked = make_params(["good", "bad"], change.get("release", ["good"]), **change.get("gate", {}))
@@ -132,14 +143,18 @@ def test_gate_refuses_a_judgement_under_other_settings(project, monkeypatch, cha
     assert str(caught.value) == f"{VERDICT_PATH}: judged with {named}; run `dvc repro` to judge again"
 
 
-def test_gate_refuses_weights_that_were_swapped_under_their_record(project, tmp_path):
+def test_gate_refuses_weights_that_were_swapped_under_their_record(
+    project: Callable[..., Judgement], tmp_path: Path
+) -> None:
     project("good")
     (tmp_path / BUILD / "candidates/good/checkpoint" / WEIGHTS).write_text("other weights")
     with pytest.raises(EvidenceError, match="expected the checkpoint that was judged.*found other files"):
         run_gate()
 
 
-def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(project, tmp_path):
+def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(
+    project: Callable[..., Judgement], tmp_path: Path
+) -> None:
     judgement = project("good")
     draft = tmp_path / "draft/model.safetensors"
     write_text(draft, "draft")
@@ -148,7 +163,9 @@ def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(project, t
         method="draft_model", num_tokens=2, draft_path="draft", draft_digest=digest_checkpoint(draft.parent)
     )
     write_record(path, read_record(path, BuiltCandidate).model_copy(update={"speculative": speculative}))
-    after = read_candidate(tmp_path / BUILD, "good", stages.gate.load_params().products[PRODUCT])
+    product = stages.gate.load_params().products[PRODUCT]
+    assert isinstance(product, TextProduct)
+    after = read_candidate(tmp_path / BUILD, "good", product)
     judged = [
         v.model_copy(update={"facts": after.facts, "fingerprint": after.fingerprint}) if v.candidate == "good" else v
         for v in judgement.verdicts
@@ -160,7 +177,9 @@ def test_gate_refuses_a_draft_model_that_was_swapped_under_its_record(project, t
         run_gate()
 
 
-def test_gate_refuses_a_judgement_under_another_min_acceptance(project, monkeypatch):
+def test_gate_refuses_a_judgement_under_another_min_acceptance(
+    project: Callable[..., Judgement], monkeypatch: pytest.MonkeyPatch
+) -> None:
     project("good")
     asked = stages.gate.load_params().products[PRODUCT]
     step = SpeculativeStep(kind="speculative", method="prompt_lookup", num_speculative_tokens=2, min_acceptance=0.5)
@@ -171,7 +190,7 @@ def test_gate_refuses_a_judgement_under_another_min_acceptance(project, monkeypa
         run_gate()
 
 
-def test_gate_refuses_a_pass_that_its_own_numbers_contradict(project):
+def test_gate_refuses_a_pass_that_its_own_numbers_contradict(project: Callable[..., Judgement]) -> None:
     judgement = project("bad")
     bad = next(v for v in judgement.verdicts if v.candidate == "bad")
     edited = tuple(bad.model_copy(update={"outcome": "pass"}) if v is bad else v for v in judgement.verdicts)
@@ -180,10 +199,10 @@ def test_gate_refuses_a_pass_that_its_own_numbers_contradict(project):
         run_gate()
 
 
-def forge(change):
+def forge(change: Callable[[Comparison], dict[str, Any]]) -> Callable[[Verdict], Verdict]:
     """Return an edit of a verdict that makes each failing comparison pass in one way."""
 
-    def edit(verdict):
+    def edit(verdict: Verdict) -> Verdict:
         comparisons = [
             c.model_copy(update=change(c)) if c.outcome in ("fail", "inconclusive") else c for c in verdict.comparisons
         ]
@@ -213,7 +232,9 @@ def forge(change):
         ),
     ],
 )
-def test_gate_refuses_a_verdict_that_was_edited_into_a_pass(project, edit):
+def test_gate_refuses_a_verdict_that_was_edited_into_a_pass(
+    project: Callable[..., Judgement], edit: Callable[[Verdict], Verdict]
+) -> None:
     judgement = project("bad")
     verdicts = tuple(edit(v) if v.candidate == "bad" else v for v in judgement.verdicts)
     write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": verdicts, "outcome": "pass", "blocked_by": ()}))
@@ -228,7 +249,9 @@ def test_gate_refuses_a_verdict_that_was_edited_into_a_pass(project, edit):
         pytest.param({"facts": {}, "fingerprint": fingerprint({})}, id="no-facts"),
     ],
 )
-def test_gate_refuses_a_pass_without_what_it_must_rest_on(project, edit):
+def test_gate_refuses_a_pass_without_what_it_must_rest_on(
+    project: Callable[..., Judgement], edit: dict[str, Any]
+) -> None:
     judgement = project("good")
     verdicts = tuple(v.model_copy(update=edit) if v.candidate == "good" else v for v in judgement.verdicts)
     write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": verdicts}))
@@ -236,7 +259,9 @@ def test_gate_refuses_a_pass_without_what_it_must_rest_on(project, edit):
         run_gate()
 
 
-def test_a_bound_below_the_tolerance_on_few_clusters_is_no_forgery(project, tmp_path, capsys):
+def test_a_bound_below_the_tolerance_on_few_clusters_is_no_forgery(
+    project: Callable[..., Judgement], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The gate once called an honest run edited when 25 documents bounded a loss."""
     for name in ("reference", "good", "bad"):
         rewrite_records(tmp_path / BUILD, name, "prose", lambda records: records[:25])
@@ -249,7 +274,7 @@ def test_a_bound_below_the_tolerance_on_few_clusters_is_no_forgery(project, tmp_
     assert "too few to bound a loss" in capsys.readouterr().out
 
 
-def test_gate_refuses_a_record_that_points_at_other_weights(project, tmp_path):
+def test_gate_refuses_a_record_that_points_at_other_weights(project: Callable[..., Judgement], tmp_path: Path) -> None:
     project("good")
     path = tmp_path / BUILD / "candidates/good/candidate.json"
     shutil.copytree(path.with_name("checkpoint"), tmp_path / "elsewhere")
@@ -261,13 +286,17 @@ def test_gate_refuses_a_record_that_points_at_other_weights(project, tmp_path):
         run_gate()
 
 
-def test_gate_says_which_evals_nothing_gates(project, capsys):
+def test_gate_says_which_evals_nothing_gates(
+    project: Callable[..., Judgement], capsys: pytest.CaptureFixture[str]
+) -> None:
     project("good", tolerances={"calls/tool_call_exact_match": {"overall": 0.02}}, tripwires={})
     run_gate()
     assert "not gated, as no tolerance is set: workflows, choices, prose" in capsys.readouterr().out
 
 
-def test_gate_refuses_a_candidate_rebuilt_after_it_was_judged(project, tmp_path):
+def test_gate_refuses_a_candidate_rebuilt_after_it_was_judged(
+    project: Callable[..., Judgement], tmp_path: Path
+) -> None:
     project("good")
     path = tmp_path / BUILD / "candidates/good/candidate.json"
     built = read_record(path, BuiltCandidate)
@@ -276,7 +305,7 @@ def test_gate_refuses_a_candidate_rebuilt_after_it_was_judged(project, tmp_path)
         run_gate()
 
 
-def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
+def test_gate_refuses_when_the_judged_candidate_is_gone(project: Callable[..., Judgement], tmp_path: Path) -> None:
     """DVC takes a candidate away when making it again failed: the old verdict must not let it ship."""
     project("good")
     shutil.rmtree(tmp_path / BUILD / "candidates/good")
@@ -284,7 +313,7 @@ def test_gate_refuses_when_the_judged_candidate_is_gone(project, tmp_path):
         run_gate()
 
 
-def test_gate_refuses_other_cases_than_at_the_last_release(project, tmp_path):
+def test_gate_refuses_other_cases_than_at_the_last_release(project: Callable[..., Judgement], tmp_path: Path) -> None:
     """The cases of a suite may be made easier in place: no setting moves."""
     judgement = project("good")
     evaluation = read_record(tmp_path / BUILD / "evaluations/reference/evaluation.json", Evaluation)
@@ -298,7 +327,9 @@ def test_gate_refuses_other_cases_than_at_the_last_release(project, tmp_path):
         run_gate()
 
 
-def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(project, tmp_path, capsys):
+def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(
+    project: Callable[..., Judgement], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     project("bad")
     shutil.rmtree(tmp_path / "build")
     assert run_gate()[0] == 1
@@ -308,19 +339,19 @@ def test_gate_works_in_a_clone_without_build_and_refuses_without_a_verdict(proje
         run_gate()
 
 
-def test_a_released_name_without_verdict_is_refused(project):
+def test_a_released_name_without_verdict_is_refused(project: Callable[..., Judgement]) -> None:
     judgement = project("good", "bad")
     write_record(VERDICT_PATH, judgement.model_copy(update={"verdicts": judgement.verdicts[:1]}))
     with pytest.raises(EvidenceError, match="no verdict"):
         run_gate()
 
 
-def test_gate_imports_neither_numpy_nor_plots():
+def test_gate_imports_neither_numpy_nor_plots() -> None:
     code = "import sys, stages.gate; sys.exit(any(m in sys.modules for m in ('numpy', 'scipy', 'matplotlib', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
+def test_compare_stage_writes_everything_twice_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tree(tmp_path / BUILD, {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2, "prose": 0.0})})
     monkeypatch.chdir(tmp_path)
     product = make_params(["good", "bad"], ["good"])
@@ -343,7 +374,12 @@ def test_compare_stage_writes_everything_twice_alike(tmp_path, monkeypatch):
     assert read_record(VERDICT_PATH, Judgement).verdicts[1].outcome == "fail"
 
 
-def test_github_is_told_where_its_runner_says_so(project, capsys, monkeypatch, tmp_path):
+def test_github_is_told_where_its_runner_says_so(
+    project: Callable[..., Judgement],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     """Elsewhere a line that starts with "::" would be noise."""
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
     project("good", "bad")
@@ -369,27 +405,29 @@ def test_github_is_told_where_its_runner_says_so(project, capsys, monkeypatch, t
     assert written.startswith("from another step\n## Gate: agent\n") and "**Blocked** by `bad`" in written
 
 
-def _drop_comparisons(verdict):
+def _drop_comparisons(verdict: dict[str, Any]) -> None:
     verdict["comparisons"] = []
 
 
-def _drop_what_failed(verdict):
+def _drop_what_failed(verdict: dict[str, Any]) -> None:
     verdict["comparisons"] = [c for c in verdict["comparisons"] if c["outcome"] != "fail"]
 
 
-def _report_what_failed(verdict):
+def _report_what_failed(verdict: dict[str, Any]) -> None:
     for comparison in verdict["comparisons"]:
         comparison["outcome"] = "reported" if comparison["outcome"] == "fail" else comparison["outcome"]
 
 
-def _refuse(verdict):
+def _refuse(verdict: dict[str, Any]) -> None:
     verdict["reasons"] = ["refused: stale", "fail: path: x"]
 
 
 @pytest.mark.parametrize(
     "edit", [lambda verdict: None, _drop_comparisons, _drop_what_failed, _report_what_failed, _refuse]
 )
-def test_gate_refuses_a_fail_that_was_edited_into_inconclusive(project, edit):
+def test_gate_refuses_a_fail_that_was_edited_into_inconclusive(
+    project: Callable[..., Judgement], edit: Callable[[dict[str, Any]], None]
+) -> None:
     """With `warn`, and with supporting metrics, what is inconclusive may ship: it must be what the numbers say."""
     project("bad")
     judgement = json.loads(VERDICT_PATH.read_text())
@@ -410,7 +448,9 @@ def test_gate_refuses_a_fail_that_was_edited_into_inconclusive(project, edit):
         (["other"], "products: expected agent, got 'other'"),
     ],
 )
-def test_gate_judges_no_product_that_was_not_named(project, names, said):
+def test_gate_judges_no_product_that_was_not_named(
+    project: Callable[..., Judgement], names: list[str], said: str
+) -> None:
     project("good")
     with pytest.raises(SettingsError) as caught:
         stages.gate.main(names)

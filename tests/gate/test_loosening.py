@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.loosening import check_loosening, digest_serving, list_loosened, name_material
-from pipeline.gate.verdicts import describe_policy
+from pipeline.gate.verdicts import Policy, build_policy
 from pipeline.records.files import write_text
 from pipeline.records.serving import ServingConfig
 from pipeline.settings.base import RELEASE
@@ -28,18 +30,18 @@ GRID = {"concurrency": [1, 16], "prompt_tokens": [[16, 24], [40, 90]], "num_toke
 TIMED = {"benchmarked": ("a",), "max_slowdown": 0.1, "grid": GRID}
 
 
-def policy(**gate):
-    return describe_policy(make_params(["a"], ["a"], **({"tolerances": TOLERANCES, "on_inconclusive": "block"} | gate)))
+def policy(**gate: Any) -> Policy:
+    return build_policy(make_params(["a"], ["a"], **({"tolerances": TOLERANCES, "on_inconclusive": "block"} | gate)))
 
 
-def change_evals(name, **changed):
+def change_evals(name: str, **changed: Any) -> dict[str, Any]:
     """Return the policy's evals with one of them changed."""
     evals = policy().evals
     return {"evals": evals | {name: evals[name] | changed}}
 
 
 @pytest.fixture
-def released(tmp_path):
+def released(tmp_path: Path) -> Path:
     """A folder whose last release was judged by `policy()`."""
     manifest = {
         "policy": policy().model_dump(mode="json"),
@@ -74,7 +76,9 @@ def released(tmp_path):
         ({"on_inconclusive": "warn"}, "on_inconclusive", "block", "warn"),
     ],
 )
-def test_a_looser_setting_needs_its_reason(released, change, key, was, now) -> None:
+def test_a_looser_setting_needs_its_reason(
+    released: Path, change: dict[str, Any], key: str, was: float | str, now: float | str
+) -> None:
     """Of this change: a reason for another one, or of which the new value has moved on since, is none."""
     reason = {"was": was, "now": now, "why": WHY}
     with pytest.raises(SettingsError) as caught:
@@ -107,7 +111,9 @@ def test_a_looser_setting_needs_its_reason(released, change, key, was, now) -> N
         ),
     ],
 )
-def test_another_question_needs_its_reason(released, change, key, was, now) -> None:
+def test_another_question_needs_its_reason(
+    released: Path, change: dict[str, Any], key: str, was: str | float, now: str | float
+) -> None:
     """An easier evalset or a worse reference lets more through, and no tolerance moves."""
     asked = policy().model_copy(update=change)
     with pytest.raises(SettingsError) as caught:
@@ -118,7 +124,7 @@ def test_another_question_needs_its_reason(released, change, key, was, now) -> N
     check_loosening(asked.model_copy(update={"loosened": reason}), released, material=MATERIAL)
 
 
-def test_a_release_of_before_products_had_names_is_compared_with(released, tmp_path) -> None:
+def test_a_release_of_before_products_had_names_is_compared_with(released: Path, tmp_path: Path) -> None:
     """Its policy said `track`; what is asked now says product and kind."""
     path = tmp_path / RELEASE / PRODUCT / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -130,7 +136,7 @@ def test_a_release_of_before_products_had_names_is_compared_with(released, tmp_p
         check_loosening(policy(), released, material=MATERIAL)
 
 
-def test_an_eval_that_gates_nothing_may_change(released) -> None:
+def test_an_eval_that_gates_nothing_may_change(released: Path) -> None:
     check_loosening(policy().model_copy(update=change_evals("choices", task="other")), released, material=MATERIAL)
 
 
@@ -142,11 +148,11 @@ def test_an_eval_that_gates_nothing_may_change(released) -> None:
         {"tolerances": TOLERANCES | {CALLS: {"overall": 0.01}, "choices/accuracy": {"overall": 0.5}}},
     ],
 )
-def test_stricter_and_new_settings_need_none(released, change) -> None:
+def test_stricter_and_new_settings_need_none(released: Path, change: dict[str, Any]) -> None:
     check_loosening(policy(**change), released, material=MATERIAL)
 
 
-def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_named(tmp_path) -> None:
+def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_named(tmp_path: Path) -> None:
     check_loosening(policy(alpha=0.2), tmp_path, material=MATERIAL)
     write_text(tmp_path / RELEASE / PRODUCT / "manifest.json", "{")
     with pytest.raises(EvidenceError, match=r"release/agent/manifest.json: expected the manifest of a release"):
@@ -162,7 +168,7 @@ def test_nothing_is_compared_before_a_first_release_and_a_broken_manifest_is_nam
         ("evals.workflows.cases", "b" * 12),
     ],
 )
-def test_other_weights_or_cases_under_the_old_name_need_a_reason(released, key, was) -> None:
+def test_other_weights_or_cases_under_the_old_name_need_a_reason(released: Path, key: str, was: str) -> None:
     """Beside a worse reference, or on easier cases, a candidate passes that did not before."""
     other = MATERIAL | {key: "e" * 64}
     with pytest.raises(SettingsError, match=f"expected '{key}' with a reason, as it was {was} at the last .* is eeee"):
@@ -180,11 +186,11 @@ def test_how_the_reference_is_run_counts_and_how_much_at_once_does_not() -> None
     assert digest_serving(plain) != digest_serving(ServingConfig(max_tokens=4))
 
 
-def test_other_cases_of_an_eval_that_gates_nothing_need_none(released) -> None:
+def test_other_cases_of_an_eval_that_gates_nothing_need_none(released: Path) -> None:
     check_loosening(policy(), released, material=MATERIAL | {"evals.choices.cases": "e" * 64})
 
 
-def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released) -> None:
+def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released: Path) -> None:
     changed = policy().model_copy(update=change_evals("workflows", evalset="evalsets/easy"))
     reason = policy(
         loosened={"evals.workflows.evalset": {"was": "evalsets/workflows", "now": "evalsets/easy", "why": WHY}}
@@ -207,7 +213,9 @@ def test_another_evalset_needs_one_reason_and_not_one_for_its_cases_too(released
         ({"min_acceptance": {"a": 0.9}}, {"min_acceptance": {"a": 0.8}}, "candidates.a.min_acceptance"),
     ],
 )
-def test_what_was_asked_of_a_candidate_is_asked_of_the_one_in_its_place(last, now, key) -> None:
+def test_what_was_asked_of_a_candidate_is_asked_of_the_one_in_its_place(
+    last: dict[str, Any], now: dict[str, Any], key: str
+) -> None:
     """Renamed, or no longer timed, a candidate would escape what the last release was held to."""
     found = list_loosened(policy().model_copy(update=last), policy().model_copy(update=now))
     assert [name for name, _, _ in found] == [key]
@@ -221,7 +229,7 @@ def test_what_was_asked_of_a_candidate_is_asked_of_the_one_in_its_place(last, no
         ({"max_slowdown": None}, {"max_slowdown": None, "grid": GRID | {"concurrency": [1]}}),
     ],
 )
-def test_more_may_be_timed_and_what_fails_nobody_may_be_timed_less(last, now) -> None:
+def test_more_may_be_timed_and_what_fails_nobody_may_be_timed_less(last: dict[str, Any], now: dict[str, Any]) -> None:
     assert not list(list_loosened(policy().model_copy(update=TIMED | last), policy().model_copy(update=TIMED | now)))
 
 
@@ -237,7 +245,7 @@ def test_more_may_be_timed_and_what_fails_nobody_may_be_timed_less(last, now) ->
         ("reference.weights", "gate.loosened.reference.weights: expected a setting that is looser"),
     ],
 )
-def test_a_reason_for_a_change_that_nobody_made_is_refused(released, key, said) -> None:
+def test_a_reason_for_a_change_that_nobody_made_is_refused(released: Path, key: str, said: str) -> None:
     """The report told it as fact, and it lay ready for the day when the change would be made."""
     asked = policy(loosened={key: {"was": 0.05, "now": 0.2, "why": WHY}})
     with pytest.raises(SettingsError) as caught:
@@ -245,7 +253,9 @@ def test_a_reason_for_a_change_that_nobody_made_is_refused(released, key, said) 
     assert said in str(caught.value)
 
 
-def test_a_reason_may_stay_until_its_change_is_undone_and_before_weights_are_known(released, tmp_path) -> None:
+def test_a_reason_may_stay_until_its_change_is_undone_and_before_weights_are_known(
+    released: Path, tmp_path: Path
+) -> None:
     reason = {"was": 0.05, "now": 0.1, "why": WHY}
     loose = policy(alpha=0.1, loosened={"alpha": reason})
     check_loosening(loose, released, material=MATERIAL)
@@ -259,6 +269,6 @@ def test_a_reason_may_stay_until_its_change_is_undone_and_before_weights_are_kno
     check_loosening(known, tmp_path, material={})
 
 
-def test_a_reason_before_a_first_release_is_refused(tmp_path) -> None:
+def test_a_reason_before_a_first_release_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="expected none before a first release, as nothing can be looser"):
         check_loosening(policy(loosened={"alpha": {"was": 0.05, "now": 0.2, "why": WHY}}), tmp_path, material={})

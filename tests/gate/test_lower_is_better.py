@@ -19,7 +19,7 @@ N = 200
 
 def pair(reference: list[int], candidate: list[int]) -> PairedCases:
     """Return paired records of which the given positions are oversaturated."""
-    sides = [
+    before, after = [
         [
             CaseRecord(
                 case_id=f"shot-{i}",
@@ -34,7 +34,7 @@ def pair(reference: list[int], candidate: list[int]) -> PairedCases:
         ]
         for bad in (reference, candidate)
     ]
-    return PairedCases(*sides, candidate_order=np.arange(N), clusters=np.arange(N))
+    return PairedCases(before, after, candidate_order=np.arange(N), clusters=np.arange(N))
 
 
 def test_what_only_the_candidate_burns_is_harm() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from pipeline.gate.decision import Measurement
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import align
 from pipeline.gate.scales import find_document_room
@@ -18,7 +21,7 @@ from pipeline.records.evaluations import CaseRecord
 PERPLEXITY, TOKENS = list_known_metrics()["perplexity_per_token"], 256
 
 
-def make_documents(nats_per_token):
+def make_documents(nats_per_token: Iterable[float]) -> list[CaseRecord]:
     return [
         CaseRecord(
             case_id=str(i),
@@ -33,17 +36,17 @@ def make_documents(nats_per_token):
     ]
 
 
-def measure(reference, candidate):
+def measure(reference: Iterable[float], candidate: Iterable[float]) -> Measurement:
     pairs = align(make_documents(reference), make_documents(candidate), where="p")
     return measure_metric(pairs, PERPLEXITY, None, eval_name="p", tolerance=0.02, alpha=0.05)
 
 
-def lognormal(rng, num, sd):
+def lognormal(rng: np.random.Generator, num: int, sd: float) -> NDArray[np.float64]:
     return rng.lognormal(-sd * sd / 2, sd, num)
 
 
-def few(rng, num, one_in):
-    return (rng.random(num) < 1 / one_in) * float(one_in)
+def few(rng: np.random.Generator, num: int, one_in: float) -> NDArray[np.float64]:
+    return np.float64(one_in) * (rng.random(num) < 1 / one_in)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,9 @@ def few(rng, num, one_in):
         (500, lognormal, 1.0),
     ],
 )
-def test_wrong_passes_stay_rare_when_few_documents_have_the_harm(num, draw, value):
+def test_wrong_passes_stay_rare_when_few_documents_have_the_harm(
+    num: int, draw: Callable[[np.random.Generator, int, float], NDArray[np.float64]], value: float
+) -> None:
     """Catches a bound that rests on what the documents at hand showed: the candidate is 2 % worse in truth."""
     rng, limit, passes = np.random.default_rng(21), math.log(1.02), 0
     for _ in range(400):
@@ -69,7 +74,7 @@ def test_wrong_passes_stay_rare_when_few_documents_have_the_harm(num, draw, valu
 
 
 @pytest.mark.parametrize("longest", [0.02, 0.1])
-def test_wrong_passes_stay_rare_when_few_long_documents_have_the_harm(longest):
+def test_wrong_passes_stay_rare_when_few_long_documents_have_the_harm(longest: float) -> None:
     """Catches bounds by Kish's number of documents: the long ones hide more, and 18 and 20 % of these passed."""
     rng, limit, passes, num = np.random.default_rng(23), math.log(1.02), 0, 300
     for _ in range(400):
@@ -84,7 +89,7 @@ def test_wrong_passes_stay_rare_when_few_long_documents_have_the_harm(longest):
 
 
 @pytest.mark.parametrize("side", [1, -1], ids=["loss", "gain"])
-def test_without_any_change_a_document_might_have_lost_twice_its_tokens(side):
+def test_without_any_change_a_document_might_have_lost_twice_its_tokens(side: int) -> None:
     """The bounds were zero, whatever the number of documents: nothing changed, so nothing could have."""
     nll = np.full(400, 2.0)
     m = measure(nll, nll)
@@ -92,7 +97,7 @@ def test_without_any_change_a_document_might_have_lost_twice_its_tokens(side):
     assert (m.high, m.low)[side < 0] == pytest.approx(math.expm1(side * room))
 
 
-def test_what_the_worst_document_lost_is_room_too():
+def test_what_the_worst_document_lost_is_room_too() -> None:
     """A document that lost 9 nats a token shows that others may: the half that is added is of its size."""
     nll, d = np.full(400, 2.0), np.zeros(400)
     d[0] = 9.0
@@ -101,7 +106,7 @@ def test_what_the_worst_document_lost_is_room_too():
     assert find_document_room(nll, np.zeros(400), np.ones(400)) == pytest.approx(2.0)
 
 
-def test_enough_documents_prove_two_percent():
+def test_enough_documents_prove_two_percent() -> None:
     rng = np.random.default_rng(22)
     nll = rng.normal(2, 0.3, 400)
     assert measure(nll[:300], nll[:300]).high > 0.02 > measure(nll, nll + rng.normal(0, 0.01, 400)).high

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline.errors import SettingsError
-from pipeline.gate.plan import SuiteSize, check_plan, plan_gate, read_last, render_plan
+from pipeline.gate.plan import PlanRow, Sizes, SuiteSize, check_plan, plan_gate, read_last, render_plan
 from pipeline.gate.statistics import proportion_bounds, tango_bounds
 from pipeline.gate.suite_sizes import count_sizes
+from pipeline.gate.verdicts import Judgement
 from pipeline.records.record_files import write_record
 from tests.fakes.judging import compare_release
 from tests.fakes.synthetic_detections import Change, make_detector_params, write_detector_tree
@@ -20,10 +24,10 @@ from tests.fakes.synthetic_records import Behaviour, make_params, write_tree
 from tests.paths import ROOT
 
 TOLERANCES = {"workflows/task_completion_rate": {"overall": 0.03}, "choices/accuracy": {"overall": 0.03}}
-SUITES = {"workflows": {None: SuiteSize(1_000, 1_000.0)}}
+SUITES: dict[str, Sizes] = {"workflows": {None: SuiteSize(1_000, 1_000.0)}}
 
 
-def plan(suites=SUITES, last=None, **gate):
+def plan(suites: Mapping[str, Sizes] = SUITES, last: Judgement | None = None, **gate: Any) -> list[PlanRow]:
     return plan_gate(make_params(["a"], ["a"], **({"tolerances": TOLERANCES} | gate)), suites, last)
 
 
@@ -32,10 +36,11 @@ def test_sizes_are_cases_and_the_equal_clusters_that_hide_as_much() -> None:
     # of clusters of 3 and 1 the largest loss that nobody sees is 3 + 1 - 2 sqrt(0.05 * 3 * 1)
     shares = {None: 1 - math.sqrt(0.05 * 3) / 2, "x": 1 - 2 * math.sqrt(0.05 * 2) / 3}
     hiding = {name: math.log(0.05) / math.log1p(-share) for name, share in shares.items()}
-    assert {name: (size.n, size.effective_clusters) for name, size in sizes.items()} == {
+    expected: dict[str | None, Any] = {
         None: (4, pytest.approx(hiding[None])),
         "x": (3, pytest.approx(hiding["x"])),
     }
+    assert {name: (size.n, size.effective_clusters) for name, size in sizes.items()} == expected
 
 
 def test_without_a_run_flips_are_assumed_and_unknown_suites_say_so() -> None:
@@ -55,16 +60,20 @@ def test_the_cases_that_it_asks_for_prove_the_tolerance() -> None:
     assert row.needed is not None and row.needed < 1_000
     enough = plan({"workflows": {None: SuiteSize(row.needed, float(row.needed))}})[0]
     fewer = plan({"workflows": {None: SuiteSize(row.needed - 5, row.needed - 5.0)}})[0]
+    assert enough.provable is not None and fewer.provable is not None
     assert enough.provable <= 0.03 < fewer.provable
 
 
-def test_flips_clusters_and_minutes_come_from_the_last_judgement(tmp_path, monkeypatch) -> None:
+def test_flips_clusters_and_minutes_come_from_the_last_judgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_tree(tmp_path / "build", {"a": Behaviour({"workflows": 0.05})})
     judgement = compare_release(make_params(["a"], ["a"]), tmp_path / "build").judgement
     write_record(tmp_path / "reports/agent/verdict.json", judgement)
     row, choices = plan({}, read_last("agent", tmp_path))
     seen = next(c for c in judgement.verdicts[0].comparisons if c.metric == row.metric and c.bucket is None)
+    assert seen.b is not None and seen.c is not None
     assert (row.n, row.flips) == (400, (seen.b + seen.c) / 400)
     assert choices.n == 400 and row.minutes == pytest.approx(judgement.verdicts[0].seconds["workflows"] / 60)
     (tmp_path / "reports/agent/verdict.json").write_text("{}")
@@ -101,12 +110,12 @@ def test_an_impossible_tolerance_is_said_before_any_run(size: SuiteSize, said: s
         },
     ],
 )
-def test_what_need_not_be_proven_is_a_warning(change) -> None:
+def test_what_need_not_be_proven_is_a_warning(change: dict[str, Any]) -> None:
     params = make_params(["a"], ["a"], **({"tolerances": TOLERANCES} | change))
     assert len(check_plan(params, plan_gate(params, {"workflows": {None: SuiteSize(60, 60.0)}}, None))) == 1
 
 
-def test_a_mean_that_proves_more_than_it_must_needs_fewer_cases(tmp_path) -> None:
+def test_a_mean_that_proves_more_than_it_must_needs_fewer_cases(tmp_path: Path) -> None:
     write_tree(tmp_path / "build", {"a": Behaviour(nll_shift=0.01)})
     tolerances = {"prose/perplexity_per_token": {"overall": 0.5}}
     params = make_params(["a"], ["a"], tolerances=tolerances)
@@ -115,7 +124,7 @@ def test_a_mean_that_proves_more_than_it_must_needs_fewer_cases(tmp_path) -> Non
     assert row.needed < row.n
 
 
-def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_next_run(tmp_path) -> None:
+def test_a_precision_that_not_even_the_same_detections_prove_is_said_before_the_next_run(tmp_path: Path) -> None:
     """Catches: a tolerance below what any candidate can prove is met again after hours, as inconclusive."""
     write_detector_tree(tmp_path, {"same": Change(score=0, box=0)}, num_images=80)
     last = compare_release(make_detector_params(["same"], {"shelves/ap": {"overall": 0.3}}), tmp_path).judgement
@@ -147,7 +156,7 @@ def test_its_command_tells_what_it_takes_before_any_plan(argv: list[str], code: 
     assert child.returncode == code and said in child.stdout + child.stderr and "cases for it" not in child.stdout
 
 
-def test_the_chance_that_a_lossless_candidate_is_proven_is_the_gates(tmp_path) -> None:
+def test_the_chance_that_a_lossless_candidate_is_proven_is_the_gates(tmp_path: Path) -> None:
     """Catches a plan whose chance is of another bound: flips are drawn, half of them losses on average, and judged."""
     rng = np.random.default_rng(5)
     for sizes, tolerance in (([1] * 1_000, 0.025), ([4] * 250, 0.04)):
@@ -165,7 +174,9 @@ def test_the_chance_that_a_lossless_candidate_is_proven_is_the_gates(tmp_path) -
         assert row.power == pytest.approx(passes / 1_500, abs=0.06)
 
 
-def test_a_perplexity_that_is_all_room_is_proven_whenever_there_are_documents_enough(tmp_path, monkeypatch) -> None:
+def test_a_perplexity_that_is_all_room_is_proven_whenever_there_are_documents_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The room for a document lost is no spread: taken for one, a release that always passes had 64 %."""
     monkeypatch.chdir(tmp_path)
     write_tree(tmp_path / "build", {"a": Behaviour()})

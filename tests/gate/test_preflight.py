@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipeline.errors import SettingsError
@@ -12,7 +14,7 @@ from tests.fakes.release_project import write_project
 STAGES = "stages:\n  evaluate:\n    foreach: [a]\n    do:\n      cmd: 'true'\n{}  compare:\n    cmd: 'true'\n{}"
 
 
-def test_a_stage_that_is_frozen_is_refused_before_any_work(tmp_path, monkeypatch):
+def test_a_stage_that_is_frozen_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.gate.preflight.check_plan", lambda *given: [])
     monkeypatch.setattr("pipeline.gate.preflight.plan_gate", lambda *given: [])
     monkeypatch.setattr("pipeline.gate.preflight.read_sizes", lambda *given: {})

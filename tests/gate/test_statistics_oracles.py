@@ -8,9 +8,11 @@ the score statistic.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy import optimize, stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
@@ -19,10 +21,10 @@ from pipeline.gate.resampling import draw_weights
 from pipeline.gate.statistics import holm, sign_flip_p, sign_flip_tail, tango_bounds
 
 
-def maximise_likelihood(delta, b, c, n):
+def maximise_likelihood(delta: float, b: float, c: float, n: float) -> float:
     """Return the gain rate of largest likelihood among tables whose loss rate is larger by delta."""
 
-    def slope(p):
+    def slope(p: float) -> float:
         return (b / (p + delta) if b else 0.0) + (c / p if c else 0.0) - 2 * (n - b - c) / (1 - 2 * p - delta)
 
     low, high = max(0.0, -delta), (1 - delta) / 2
@@ -32,18 +34,18 @@ def maximise_likelihood(delta, b, c, n):
     return optimize.brentq(slope, low + inside, high - inside, xtol=1e-17) if slope(high - inside) < 0 else high
 
 
-def score_excess(delta, b, c, n, z):
+def score_excess(delta: float, b: float, c: float, n: float, z: float) -> float:
     variance = n * (2 * maximise_likelihood(delta, b, c, n) + delta * (1 - delta))
     return (b - c - n * delta) + z * math.sqrt(variance)
 
 
-def upper_bound(b, c, n, confidence):
+def upper_bound(b: float, c: float, n: float, confidence: float) -> float:
     """Return the largest delta that the score test does not reject."""
     z = stats.norm.ppf(confidence)
     return optimize.brentq(score_excess, (b - c) / n + 1e-12, 1 - 1e-9, args=(b, c, n, z), xtol=1e-14)
 
 
-def draw_table(rng):
+def draw_table(rng: np.random.Generator) -> tuple[float, float, float]:
     n = int(rng.choice([20, 60, 133, 340, 1319, 2000]))
     flips = rng.choice([0.01, 0.06, 0.3])
     b, c, _ = rng.multinomial(n, np.append(rng.dirichlet([1, 1]) * flips, 1 - flips))
@@ -67,12 +69,12 @@ def draw_table(rng):
         (3, 2, 14, 0.95, -0.2050938947, 0.3384871355),
     ],
 )
-def test_tango_gives_the_bounds_of_r(b, c, n, confidence, low, high):
+def test_tango_gives_the_bounds_of_r(b: int, c: int, n: int, confidence: float, low: float, high: float) -> None:
     assert tango_bounds(b, c, n, confidence=confidence) == pytest.approx((low, high), abs=3e-7)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_tango_is_the_root_of_the_score_equation(seed):
+def test_tango_is_the_root_of_the_score_equation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     (b, c, n), confidence = draw_table(rng), float(rng.choice([0.9, 0.95, 0.975, 0.999]))
     low, high = tango_bounds(b, c, n, confidence=confidence)
@@ -91,14 +93,14 @@ def test_tango_is_the_root_of_the_score_equation(seed):
     ],
     ids=["ties", "one", "zero", "equal", "many"],
 )
-def test_holm_is_that_of_statsmodels(p_values):
+def test_holm_is_that_of_statsmodels(p_values: list[float]) -> None:
     rejected, adjusted, *_ = multipletests(p_values, alpha=0.05, method="holm")
     assert holm(p_values) == pytest.approx(adjusted.tolist(), rel=1e-12)
     assert [p <= 0.05 for p in holm(p_values)] == rejected.tolist()
 
 
 @pytest.mark.parametrize(("b", "c"), [(3, 3), (12, 2), (0, 5), (150, 121), (2_000, 1_900)])
-def test_sign_flip_without_clusters_is_mcnemars_exact_test(b, c):
+def test_sign_flip_without_clusters_is_mcnemars_exact_test(b: int, c: int) -> None:
     """statsmodels' test is two-sided; the side of the loss has half of it, and half of the chance of a tie."""
     d = np.repeat([1.0, -1.0, 0.0], [b, c, 100])
     tie = stats.binom.pmf(b, b + c, 0.5) if b == c else 0.0
@@ -107,7 +109,7 @@ def test_sign_flip_without_clusters_is_mcnemars_exact_test(b, c):
     assert sign_flip_p(d, np.arange(len(d))) == pytest.approx(one_sided, rel=1e-9)
 
 
-def permute_signs(sums):
+def permute_signs(sums: NDArray[Any]) -> float:
     """Return scipy's exact p-value of the sum when each is as likely with either sign."""
     return stats.permutation_test(
         (sums,), np.sum, permutation_type="samples", alternative="greater", n_resamples=np.inf, batch=2**14
@@ -116,7 +118,7 @@ def permute_signs(sums):
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["rates", "likelihoods"])
 @pytest.mark.parametrize("num_clusters", [4, 9, 13])
-def test_sign_flip_of_clusters_is_scipys_exact_permutation_test(num_clusters, is_whole):
+def test_sign_flip_of_clusters_is_scipys_exact_permutation_test(num_clusters: int, is_whole: bool) -> None:
     rng = np.random.default_rng(num_clusters)
     clusters = np.repeat(np.arange(num_clusters), rng.integers(1, 6, num_clusters))
     d = rng.choice([-1.0, 0.0, 1.0], len(clusters), p=[0.2, 0.3, 0.5])
@@ -126,7 +128,7 @@ def test_sign_flip_of_clusters_is_scipys_exact_permutation_test(num_clusters, is
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.15, 0.4])
-def test_sampled_signs_agree_with_scipys_exact_permutation_test(shift):
+def test_sampled_signs_agree_with_scipys_exact_permutation_test(shift: float) -> None:
     """15 clusters of real numbers are too many to enumerate here; scipy goes through all 32,768 patterns."""
     sums = np.random.default_rng(3).normal(shift, 0.5, 15)
     exact = permute_signs(sums)
@@ -137,7 +139,7 @@ def test_sampled_signs_agree_with_scipys_exact_permutation_test(shift):
 @pytest.mark.parametrize(
     "sums", [np.array([2.0, -1.0, 1.0, 1.0, 3.0, 0.0]), np.array([0.3, -0.1, 0.25, 0.5])], ids=["whole", "real"]
 )
-def test_the_tail_of_any_total_is_the_share_of_patterns_that_reach_it(sums):
+def test_the_tail_of_any_total_is_the_share_of_patterns_that_reach_it(sums: NDArray[np.float64]) -> None:
     signs = 1 - 2 * ((np.arange(2 ** len(sums))[:, None] >> np.arange(len(sums))) & 1)
     totals = signs @ sums
     expected = [(totals >= total - 1e-9).mean() for total in totals]
@@ -145,7 +147,7 @@ def test_the_tail_of_any_total_is_the_share_of_patterns_that_reach_it(sums):
 
 
 @pytest.mark.parametrize("size", [1, 4], ids=["images", "clusters-of-4"])
-def test_the_bootstraps_spread_is_scipys(size):
+def test_the_bootstraps_spread_is_scipys(size: int) -> None:
     """A ratio of sums over clusters of unequal weight, each resampled as a whole on both sides."""
     rng = np.random.default_rng(7)
     clusters = np.repeat(np.arange(60), size)

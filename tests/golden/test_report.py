@@ -9,6 +9,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from pipeline.records.files import write_text
 from pipeline.report.terminal import render_gate
 from tests.fakes.judging import compare_release, render_report
@@ -40,7 +42,7 @@ def render(folder: Path) -> dict[str, str]:
     return {"report.md": render_report(compared), "gate.txt": render_gate(compared.judgement) + "\n"}
 
 
-def test_report_and_terminal_output_are_as_last_read(tmp_path, monkeypatch):
+def test_report_and_terminal_output_are_as_last_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in render(tmp_path).items():
         assert text == (FOLDER / name).read_text(encoding="utf-8"), f"{name} changed; see this file's docstring"

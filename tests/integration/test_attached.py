@@ -268,6 +268,7 @@ def test_a_context_longer_than_the_servers_is_refused_before_any_case(
     said = attach(endpoint.url, evals)
     assert (said == "") is is_ready
     if not is_ready:
+        assert longest is not None
         most = longest - 2 if "prose" in evals else longest
         assert endpoint.posted == []
         assert f"serving.context_length: expected at most {most}" in said

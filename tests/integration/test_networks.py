@@ -639,13 +639,18 @@ def test_a_policy_of_a_network_without_convolutions_is_refused(project: Path) ->
         build(project, product, "policy")
 
 
-def rewrite_cases(root: Path, change: Callable[[int, dict[str, Any]], None], name: str = "squares") -> None:
+def rewrite_cases(root: Path, change: Callable[[int, dict[str, Any]], object], name: str = "squares") -> None:
     path = root / "evalsets" / name / "cases.jsonl"
     cases = [json.loads(line) for line in path.read_text().splitlines()]
     for number, case in enumerate(cases):
         change(number, case)
     path.write_text("".join(json.dumps(case) + "\n" for case in cases))
     seal(path.parent)
+
+
+def shrink_views(root: Path) -> None:
+    shutil.rmtree(root / "evalsets/views")
+    write_views(root / "evalsets/views", size=(32, 32))
 
 
 def drop_annotations(root: Path) -> None:
@@ -810,7 +815,7 @@ VIEWS = {"squares": {"kind": "detection", "evalset": "evalsets/views"}}
         pytest.param(
             make_upscaler,
             {},
-            lambda root: write_views(shutil.rmtree(root / "evalsets/views") or root / "evalsets/views", size=(32, 32)),
+            shrink_views,
             SettingsError,
             "candidates.tiled.steps.0.tile: expected a picture larger than a tile in evalset 'views', "
             "got 32 pixels, and its largest has 32: no seam could show",
@@ -1127,9 +1132,12 @@ def test_what_is_timed_allocates_memory_as_a_server_does(
     calls: list[str] = []
     measure = workers.measure_costs
     monkeypatch.setattr(workers, "keep_freed_memory", lambda: calls.append("keep"))
-    monkeypatch.setattr(
-        workers, "measure_costs", lambda *given, **named: calls.append("time") or measure(*given, **named)
-    )
+
+    def time_once(*given: Any, **named: Any) -> Any:
+        calls.append("time")
+        return measure(*given, **named)
+
+    monkeypatch.setattr(workers, "measure_costs", time_once)
     run(project, make_detector({"half": [HALF]}), "half")
     assert calls[0] == "time" and calls.count("time") == 1 and "keep" in calls
 

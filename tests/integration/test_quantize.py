@@ -7,7 +7,9 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,8 +55,8 @@ def texts(project: Path) -> Evalset:
     return load_evalset(project / "evalsets/calibration")
 
 
-def make_step(kind: str, **changes: object) -> GptqStep | AwqStep:
-    settings = {"kind": kind, "group_size": 64, "calibration": CALIBRATION} | changes
+def make_step(kind: str, **changes: Any) -> GptqStep | AwqStep:
+    settings: dict[str, Any] = {"kind": kind, "group_size": 64, "calibration": CALIBRATION} | changes
     if kind == "awq":
         return AwqStep(**{"num_grid_points": 3} | settings)
     return GptqStep(**settings)
@@ -202,7 +204,7 @@ def test_a_singular_hessian_is_a_fallback(source: Path, texts: Evalset, tmp_path
 
     real = library.factorize_hessian
 
-    def fail_once(weights, hessians, damping, used_fallback):
+    def fail_once(weights: Any, hessians: Any, damping: float, used_fallback: Any) -> Any:
         factor = real(weights, hessians, damping, used_fallback)
         used_fallback[:] = weights.shape[-1] == 256
         return factor
@@ -235,7 +237,7 @@ class TestCoverage:
         step = make_step("gptq", **changes)
         check_coverage(folder, source=source, step=step, plan=plan_folder(source, step), log=StepLog("gptq", total=0))
 
-    def edit(self, folder: Path, change) -> None:
+    def edit(self, folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         from safetensors.torch import load_file, save_file
 
         tensors = load_file(folder / "model.safetensors")

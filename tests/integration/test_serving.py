@@ -253,11 +253,12 @@ def test_speculation_gives_the_targets_own_answers_and_its_counts_add_up(
     assert [r.text for r in replies] == [plain_answer(running, m, 12) for m in conversations]
     for reply in replies:
         counts = reply.speculation
+        assert counts is not None
         assert counts.num_completion_tokens == reply.num_completion_tokens
         missing = counts.num_target_forwards + counts.num_accepted - counts.num_completion_tokens
         assert missing in (0, 1)  # an accepted token may end the answer
     total = sum_speculation(r.speculation for r in replies)
-    assert total.num_drafted > 0
+    assert total is not None and total.num_drafted > 0
     if draft_seed == 0:
         assert total.acceptance_rate == 1 and total.num_target_forwards < total.num_completion_tokens / 2
 

@@ -22,7 +22,7 @@ from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
-from pipeline.products.text.settings import PerplexityEval, ToolCallsEval
+from pipeline.products.text.settings import EvalSettings, PerplexityEval, ToolCallsEval
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
@@ -31,7 +31,7 @@ from tests.fakes.tiny_llama import write_tiny_llama
 from tests.integration.test_serving import ROOT, SETTINGS, is_running
 
 COMMAND = (sys.executable, str(ROOT / "tests/fakes/fake_vllm.py"), "serve")
-EVALS = {
+EVALS: dict[str, EvalSettings] = {
     "prose": PerplexityEval(kind="perplexity", evalset="e"),
     "calls": ToolCallsEval(kind="tool_calls", evalset="e"),
 }

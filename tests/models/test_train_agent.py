@@ -54,7 +54,8 @@ def test_a_conversation_is_encoded_as_the_chat_template_renders_it(fast: Any) ->
 
 
 def documents(fast: Any, num: int, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    rng, found = Random(3), []
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    rng = Random(3)
     while len(found) < num:
         ids, labels = encode(fast.backend_tokenizer, draw_document(rng, MIX))
         if len(ids) <= length:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from faster_coco_eval import COCO as FastCoco
 from faster_coco_eval import COCOeval_faster
+from numpy.typing import NDArray
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
@@ -23,7 +27,7 @@ TINY = {**AREAS, "tiny": (0.0, 20.0**2), "shelf labels": (20.0**2, 64.0**2)}
 NOTHING = Detections(np.zeros((0, 4)), np.zeros(0, dtype=np.int64), np.zeros(0))
 
 
-def describe(objects, detections):
+def describe(objects: list[Objects], detections: list[Detections]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return COCO's dataset and list of results."""
     annotations = [
         {
@@ -49,7 +53,12 @@ def describe(objects, detections):
     }, results
 
 
-def evaluate(objects, detections, areas=AREAS, library=(COCO, COCOeval)):
+def evaluate(
+    objects: list[Objects],
+    detections: list[Detections],
+    areas: dict[str, tuple[float, float]] = AREAS,
+    library: tuple[Any, Any] = (COCO, COCOeval),
+) -> Any:
     """Return the evaluation of a library after `accumulate`."""
     make, judge = library
     dataset, results = describe(objects, detections)
@@ -66,7 +75,7 @@ def evaluate(objects, detections, areas=AREAS, library=(COCO, COCOeval)):
     return evaluation
 
 
-def make_set(name):
+def make_set(name: str) -> tuple[list[Objects], list[Detections]]:
     """Return a named set of objects and detections."""
     rng = np.random.default_rng(sorted(SETS).index(name))
     options, detector = SETS[name]
@@ -111,7 +120,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_all_twelve_numbers_are_those_of_pycocotools(name):
+def test_all_twelve_numbers_are_those_of_pycocotools(name: str) -> None:
     """Catches: a bound that is open at one end, an unmatched box outside of the bucket that counts as a false alarm,
     a crowd that is taken once, the first of equal IoUs, 100 detections per image and not per class, unstable ties."""
     objects, detections = make_set(name)
@@ -122,7 +131,7 @@ def test_all_twelve_numbers_are_those_of_pycocotools(name):
 
 
 @pytest.mark.parametrize("library", [(COCO, COCOeval), (FastCoco, COCOeval_faster)], ids=["pycocotools", "faster"])
-def test_own_buckets_are_matched_like_cocos(library):
+def test_own_buckets_are_matched_like_cocos(library: tuple[Any, Any]) -> None:
     objects, detections = make_set("crowds")
     precision = evaluate(objects, detections, TINY, library).eval["precision"][..., -1]  # [T, R, K, A]
     mine = average_precision(match_all(objects, detections, TINY))[0]
@@ -132,7 +141,7 @@ def test_own_buckets_are_matched_like_cocos(library):
 
 
 @pytest.mark.parametrize("name", ["crowds", "more-than-100", "empty-images"])
-def test_the_table_of_a_class_has_cocos_numbers_of_that_category(name):
+def test_the_table_of_a_class_has_cocos_numbers_of_that_category(name: str) -> None:
     """Catches detections of the image before or after, and a mean over classes that aren't there."""
     objects, detections = make_set(name)
     precision = evaluate(objects, detections).eval["precision"][..., -1]  # [T, R, K, A]
@@ -145,7 +154,7 @@ def test_the_table_of_a_class_has_cocos_numbers_of_that_category(name):
 
 
 @pytest.mark.parametrize("name", ["noisy", "crowds", "empty-images"])
-def test_a_weight_is_a_repetition(name):
+def test_a_weight_is_a_repetition(name: str) -> None:
     """Catches: precision read before all copies of a hit are in, objects that are not weighted, weights of another
     order than the ranking's."""
     table = match_all(*make_set(name))
@@ -156,7 +165,7 @@ def test_a_weight_is_a_repetition(name):
         assert np.allclose(resample, repeated, rtol=0, atol=1e-12, equal_nan=True)
 
 
-def test_an_empty_bucket_is_nan_and_never_minus_one():
+def test_an_empty_bucket_is_nan_and_never_minus_one() -> None:
     objects, detections = make_set("noisy")
     is_large = [o.areas >= AREAS["large"][0] for o in objects]
     rest = [
@@ -175,7 +184,7 @@ def test_an_empty_bucket_is_nan_and_never_minus_one():
         {"classes": np.array([NUM_CLASSES])},
     ],
 )
-def test_a_detector_that_says_nonsense_is_refused(change):
+def test_a_detector_that_says_nonsense_is_refused(change: dict[str, NDArray[Any]]) -> None:
     """NaN would sort to some place of the ranking and count."""
     said = Detections(np.array([[0.0, 0, 4, 4]]), np.zeros(1, int), np.ones(1))
     objects = Objects(said.boxes, said.classes, np.array([16.0]), np.zeros(1, bool))
@@ -184,7 +193,7 @@ def test_a_detector_that_says_nonsense_is_refused(change):
         match_image(objects, replace(said, **change), num_classes=NUM_CLASSES)
 
 
-def test_a_table_survives_its_file_and_the_file_follows_from_it(tmp_path):
+def test_a_table_survives_its_file_and_the_file_follows_from_it(tmp_path: Path) -> None:
     table = replace(match_all(*make_set("crowds"), TINY), categories={"bottles": 2})
     for name in ("a.npz", "b.npz"):
         save_matches(tmp_path / name, table)
@@ -197,7 +206,7 @@ def test_a_table_survives_its_file_and_the_file_follows_from_it(tmp_path):
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-30], lambda data: b"no archive", lambda data: b""], ids=["cut", "text", "empty"]
 )
-def test_a_damaged_file_is_refused(tmp_path, damage):
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     save_matches(tmp_path / "a.npz", match_all(*make_set("noisy")))
     with pytest.raises(EvidenceError, match="expected finite detections of 41 images"):
         load_matches(tmp_path / "a.npz", num_images=41)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_one_bad_image_does_not_touch_the_others() -> None:
 
 
 @pytest.mark.parametrize("function", [peak_signal_to_noise_db, structural_similarity])
-def test_nan_and_other_shapes_are_refused(function: object) -> None:
+def test_nan_and_other_shapes_are_refused(function: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     images, reference = make_pair()
     with pytest.raises(NumericsError, match="one shape"):
         function(images[:1], reference)

@@ -102,6 +102,6 @@ def test_sizes_out_of_range_are_refused(tile: int, overlap: int) -> None:
 
 def test_unknown_windows_and_odd_outputs_are_refused() -> None:
     with pytest.raises(NumericsError, match="none, linear or hann, got 'flat'"):
-        window_weights(16, [0, 8], 8, window="flat")
+        window_weights(16, [0, 8], 8, window="flat")  # type: ignore[arg-type]  # no window, as a setting may say
     with pytest.raises(NumericsError, match="whole multiple"):
         blend_tiles(lambda z: z[..., :-1], draw_latents(), tile=4, overlap=1, window="hann")

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -22,6 +24,7 @@ from pipeline.products.params import Params
 from pipeline.records.evaluations import read_cases
 from pipeline.records.files import write_text
 from pipeline.records.record_files import read_record, write_record
+from pipeline.records.verdicts import Verdict
 from tests.fakes.judging import compare_release
 from tests.fakes.outcome_tables import run, write_outcomes
 from tests.fakes.release_project import BUILD, VERDICT
@@ -33,7 +36,7 @@ LOSSES = {"good": Behaviour(), "bad": Behaviour({"workflows": 0.2}), "dear": Beh
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory):
+def tree(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Verdict]]:
     """A project's records, what DVC's path says of them, and its policy as a file."""
     root = tmp_path_factory.mktemp("project")
     write_tree(root / "build", LOSSES)
@@ -69,7 +72,13 @@ def export_tables(folder: Path, target: Path) -> Path:
 
 @pytest.mark.parametrize("as_tables", [True, False], ids=["tables", "own records"])
 @pytest.mark.parametrize("candidate", list(LOSSES))
-def test_same_verdict_as_through_dvc(tree, tmp_path, capsys, candidate, as_tables):
+def test_same_verdict_as_through_dvc(
+    tree: tuple[Path, dict[str, Verdict]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    candidate: str,
+    as_tables: bool,
+) -> None:
     root, expected = tree
     sides = [root / "build/evaluations" / name for name in ("reference", candidate)]
     if as_tables:
@@ -97,14 +106,18 @@ def test_same_verdict_as_through_dvc(tree, tmp_path, capsys, candidate, as_table
         (100, ["--tier", "advisory"], 30),
     ],
 )
-def test_exit_codes(tmp_path, capsys, lost, options, code):
+def test_exit_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: int, options: list[str], code: int
+) -> None:
     reference = write_outcomes(tmp_path / "a.csv", [1.0] * 1000)
     candidate = write_outcomes(tmp_path / "b.csv", [0.0] * lost + [1.0] * (1000 - lost))
     seen, said = run("compare", reference, candidate, *options, capsys=capsys)
     assert seen == code, said
 
 
-def test_a_gated_bucket_of_a_metric_that_passes_overall_fails(tmp_path, capsys):
+def test_a_gated_bucket_of_a_metric_that_passes_overall_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = ["hard"] * 200 + ["easy"] * 1800
     reference = write_outcomes(tmp_path / "a.csv", [1.0] * 2000, buckets=where)
     candidate = write_outcomes(tmp_path / "b.csv", [0.0] * 30 + [1.0] * 1970, buckets=where)
@@ -115,7 +128,9 @@ def test_a_gated_bucket_of_a_metric_that_passes_overall_fails(tmp_path, capsys):
     assert code == 1 and "the buckets are easy, hard" in said
 
 
-def test_a_bucket_that_falls_with_nothing_to_gate_it_is_named(tmp_path, capsys):
+def test_a_bucket_that_falls_with_nothing_to_gate_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """1.5 % of cases lost 75 of 100, and no form that people look at said so."""
     where = ["rare"] * 40 + [f"usual/{i % 2}" for i in range(1960)]
     sides = [
@@ -130,7 +145,7 @@ def test_a_bucket_that_falls_with_nothing_to_gate_it_is_named(tmp_path, capsys):
     assert "not gated: outcomes" not in run("compare", *sides[:2], "--tolerance", "0.001", capsys=capsys)[1], "it fails"
 
 
-def test_order_of_cases_does_not_matter_and_clusters_do(tmp_path, capsys):
+def test_order_of_cases_does_not_matter_and_clusters_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Twenty copies of five documents are five documents."""
     scores, clusters = [1.0] * 500, [str(i // 100) for i in range(500)]
     reference = write_outcomes(tmp_path / "a.csv", scores)
@@ -153,7 +168,9 @@ def test_order_of_cases_does_not_matter_and_clusters_do(tmp_path, capsys):
         ({"filter": "another"}, "no such score"),
     ],
 )
-def test_lm_eval_samples_of_other_work_are_refused(tmp_path, capsys, change, said):
+def test_lm_eval_samples_of_other_work_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
     samples = REAL / "samples_gen_2026-11-22T05-25-09.325403.jsonl"
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     for row in rows:  # what is asked is the same under every filter
@@ -172,7 +189,9 @@ def _policy(folder: Path, metric: str) -> Path:
 
 
 @pytest.mark.parametrize(("metric", "limit", "code"), [("levels", 4.0, 0), ("levels", 2.0, 20), ("right", 4.0, 1)])
-def test_a_policy_gives_a_tolerance_in_the_unit_of_the_metric(tmp_path, capsys, metric, limit, code):
+def test_a_policy_gives_a_tolerance_in_the_unit_of_the_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str, limit: float, code: int
+) -> None:
     rng = random.Random(0)
     sides = [
         write_outcomes(
@@ -202,7 +221,9 @@ def test_a_policy_gives_a_tolerance_in_the_unit_of_the_metric(tmp_path, capsys, 
         (lambda log: [s["output"].update(completion="") for s in log["samples"]], "not a single output with text"),
     ],
 )
-def test_inspect_logs_of_other_work_are_refused(tmp_path, capsys, edit, said):
+def test_inspect_logs_of_other_work_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[dict[str, Any]], object], said: str
+) -> None:
     log = json.loads((REAL / "sums.json").read_text())
     edit(log)
     write_text(tmp_path / "log.json", json.dumps(log))
@@ -210,7 +231,7 @@ def test_inspect_logs_of_other_work_are_refused(tmp_path, capsys, edit, said):
     assert code == 30 and any(part in text for part in said.split("|")), text
 
 
-def test_settings_of_the_transport_are_no_other_work(tmp_path, capsys):
+def test_settings_of_the_transport_are_no_other_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = json.loads((REAL / "sums.json").read_text())
     log["plan"]["config"]["max_connections"] = 99
     write_text(tmp_path / "log.json", json.dumps(log))
@@ -219,14 +240,18 @@ def test_settings_of_the_transport_are_no_other_work(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("lost", "is_noted"), [(0, True), (1, False)])
-def test_equal_scores_without_outputs_are_noted(tmp_path, capsys, lost, is_noted):
+def test_equal_scores_without_outputs_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: int, is_noted: bool
+) -> None:
     reference = write_outcomes(tmp_path / "a.csv", [1.0] * 300)
     candidate = write_outcomes(tmp_path / "b.csv", [0.0] * lost + [1.0] * (300 - lost))
     code, text = run("compare", reference, candidate, capsys=capsys)
     assert code == 0 and ("was it another model" in text) is is_noted
 
 
-def test_a_column_that_bears_the_name_of_an_own_score_is_its_own_metric(tmp_path, capsys):
+def test_a_column_that_bears_the_name_of_an_own_score_is_its_own_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`clipped` is of quantgate's images, where less is better; what it is in a table only its author knows."""
     sides = [
         write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200 + [0.0] * lost, name="clipped")
@@ -242,7 +267,9 @@ def test_a_column_that_bears_the_name_of_an_own_score_is_its_own_metric(tmp_path
     )  # as it was asked for
 
 
-def test_a_mean_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path, capsys):
+def test_a_mean_that_can_lose_no_more_than_its_tolerance_proves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """3 meant as 3 points let F1 fall from 0.75 to 0."""
     sides = [
         write_outcomes(tmp_path / f"{name}.csv", [value + i / 1e4 for i in range(300)], name="f1")
@@ -253,10 +280,12 @@ def test_a_mean_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path
 
 
 @pytest.mark.parametrize(("half", "weight"), [(True, False), (False, True)], ids=["one graded", "weighted"])
-def test_a_graded_score_proves_no_more_than_a_rate(tmp_path, capsys, half, weight):
+def test_a_graded_score_proves_no_more_than_a_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], half: bool, weight: bool
+) -> None:
     """Its spread was zero where all scored the same: 30 cases, one of them 0.5, proved a loss of 0.0000."""
     for num, code in ((30, 10), (200, 0)):
-        columns = {"weight": ["1"] * num} if weight else {}
+        columns: dict[str, Any] = {"weight": ["1"] * num} if weight else {}
         sides = [
             write_outcomes(tmp_path / f"{side}{num}.csv", [0.5 if half else 1.0, *[1.0] * (num - 1)], **columns)
             for side in "ab"
@@ -264,7 +293,7 @@ def test_a_graded_score_proves_no_more_than_a_rate(tmp_path, capsys, half, weigh
         assert run("compare", *sides, "--tolerance", 0.03, "--better", "score=higher", capsys=capsys)[0] == code
 
 
-def test_scores_whose_squares_are_zero_are_refused(tmp_path, capsys):
+def test_scores_whose_squares_are_zero_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = [
         write_outcomes(tmp_path / f"{side}.csv", [(1 + i * step % 7) * 1e-120 for i in range(200)])
         for side, step in (("a", 2), ("b", 3))
@@ -273,8 +302,10 @@ def test_scores_whose_squares_are_zero_are_refused(tmp_path, capsys):
     assert code == 30 and "outcomes/score: can't be compared: float division by zero" in said
 
 
-def test_a_weighted_score_that_can_lose_no_more_than_its_tolerance_proves_nothing(tmp_path, capsys):
-    columns = {"weight": [str(1 + i % 3) for i in range(120)]}
+def test_a_weighted_score_that_can_lose_no_more_than_its_tolerance_proves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns: dict[str, Any] = {"weight": [str(1 + i % 3) for i in range(120)]}
     sides = [
         write_outcomes(tmp_path / f"{name}.csv", [float(right and i % 2) for i in range(120)], **columns)
         for name, right in (("a", True), ("b", False))
@@ -284,7 +315,9 @@ def test_a_weighted_score_that_can_lose_no_more_than_its_tolerance_proves_nothin
 
 
 @pytest.mark.parametrize("options", [("--json", "a.csv"), ("--html", "b.csv"), ("--json", "o", "--html", "o")])
-def test_nothing_is_written_over_what_is_read_or_twice(tmp_path, monkeypatch, capsys, options):
+def test_nothing_is_written_over_what_is_read_or_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
     monkeypatch.chdir(tmp_path)
     before = [write_outcomes(tmp_path / name, [1.0] * 200).read_bytes() for name in ("a.csv", "b.csv")]
     code, said = run("compare", "a.csv", "b.csv", *options, capsys=capsys)
@@ -293,7 +326,9 @@ def test_nothing_is_written_over_what_is_read_or_twice(tmp_path, monkeypatch, ca
     assert not (tmp_path / "o").exists()
 
 
-def test_nothing_is_written_over_a_file_of_a_folder_that_is_read(tmp_path, capsys):
+def test_nothing_is_written_over_a_file_of_a_folder_that_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sides = [write_outcomes(tmp_path / side / "n.csv", [1.0] * 200) for side in "ab"]
     before = [path.read_bytes() for path in sides]
     code, said = run("compare", tmp_path / "a", tmp_path / "b", "--json", sides[1], capsys=capsys)
@@ -301,7 +336,9 @@ def test_nothing_is_written_over_a_file_of_a_folder_that_is_read(tmp_path, capsy
     assert [path.read_bytes() for path in sides] == before
 
 
-def test_an_eval_of_another_name_on_the_other_side_is_to_be_renamed(tmp_path, capsys):
+def test_an_eval_of_another_name_on_the_other_side_is_to_be_renamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for side, names in (("a", "mn"), ("b", "mo")):
         for name in names:
             write_outcomes(tmp_path / side / f"{name}.csv", [1.0] * 200)
@@ -309,14 +346,16 @@ def test_an_eval_of_another_name_on_the_other_side_is_to_be_renamed(tmp_path, ca
     assert code == 30 and "has no fit outcomes of it; it has m, o; one eval has one name on both sides: rename" in said
 
 
-def test_one_question_under_many_ids_proves_no_more(tmp_path, capsys):
+def test_one_question_under_many_ids_proves_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores, prompts = [1.0] * 1200, [f"question {i % 60}" for i in range(1200)]
     sides = [write_outcomes(tmp_path / f"{name}.csv", scores, prompt=prompts) for name in "ab"]
     code, text = run("compare", *sides, capsys=capsys)
     assert code == 10 and "in 60 clusters" in text
 
 
-def test_a_hostile_file_name_breaks_neither_xml_nor_markdown(tmp_path, capsys):
+def test_a_hostile_file_name_breaks_neither_xml_nor_markdown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ours = write_outcomes(tmp_path / "a.csv", [1.0] * 200)
     theirs = write_outcomes(tmp_path / "b`c|d\x1b\n# e.csv", [1.0] * 150 + [0.0] * 50)
     junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
@@ -342,14 +381,18 @@ def test_a_hostile_file_name_breaks_neither_xml_nor_markdown(tmp_path, capsys):
         ("a,1\nb,1", "a,yes\nb,no", "expected numbers as 'score' on the candidate's side, found none in any case"),
     ],
 )
-def test_unfit_tables_are_refused(tmp_path, capsys, ours, theirs, said):
+def test_unfit_tables_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str, theirs: str, said: str
+) -> None:
     for name, rows in (("a", ours), ("b", theirs)):
         write_text(tmp_path / f"{name}.csv", f"case_id,score\n{rows}\n" + "\n" * (name == "b"))
     code, text = run("compare", tmp_path / "a.csv", tmp_path / "b.csv", capsys=capsys)
     assert code == 30 and said in text and "REFUSED" in text and "no fit outcomes" not in text
 
 
-def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
+def test_an_edited_file_of_quantgates_own_is_refused(
+    tree: tuple[Path, dict[str, Verdict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, _ = tree
     folder = tmp_path / "edited"
     folder.mkdir()
@@ -387,7 +430,9 @@ def test_an_edited_file_of_quantgates_own_is_refused(tree, tmp_path, capsys):
         (["gate"], "params.yaml"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path, monkeypatch, capsys, argv, said):
+def test_a_users_mistake_is_one_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         write_outcomes(tmp_path / f"{name}.csv", [1.0, 0.0], name="one", real=["0.5", "0.7"], buckets=["easy", "easy"])
@@ -403,13 +448,15 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path, monkeypatch, caps
         (["gate", "agent", "shots"], "unrecognized arguments: shots; see `quantgate --help`"),
     ],
 )
-def test_which_product_is_meant_is_asked_for_where_there_are_several(tmp_path, monkeypatch, capsys, argv, said):
+def test_which_product_is_meant_is_asked_for_where_there_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "params.yaml", tmp_path)
     assert run(*argv, capsys=capsys) == (1, f"quantgate: {said}\n")
 
 
-def test_a_score_where_less_is_better(tmp_path, capsys):
+def test_a_score_where_less_is_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = [
         write_outcomes(tmp_path / f"{name}.csv", scores, name="wer")
         for name, scores in (("a", [0.1] * 200), ("b", [0.1] * 100 + [0.4] * 100))
@@ -419,26 +466,28 @@ def test_a_score_where_less_is_better(tmp_path, capsys):
     assert run("compare", *sides, *options, "wer=higher", capsys=capsys)[0] == 10  # a suspicious gain
 
 
-def test_one_table_with_both_sides(tmp_path, capsys):
+def test_one_table_with_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = "".join(f"c{i},1,{int(i % 10 > 0)}\n" for i in range(1000))
     write_text(tmp_path / "pairs.csv", "case_id,reference,candidate\n" + rows)
     code, said = run("compare", tmp_path / "pairs.csv", capsys=capsys)
     assert code == 20 and "b 100, c 0 of n 1000" in said
 
 
-def test_metrics_of_others_are_unknown_after_the_command(tmp_path, capsys):
+def test_metrics_of_others_are_unknown_after_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 50) for name in "ab"]
     run("compare", *sides, capsys=capsys)
     with pytest.raises(KeyError):
         definition_of("outcomes/score")
 
 
-def test_a_hostile_name_does_not_steer_the_terminal(tmp_path, capsys):
+def test_a_hostile_name_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 50, name="x\x1b[2J") for name in "ab"]
     assert "\x1b" not in run("compare", *sides, capsys=capsys)[1]
 
 
-def test_gate_gives_its_exit_codes_and_leaves_the_marker_alone(tmp_path, monkeypatch, capsys):
+def test_gate_gives_its_exit_codes_and_leaves_the_marker_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_tree(BUILD, LOSSES)
     write_text(BUILD / "gate.ok", "of another run")
@@ -454,7 +503,7 @@ def test_gate_gives_its_exit_codes_and_leaves_the_marker_alone(tmp_path, monkeyp
     assert code == 30 and said.startswith("quantgate: refused: ")
 
 
-def test_runs_as_a_program_without_anything_heavy(tmp_path):
+def test_runs_as_a_program_without_anything_heavy(tmp_path: Path) -> None:
     """It must start in about a second, and where torch is not installed."""
     sides = [write_outcomes(tmp_path / f"{name}.csv", [1.0] * 200) for name in "ab"]
     heavy = {"torch", "mlflow", "dvc", "lm_eval", "matplotlib", "pandas", "pyarrow"}
@@ -468,14 +517,14 @@ def test_runs_as_a_program_without_anything_heavy(tmp_path):
         assert "PASS" in child.stdout and not child.stderr
 
 
-def test_what_an_installed_command_needs_is_what_was_run():
+def test_what_an_installed_command_needs_is_what_was_run() -> None:
     """Another range than that of requirements.txt was never tested."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = {line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()}
     assert set(project["dependencies"]) <= lines
 
 
-def test_the_launcher_of_a_clone_runs_its_own_pipeline_from_anywhere(tmp_path):
+def test_the_launcher_of_a_clone_runs_its_own_pipeline_from_anywhere(tmp_path: Path) -> None:
     """A folder `pipeline` where it is called is somebody else's."""
     folder = tmp_path / "clone/.venv/bin"
     folder.mkdir(parents=True)
@@ -488,7 +537,9 @@ def test_the_launcher_of_a_clone_runs_its_own_pipeline_from_anywhere(tmp_path):
     assert child.returncode == 1 and child.stderr.startswith("quantgate: argument")
 
 
-def test_the_judgement_is_written_in_every_form_that_was_asked_for(tmp_path, capsys):
+def test_the_judgement_is_written_in_every_form_that_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ours = write_outcomes(tmp_path / "a.csv", [1.0] * 200, output=["yes"] * 200)
     theirs = write_outcomes(tmp_path / "b.csv", [1.0] * 150 + [0.0] * 50, output=["yes"] * 150 + ["<b>no</b>"] * 50)
     forms = {name: tmp_path / name for name in ("html", "junit", "summary", "json")}
@@ -511,7 +562,14 @@ def test_the_judgement_is_written_in_every_form_that_was_asked_for(tmp_path, cap
         (("own",), ("--product", "others"), 1, "--product: expected one of own, got others"),
     ],
 )
-def test_the_policy_of_params_yaml_is_that_of_one_product(tmp_path, capsys, products, options, code, said):
+def test_the_policy_of_params_yaml_is_that_of_one_product(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    products: tuple[str, ...],
+    options: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
     sides = [
         write_outcomes(tmp_path / f"{name}.csv", [0.0] * lost + [1.0] * (1000 - lost), name="score")
         for name, lost in (("a", 0), ("b", 100))

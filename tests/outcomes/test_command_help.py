@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.fakes.outcome_tables import run, write_outcomes
 from tests.paths import ROOT
 
 
-def test_the_version_is_that_of_the_clone(capsys):
+def test_the_version_is_that_of_the_clone(capsys: pytest.CaptureFixture[str]) -> None:
     expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     with pytest.raises(SystemExit) as ended:
         command.main(["--version"])
@@ -25,7 +26,9 @@ def test_the_version_is_that_of_the_clone(capsys):
 
 
 @pytest.mark.parametrize("pyproject", [None, '[project]\nname = "theirs"\nversion = "9"\n'])
-def test_an_installed_command_says_the_version_of_its_package(tmp_path, monkeypatch, pyproject):
+def test_an_installed_command_says_the_version_of_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pyproject: str | None
+) -> None:
     """What lies beside it then is somebody else's."""
     site = tmp_path / "site"
     shutil.copytree(ROOT / "pipeline", site / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
@@ -44,7 +47,7 @@ def test_an_installed_command_says_the_version_of_its_package(tmp_path, monkeypa
     assert child.returncode == 0 and child.stdout == "quantgate 7.8.9\n", child.stderr
 
 
-def test_a_copy_without_metadata_says_that_its_version_is_unknown(monkeypatch):
+def test_a_copy_without_metadata_says_that_its_version_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
@@ -53,7 +56,7 @@ def test_a_copy_without_metadata_says_that_its_version_is_unknown(monkeypatch):
     assert command.find_version() == "unknown"
 
 
-def test_help_has_an_example_of_every_format_and_each_is_understood(capsys):
+def test_help_has_an_example_of_every_format_and_each_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["compare", "--help"])
     text = capsys.readouterr().out
@@ -77,7 +80,9 @@ def test_help_has_an_example_of_every_format_and_each_is_understood(capsys):
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_the_output_says_what_is_missed_and_leaves_swaps_of_labels_to_the_page(tmp_path, capsys):
+def test_the_output_says_what_is_missed_and_leaves_swaps_of_labels_to_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nobody who reads a verdict for the first time knows what is swapped there."""
     for wrong, code in ((0, 0), (100, 20)):
         sides = [
@@ -91,7 +96,7 @@ def test_the_output_says_what_is_missed_and_leaves_swaps_of_labels_to_the_page(t
         assert "swaps of the labels within clusters" in page.read_text()
 
 
-def test_clusters_that_move_together_are_still_named(tmp_path, capsys):
+def test_clusters_that_move_together_are_still_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A warning that asks for something stays where it is read."""
     scores = [float(i // 20 % 2) for i in range(1000)]
     sides = [

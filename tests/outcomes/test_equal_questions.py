@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipeline.outcomes.cases import Grouping
 from pipeline.outcomes.registry import read_side
+from pipeline.records.evaluations import CaseRecord
 from tests.fakes.outcome_tables import run
 from tests.paths import ROOT
 
@@ -81,7 +83,7 @@ def number(questions: list[tuple[str, float]]) -> list[Row]:
     return [(str(i), asked, score) for i, (asked, score) in enumerate(questions)]
 
 
-def read_records(path: Path, grouping: Grouping | None = None):
+def read_records(path: Path, grouping: Grouping | None = None) -> list[CaseRecord]:
     side = read_side(path, grouping or Grouping())
     assert not side.problems, side.problems
     return next(iter(side.outcomes.values())).records
@@ -91,7 +93,7 @@ def compare(
     tmp_path: Path,
     ours: list[tuple[str, float]],
     theirs: list[tuple[str, float]],
-    capsys,
+    capsys: pytest.CaptureFixture[str],
     *options: object,
     format: str,
     **more: str,
@@ -103,7 +105,9 @@ def compare(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_few_questions_under_many_ids_prove_no_more_than_few(tmp_path, capsys, format):
+def test_few_questions_under_many_ids_prove_no_more_than_few(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
     """Ten questions, each under 40 ids, were 400 clusters and passed."""
     rows = [(f"question {i % 10}", 1.0) for i in range(400)]
     code, said = compare(tmp_path, rows, rows, capsys, format=format)
@@ -111,7 +115,9 @@ def test_few_questions_under_many_ids_prove_no_more_than_few(tmp_path, capsys, f
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_unflipped_questions_repeated_do_not_dilute_a_loss(tmp_path, capsys, format):
+def test_unflipped_questions_repeated_do_not_dilute_a_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
     """Of 1,000 questions 50 are lost; with the others there three times, 5 points shrank to 1.8."""
 
     def build(lost: int) -> list[tuple[str, float]]:
@@ -134,7 +140,9 @@ def test_unflipped_questions_repeated_do_not_dilute_a_loss(tmp_path, capsys, for
     ],
     ids=["trailing spaces", "more spaces", "composed letters", "spaces on an empty line"],
 )
-def test_the_same_question_spelled_otherwise_does_not_dilute(tmp_path, capsys, format, spell):
+def test_the_same_question_spelled_otherwise_does_not_dilute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str, spell: Callable[[str, int], str]
+) -> None:
     """Five points of 1,000 questions: with a space more in each copy they were other questions, and 1.7 points."""
 
     def build(lost: int) -> list[tuple[str, float]]:
@@ -151,7 +159,9 @@ def test_the_same_question_spelled_otherwise_does_not_dilute(tmp_path, capsys, f
     ["# {i}\nfor x in xs:\n    a()\n{indent}b()", "{indent}return {i}\nprint(x)"],
     ids=["a line", "the first line"],
 )
-def test_questions_that_are_indented_otherwise_are_one_cluster_and_all_count(tmp_path, capsys, format, text):
+def test_questions_that_are_indented_otherwise_are_one_cluster_and_all_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str, text: str
+) -> None:
     """Where a line stands says what code does: with the second of each pair left out, a loss of 50 points passed."""
 
     def build(right: float) -> list[tuple[str, float]]:
@@ -164,7 +174,9 @@ def test_questions_that_are_indented_otherwise_are_one_cluster_and_all_count(tmp
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_space_behind_a_target_makes_no_other_case(tmp_path, capsys, format):
+def test_a_space_behind_a_target_makes_no_other_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
     """Copies whose target has a space more counted, and hid the loss of others."""
     sides = []
     for side, lost in (("a", 0), ("b", 50)):
@@ -188,7 +200,7 @@ def test_a_space_behind_a_target_makes_no_other_case(tmp_path, capsys, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_questions_of_other_words_stay_others(tmp_path, capsys, format):
+def test_questions_of_other_words_stay_others(tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str) -> None:
     """The other side: a square is no two, and other letters are other questions."""
     spellings = ("what is {} x\u00b2?", "what is {} x2?", "what is {}x2?")
     rows = [(spelling.format(i), 1.0) for i in range(200) for spelling in spellings]
@@ -197,7 +209,9 @@ def test_questions_of_other_words_stay_others(tmp_path, capsys, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_flipped_questions_repeated_do_not_make_a_loss(tmp_path, capsys, format):
+def test_flipped_questions_repeated_do_not_make_a_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
     """The other side: five lost of 1,000, each there 20 times more, are five."""
     rows = [(f"question {i}", float(i >= 5)) for i in range(1000)]
     repeats = [row for row in rows[:5] for _ in range(20)]
@@ -207,7 +221,9 @@ def test_flipped_questions_repeated_do_not_make_a_loss(tmp_path, capsys, format)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_which_repeat_counts_depends_on_neither_order_nor_score(tmp_path, capsys, format):
+def test_which_repeat_counts_depends_on_neither_order_nor_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
     rows = number([(f"question {i % 300}", 1.0) for i in range(450)])
     theirs = rows.copy()
     random.Random(0).shuffle(theirs)
@@ -217,7 +233,9 @@ def test_which_repeat_counts_depends_on_neither_order_nor_score(tmp_path, capsys
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_as_many_repeats_of_each_question_all_count(tmp_path, capsys, format):
+def test_as_many_repeats_of_each_question_all_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
     """Repeated trials under ids of their own: every question weighs the same already."""
     rows = [(f"question {i % 200}", 1.0) for i in range(600)]
     code, said = compare(tmp_path, rows, rows, capsys, format=format)
@@ -227,7 +245,7 @@ def test_as_many_repeats_of_each_question_all_count(tmp_path, capsys, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("by_option", [True, False], ids=["--cluster-by", "own field"])
-def test_a_field_makes_clusters_coarser_and_never_finer(tmp_path, format, by_option):
+def test_a_field_makes_clusters_coarser_and_never_finer(tmp_path: Path, format: str, by_option: bool) -> None:
     """A field `cluster` in lm-eval's documents overrode what tells that two documents are one."""
     rows = number([(f"question {i % 10}", 1.0) for i in range(40)])
     name = "group" if by_option else "cluster"
@@ -247,7 +265,7 @@ def _tell_apart(text: str, name: str) -> str:
     return "".join(part + (f'"{name}": "own {i}"' if i < len(parts) - 1 else "") for i, part in enumerate(parts))
 
 
-def test_clusters_that_share_a_question_are_one(tmp_path):
+def test_clusters_that_share_a_question_are_one(tmp_path: Path) -> None:
     """a and b are one as they share a passage, b and c as they ask the same."""
     rows = [("a", "1?", "x"), ("b", "2?", "x"), ("c", "2?", "y"), ("d", "3?", "z"), ("e", "1?", "u"), ("f", "3?", "z")]
     path = tmp_path / "t.jsonl"
@@ -262,7 +280,7 @@ def test_clusters_that_share_a_question_are_one(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_one_question_with_other_targets_is_one_cluster_of_other_cases(tmp_path, format):
+def test_one_question_with_other_targets_is_one_cluster_of_other_cases(tmp_path: Path, format: str) -> None:
     """Their answers are one answer, and each is judged by another target."""
     rows = number([(f"question {i}", 1.0) for i in range(4)])
     both = []
@@ -279,7 +297,7 @@ def test_one_question_with_other_targets_is_one_cluster_of_other_cases(tmp_path,
     assert len(records) == 5 and len({r.cluster for r in records}) == 4
 
 
-def test_one_document_with_few_shot_texts_drawn_anew_is_one_question(tmp_path):
+def test_one_document_with_few_shot_texts_drawn_anew_is_one_question(tmp_path: Path) -> None:
     rows = number([(f"question {i}", 1.0) for i in range(5)])
     path = write_rows(tmp_path, rows, format="lm_eval")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -289,7 +307,7 @@ def test_one_document_with_few_shot_texts_drawn_anew_is_one_question(tmp_path):
 
 
 @pytest.mark.parametrize("num_more", [40, 45])
-def test_epochs_of_a_sample_are_trials_and_uneven_ones_weigh_alike(tmp_path, num_more):
+def test_epochs_of_a_sample_are_trials_and_uneven_ones_weigh_alike(tmp_path: Path, num_more: int) -> None:
     path = write_rows(tmp_path, number([(f"question {i}", 1.0) for i in range(40)]), format="inspect_ai")
     log = json.loads(path.read_text())
     log["samples"] += [log["samples"][i % 40] | {"epoch": 2 + i // 40} for i in range(num_more)]
@@ -299,7 +317,7 @@ def test_epochs_of_a_sample_are_trials_and_uneven_ones_weigh_alike(tmp_path, num
     assert len(records) == 80 and len({r.cluster for r in records}) == 40
 
 
-def test_a_repeat_without_a_judgement_is_not_left_out_in_silence(tmp_path):
+def test_a_repeat_without_a_judgement_is_not_left_out_in_silence(tmp_path: Path) -> None:
     path = write_rows(tmp_path, number([("q", 1.0), ("r", 1.0), ("q", 1.0)]), format="inspect_ai")
     log = json.loads(path.read_text())
     log["samples"][2]["error"] = {"message": "boom"}
@@ -307,13 +325,13 @@ def test_a_repeat_without_a_judgement_is_not_left_out_in_silence(tmp_path):
     assert "1 of 3 cases have no judgement" in read_side(path, Grouping()).problems[0]
 
 
-def test_real_sets_lose_nothing():
+def test_real_sets_lose_nothing() -> None:
     records = read_records(REAL / GENERATED)
     assert len(records) == len({r.cluster for r in records}) == 4
     assert len(read_records(REAL / "sums.eval")) == 6
 
 
-def test_an_empty_input_tells_no_question(tmp_path):
+def test_an_empty_input_tells_no_question(tmp_path: Path) -> None:
     """What such samples ask is elsewhere: in files that a log does not hold, or in a dialogue."""
     path = write_rows(tmp_path, number([("", 1.0)] * 40), format="inspect_ai")
     assert len({r.cluster for r in read_records(path)}) == 40

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def write_log(folder: Path, *, num: int = 200, wrong: int = 0) -> Path:
 
 
 @pytest.fixture
-def sides(tmp_path) -> tuple[Path, Path]:
+def sides(tmp_path: Path) -> tuple[Path, Path]:
     """Two folders with samples of lm-eval that differ in nothing but their answers."""
     for side in ("a", "b"):
         write_samples(tmp_path / side)
@@ -49,7 +50,9 @@ OPTIONS = ("--better", "gen/exact_match=higher")
 
 
 @pytest.mark.parametrize("name", ["safety.csv", "safety.CSV", "safety.tsv", "deeper/safety.jsonl", "safety.JSONL"])
-def test_a_table_beside_samples_is_judged(sides, capsys, name):
+def test_a_table_beside_samples_is_judged(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     """The first reader that found a file took the folder, and a safety eval that fell to 0 % was never mentioned."""
     for side, score in zip(sides, (1.0, 0.0), strict=True):
         path = side / name
@@ -64,7 +67,7 @@ def test_a_table_beside_samples_is_judged(sides, capsys, name):
     assert code == 20 and "safety/score" in said and "gen/exact_match" in said, said
 
 
-def test_every_format_of_a_folder_is_judged(sides, capsys):
+def test_every_format_of_a_folder_is_judged(sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for side in sides:
         write_log(side)
         write_outcomes(side / "safety.csv", [1.0] * 200)
@@ -76,7 +79,9 @@ def test_every_format_of_a_folder_is_judged(sides, capsys):
     assert run("compare", *sides, *OPTIONS, capsys=capsys)[0] == 20
 
 
-def test_two_tasks_of_which_one_fell_are_both_judged(sides, capsys):
+def test_two_tasks_of_which_one_fell_are_both_judged(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     for side, wrong in zip(sides, (0, 60), strict=True):
         write_samples(side, task="more", wrong=wrong)
     code, said = run("compare", *sides, *OPTIONS, "--better", "more/exact_match=higher", capsys=capsys)
@@ -102,7 +107,9 @@ def test_two_tasks_of_which_one_fell_are_both_judged(sides, capsys):
     ],
 )
 @pytest.mark.parametrize("where", [0, 1])
-def test_data_that_nothing_reads_is_refused_by_name(sides, capsys, name, where):
+def test_data_that_nothing_reads_is_refused_by_name(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name: str, where: int
+) -> None:
     (sides[where] / name).write_bytes(gzip.compress(b"case_id,score\na,0\n"))
     code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
     assert code == 30 and f"{sides[where] / name}: " in said and "not judged" in said, said
@@ -123,7 +130,9 @@ def test_data_that_nothing_reads_is_refused_by_name(sides, capsys, name, where):
         "LICENSE",
     ],
 )
-def test_what_is_no_data_may_lie_beside(sides, capsys, name):
+def test_what_is_no_data_may_lie_beside(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     for side in sides:
         (side / name).write_text("{}" if name.endswith("json") else "x")
     assert run("compare", *sides, *OPTIONS, capsys=capsys)[0] == 0
@@ -131,13 +140,17 @@ def test_what_is_no_data_may_lie_beside(sides, capsys, name):
 
 @pytest.mark.parametrize(("where", "other"), [(0, "candidate"), (1, "reference")])
 @pytest.mark.parametrize("options", [OPTIONS, (*OPTIONS, "--metric", "gen/exact_match")], ids=["all", "one metric"])
-def test_an_eval_that_one_side_alone_has_is_refused(sides, capsys, where, other, options):
+def test_an_eval_that_one_side_alone_has_is_refused(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str], where: int, other: str, options: tuple[str, ...]
+) -> None:
     write_outcomes(sides[where] / "safety.csv", [1.0] * 200)
     code, said = run("compare", *sides, *options, capsys=capsys)
     assert code == 30 and "safety: " in said and f"the {other} has no" in said, said
 
 
-def test_folders_of_one_table_each_under_two_names_are_two_evals(tmp_path, capsys):
+def test_folders_of_one_table_each_under_two_names_are_two_evals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`help.csv` against `safety.csv` was one eval called `outcomes`."""
     write_outcomes(tmp_path / "a/help.csv", [1.0] * 200)
     write_outcomes(tmp_path / "b/safety.csv", [1.0] * 200)
@@ -146,7 +159,9 @@ def test_folders_of_one_table_each_under_two_names_are_two_evals(tmp_path, capsy
 
 
 @pytest.mark.parametrize("other", ["gen.csv", "deeper/gen.tsv"])
-def test_two_files_of_one_eval_are_refused(sides, capsys, other):
+def test_two_files_of_one_eval_are_refused(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str], other: str
+) -> None:
     for side in sides:
         path = write_outcomes(side / other, [1.0] * 200, name="exact_match")
         path.write_text(path.read_text().replace(",", "\t" if other.endswith("tsv") else ","))
@@ -154,7 +169,9 @@ def test_two_files_of_one_eval_are_refused(sides, capsys, other):
     assert code == 30 and "a second file of gen, beside " in said, said
 
 
-def test_a_linked_folder_is_refused_and_not_passed_over(sides, tmp_path, capsys):
+def test_a_linked_folder_is_refused_and_not_passed_over(
+    sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_outcomes(tmp_path / "elsewhere/safety.csv", [0.0] * 200)
     (sides[1] / "more").symlink_to(tmp_path / "elsewhere")
     code, said = run("compare", *sides, *OPTIONS, capsys=capsys)
@@ -162,7 +179,9 @@ def test_a_linked_folder_is_refused_and_not_passed_over(sides, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("folder", [".cache", ".git", ".ipynb_checkpoints"])
-def test_data_in_a_tools_folder_is_not_passed_over(sides, capsys, folder):
+def test_data_in_a_tools_folder_is_not_passed_over(
+    sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
     """A table in `.cache` was judged by nobody, whatever it lost."""
     for side, score in zip(sides, (1.0, 0.0), strict=True):
         write_outcomes(side / folder / "safety.csv", [score] * 200)
@@ -171,7 +190,7 @@ def test_data_in_a_tools_folder_is_not_passed_over(sides, capsys, folder):
     assert code != 0 and "safety" in said, said
 
 
-def test_what_an_evaluation_keeps_beside_its_records_is_no_eval(tmp_path):
+def test_what_an_evaluation_keeps_beside_its_records_is_no_eval(tmp_path: Path) -> None:
     """Arrays, the canary and the server's own configuration are sealed by the index."""
     from tests.fakes.synthetic_records import Behaviour, write_tree
 
@@ -183,12 +202,18 @@ def test_what_an_evaluation_keeps_beside_its_records_is_no_eval(tmp_path):
     assert "stray.npz: " in read_side(folder, PLAIN).problems[0]
 
 
-LINKS = {"copy": shutil.copy, "hard link": os.link, "symlink": lambda a, b: b.symlink_to(a)}
+LINKS: dict[str, Callable[[Path, Path], object]] = {
+    "copy": shutil.copy,
+    "hard link": os.link,
+    "symlink": lambda a, b: b.symlink_to(a),
+}
 
 
 @pytest.mark.parametrize("link", list(LINKS))
 @pytest.mark.parametrize("kind", ["table", "lm-eval", "inspect_ai"])
-def test_a_candidate_that_is_the_references_file_is_refused(tmp_path, capsys, link, kind):
+def test_a_candidate_that_is_the_references_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], link: str, kind: str
+) -> None:
     """It was a note beside a pass."""
     write = {
         "table": lambda folder: write_outcomes(folder / "t.csv", [1.0] * 200, output=["x"] * 200),
@@ -207,7 +232,7 @@ def test_a_candidate_that_is_the_references_file_is_refused(tmp_path, capsys, li
         assert code == 30 and f"{theirs}: " in said and why in said, said
 
 
-def test_one_copied_eval_among_others_is_refused(sides, capsys):
+def test_one_copied_eval_among_others_is_refused(sides: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for side in sides:
         write_outcomes(side / "safety.csv", [1.0] * 200)
     shutil.copy(sides[0] / "safety.csv", sides[1] / "safety.csv")
@@ -215,19 +240,19 @@ def test_one_copied_eval_among_others_is_refused(sides, capsys):
     assert code == 30 and said.count("holds the same bytes") == 1
 
 
-def test_equal_outcomes_in_other_bytes_stay_a_note(tmp_path, capsys):
+def test_equal_outcomes_in_other_bytes_stay_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = (write_outcomes(tmp_path / f"{side}.csv", [1.0] * 200) for side in "ab")
     code, said = run("compare", ours, theirs, capsys=capsys)
     assert code == 0 and "was it another model that answered?" in said
 
 
-def test_a_table_of_both_sides_is_one_file_and_no_copy(tmp_path, capsys):
+def test_a_table_of_both_sides_is_one_file_and_no_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = "".join(f"c{i},1,1\n" for i in range(200))
     (tmp_path / "t.csv").write_text(f"case_id,reference,candidate\n{rows}")
     assert run("compare", tmp_path / "t.csv", capsys=capsys)[0] == 0
 
 
-def test_a_link_to_the_references_file_is_the_same_file(tmp_path, capsys):
+def test_a_link_to_the_references_file_is_the_same_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = write_outcomes(tmp_path / "a.csv", [1.0] * 200)
     (tmp_path / "b.csv").symlink_to(ours)
     code, said = run("compare", ours, tmp_path / "b.csv", capsys=capsys)

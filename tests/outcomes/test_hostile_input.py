@@ -148,7 +148,7 @@ FILES: dict[str, tuple[str, str | bytes | Callable[[Path], object]]] = {
 }
 
 
-def run(*argv: object, capsys) -> tuple[int, str, str]:
+def run(*argv: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     started = time.perf_counter()
     code = command.main([str(argument) for argument in argv])
     assert time.perf_counter() - started < 20
@@ -158,7 +158,9 @@ def run(*argv: object, capsys) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("is_named", [True, False], ids=["named", "in a folder"])
 @pytest.mark.parametrize("kind", FILES)
-def test_what_can_not_be_read_is_refused(tmp_path, monkeypatch, capsys, kind, is_named):
+def test_what_can_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, is_named: bool
+) -> None:
     monkeypatch.setenv(LIMIT, "64")
     if kind == "no permission" and os.geteuid() == 0:
         pytest.skip("root may read everything")
@@ -207,7 +209,9 @@ def test_what_can_not_be_read_is_refused(tmp_path, monkeypatch, capsys, kind, is
     ],
     ids=lambda value: getattr(value, "__name__", str(value)[:30].strip() or "empty"),
 )
-def test_a_policy_or_settings_that_can_not_be_read_are_one_line_and_no_verdict(tmp_path, capsys, text, said):
+def test_a_policy_or_settings_that_can_not_be_read_are_one_line_and_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes | Callable[[Path], None], said: str
+) -> None:
     table, path = tmp_path / "a.csv", tmp_path / "policy.yaml"
     table.write_text(GOOD)
     (tmp_path / "b.csv").write_text(GOOD.replace("c3,1", "c3,0"))
@@ -234,7 +238,7 @@ def test_a_policy_or_settings_that_can_not_be_read_are_one_line_and_no_verdict(t
         "products: {{a: {{kind: text, reference: [{}]}}}}\ncandidates: {{a: {{product: a}}}}",
     ],
 )
-def test_a_long_value_of_the_settings_is_cut_in_the_line_that_refuses_it(tmp_path, text):
+def test_a_long_value_of_the_settings_is_cut_in_the_line_that_refuses_it(tmp_path: Path, text: str) -> None:
     path = tmp_path / "params.yaml"
     path.write_text(text.format("x" * 100_000))
     with pytest.raises(SettingsError) as refused:
@@ -243,7 +247,7 @@ def test_a_long_value_of_the_settings_is_cut_in_the_line_that_refuses_it(tmp_pat
 
 
 @pytest.mark.parametrize("text", [BOMB, DEEP, "name: &a [*a]", f"name: {DIGITS}"], ids=lambda text: text[:10])
-def test_a_card_that_can_not_be_read_is_one_line(tmp_path, text):
+def test_a_card_that_can_not_be_read_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "card.yaml").write_text(text)
     with pytest.raises(QuantgateError) as refused:
         load_card(tmp_path)
@@ -255,7 +259,7 @@ def test_a_card_that_can_not_be_read_is_one_line(tmp_path, text):
     [f'{{"text": {DIGITS}}}', DEEP, '{"text": "\\ud800", "id": "a"}', "secret words"],
     ids=["digits", "deep", "half a pair", "words"],
 )
-def test_cases_that_can_not_be_read_are_one_line_without_their_words(tmp_path, line):
+def test_cases_that_can_not_be_read_are_one_line_without_their_words(tmp_path: Path, line: str) -> None:
     folder = copy_evalset(tmp_path)
     (folder / "cases.jsonl").write_text(line + "\n")
     with pytest.raises(QuantgateError) as refused:
@@ -271,7 +275,7 @@ def copy_evalset(folder: Path) -> Path:
     return target
 
 
-def test_cases_behind_a_link_that_leaves_the_folder_are_not_read(tmp_path):
+def test_cases_behind_a_link_that_leaves_the_folder_are_not_read(tmp_path: Path) -> None:
     folder = copy_evalset(tmp_path)
     (tmp_path / "secret").write_text('{"text": "the word is swordfish"}\n')
     (folder / "cases.jsonl").symlink_to(tmp_path / "secret")
@@ -295,7 +299,9 @@ def test_cases_behind_a_link_that_leaves_the_folder_are_not_read(tmp_path):
     ],
     ids=["empty", "UTF-16", "deep", "pipe", "digits", "half a pair", "sparse", "cut", "folder"],
 )
-def test_a_verdict_that_can_not_be_read_is_refused(tmp_path, monkeypatch, capsys, write):
+def test_a_verdict_that_can_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Callable[[Path], object]
+) -> None:
     (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     verdict = tmp_path / VERDICT
     verdict.parent.mkdir(parents=True)
@@ -306,7 +312,9 @@ def test_a_verdict_that_can_not_be_read_is_refused(tmp_path, monkeypatch, capsys
     assert str(VERDICT) in err and "found no file" not in err, "it was not even looked for where it lies"
 
 
-def test_the_limit_is_a_setting_and_a_wrong_one_is_no_verdict(tmp_path, monkeypatch, capsys):
+def test_the_limit_is_a_setting_and_a_wrong_one_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text(GOOD if name == "a.csv" else GOOD.replace("c3,1", "c3,0") + " " * (2 << 20))
     monkeypatch.setenv(LIMIT, "1")
@@ -322,7 +330,7 @@ def test_the_limit_is_a_setting_and_a_wrong_one_is_no_verdict(tmp_path, monkeypa
         check_size((512 << 20) + 1, "a.csv")
 
 
-def test_packed_records_that_unpack_to_too_much_are_refused(tmp_path, monkeypatch):
+def test_packed_records_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "bundle/evaluations/a/choices.jsonl.gz"
     path.parent.mkdir(parents=True)
     path.write_bytes(gzip.compress(b" " * (3 << 20)))
@@ -331,12 +339,12 @@ def test_packed_records_that_unpack_to_too_much_are_refused(tmp_path, monkeypatc
         restore_records(tmp_path / "bundle", tmp_path / "build")
 
 
-def test_sums_that_are_a_pipe_are_told_and_not_waited_for(tmp_path):
+def test_sums_that_are_a_pipe_are_told_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / SUMS)
     assert "found no text file of that name" in find_changes(tmp_path)[0]
 
 
-def test_a_named_link_does_not_show_what_it_leads_to(tmp_path, capsys) -> None:
+def test_a_named_link_does_not_show_what_it_leads_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its first line stood in the message, as if it were the header of a table."""
     (tmp_path / "secret").write_text("SECRETLINE\nmore\n")
     for name in ("a.csv", "b.csv"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def write_samples(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_csv, write_samples])
-def test_of_a_case_only_what_its_record_needs_stays_in_memory(tmp_path, write):
+def test_of_a_case_only_what_its_record_needs_stays_in_memory(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     path = write(tmp_path / ("samples.csv" if write is write_csv else "samples.jsonl"))
     tracemalloc.start()
     try:
@@ -82,7 +83,9 @@ def test_of_a_case_only_what_its_record_needs_stays_in_memory(tmp_path, write):
     assert peak / CASES < 3_000, f"{peak / CASES:.0f} bytes a case"
 
 
-def test_sampled_sign_patterns_take_little_memory_and_their_draws_do_not_depend_on_it(monkeypatch):
+def test_sampled_sign_patterns_take_little_memory_and_their_draws_do_not_depend_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes = np.random.default_rng(0).normal(size=10_001)
     tracemalloc.start()
     try:

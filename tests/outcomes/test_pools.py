@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,17 +14,24 @@ from tests.fakes.outcome_tables import run, write_outcomes
 SUBJECTS = ("algebra", "law", "logic")
 
 
-def write_sides(tmp_path, *, losses=(2, 2, 2), gains=(2, 2, 2), n=120, **columns):
+def write_sides(
+    tmp_path: Path,
+    *,
+    losses: tuple[int, int, int] = (2, 2, 2),
+    gains: tuple[int, int, int] = (2, 2, 2),
+    n: int = 120,
+    **columns: Callable[[str], list[str]],
+) -> tuple[Path, Path]:
     """Write a table a subject of both sides: 10 wrong at first, of which some are gained, others are lost."""
     for side, lost, gained in (("before", (0, 0, 0), (0, 0, 0)), ("after", losses, gains)):
         for subject, b, c in zip(SUBJECTS, lost, gained, strict=True):
             scores = [1.0] * c + [0.0] * (10 - c) + [0.0] * b + [1.0] * (n - 10 - b)
-            own = {name: values(subject) for name, values in columns.items()}
+            own: dict[str, Any] = {name: values(subject) for name, values in columns.items()}
             write_outcomes(tmp_path / side / f"{subject}.csv", scores, **own)
     return tmp_path / "before", tmp_path / "after"
 
 
-def test_a_pool_proves_what_its_evals_alone_do_not(tmp_path, capsys) -> None:
+def test_a_pool_proves_what_its_evals_alone_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = write_sides(tmp_path)
     alone, said = run("compare", *sides, "--metric", "score", capsys=capsys)
     assert alone == 10 and said.count("not proven") >= 3
@@ -38,7 +48,9 @@ def test_a_pool_proves_what_its_evals_alone_do_not(tmp_path, capsys) -> None:
     assert sorted(files) == ["algebra.csv", "law.csv", "logic.csv"]
 
 
-def test_an_eval_that_falls_in_a_pool_is_named_and_may_be_gated(tmp_path, capsys) -> None:
+def test_an_eval_that_falls_in_a_pool_is_named_and_may_be_gated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a pool that hides one subject's loss behind the gains of others."""
     sides = write_sides(tmp_path, losses=(0, 12, 0), gains=(4, 0, 4))
     pool = ("--pool", "school=*", "--tolerance", 0.05)
@@ -48,9 +60,9 @@ def test_an_eval_that_falls_in_a_pool_is_named_and_may_be_gated(tmp_path, capsys
     assert code == 20 and "[law]" in said
 
 
-def test_questions_that_several_evals_share_are_one_cluster(tmp_path, capsys) -> None:
-    shared = {"prompt": lambda _: [f"question {i}" for i in range(120)]}
-    other = {"prompt": lambda subject: [f"{subject} {i}" for i in range(120)]}
+def test_questions_that_several_evals_share_are_one_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared: dict[str, Any] = {"prompt": lambda _: [f"question {i}" for i in range(120)]}
+    other: dict[str, Any] = {"prompt": lambda subject: [f"{subject} {i}" for i in range(120)]}
     counts = []
     for name, columns in (("shared", shared), ("other", other)):
         sides = write_sides(tmp_path / name, **columns)
@@ -61,21 +73,23 @@ def test_questions_that_several_evals_share_are_one_cluster(tmp_path, capsys) ->
 
 
 @pytest.mark.parametrize("absent", ["before", "after"])
-def test_an_eval_of_a_pool_that_a_side_lacks_is_refused(tmp_path, capsys, absent) -> None:
+def test_an_eval_of_a_pool_that_a_side_lacks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], absent: str
+) -> None:
     sides = write_sides(tmp_path)
     (tmp_path / absent / "law.csv").unlink()
     code, said = run("compare", *sides, "--pool", "school=*", capsys=capsys)
     assert code == 30 and "no fit outcomes of law" in said
 
 
-def test_a_copied_file_within_a_pool_is_refused(tmp_path, capsys) -> None:
+def test_a_copied_file_within_a_pool_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = write_sides(tmp_path)
     (theirs / "law.csv").write_bytes((ours / "law.csv").read_bytes())
     code, said = run("compare", ours, theirs, "--pool", "school=*", capsys=capsys)
     assert code == 30 and "same bytes" in said
 
 
-def test_evals_that_are_scored_otherwise_are_no_pool(tmp_path, capsys) -> None:
+def test_evals_that_are_scored_otherwise_are_no_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = write_sides(tmp_path)
     for side in (ours, theirs):
         write_outcomes(side / "logic.csv", [float(side == ours)] + [1.0] * 59, name="accuracy")
@@ -93,13 +107,15 @@ def test_evals_that_are_scored_otherwise_are_no_pool(tmp_path, capsys) -> None:
         (["a/b=algebra,law"], "without '/'"),
     ],
 )
-def test_a_pool_that_can_not_be_is_one_line(tmp_path, capsys, pools, message) -> None:
+def test_a_pool_that_can_not_be_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pools: list[str], message: str
+) -> None:
     sides = write_sides(tmp_path)
     code, said = run("compare", *sides, *(word for pool in pools for word in ("--pool", pool)), capsys=capsys)
     assert code == 1 and message in said and said.count("\n") == 1
 
 
-def test_a_bucket_that_bears_another_evals_name_is_refused(tmp_path, capsys) -> None:
+def test_a_bucket_that_bears_another_evals_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sound cases of other evals that call themselves `law` filled its bucket, and its loss passed."""
     sides = write_sides(
         tmp_path,
@@ -113,7 +129,9 @@ def test_a_bucket_that_bears_another_evals_name_is_refused(tmp_path, capsys) -> 
     assert code == 30 and "expected buckets that bear no other eval's name, got 'law'" in said
 
 
-def test_a_pool_of_which_any_file_sounds_of_harm_asks_for_its_direction(tmp_path, capsys) -> None:
+def test_a_pool_of_which_any_file_sounds_of_harm_asks_for_its_direction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for side in ("before", "after"):
         for name in ("answers", "toxicity"):
             write_outcomes(tmp_path / side / f"{name}.csv", [0.0, 1.0] * 60)
@@ -121,7 +139,18 @@ def test_a_pool_of_which_any_file_sounds_of_harm_asks_for_its_direction(tmp_path
     assert code == 1 and "give --better score=higher" in said
 
 
-def write_samples(folder, task, *, prompt, n=200, lost=(), facts=None, chat=False, document="d", stop=()):
+def write_samples(
+    folder: Path,
+    task: str,
+    *,
+    prompt: Callable[..., str],
+    n: int = 200,
+    lost: Sequence[int] = (),
+    facts: object = None,
+    chat: bool = False,
+    document: str = "d",
+    stop: object = (),
+) -> None:
     """Write lm-eval's samples of one side of a task: `n` documents, those of `lost` wrong."""
     folder.mkdir(exist_ok=True)
     date = "2026-01-01T00-00-00.000000"
@@ -154,7 +183,9 @@ def write_samples(folder, task, *, prompt, n=200, lost=(), facts=None, chat=Fals
     ],
     ids=["one prompt but for spaces", "one document, other templates", "one prompt, other stop strings"],
 )
-def test_one_question_in_several_tasks_is_one_cluster(tmp_path, capsys, prompt, document, stop) -> None:
+def test_one_question_in_several_tasks_is_one_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: str, document: str, stop: str
+) -> None:
     """Five templates of 200 documents were 1,000 clusters, and losses of a document in all five were five."""
     for side, lost in (("a", ()), ("b", (3, 50, 111))):
         for t in range(5):
@@ -181,7 +212,9 @@ def test_one_question_in_several_tasks_is_one_cluster(tmp_path, capsys, prompt, 
     assert code == 10 and "1,000 cases in 200 clusters" in said, said
 
 
-def test_tasks_whose_first_argument_is_one_text_keep_their_questions(tmp_path, capsys) -> None:
+def test_tasks_whose_first_argument_is_one_text_keep_their_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The other side: by their prompts alone all cases of such tasks were one cluster."""
     for side in "ab":
         for t in range(2):
@@ -202,7 +235,9 @@ def test_tasks_whose_first_argument_is_one_text_keep_their_questions(tmp_path, c
 
 
 @pytest.mark.parametrize(("option", "clusters"), [(("--cluster-by", "passage"), 120), ((), 360)])
-def test_clusters_that_a_field_names_reach_over_evals(tmp_path, capsys, option, clusters) -> None:
+def test_clusters_that_a_field_names_reach_over_evals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, ...], clusters: int
+) -> None:
     """Nine questions of one passage in three evals were three clusters; ids that nobody named stay their eval's."""
     sides = write_sides(tmp_path, passage=lambda _: [f"passage {i}" for i in range(120)])
     _, said = run("compare", *sides, "--pool", "school=*", "--json", tmp_path / "v.json", *option, capsys=capsys)
@@ -212,7 +247,9 @@ def test_clusters_that_a_field_names_reach_over_evals(tmp_path, capsys, option, 
 
 
 @pytest.mark.parametrize(("ours", "theirs", "refused"), [(1, None, False), (1, 2, True)])
-def test_a_pool_compares_the_facts_that_both_sides_tell(tmp_path, capsys, ours, theirs, refused) -> None:
+def test_a_pool_compares_the_facts_that_both_sides_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: int, theirs: int | None, refused: bool
+) -> None:
     """As its evals do alone: a results file that one side lacks refused the pool."""
     for side, facts in (("a", ours), ("b", theirs)):
         for t in range(2):

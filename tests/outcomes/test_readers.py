@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.errors import EvidenceError
 from pipeline.outcomes import inspect_ai, lm_eval
-from pipeline.outcomes.cases import Grouping
+from pipeline.outcomes.cases import Grouping, Outcomes
 from pipeline.outcomes.registry import READERS, match_names, read_paired_table, read_side
 from tests.fakes.outcome_tables import run
 from tests.paths import ROOT
@@ -26,7 +28,7 @@ RESULTS = "results_2026-11-22T05-25-09.325403.json"
 PLAIN = Grouping()
 
 
-def read_one(path: Path, grouping: Grouping = PLAIN):
+def read_one(path: Path, grouping: Grouping = PLAIN) -> Outcomes:
     side = read_side(path, grouping)
     assert not side.problems, side.problems
     return next(iter(side.outcomes.values()))
@@ -41,7 +43,7 @@ def load_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lm_eval_samples_are_one_case_a_document_and_one_score_a_filter():
+def test_lm_eval_samples_are_one_case_a_document_and_one_score_a_filter() -> None:
     found = read_one(SAMPLES)
     assert (found.name, found.format, [r.case_id for r in found.records]) == ("gen", "lm_eval", ["0", "1", "2", "3"])
     assert found.scores == ["exact_match,flexible-extract", "exact_match,strict-match"]  # bleu is none of a case
@@ -50,24 +52,25 @@ def test_lm_eval_samples_are_one_case_a_document_and_one_score_a_filter():
     assert found.records[0].prompt == "Q: what is 0+0?\nA:" and found.records[0].output == "lol"
 
 
-def test_an_lm_eval_answer_that_is_a_number_is_shown_and_a_likelihood_is_none(tmp_path):
+def test_an_lm_eval_answer_that_is_a_number_is_shown_and_a_likelihood_is_none(tmp_path: Path) -> None:
     rows = load_lines(SAMPLES)
     path = write_lines(tmp_path / SAMPLES.name, [row | {"resps": [["42"]]} for row in rows])
     assert read_one(path).records[0].output == "42"
     assert read_one(REAL / "samples_ppl_2026-11-22T05-31-11.604208.jsonl").records[0].output == ""
 
 
-def test_lm_eval_choice_is_shown_as_the_likeliest_one():
+def test_lm_eval_choice_is_shown_as_the_likeliest_one() -> None:
     found = read_one(REAL / "samples_choices_2026-11-22T05-23-24.098361.jsonl")
     assert found.scores == ["acc"]
     assert found.records[0].output == "By van it takes 24 days to Oslo, and 13 with heat."
 
 
-def test_lm_eval_perplexity_is_a_ratio_over_words():
+def test_lm_eval_perplexity_is_a_ratio_over_words() -> None:
     found = read_one(REAL / "samples_ppl_2026-11-22T05-31-11.604208.jsonl")
     perplexity = found.definitions["word_perplexity"]
     assert (perplexity.estimator, perplexity.harm, perplexity.better) == ("ratio", "relative", "lower")
     assert found.records[0].scores[perplexity.score] == pytest.approx(0.2604923103919594)
+    assert perplexity.weight is not None
     assert found.records[0].scores[perplexity.weight] == 3
 
 
@@ -81,18 +84,20 @@ def test_lm_eval_perplexity_is_a_ratio_over_words():
         (lambda rows: [], "expected"),
     ],
 )
-def test_unfit_lm_eval_samples_are_refused_by_name(tmp_path, edit, said):
+def test_unfit_lm_eval_samples_are_refused_by_name(
+    tmp_path: Path, edit: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], said: str
+) -> None:
     path = write_lines(tmp_path / SAMPLES.name, edit(load_lines(SAMPLES)))
     assert said in read_side(path, PLAIN).problems[0]
 
 
-def test_a_document_that_a_filter_lost_is_no_score_of_that_filter(tmp_path):
+def test_a_document_that_a_filter_lost_is_no_score_of_that_filter(tmp_path: Path) -> None:
     """Without it the candidate would be judged on the documents that it happened to keep."""
     found = read_one(write_lines(tmp_path / SAMPLES.name, load_lines(SAMPLES)[:-1]))
     assert found.problems.keys() == {"exact_match,flexible-extract"}
 
 
-def test_equal_documents_of_a_task_are_cases_of_one_cluster(tmp_path):
+def test_equal_documents_of_a_task_are_cases_of_one_cluster(tmp_path: Path) -> None:
     rows = load_lines(REAL / "samples_choices_2026-11-22T05-23-24.098361.jsonl")
     for row in rows:
         del row["doc"]["cluster"]
@@ -104,7 +109,7 @@ def test_equal_documents_of_a_task_are_cases_of_one_cluster(tmp_path):
     assert found.note and found.note.startswith("1 of 4 cases were left out, first '9', which asks what '0' asks")
 
 
-def test_zip_and_json_of_one_inspect_log_say_the_same():
+def test_zip_and_json_of_one_inspect_log_say_the_same() -> None:
     packed, plain = read_one(REAL / "sums.eval"), read_one(REAL / "sums.json")
     assert packed.name == "sums" and packed.scores == ["f1", "match"] and packed.task == plain.task
     assert sorted(map(repr, packed.records)) == sorted(map(repr, plain.records))
@@ -122,7 +127,9 @@ def test_zip_and_json_of_one_inspect_log_say_the_same():
         (lambda log: log.pop("eval"), "expected"),
     ],
 )
-def test_unfit_inspect_logs_are_refused_by_name(tmp_path, edit, said):
+def test_unfit_inspect_logs_are_refused_by_name(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], object], said: str
+) -> None:
     log = json.loads((REAL / "sums.json").read_text())
     edit(log)
     path = tmp_path / "log.json"
@@ -130,7 +137,7 @@ def test_unfit_inspect_logs_are_refused_by_name(tmp_path, edit, said):
     assert said in read_side(path, PLAIN).problems[0]
 
 
-def test_a_log_cut_off_or_still_being_written_is_refused(tmp_path):
+def test_a_log_cut_off_or_still_being_written_is_refused(tmp_path: Path) -> None:
     cut, under_way = tmp_path / "cut.eval", tmp_path / "way.eval"
     cut.write_bytes((REAL / "sums.eval").read_bytes()[:-500])
     with zipfile.ZipFile(under_way, "w") as archive:
@@ -139,7 +146,7 @@ def test_a_log_cut_off_or_still_being_written_is_refused(tmp_path):
     assert "under way or was killed" in read_side(under_way, PLAIN).problems[0]
 
 
-def test_an_edited_byte_in_a_compressed_sample_is_found(tmp_path):
+def test_an_edited_byte_in_a_compressed_sample_is_found(tmp_path: Path) -> None:
     data = bytearray((REAL / "sums.eval").read_bytes())
     with zipfile.ZipFile(REAL / "sums.eval") as archive:
         info = archive.getinfo("samples/q0_epoch_1.json")
@@ -150,7 +157,7 @@ def test_an_edited_byte_in_a_compressed_sample_is_found(tmp_path):
         inspect_ai.read(path, PLAIN)
 
 
-def test_epochs_are_cases_of_one_cluster(tmp_path):
+def test_epochs_are_cases_of_one_cluster(tmp_path: Path) -> None:
     log = json.loads((REAL / "sums.json").read_text())
     log["samples"] += [sample | {"epoch": 2} for sample in log["samples"]]
     log["results"]["total_samples"] = 12
@@ -159,7 +166,7 @@ def test_epochs_are_cases_of_one_cluster(tmp_path):
     assert len({r.input_digest for r in records}) == 12 and len({r.cluster for r in records}) == 6
 
 
-def test_message_ids_that_are_drawn_anew_make_no_other_question(tmp_path):
+def test_message_ids_that_are_drawn_anew_make_no_other_question(tmp_path: Path) -> None:
     log = json.loads((REAL / "sums.json").read_text())
     digests = []
     for drawn in ("a", "b"):
@@ -169,7 +176,7 @@ def test_message_ids_that_are_drawn_anew_make_no_other_question(tmp_path):
     assert digests[0] == digests[1]
 
 
-def test_fields_of_a_document_or_metadata_make_clusters_and_buckets():
+def test_fields_of_a_document_or_metadata_make_clusters_and_buckets() -> None:
     found = read_one(REAL / "sums.eval", Grouping("level", ("level",)))
     assert {r.cluster for r in found.records} == {"easy"} and found.records[0].buckets == ("level/easy",)
     assert "expected a field 'topic'" in read_side(REAL / "sums.eval", Grouping("topic")).problems[0]
@@ -188,13 +195,13 @@ def test_fields_of_a_document_or_metadata_make_clusters_and_buckets():
         ("case_id,reference,candidate\na,1,0\n", "give it alone"),
     ],
 )
-def test_malformed_tables_are_refused_with_their_line(tmp_path, text, said):
+def test_malformed_tables_are_refused_with_their_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "table.csv"
     path.write_text(text)
     assert said in read_side(path, PLAIN).problems[0]
 
 
-def test_a_table_as_excel_writes_it(tmp_path):
+def test_a_table_as_excel_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_bytes('\ufeffcase_id,score,buckets\r\n"a, b",1,x;y\r\nc,0.5,\r\n'.encode())
     found = read_one(path)
@@ -203,7 +210,7 @@ def test_a_table_as_excel_writes_it(tmp_path):
 
 
 @pytest.mark.parametrize("cell", ["nan", "inf", "", "n/a", "1e999", "1_0"])
-def test_what_is_no_finite_number_stands_in_the_way_of_its_own_score_alone(tmp_path, cell):
+def test_what_is_no_finite_number_stands_in_the_way_of_its_own_score_alone(tmp_path: Path, cell: str) -> None:
     path = tmp_path / "table.csv"
     path.write_text(f"case_id,good,bad,model\na,1,0,x\nb,0,{cell},y\n")
     found = read_one(path)
@@ -211,7 +218,7 @@ def test_what_is_no_finite_number_stands_in_the_way_of_its_own_score_alone(tmp_p
     assert found.problems.keys() == {"bad"} and "model" not in found.scores
 
 
-def test_nan_and_half_a_character_in_json_do_not_crash(tmp_path):
+def test_nan_and_half_a_character_in_json_do_not_crash(tmp_path: Path) -> None:
     path = tmp_path / "table.jsonl"
     path.write_text('{"case_id": "a", "score": NaN, "output": "\\ud800"}\n{"case_id": "b", "score": 1}\n')
     found = read_one(path)
@@ -220,7 +227,7 @@ def test_nan_and_half_a_character_in_json_do_not_crash(tmp_path):
     assert "expected JSON" in read_side(path, PLAIN).problems[0]
 
 
-def test_scores_of_an_object_are_read_and_one_named_twice_is_refused(tmp_path):
+def test_scores_of_an_object_are_read_and_one_named_twice_is_refused(tmp_path: Path) -> None:
     """Which of two would count is anybody's guess."""
     path = tmp_path / "table.jsonl"
     path.write_text('{"case_id": "a", "score": 0, "scores": {"exact": 1}}\n')
@@ -232,34 +239,34 @@ def test_scores_of_an_object_are_read_and_one_named_twice_is_refused(tmp_path):
         assert "table.jsonl:1: case 'a': expected `scores` as an object" in read_side(path, PLAIN).problems[0]
 
 
-def test_tables_of_other_file_names_are_one_eval(tmp_path):
+def test_tables_of_other_file_names_are_one_eval(tmp_path: Path) -> None:
     for name in ("before", "after"):
         (tmp_path / f"{name}.csv").write_text("case_id,score\na,1\n")
     sides = match_names(*(read_side(tmp_path / f"{name}.csv", PLAIN) for name in ("before", "after")))
     assert [list(side.outcomes) for side in sides] == [["outcomes"]] * 2
 
 
-def test_two_runs_of_one_task_in_a_folder_are_refused(tmp_path):
+def test_two_runs_of_one_task_in_a_folder_are_refused(tmp_path: Path) -> None:
     """Which of them was meant nobody can tell; the older one may be the better."""
     for date in ("2026-11-22T05-25-09.325403", "2026-11-23T05-25-09.325403"):
         shutil.copy(SAMPLES, tmp_path / f"samples_gen_{date}.jsonl")
     assert "a second file of gen" in read_side(tmp_path, PLAIN).problems[0]
 
 
-def test_a_paired_table_needs_both_sides(tmp_path):
+def test_a_paired_table_needs_both_sides(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("case_id,reference\na,1\n")
     assert "found no 'candidate'" in read_paired_table(path, PLAIN)[0].problems[0]
 
 
-def test_every_reader_is_registered_under_its_own_name():
+def test_every_reader_is_registered_under_its_own_name() -> None:
     assert set(READERS) == {
         path.stem for path in (ROOT / "pipeline/outcomes").glob("*.py") if "FORMAT = " in path.read_text()
     }
     assert lm_eval.FORMAT in READERS
 
 
-def test_one_prompt_under_many_ids_is_one_cluster(tmp_path):
+def test_one_prompt_under_many_ids_is_one_cluster(tmp_path: Path) -> None:
     rows = [{"case_id": str(i), "prompt": f"question {i % 3}", "score": 1} for i in range(12)]
     found = read_one(write_lines(tmp_path / "plain.jsonl", rows))
     assert len({r.cluster for r in found.records}) == 3
@@ -268,7 +275,7 @@ def test_one_prompt_under_many_ids_is_one_cluster(tmp_path):
 
 
 @pytest.mark.parametrize(("yes", "no"), [("True", "False"), ("true", "false"), ("TRUE", "FALSE")])
-def test_true_and_false_in_a_table_are_scores_and_stay_text_elsewhere(tmp_path, yes, no):
+def test_true_and_false_in_a_table_are_scores_and_stay_text_elsewhere(tmp_path: Path, yes: str, no: str) -> None:
     path = tmp_path / "table.csv"
     path.write_text(f"case_id,score,output\na,{yes},{no}\nb,{no},{yes}\n")
     found = read_one(path)
@@ -276,7 +283,7 @@ def test_true_and_false_in_a_table_are_scores_and_stay_text_elsewhere(tmp_path, 
     assert [r.output for r in found.records] == [no, yes]
 
 
-def test_columns_that_group_are_no_scores(tmp_path):
+def test_columns_that_group_are_no_scores(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("case_id,document,level,score\na,1,1,1\nb,1,2,0\n")
     found = read_one(path, Grouping("document", ("level",)))
@@ -284,7 +291,7 @@ def test_columns_that_group_are_no_scores(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_a_byte_order_mark_is_skipped_and_utf_16_is_named(tmp_path, suffix):
+def test_a_byte_order_mark_is_skipped_and_utf_16_is_named(tmp_path: Path, suffix: str) -> None:
     text = {"csv": "case_id,score\r\na,1\r\n", "jsonl": '{"case_id": "a", "score": 1}\r\n'}[suffix]
     path = tmp_path / f"table.{suffix}"
     path.write_bytes(text.encode("utf-8-sig"))
@@ -295,7 +302,9 @@ def test_a_byte_order_mark_is_skipped_and_utf_16_is_named(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("metric", ["f1", "candidate_f1"])
-def test_a_number_of_no_side_is_no_score_of_a_paired_table(tmp_path, capsys, metric):
+def test_a_number_of_no_side_is_no_score_of_a_paired_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str
+) -> None:
     """It stood on both sides, so every candidate was as good as its reference in it, and passed."""
     rows = "".join(f"c{i},1,{i % 2},{i % 2}\n" for i in range(300))
     path = tmp_path / "table.csv"
@@ -305,7 +314,7 @@ def test_a_number_of_no_side_is_no_score_of_a_paired_table(tmp_path, capsys, met
     assert run("compare", path, capsys=capsys)[0] == 20
 
 
-def test_a_paired_table_keeps_weights_and_groups(tmp_path):
+def test_a_paired_table_keeps_weights_and_groups(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("case_id,reference,candidate,weight,page,kind,f1\na,3,2,4,p1,hard,0.5\n")
     for side in read_paired_table(path, Grouping("page", ("kind",))):
@@ -332,7 +341,9 @@ def test_a_paired_table_keeps_weights_and_groups(tmp_path):
         ),
     ],
 )
-def test_logs_of_other_limits_another_grader_or_sandbox_do_not_compare(tmp_path, capsys, ours, theirs, said):
+def test_logs_of_other_limits_another_grader_or_sandbox_do_not_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: dict[str, Any], theirs: dict[str, Any], said: str
+) -> None:
     """A candidate that may work longer, elsewhere, or is graded more kindly, hides what it lost."""
     for name, about in (("a", ours), ("b", theirs)):
         log = json.loads((REAL / "sums.json").read_text())
@@ -342,7 +353,9 @@ def test_logs_of_other_limits_another_grader_or_sandbox_do_not_compare(tmp_path,
     assert code == 30 and f"sums: {said}: the reference has" in told
 
 
-def test_a_role_of_the_evaluated_model_itself_is_the_same_on_both_sides(tmp_path, capsys):
+def test_a_role_of_the_evaluated_model_itself_is_the_same_on_both_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As is a sandbox by one file, wherever it lies."""
     for name in "ab":
         log = json.loads((REAL / "sums.json").read_text())
@@ -356,7 +369,7 @@ def test_a_role_of_the_evaluated_model_itself_is_the_same_on_both_sides(tmp_path
     assert code == 10  # six cases prove nothing
 
 
-def test_a_document_that_is_another_one_under_a_second_filter_is_refused(tmp_path):
+def test_a_document_that_is_another_one_under_a_second_filter_is_refused(tmp_path: Path) -> None:
     """Only the first filter's was compared with the other side's."""
     rows = load_lines(SAMPLES)
     for row in rows:
@@ -366,7 +379,7 @@ def test_a_document_that_is_another_one_under_a_second_filter_is_refused(tmp_pat
     assert "expected what it asks under its first filter" in read_side(path, PLAIN).problems[0]
 
 
-def test_runs_of_other_numbers_of_answers_do_not_compare(tmp_path, capsys):
+def test_runs_of_other_numbers_of_answers_do_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The best or most frequent of eight answers is not one answer."""
     for side, repeats in (("before", 1), ("after", 8)):
         (tmp_path / side).mkdir()
@@ -395,13 +408,15 @@ def test_runs_of_other_numbers_of_answers_do_not_compare(tmp_path, capsys):
         ("def judge(doc, results): return 1", "def judge(doc, results): return 1", False),
     ],
 )
-def test_answers_that_other_code_judged_do_not_compare(tmp_path, capsys, ours, theirs, differ):
+def test_answers_that_other_code_judged_do_not_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str | None, theirs: str, differ: bool
+) -> None:
     """`process_results` gives the scores: an edit of it passed as a better or equal candidate."""
-    for side, code in (("before", ours), ("after", theirs)):
+    for side, judge in (("before", ours), ("after", theirs)):
         (tmp_path / side).mkdir()
         (tmp_path / side / SAMPLES.name).write_text(SAMPLES.read_text() + "\n" * len(side))
         results = json.loads((REAL / RESULTS).read_text())
-        results["configs"]["gen"] |= {} if code is None else {"process_results": code}
+        results["configs"]["gen"] |= {} if judge is None else {"process_results": judge}
         (tmp_path / side / RESULTS).write_text(json.dumps(results))
     code, said = run(
         "compare", tmp_path / "before", tmp_path / "after", "--metric", "exact_match,strict-match", capsys=capsys
@@ -410,14 +425,14 @@ def test_answers_that_other_code_judged_do_not_compare(tmp_path, capsys, ours, t
     assert code == 30 if differ else code in (10, 30)  # the same answers twice are refused, too
 
 
-def test_more_buckets_than_can_be_judged_are_refused(tmp_path):
+def test_more_buckets_than_can_be_judged_are_refused(tmp_path: Path) -> None:
     """4,000 buckets of one case each took 99 s, and memory that grows with their square."""
     path = tmp_path / "table.csv"
     path.write_text("case_id,score\n" + "".join(f"c{i},1\n" for i in range(1_001)))
     assert "expected 1,000 buckets at most" in read_side(path, Grouping(buckets=("case_id",))).problems[0]
 
 
-def test_filters_are_the_same_wherever_their_functions_lay(tmp_path, capsys):
+def test_filters_are_the_same_wherever_their_functions_lay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """lm-eval's humaneval writes its filter by its address: two runs of one task were never comparable."""
     for side, address in (("before", "0x7fc993"), ("after", "0x7f3a24")):
         (tmp_path / side).mkdir()
@@ -433,12 +448,13 @@ def test_filters_are_the_same_wherever_their_functions_lay(tmp_path, capsys):
     assert "gen: filters" not in said
 
 
-def test_a_cluster_of_0_is_one(tmp_path):
+def test_a_cluster_of_0_is_one(tmp_path: Path) -> None:
     """In JSONL it was none, and each of its cases a cluster of its own."""
     path = tmp_path / "t.jsonl"
     rows = [{"case_id": f"c{i}", "cluster": 0, "prompt": i, "target": i, "score": 1} for i in range(3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for none in (None, "", False, []):
+    empty: list[object] = [None, "", False, []]
+    for none in empty:
         other = tmp_path / "none.jsonl"
         other.write_text("".join(json.dumps(row | {"cluster": none}) + "\n" for row in rows))
         assert len({r.cluster for r in next(iter(read_side(other, PLAIN).outcomes.values())).records}) == 3
@@ -449,7 +465,7 @@ def test_a_cluster_of_0_is_one(tmp_path):
     assert both[0].asked == both[1].asked and "target" in both[0].asked["c0"]
 
 
-def test_documents_whose_cluster_is_null_are_their_own(tmp_path):
+def test_documents_whose_cluster_is_null_are_their_own(tmp_path: Path) -> None:
     rows = load_lines(SAMPLES)
     for row in rows:
         row["doc"]["cluster"] = None
@@ -458,21 +474,21 @@ def test_documents_whose_cluster_is_null_are_their_own(tmp_path):
     assert len({record.cluster for record in records}) == len(records) > 1
 
 
-def test_a_long_cell_is_read(tmp_path):
+def test_a_long_cell_is_read(tmp_path: Path) -> None:
     """Python's csv ends at 131,072 characters, which a prompt of a long context has."""
     path = tmp_path / "t.csv"
     path.write_text("case_id,prompt,score\n" + "".join(f"{i},{'long ' * 40_000}{i},1\n" for i in range(3)))
     assert len(next(iter(read_side(path, PLAIN).outcomes.values())).records) == 3
 
 
-def test_an_index_without_a_name_is_no_score(tmp_path):
+def test_an_index_without_a_name_is_no_score(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(",case_id,score\n" + "".join(f"{i},q{i},1\n" for i in range(3)))
     assert next(iter(read_side(path, PLAIN).outcomes.values())).scores == ["score"]
 
 
 @pytest.mark.parametrize(("depth", "fits"), [(150, True), (600, False)])
-def test_json_that_is_nested_deep_is_one_line(tmp_path, depth, fits):
+def test_json_that_is_nested_deep_is_one_line(tmp_path: Path, depth: int, fits: bool) -> None:
     """At 600 it was a traceback: what looks for white space calls itself."""
     path = tmp_path / "t.jsonl"
     path.write_text('{"case_id": "a", "score": 1, "prompt": ' + "[" * depth + "]" * depth + "}\n")
@@ -480,7 +496,7 @@ def test_json_that_is_nested_deep_is_one_line(tmp_path, depth, fits):
     assert not problems if fits else "expected 200 objects and lists in one another at most" in problems[0]
 
 
-def test_samples_of_other_sandboxes_ask_something_else(tmp_path, capsys):
+def test_samples_of_other_sandboxes_ask_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The eval's own sandbox alone was looked at; a sample may name another."""
     for name, kind in (("a", "docker"), ("b", "local")):
         log = json.loads((REAL / "sums.json").read_text())
@@ -492,7 +508,7 @@ def test_samples_of_other_sandboxes_ask_something_else(tmp_path, capsys):
     assert code == 30 and "the sandbox is another one on the candidate's side" in said, said
 
 
-def test_a_score_that_nothing_gates_is_named(tmp_path, capsys):
+def test_a_score_that_nothing_gates_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """README says so; evals were, columns were not."""
     for name, other in (("a", 1), ("b", 0)):
         (tmp_path / f"{name}.csv").write_text(

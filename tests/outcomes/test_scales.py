@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,15 @@ def write_sides(
 )
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "ratio"])
 def test_a_tolerance_beyond_all_that_a_score_can_lose_is_refused(
-    tmp_path, capsys, name, better, ours, theirs, tolerance, weighted
-):
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    better: str,
+    ours: tuple[float, float],
+    theirs: tuple[float, float],
+    tolerance: float,
+    weighted: bool,
+) -> None:
     """Toxicity went from .097 to .946 under a tolerance of 3, meant as 3 points, and passed."""
     sides = write_sides(tmp_path, ours, theirs, name, **({"weight": ["1"] * N} if weighted else {}))
     code, said = run("compare", *sides, "--better", f"{name}={better}", "--tolerance", tolerance, capsys=capsys)
@@ -62,13 +70,24 @@ def test_a_tolerance_beyond_all_that_a_score_can_lose_is_refused(
         ("points", "higher", (40, 60), (40, 60), 5, 0),
     ],
 )
-def test_a_tolerance_within_the_scale_is_judged(tmp_path, capsys, name, better, ours, theirs, tolerance, code):
+def test_a_tolerance_within_the_scale_is_judged(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    better: str,
+    ours: tuple[float, float],
+    theirs: tuple[float, float],
+    tolerance: float,
+    code: int,
+) -> None:
     sides = write_sides(tmp_path, ours, theirs, name)
     found, said = run("compare", *sides, "--better", f"{name}={better}", "--tolerance", tolerance, capsys=capsys)
     assert found == code, said
 
 
-def test_a_bucket_that_can_not_lose_its_tolerance_is_refused(tmp_path, capsys):
+def test_a_bucket_that_can_not_lose_its_tolerance_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     buckets = ["hard"] * 100 + ["easy"] * 200
     sides = [
         write_outcomes(
@@ -159,7 +178,9 @@ HIGHER = [
 
 
 @pytest.mark.parametrize("name", LOWER)
-def test_a_name_that_sounds_of_harm_asks_for_its_direction(tmp_path, capsys, name):
+def test_a_name_that_sounds_of_harm_asks_for_its_direction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     """0 and 1 in a column `error` were taken for right answers: one error in each case passed."""
     sides = [
         write_outcomes(tmp_path / f"{side}.csv", [score] * 20 + [0.0] * 180, name=name)
@@ -171,11 +192,11 @@ def test_a_name_that_sounds_of_harm_asks_for_its_direction(tmp_path, capsys, nam
 
 
 @pytest.mark.parametrize("name", HIGHER)
-def test_other_names_of_0_and_1_are_rates_of_what_is_right(name):
+def test_other_names_of_0_and_1_are_rates_of_what_is_right(name: str) -> None:
     assert not looks_lower(name)
 
 
-def test_where_scores_are_a_file_its_name_tells(tmp_path, capsys):
+def test_where_scores_are_a_file_its_name_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = "".join(f"c{i},1,1\n" for i in range(200))
     (tmp_path / "toxicity.csv").write_text(f"case_id,reference,candidate\n{rows}")
     code, said = run("compare", tmp_path / "toxicity.csv", capsys=capsys)
@@ -185,7 +206,7 @@ def test_where_scores_are_a_file_its_name_tells(tmp_path, capsys):
     assert run("compare", *sides, capsys=capsys)[0] == 1
 
 
-def test_a_direction_that_the_records_tell_is_not_asked_for(tmp_path, capsys):
+def test_a_direction_that_the_records_tell_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """lm-eval's results file says that more of `acc` is better, whatever a task or metric is called."""
     for side in "ab":
         path = write_samples(tmp_path / side)
@@ -198,21 +219,25 @@ def test_a_direction_that_the_records_tell_is_not_asked_for(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("column", ["score", "value", "label", "result"])
-def test_a_plain_name_in_a_file_that_sounds_of_harm_asks_for_its_direction(tmp_path, capsys, column):
+def test_a_plain_name_in_a_file_that_sounds_of_harm_asks_for_its_direction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], column: str
+) -> None:
     sides = [write_outcomes(tmp_path / side / "toxicity.csv", [0.0, 1.0] * 60, name=column) for side in "ab"]
     code, said = run("compare", *sides, capsys=capsys)
     assert code == 1 and f"give --better {column}=higher or --better {column}=lower" in said
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["clusters", "weights"])
-def test_graded_scores_that_large_clusters_may_hide_are_not_proven(tmp_path, capsys, weighted):
+def test_graded_scores_that_large_clusters_may_hide_are_not_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weighted: bool
+) -> None:
     """Of 6 large clusters among 250 small ones one falls in four; in one draw of five or six none does, and it passed.
 
     With one score of 0.5 a rate becomes such a mean, and must not prove more by it.
     """
     sizes = [100] * 6 + [5] * 250
     if weighted:
-        columns = {"weight": [str(size) for size in sizes]}
+        columns: dict[str, Any] = {"weight": [str(size) for size in sizes]}
         scores = [float(size) for size in sizes]
         scores[-1] = 4.5
     else:

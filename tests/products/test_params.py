@@ -127,7 +127,7 @@ def test_valid_settings_become_typed_and_frozen() -> None:
     assert isinstance(gptq, GptqStep) and isinstance(awq, AwqStep)
     assert (gptq.bits, gptq.group_size, gptq.exclude, gptq.calibration.length_exponent) == (4, 128, ["lm_head"], 0.0)
     with pytest.raises(ValidationError):
-        product.reference = "int4"  # type: ignore[misc]
+        product.reference = "int4"
 
 
 UNKNOWN = "unknown key; remove it or correct its spelling"

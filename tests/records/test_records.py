@@ -11,7 +11,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from pipeline.errors import EvidenceError
-from pipeline.gate.verdicts import Judgement, describe_policy
+from pipeline.gate.verdicts import Judgement, build_policy
 from pipeline.records.evaluations import BuiltCandidate, Evaluation
 from pipeline.records.files import write_text
 from pipeline.records.record_files import Record, read_record
@@ -24,7 +24,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def draw(path: Path) -> None:
-    policy = describe_policy(make_params(["good"], ["good"]))
+    policy = build_policy(make_params(["good"], ["good"]))
     plot_harm(
         Judgement(
             outcome="pass", blocked_by=(), policy=policy, reference_fingerprint="", reference_metrics=(), verdicts=()

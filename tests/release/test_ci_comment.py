@@ -8,6 +8,9 @@ import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -29,14 +32,14 @@ elif any(word.endswith("/pulls") for word in words):
 
 
 @pytest.fixture
-def comment(tmp_path):
+def comment(tmp_path: Path) -> Callable[..., list[Any]]:
     """Return what was asked of GitHub for a text."""
     fake = tmp_path / "bin/gh"
     fake.parent.mkdir()
     fake.write_text(FAKE.format(python=sys.executable))
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
 
-    def run(text, *, pulls="7", comments=""):
+    def run(text: str, *, pulls: str = "7", comments: str = "") -> list[Any]:
         (tmp_path / "gate.md").write_text(text)
         calls = tmp_path / "calls"
         calls.write_text("")
@@ -60,7 +63,7 @@ def comment(tmp_path):
     return run
 
 
-def test_the_first_comment_is_written_and_later_ones_replace_it(comment):
+def test_the_first_comment_is_written_and_later_ones_replace_it(comment: Callable[..., list[Any]]) -> None:
     words, body = comment("## quantgate: pass")[-1]
     assert "POST" in words and "repos/owner/name/issues/7/comments" in words
     assert body == "<!-- quantgate: gate -->\n## quantgate: pass"
@@ -68,21 +71,21 @@ def test_the_first_comment_is_written_and_later_ones_replace_it(comment):
     assert "PATCH" in words and "repos/owner/name/issues/comments/99" in words
 
 
-def test_a_pull_request_that_has_moved_on_gets_no_comment(comment):
+def test_a_pull_request_that_has_moved_on_gets_no_comment(comment: Callable[..., list[Any]]) -> None:
     assert len(comment("text", pulls="")) == 1
 
 
-def test_a_strangers_text_mentions_nobody_forges_no_mark_and_fits(comment):
+def test_a_strangers_text_mentions_nobody_forges_no_mark_and_fits(comment: Callable[..., list[Any]]) -> None:
     _, body = comment("@everyone\n```text\n@owner <!-- quantgate: gate -->\n```\n" + "@x" * 100_000)[-1]
     assert not re.search(r"@[^\u200b]", body) and body.count("<!--") == 1 and len(body) < 65_536
     assert "&#" not in body and "&lt;" not in body, "an entity is not decoded in a block of code"
 
 
-def read_workflow(name):
+def read_workflow(name: str) -> Any:
     return YAML(typ="safe").load((ROOT / ".github/workflows" / name).read_text(encoding="utf-8"))
 
 
-def test_no_code_of_a_pull_request_runs_with_the_right_to_write():
+def test_no_code_of_a_pull_request_runs_with_the_right_to_write() -> None:
     """`pull_request_target`, a secret, or a checkout of the head where writing is allowed would each hand it over."""
     gate, commenting = read_workflow("gate.yml"), read_workflow("gate-comment.yml")
     assert set(gate["on"]) == {"pull_request", "workflow_dispatch"} and gate["permissions"] == {"contents": "read"}
@@ -96,12 +99,12 @@ def test_no_code_of_a_pull_request_runs_with_the_right_to_write():
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/comment fetched/gate.md"]
 
 
-def test_a_fork_never_reaches_the_machine_of_its_own():
+def test_a_fork_never_reaches_the_machine_of_its_own() -> None:
     full = read_workflow("gate.yml")["jobs"]["full"]
     assert "self-hosted" in full["runs-on"] and full["environment"]
     assert "github.event.pull_request.head.repo.full_name == github.repository" in full["if"]
 
 
-def test_another_label_cancels_no_full_run():
+def test_another_label_cancels_no_full_run() -> None:
     concurrency = read_workflow("gate.yml")["concurrency"]
     assert "github.event.label.name" in concurrency["group"] or not concurrency["cancel-in-progress"]

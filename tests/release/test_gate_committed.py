@@ -37,13 +37,13 @@ ASKED = f"products.{PRODUCT}"  # where its settings stand in params.yaml
 
 
 @pytest.fixture
-def git(tmp_path, monkeypatch):
+def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Git in an empty folder, whatever repository the tests themselves are run from."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
-    def run(*words):
+    def run(*words: str) -> None:
         subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words], check=True, capture_output=True
         )
@@ -53,7 +53,7 @@ def git(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def released(git, tmp_path):
+def released(git: Callable[..., None], tmp_path: Path) -> Path:
     """A project whose release is on the branch `origin/main`."""
     write_project(tmp_path)
     bundle_project(tmp_path)
@@ -63,7 +63,7 @@ def released(git, tmp_path):
     return tmp_path
 
 
-def release_with(root: Path, *, overall: float, loosened: dict[str, object]) -> None:
+def release_with(root: Path, *, overall: float, loosened: dict[str, dict[str, object]]) -> None:
     """Release under a tolerance, and with reasons, as a pull request may."""
     params = json.loads((root / "params.yaml").read_text())
     gate = params["products"][PRODUCT]["gate"]
@@ -82,7 +82,7 @@ def check_release() -> gate_committed.Check:
     return gate_committed.check_release(load_product(Path()))
 
 
-def test_a_release_in_the_pull_request_itself_excuses_no_looser_setting(released):
+def test_a_release_in_the_pull_request_itself_excuses_no_looser_setting(released: Path) -> None:
     """Loosen with a reason, release, remove the reason: its own manifest then says that nothing changed."""
     assert check_base().is_right, check_base().said
     reason = {KEY: {"was": 0.15, "now": 0.3, "why": "the product asks for less since June"}}
@@ -94,7 +94,7 @@ def test_a_release_in_the_pull_request_itself_excuses_no_looser_setting(released
     assert f"expected {KEY!r} with a reason, as it was 0.15 at the last release (origin/main:release" in found.said
 
 
-def test_a_release_that_was_deleted_or_a_branch_that_is_not_there_is_no_first_release(released):
+def test_a_release_that_was_deleted_or_a_branch_that_is_not_there_is_no_first_release(released: Path) -> None:
     shutil.rmtree(released / "release")
     found = check_base()
     assert not found.is_right and found.said.startswith(f"{BUNDLE}/manifest.json: origin/main has it, and here")
@@ -102,7 +102,7 @@ def test_a_release_that_was_deleted_or_a_branch_that_is_not_there_is_no_first_re
     assert not found.is_right and "origin/next: expected the branch" in found.said
 
 
-def test_before_a_first_release_nothing_is_compared(git, tmp_path):
+def test_before_a_first_release_nothing_is_compared(git: Callable[..., None], tmp_path: Path) -> None:
     write_project(tmp_path)
     git("add", "params.yaml")
     git("commit", "-qm", "settings")
@@ -111,7 +111,9 @@ def test_before_a_first_release_nothing_is_compared(git, tmp_path):
     assert check_base().is_right
 
 
-def test_a_pull_request_can_not_change_the_key_that_releases_are_checked_with(released, git):
+def test_a_pull_request_can_not_change_the_key_that_releases_are_checked_with(
+    released: Path, git: Callable[..., None]
+) -> None:
     (released / "release.pub").write_text("key of the owner\n")
     git("add", "release.pub")
     git("commit", "-qm", "key")
@@ -131,7 +133,9 @@ def test_a_pull_request_can_not_change_the_key_that_releases_are_checked_with(re
         (lambda manifest: manifest["evalsets"]["choices"].update(digest="0" * 64), "evals.choices.cases"),
     ],
 )
-def test_a_worse_reference_or_easier_cases_under_the_old_name_need_a_reason(released, change, key):
+def test_a_worse_reference_or_easier_cases_under_the_old_name_need_a_reason(
+    released: Path, change: Callable[[dict[str, Any]], object], key: str
+) -> None:
     path = released / BUNDLE / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
@@ -140,7 +144,7 @@ def test_a_worse_reference_or_easier_cases_under_the_old_name_need_a_reason(rele
     assert not found.is_right and f"expected {key!r} with a reason" in found.said
 
 
-def test_where_a_key_is_kept_the_release_must_be_signed_by_it(tmp_path, monkeypatch):
+def test_where_a_key_is_kept_the_release_must_be_signed_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path)
     private, public = write_keys(tmp_path, "owner")
@@ -155,7 +159,7 @@ def test_where_a_key_is_kept_the_release_must_be_signed_by_it(tmp_path, monkeypa
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with its release, as it lies in a clone: no records."""
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path)
@@ -196,7 +200,9 @@ def _calibrate(params: dict[str, Any]) -> None:
         (lambda p: ask(p)["canary"].update(num_prompts=99), f"{ASKED}.canary.num_prompts"),
     ],
 )
-def test_a_release_is_of_the_recipe_that_stands_in_params_yaml(project, change, key):
+def test_a_release_is_of_the_recipe_that_stands_in_params_yaml(
+    project: Path, change: Callable[[dict[str, Any]], object], key: str
+) -> None:
     """Whatever dvc.lock says: a merge by "ours" leaves it as if the new recipe had run."""
     assert check_release().is_right, check_release().said
     edit_params(project, change)
@@ -216,13 +222,15 @@ def test_a_release_is_of_the_recipe_that_stands_in_params_yaml(project, change, 
         lambda params: ask(params)["gate"].update(loosened={}),
     ],
 )
-def test_other_candidates_and_defaults_that_are_written_out_are_the_same_recipe(project, change):
+def test_other_candidates_and_defaults_that_are_written_out_are_the_same_recipe(
+    project: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
     """A bundle of a time before a setting was there has its default."""
     edit_params(project, change)
     assert check_release().is_right, check_release().said
 
 
-def test_cases_and_weights_that_lie_beside_a_release_are_those_that_it_is_about(project):
+def test_cases_and_weights_that_lie_beside_a_release_are_those_that_it_is_about(project: Path) -> None:
     manifest = read_record(project / BUNDLE / "manifest.json", Manifest)
     right = {name: kept.digest for name, kept in manifest.evalsets.items()}
     assert find_other_material(manifest, project, cases=right, adapter=None) == []
@@ -239,7 +247,9 @@ def test_cases_and_weights_that_lie_beside_a_release_are_those_that_it_is_about(
 def write_stages(root: Path, **changed: str) -> None:
     """Write a dvc.yaml with a product `fonts` beside the one that is released, each with its judging stages."""
     judging = {stage: f"python -m stages.{stage} ${{key}}" for stage in JUDGING}
-    stages = {name: {"cmd": cmd} for name, cmd in {"env": "true", **changed}.items() if cmd and name not in judging}
+    stages: dict[str, Any] = {
+        name: {"cmd": cmd} for name, cmd in {"env": "true", **changed}.items() if cmd and name not in judging
+    }
     stages |= {
         name: {"foreach": {PRODUCT: None, "fonts": None}, "do": {"cmd": cmd}}
         for name, cmd in (judging | changed).items()
@@ -267,7 +277,9 @@ def write_stages(root: Path, **changed: str) -> None:
         ({"env": ""}, "stage env ended with 1\ndvc.yaml: expected a stage env, found none"),
     ],
 )
-def test_what_judges_must_be_there_and_run_whatever_dvc_lock_says(tmp_path, monkeypatch, changed, said):
+def test_what_judges_must_be_there_and_run_whatever_dvc_lock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], said: str
+) -> None:
     """Written into both files, DVC sees no difference."""
     monkeypatch.chdir(tmp_path)
     write_stages(tmp_path, **changed)
@@ -276,7 +288,9 @@ def test_what_judges_must_be_there_and_run_whatever_dvc_lock_says(tmp_path, monk
     assert found.said.startswith(said) and found.is_right == (not changed)
 
 
-def test_what_digests_the_code_must_run_and_nothing_stands_for_it(tmp_path, monkeypatch):
+def test_what_digests_the_code_must_run_and_nothing_stands_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With another command in dvc.yaml and dvc.lock, digests of old code stayed, and edited code was not seen."""
     monkeypatch.chdir(tmp_path)
     write_stages(tmp_path)
@@ -290,7 +304,7 @@ def test_what_digests_the_code_must_run_and_nothing_stands_for_it(tmp_path, monk
     assert not committed.exists()
 
 
-def test_what_is_out_of_date_is_named_in_order_and_why(tmp_path, monkeypatch):
+def test_what_is_out_of_date_is_named_in_order_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_stages(tmp_path)
     monkeypatch.setattr(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.loosening import MANIFEST
 from pipeline.gate.verdicts import Judgement
+from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.digests import digest_file, digest_json, digest_text
 from pipeline.records.evaluations import OUTGROWN, CaseRecord, Evaluation, read_cases
 from pipeline.records.record_files import read_record, write_record
@@ -43,7 +46,7 @@ from tests.fakes.synthetic_records import PRODUCT, WEIGHTS, describe_project, ma
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project whose release passes, and the keys of its owner; not to be changed."""
     root = tmp_path_factory.mktemp("release")
     write_project(root)
@@ -53,12 +56,12 @@ def project(tmp_path_factory):
 
 
 @pytest.fixture
-def bundle(project, tmp_path):
+def bundle(project: Path, tmp_path: Path) -> Path:
     """A copy of its bundle, to be tampered with."""
     return Path(shutil.copytree(project / BUNDLE, tmp_path / "bundle"))
 
 
-def test_what_does_not_verify_leaves_the_last_bundle_as_it_was(tmp_path, monkeypatch):
+def test_what_does_not_verify_leaves_the_last_bundle_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundle of a forged verdict was found out when it lay there already, and the good one was gone."""
     write_project(tmp_path)
     path = bundle_project(tmp_path)
@@ -70,26 +73,26 @@ def test_what_does_not_verify_leaves_the_last_bundle_as_it_was(tmp_path, monkeyp
     assert [child.name for child in path.parent.iterdir()] == [PRODUCT]
 
 
-def edit_json(path, edit):
+def edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
-def edit_text(path, was, now):
+def edit_text(path: Path, was: str, now: str) -> None:
     text = path.read_text()
     assert was in text
     path.write_text(text.replace(was, now))
 
 
-def edit_packed(path, edit):
+def edit_packed(path: Path, edit: Callable[[list[Any]], object]) -> None:
     """Change the records of a packed file."""
     records = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
     edit(records)
     path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in records).encode(), mtime=0))
 
 
-def test_a_bundle_verifies_with_its_owners_key_and_the_weights(project, bundle):
+def test_a_bundle_verifies_with_its_owners_key_and_the_weights(project: Path, bundle: Path) -> None:
     weights = project / BUILD / "candidates" / NAME / "checkpoint"
     found = verify_bundle(bundle, public_key=project / "owner.pub", weights={NAME: weights})
     assert found.problems == []
@@ -97,14 +100,14 @@ def test_a_bundle_verifies_with_its_owners_key_and_the_weights(project, bundle):
     assert "signed by the owner" in said and f"{NAME} pass" in said and "the weights of good, as released" in said
 
 
-def test_a_bundle_holds_no_text_of_a_case(bundle, project):
+def test_a_bundle_holds_no_text_of_a_case(bundle: Path, project: Path) -> None:
     kept = b"".join(gzip.decompress(p.read_bytes()) for p in bundle.rglob("*.jsonl.gz") if p.name != "canary.jsonl.gz")
     records = read_cases(project / BUILD / f"evaluations/{NAME}/workflows.jsonl")
     assert records[0].case_id.encode() in kept
     assert b"Move crate" not in kept and b"dock" not in kept and b"bay" not in kept
 
 
-def test_the_manifest_names_what_went_out(project):
+def test_the_manifest_names_what_went_out(project: Path) -> None:
     manifest = read_record(project / BUNDLE / MANIFEST, Manifest)
     (side,) = manifest.release
     index = read_record(project / BUILD / f"evaluations/{NAME}/evaluation.json", Evaluation)
@@ -115,7 +118,7 @@ def test_the_manifest_names_what_went_out(project):
     assert {"torch", "scipy", "python"} <= manifest.libraries.keys()
 
 
-def test_other_weights_are_named(project, bundle, tmp_path):
+def test_other_weights_are_named(project: Path, bundle: Path, tmp_path: Path) -> None:
     other = tmp_path / "weights"
     other.mkdir()
     (other / WEIGHTS).write_text("other weights")
@@ -127,7 +130,9 @@ def test_other_weights_are_named(project, bundle, tmp_path):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_no_file_changes_goes_or_comes_unseen(project, tmp_path_factory, data):
+def test_no_file_changes_goes_or_comes_unseen(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     """Without any key: a flipped byte, a file that is gone, one that is new, wherever it is."""
     bundle = Path(shutil.copytree(project / BUNDLE, tmp_path_factory.mktemp("tampered") / "bundle"))
     path = data.draw(st.sampled_from(sorted(p for p in bundle.rglob("*") if p.is_file())))
@@ -148,14 +153,14 @@ def test_no_file_changes_goes_or_comes_unseen(project, tmp_path_factory, data):
     assert found.problems and not [problem for problem in found.problems if "\n" in problem]
 
 
-def test_a_bundle_that_points_outside_of_itself_is_no_bundle(bundle, tmp_path):
+def test_a_bundle_that_points_outside_of_itself_is_no_bundle(bundle: Path, tmp_path: Path) -> None:
     """A linked verdict has the right digest today."""
     outside = shutil.move(bundle / "verdict.json", tmp_path / "elsewhere.json")
     (bundle / "verdict.json").symlink_to(outside)
     assert f"{bundle / 'verdict.json'}: a link; a bundle holds its files itself" in verify_bundle(bundle).problems
 
 
-def test_records_that_an_index_names_elsewhere_are_not_read(bundle, tmp_path):
+def test_records_that_an_index_names_elsewhere_are_not_read(bundle: Path, tmp_path: Path) -> None:
     """What is wrong with a line was told with the line, whosever file it was."""
     (tmp_path / "elsewhere.jsonl").write_text("a word of nobody's business\n")
     edit_json(
@@ -167,7 +172,7 @@ def test_records_that_an_index_names_elsewhere_are_not_read(bundle, tmp_path):
     assert "evaluation.json: expected names of files beside it" in said and "nobody's business" not in said
 
 
-def test_what_asks_for_more_memory_than_there_is_is_a_problem(bundle, monkeypatch):
+def test_what_asks_for_more_memory_than_there_is_is_a_problem(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An array may say that it has 10^13 numbers."""
 
     def fail(*_: object) -> None:
@@ -177,7 +182,7 @@ def test_what_asks_for_more_memory_than_there_is_is_a_problem(bundle, monkeypatc
     assert "can't be judged again: Unable to allocate 72.8 TiB" in "\n".join(verify_bundle(bundle).problems)
 
 
-def test_two_digests_that_differ_late_are_shown_whole(bundle):
+def test_two_digests_that_differ_late_are_shown_whole(bundle: Path) -> None:
     sums = bundle / "SHA256SUMS"
     first, rest = sums.read_text().split("\n", 1)
     digest, name = first.split("  ")
@@ -186,7 +191,7 @@ def test_two_digests_that_differ_late_are_shown_whole(bundle):
     assert f"expected sha256 {other}, got {digest}; it was changed" in "\n".join(verify_bundle(bundle).problems)
 
 
-def lose_ten(records):
+def lose_ten(records: list[Any]) -> None:
     for record in records[:10]:
         record["scores"]["completed"] = 0.0
 
@@ -231,7 +236,9 @@ def lose_ten(records):
         (lambda b: (b / "benchmarks").mkdir(), None),
     ],
 )
-def test_what_agrees_with_its_sums_must_agree_with_the_rest(bundle, tamper, named):
+def test_what_agrees_with_its_sums_must_agree_with_the_rest(
+    bundle: Path, tamper: Callable[[Path], object], named: str | None
+) -> None:
     """Whoever edits a file can write the sums anew, and the verdict no longer follows from the scores."""
     (bundle / SIGNATURE).unlink()
     tamper(bundle)
@@ -243,7 +250,7 @@ def test_what_agrees_with_its_sums_must_agree_with_the_rest(bundle, tamper, name
         assert named in "\n".join(found.problems)
 
 
-def make_worse_and_judge(root, private_key):
+def make_worse_and_judge(root: Path, private_key: Path) -> Path:
     """Write a bundle that is consistent in itself and about other records."""
     rewrite_records(
         root / BUILD,
@@ -255,7 +262,7 @@ def make_worse_and_judge(root, private_key):
     return bundle_project(root, private_key=private_key)
 
 
-def test_only_the_signature_finds_a_bundle_that_is_consistent_in_itself(project, tmp_path):
+def test_only_the_signature_finds_a_bundle_that_is_consistent_in_itself(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project / "build", tmp_path / "build")
     shutil.copy(project / "params.yaml", tmp_path)
     rewrite_records(
@@ -275,7 +282,7 @@ def test_only_the_signature_finds_a_bundle_that_is_consistent_in_itself(project,
     assert "not the signature of this bundle by this key" in problem
 
 
-def test_a_removed_signature_is_found_where_a_key_is_given(project, bundle):
+def test_a_removed_signature_is_found_where_a_key_is_given(project: Path, bundle: Path) -> None:
     (bundle / SIGNATURE).unlink()
     write_sums(bundle)
     assert verify_bundle(bundle).notes[0] == "not signed"
@@ -283,7 +290,7 @@ def test_a_removed_signature_is_found_where_a_key_is_given(project, bundle):
     assert "expected a signature, as a public key is given, found none" in problem
 
 
-def test_a_key_that_is_none_is_one_line_and_loses_no_bundle(project, tmp_path):
+def test_a_key_that_is_none_is_one_line_and_loses_no_bundle(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project / "build", tmp_path / "build")
     shutil.copytree(project / "reports", tmp_path / "reports")
     shutil.copy(project / "params.yaml", tmp_path)
@@ -306,7 +313,9 @@ def test_a_key_that_is_none_is_one_line_and_loses_no_bundle(project, tmp_path):
         (lambda root: edit_json(root / VERDICT, lambda v: v.update(interval_confidence=0.9)), "passed another verdict"),
     ],
 )
-def test_nothing_is_released_that_the_gate_did_not_pass(project, tmp_path, spoil, named):
+def test_nothing_is_released_that_the_gate_did_not_pass(
+    project: Path, tmp_path: Path, spoil: Callable[[Path], object], named: str
+) -> None:
     root = Path(shutil.copytree(project, tmp_path / "project"))
     spoil(root)
     judgement = read_record(root / VERDICT, Judgement)
@@ -314,7 +323,7 @@ def test_nothing_is_released_that_the_gate_did_not_pass(project, tmp_path, spoil
         check_marker(root / BUILD / "gate.ok", judgement, root / VERDICT)
 
 
-def test_a_marker_forged_for_a_blocking_verdict_is_refused(tmp_path):
+def test_a_marker_forged_for_a_blocking_verdict_is_refused(tmp_path: Path) -> None:
     write_project(tmp_path, loss=0.5)
     judgement = read_record(tmp_path / VERDICT, Judgement)
     (tmp_path / BUILD / "gate.ok").write_text(json.dumps({"verdict_sha256": digest_file(tmp_path / VERDICT)}))
@@ -322,7 +331,7 @@ def test_a_marker_forged_for_a_blocking_verdict_is_refused(tmp_path):
         check_marker(tmp_path / BUILD / "gate.ok", judgement, tmp_path / VERDICT)
 
 
-def test_stripped_outputs_keep_what_the_gate_looks_at(project, tmp_path):
+def test_stripped_outputs_keep_what_the_gate_looks_at(project: Path, tmp_path: Path) -> None:
     """Empty or not, equal or not, how many turns, and conversations that had no room left."""
     outputs = ["", "  ", "a\nb", "a\nb", f"a\n{OUTGROWN}"]
     shutil.copytree(project / "build", tmp_path / "build")
@@ -338,7 +347,7 @@ def test_stripped_outputs_keep_what_the_gate_looks_at(project, tmp_path):
     assert kept[4].endswith(OUTGROWN) and kept[4].split("\n")[0] == kept[2].split("\n")[0]
 
 
-def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path):
+def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path: Path) -> None:
     """Its verdict rests on arrays beside the records; without them nothing could be computed."""
     ways = {"close": Way([{"kind": "precision", "dtype": "bfloat16"}], Change())}
     wide = {
@@ -369,12 +378,12 @@ def test_a_detectors_boxes_are_judged_again_from_its_matches(tmp_path):
 
 
 @pytest.fixture
-def old(tmp_path):
+def old(tmp_path: Path) -> Path:
     """A copy of the bundle of an upscaler from before products had names."""
     return Path(shutil.copytree(Path(__file__).parent / "old_bundle", tmp_path / "old"))
 
 
-def test_a_bundle_of_before_products_had_names_verifies(old):
+def test_a_bundle_of_before_products_had_names_verifies(old: Path) -> None:
     """Its manifest and verdict say `track`, and its settings are a section of a text project's."""
     said = json.loads((old / MANIFEST).read_text())
     assert said["track"] == said["policy"]["track"] == "upscaler" and "product" not in said
@@ -384,7 +393,7 @@ def test_a_bundle_of_before_products_had_names_verifies(old):
     assert (manifest.product, manifest.policy.product, manifest.policy.kind) == ("upscaler", "upscaler", "vision")
 
 
-def lower_quality(records):
+def lower_quality(records: list[Any]) -> None:
     for record in records[:10]:
         record["scores"]["psnr_db"] -= 0.05
 
@@ -408,7 +417,9 @@ def lower_quality(records):
         ),
     ],
 )
-def test_an_edit_of_a_bundle_of_before_products_had_names_is_found(old, tamper, named):
+def test_an_edit_of_a_bundle_of_before_products_had_names_is_found(
+    old: Path, tamper: Callable[[Path], object], named: str
+) -> None:
     """With its sums as they were, and with sums that were written anew."""
     tamper(old)
     assert "it was changed" in "\n".join(verify_bundle(old).problems)
@@ -431,7 +442,9 @@ def test_an_edit_of_a_bundle_of_before_products_had_names_is_found(old, tamper, 
         ("upscaler", "vision", {"batch_size": 1}, {"num_workers": 2}),
     ],
 )
-def test_settings_of_before_products_had_names_are_read_as_products(old, name, kind, serving, resources):
+def test_settings_of_before_products_had_names_are_read_as_products(
+    old: Path, name: str, kind: str, serving: dict[str, Any], resources: dict[str, float]
+) -> None:
     """All four stood in one file, each with candidates and a way of serving of its own."""
     product = load_released(old / "params.yaml", name)
     assert (product.name, product.kind) == (name, kind) and product.reference in product.candidates
@@ -440,15 +453,16 @@ def test_settings_of_before_products_had_names_are_read_as_products(old, name, k
     assert settings["resources"] == resources
 
 
-def test_a_recipe_of_before_products_had_names_is_compared_as_one_of_today(old):
+def test_a_recipe_of_before_products_had_names_is_compared_as_one_of_today(old: Path) -> None:
     product = load_released(old / "params.yaml", "upscaler")
+    assert isinstance(product, VisionProduct)
     assert find_other_recipe(old, product) == []
     other = product.model_copy(update={"serving": product.serving.model_copy(update={"batch_size": 7})})
     [problem] = find_other_recipe(old, other)
     assert problem.startswith(f"params.yaml: products.upscaler.serving.batch_size: {old}/params.yaml has 1, got 7; ")
 
 
-def test_rounding_is_no_difference_and_everything_else_is():
+def test_rounding_is_no_difference_and_everything_else_is() -> None:
     assert find_differences({"a": [1.0, 0.3]}, {"a": [1.0, 0.1 + 0.2]}) == []
     assert find_differences({"a": [1.0, 0.3]}, {"a": [1.0, 0.3001]}) == [("a.1", 0.3, 0.3001)]
     assert find_differences({"a": {"b": 1}}, {"a": {}}) == [("a.b", 1, "nothing")]
@@ -456,7 +470,7 @@ def test_rounding_is_no_difference_and_everything_else_is():
     assert find_differences([1, 2], [1]) == [("", [1, 2], [1])]
 
 
-def test_a_card_reads_as_a_model_index(project):
+def test_a_card_reads_as_a_model_index(project: Path) -> None:
     """In huggingface_hub's own reading: a result for each gated metric and bucket, with the verdict's numbers."""
     from huggingface_hub import ModelCard
     from huggingface_hub.repocard_data import eval_results_to_model_index
@@ -474,14 +488,14 @@ def test_a_card_reads_as_a_model_index(project):
     assert "python -m scripts.verify release/agent" in card.text
 
 
-def test_git_says_where_the_code_stands(tmp_path, monkeypatch):
+def test_git_says_where_the_code_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import subprocess
 
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)
     assert read_git(tmp_path) is None
 
-    def git(*words):
+    def git(*words: str) -> None:
         subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True, capture_output=True
         )

@@ -71,7 +71,9 @@ def write_tables(folder: Path, nasty: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("nasty", COMMANDS, ids=ascii)
-def test_no_form_of_a_verdict_holds_a_command(tmp_path, monkeypatch, capsys, nasty):
+def test_no_form_of_a_verdict_holds_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nasty: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (ours, theirs) = write_tables(tmp_path, nasty)
     forms = [Path(f"out.{kind}") for kind in ("html", "xml", "md")]
@@ -129,7 +131,9 @@ def test_no_form_of_a_verdict_holds_a_command(tmp_path, monkeypatch, capsys, nas
 
 
 @pytest.mark.parametrize("nasty", COMMANDS, ids=ascii)
-def test_no_error_line_holds_a_command(tmp_path, monkeypatch, capsys, nasty):
+def test_no_error_line_holds_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nasty: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.csv").write_text("case_id,score\na,1\n")
     both = ["compare", "a.csv", "b.csv"]
@@ -159,13 +163,15 @@ def test_no_error_line_holds_a_command(tmp_path, monkeypatch, capsys, nasty):
     assert err.count("\n") == 1
 
 
-def test_an_error_line_has_an_end(capsys):
+def test_an_error_line_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["compare", "x" * 100_000]) in (1, 30)
     said = capsys.readouterr()
     assert len(said.err) + len(said.out) < 10_000
 
 
-def test_a_file_name_that_is_no_text_is_written_out(tmp_path, monkeypatch, capsys):
+def test_a_file_name_that_is_no_text_is_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     name = os.fsdecode(b"\xff.csv")
     for side in ("a", "b"):
@@ -214,13 +220,13 @@ def test_a_file_name_that_is_no_text_is_written_out(tmp_path, monkeypatch, capsy
         ("::error::x", r"^::"),
     ],
 )
-def test_a_text_in_markdown_links_mentions_and_formats_nothing(text, never):
+def test_a_text_in_markdown_links_mentions_and_formats_nothing(text: str, never: str) -> None:
     said = escape_markdown(text)
     assert not re.search(never, said), said
     assert not re.search(never, re.sub(r"^`[^`]*`$", "", render_name(text)))
 
 
-def test_what_is_harmless_stays_as_it_is():
+def test_what_is_harmless_stays_as_it_is() -> None:
     for text in ("std::vector", "a ## b", "C# [x]", "évaluation", "# [1]", "a:b", "11:30", "###"):
         assert show_unprintable(text) == text
     for text in ("run `dvc repro -s evaluate@reference`", "a@b", "issue # 12", "http and www", "C#1"):

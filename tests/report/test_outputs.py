@@ -368,6 +368,7 @@ def test_a_margin_is_shown_where_the_canary_saw_the_same_answers(compared: Relea
         for case, extra in ((asked, ""), (other, "!"))
     )
     judged = bad.model_copy(update={"canary": bad.canary.model_copy(update={"flips": seen})})
+    assert judged.canary is not None
     found = {flip.case_id: flip for flip in explain_verdict(judged, findings).flips}
     assert (found[asked].token, found[asked].margin) == (3, 0.5)
     assert found[other].margin is None

@@ -25,7 +25,7 @@ def judge(
     edit: Callable[[list[CaseRecord]], list[CaseRecord]],
     *,
     eval_name: str = "calls",
-    **tolerances: dict[str, object],
+    tolerances: dict[str, dict[str, object]] | None = None,
 ) -> ReleaseComparison:
     """Judge a candidate that loses a third of `calls` after editing the records of both sides alike."""
     write_tree(build, {"a": Behaviour(loss={"calls": 0.3})}, num_cases=300)
@@ -50,7 +50,7 @@ def test_every_gated_bucket_is_in_the_row_of_its_candidate(tmp_path: Path) -> No
     compared = judge(
         tmp_path,
         with_buckets(*buckets),
-        **{
+        tolerances={
             "calls/tool_call_exact_match": {"overall": 0.02, "buckets": buckets},
             "workflows/task_completion_rate": {"overall": 0.02},
         },
@@ -73,7 +73,7 @@ def test_a_bucket_of_two_metrics_says_which_is_which(tmp_path: Path) -> None:
         judge(
             tmp_path,
             with_buckets("plain"),
-            **{"calls/tool_call_exact_match": gated, "calls/tool_call_accepted_rate": gated},
+            tolerances={"calls/tool_call_exact_match": gated, "calls/tool_call_accepted_rate": gated},
         )
     )
     assert {"calls<br>tool_call_exact_match [plain]", "calls<br>tool_call_accepted_rate [plain]"} <= set(
@@ -85,7 +85,9 @@ def test_a_table_of_many_columns_is_turned_on_its_side(tmp_path: Path) -> None:
     buckets = {f"tool/{i}": 0.05 for i in range(14)}
     report = render_report(
         judge(
-            tmp_path, with_buckets(*buckets), **{"calls/tool_call_exact_match": {"overall": 0.02, "buckets": buckets}}
+            tmp_path,
+            with_buckets(*buckets),
+            tolerances={"calls/tool_call_exact_match": {"overall": 0.02, "buckets": buckets}},
         )
     )
     assert row_of(report, "candidate") == ["candidate", "`reference`", "`a`"]
@@ -97,8 +99,11 @@ def test_names_from_evalsets_can_not_forge_a_line_of_the_report(tmp_path: Path) 
     def forge(records: list[CaseRecord]) -> list[CaseRecord]:
         return [r.model_copy(update={"case_id": f"{r.case_id}{FORGED}", "buckets": (FORGED,)}) for r in records]
 
-    tolerances = {"calls/tool_call_exact_match": {"overall": 0.02, "buckets": {FORGED: 0.02}}}
-    compared = judge(tmp_path, forge, **tolerances)
+    compared = judge(
+        tmp_path,
+        forge,
+        tolerances={"calls/tool_call_exact_match": {"overall": 0.02, "buckets": {FORGED: 0.02}}},
+    )
     report, terminal = render_report(compared), render_gate(compared.judgement)
     for raw in (*UNPRINTABLE, "x</b>", "\n# `PASS`", "](http"):
         assert raw not in report

@@ -43,7 +43,7 @@ def metric(name: str, value: float, bucket: str | None = None, unit: str = "") -
 
 
 def case(case_id: str, output: str = "out", **fields: Any) -> CaseRecord:
-    same = dict(input_digest="d", cluster="c", prompt="p", fingerprint="f")
+    same: dict[str, Any] = dict(input_digest="d", cluster="c", prompt="p", fingerprint="f")
     return CaseRecord(case_id=case_id, output=output, **same, **fields)
 
 

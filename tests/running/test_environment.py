@@ -30,7 +30,7 @@ H100 = Gpu(name="NVIDIA H100", driver="560.35", memory_mib=81559)
 
 def machine(**facts: Any) -> Machine:
     """A CPU machine, with some facts changed."""
-    usual = dict(
+    usual: dict[str, Any] = dict(
         os="Linux x86_64",
         cpu="a CPU",
         instruction_sets=("avx2",),
@@ -42,7 +42,9 @@ def machine(**facts: Any) -> Machine:
     return Machine(**(usual | facts))
 
 
-def proof(capability: str = "sm_90", error: str | None = None, architectures: tuple[str, ...] = ("sm_80", "sm_90")):
+def proof(
+    capability: str = "sm_90", error: str | None = None, architectures: tuple[str, ...] = ("sm_80", "sm_90")
+) -> GpuProof:
     return GpuProof(architectures=architectures, devices=(ProvedDevice(capability=capability, error=error),))
 
 

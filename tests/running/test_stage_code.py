@@ -144,6 +144,7 @@ def copy(tmp_path: Path) -> Path:
         ("pipeline/products/text/evals/perplexity.py", {("evaluate", "text")}),
         ("pipeline/products/text/benchmark/rounds.py", {("benchmark", "text")}),
         ("pipeline/report/markdown_report.py", {("compare", kind) for kind in KINDS}),
+        ("pipeline/products/images/show/costs.py", {("compare", "images"), ("track", "images")}),
         ("pipeline/gate/decision.py", {(stage, kind) for kind in KINDS for stage in ("compare", "track", "release")}),
         ("pipeline/gate/standing.py", {("gate", kind) for kind in KINDS}),
     ],

@@ -105,11 +105,11 @@ def of(part: str, name: str) -> Callable[[dict[str, Any]], Any]:
     return lambda stage: next(item for item in stage[part] if item["path"] == name)
 
 
-def test_of_a_clone_nothing_is_out_of_date(clone):
+def test_of_a_clone_nothing_is_out_of_date(clone: Path) -> None:
     assert find(clone) == {} and not (clone / "build/made").exists()
 
 
-def test_what_was_made_here_is_compared_too(project, tmp_path):
+def test_what_was_made_here_is_compared_too(project: Path, tmp_path: Path) -> None:
     """Where weights and records are, they are looked at, and a marker that another verdict left is seen."""
     root = tmp_path / "whole"
     shutil.copytree(project, root)
@@ -133,7 +133,9 @@ def test_what_was_made_here_is_compared_too(project, tmp_path):
         ("code.json", lambda c: c.update(other="2"), []),
     ],
 )
-def test_a_setting_or_code_makes_its_stages_and_all_behind_them_stale(clone, name, change, stale):
+def test_a_setting_or_code_makes_its_stages_and_all_behind_them_stale(
+    clone: Path, name: str, change: Change, stale: list[str]
+) -> None:
     edit(clone, name, change)
     assert list(find(clone)) == stale
 
@@ -148,7 +150,9 @@ def test_a_setting_or_code_makes_its_stages_and_all_behind_them_stale(clone, nam
     ],
 )
 @pytest.mark.parametrize("is_deleted", [False, True])
-def test_a_committed_file_that_is_another_one_or_gone_is_stale(clone, name, stale, is_deleted):
+def test_a_committed_file_that_is_another_one_or_gone_is_stale(
+    clone: Path, name: str, stale: list[str], is_deleted: bool
+) -> None:
     """DVC itself skips a stage whose committed report was deleted."""
     if is_deleted:
         (clone / name).unlink()
@@ -179,7 +183,9 @@ def test_a_committed_file_that_is_another_one_or_gone_is_stale(clone, name, stal
         ("gate", lambda s: s.update(cmd="true"), ["gate", "release"], "dvc.lock has 'true'"),
     ],
 )
-def test_an_entry_of_dvc_lock_that_does_not_fit_the_others_is_stale(clone, stage, change, stale, said):
+def test_an_entry_of_dvc_lock_that_does_not_fit_the_others_is_stale(
+    clone: Path, stage: str, change: Change, stale: list[str], said: str
+) -> None:
     """As a merge by "ours" leaves it."""
     edit(clone, "dvc.lock", lambda lock: change(lock["stages"][stage]))
     found = find(clone)
@@ -190,13 +196,13 @@ def test_an_entry_of_dvc_lock_that_does_not_fit_the_others_is_stale(clone, stage
     ("stage", "stale"),
     [("make@b", ["make@b", *JUDGING]), ("compare", JUDGING), ("gate", ["gate", "release"]), ("release", ["release"])],
 )
-def test_a_stage_that_dvc_lock_does_not_have_is_stale(clone, stage, stale):
+def test_a_stage_that_dvc_lock_does_not_have_is_stale(clone: Path, stage: str, stale: list[str]) -> None:
     edit(clone, "dvc.lock", lambda lock: lock["stages"].pop(stage))
     found = find(clone)
     assert list(found) == stale and found[stage] == ["no entry in dvc.lock"]
 
 
-def test_without_dvc_lock_everything_is_stale(clone):
+def test_without_dvc_lock_everything_is_stale(clone: Path) -> None:
     (clone / "dvc.lock").unlink()
     assert list(find(clone)) == ["env", *ALL]
 
@@ -230,13 +236,15 @@ def define(name: str, **changed: Any) -> Change:
         (lambda file: file["stages"].pop("gate"), ["release"], "build/gate.ok is missing, and no stage makes it"),
     ],
 )
-def test_a_stage_that_dvc_yaml_defines_otherwise_than_it_ran_is_stale(clone, change, stale, said):
+def test_a_stage_that_dvc_yaml_defines_otherwise_than_it_ran_is_stale(
+    clone: Path, change: Change, stale: list[str], said: str
+) -> None:
     edit(clone, "dvc.yaml", change)
     found = find(clone)
     assert set(found) == set(stale) and any(said in problem for problem in found[stale[0]]), found
 
 
-def test_a_stage_may_not_be_moved_to_a_folder_where_nothing_changes(clone):
+def test_a_stage_may_not_be_moved_to_a_folder_where_nothing_changes(clone: Path) -> None:
     """Its paths, which are all that dvc.lock has, would stay what they are."""
     shutil.copytree(clone, clone / "old", ignore=shutil.ignore_patterns("old", "dvc.*", ".dvc"))
     edit(clone, "params.yaml", lambda params: params.update(limit=0.2))
@@ -259,7 +267,7 @@ def test_a_stage_may_not_be_moved_to_a_folder_where_nothing_changes(clone):
         ),
     ],
 )
-def test_what_dvc_can_not_read_is_not_up_to_date(clone, name, text):
+def test_what_dvc_can_not_read_is_not_up_to_date(clone: Path, name: str, text: str) -> None:
     (clone / name).write_text(text)
     with pytest.raises(EvidenceError) as found:
         find(clone)
@@ -267,7 +275,7 @@ def test_what_dvc_can_not_read_is_not_up_to_date(clone, name, text):
     assert "\n" not in str(found.value)
 
 
-def test_commands_are_those_of_the_file(clone):
+def test_commands_are_those_of_the_file(clone: Path) -> None:
     made = {f"make@{item}": [f"mkdir -p build/made/{item} && cp data.txt build/made/{item}"] for item in ("a", "b")}
     assert read_commands(clone) == made | {name: [stage["cmd"]] for name, stage in STAGES.items() if "cmd" in stage}
     for cmd, expected in (('"true"', ["true"]), ('["a", "b"]', ["a", "b"])):
@@ -278,14 +286,14 @@ def test_commands_are_those_of_the_file(clone):
 @pytest.mark.parametrize(
     "text", ["stages: [", *(f'{{"stages": {{"gate": {{"cmd": {cmd}}}}}}}' for cmd in ("true", "3", "null"))]
 )  # a boolean was a traceback
-def test_what_is_no_command_is_one_line(clone, text):
+def test_what_is_no_command_is_one_line(clone: Path, text: str) -> None:
     (clone / "dvc.yaml").write_text(text)
     with pytest.raises(EvidenceError, match=r"dvc.yaml: expected stages that DVC can compare .*Error") as found:
         read_commands(clone)
     assert "\n" not in str(found.value)
 
 
-def test_a_foreach_over_the_settings_names_its_stages(clone):
+def test_a_foreach_over_the_settings_names_its_stages(clone: Path) -> None:
     """As that of the project does: a product that is there has stages, and one that is not has none."""
     edit(clone, "params.yaml", lambda params: params.update(products={"one": {"folder": "x"}, "two": {"folder": "y"}}))
     edit(

@@ -34,7 +34,6 @@ NAMING = {
     "evalsets.cards": "a format of cases, which evals of that name read",
     "evalsets.cases": "formats of cases, which evals of these names read",
     "gate.influence": "a field of the matched detections",
-    "gate.loosening": "a policy of an old release says by its kind where its limit stood",
     "gate.plan": "a word of a sentence",
     "gate.verdicts": "policies of old releases",
     "records.detections": "a word of a message",
@@ -45,6 +44,7 @@ NAMING = {
     "report.mlflow_runs.picture_view": "a section of MLflow's charts",
     "running.environment": "libraries",
     "running.journal": "a field",
+    "running.made_files": "libraries",
 }
 OLD_FORMS = ("outcomes", "release")  # read records of others and bundles of old releases
 HEAVY = ("torch", "transformers", "llmcompressor", "lm_eval", "datasets", "mlflow")

@@ -34,7 +34,7 @@ def registry_kinds(package: str) -> set[str]:
         if isinstance(node, ast.AnnAssign | ast.Assign) and isinstance(node.value, ast.Dict)
     ]
     assert len(dicts) == 1, "a registry is one dict: kind -> function"
-    return {key.value for key in dicts[0].keys if isinstance(key, ast.Constant)}
+    return {str(key.value) for key in dicts[0].keys if isinstance(key, ast.Constant)}
 
 
 def test_kinds_of_products_registry_and_folders_agree() -> None:

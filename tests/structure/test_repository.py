@@ -84,7 +84,9 @@ def test_constraints_pin_everything_once() -> None:
     assert len(pins) == len(set(pins))
     assert not [line for line in lines if line and not re.fullmatch(r"[\w.-]+==[\w.!]+", line)]
     wanted = [COMMENT.sub("", line).strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
-    names = [re.match(r"[\w.-]+", line).group().lower().replace(".", "-") for line in wanted if line]
+    starts = [re.match(r"[\w.-]+", line) for line in wanted if line]
+    assert all(starts)
+    names = [start.group().lower().replace(".", "-") for start in starts if start]
     assert set(names) <= set(pins)
 
 

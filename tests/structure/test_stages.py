@@ -79,8 +79,8 @@ def _find_words(stage: str) -> Iterator[str]:
     documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(tree)  # type: ignore[attr-defined]
-        if isinstance(node, documented) and ast.get_docstring(node)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and ast.get_docstring(node) and isinstance(node.body[0], ast.Expr)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):

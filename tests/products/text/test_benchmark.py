@@ -308,16 +308,16 @@ def test_memory_of_a_process_and_its_children_is_added_up() -> None:
     async def measure() -> tuple[float | None, float | None]:
         code = "import subprocess, sys; print(flush=True); sys.stdin.read()"
         parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {json.dumps(code)}])"
-        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        pipes: dict[str, Any] = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
         alone = await asyncio.create_subprocess_exec(sys.executable, "-c", code, **pipes)
         family = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, **pipes)
         for process in (alone, family):
             await process.stdout.readline()  # type: ignore[union-attr]
-        found = tuple(read_peak_memory_mib([process.pid]) for process in (alone, family))
+        first, second = (read_peak_memory_mib([process.pid]) for process in (alone, family))
         for process in (alone, family):
             process.stdin.close()  # type: ignore[union-attr]
             await process.wait()
-        return found
+        return first, second
 
     alone, family = asyncio.run(measure())
     if alone is not None and family is not None:  # Linux tells

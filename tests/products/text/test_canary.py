@@ -47,8 +47,8 @@ def judge(
         evaluation = read_record(path, Evaluation)
         if name == "a" and same_weights:
             evaluation = take_weights(build, evaluation)
-        canary = write_canary(path.parent, said, num_prompts=num_prompts)
-        write_record(path, evaluation.model_copy(update={"canary": canary}))
+        file = write_canary(path.parent, said, num_prompts=num_prompts)
+        write_record(path, evaluation.model_copy(update={"canary": file}))
     params = make_params(["a"], ["a"])
     canary = params.canary.model_copy(update={"num_prompts": num_prompts})
     params = params.model_copy(update={"canary": canary})

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=lambda v: getattr(v, "__name__", ""))
-def test_damage_is_one_line(folder: Path, damage, message: str) -> None:
+def test_damage_is_one_line(folder: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=message) as caught:
         read_checkpoint(folder, root=folder.parent)

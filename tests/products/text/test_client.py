@@ -95,7 +95,7 @@ def ask(server: FakeServer, **options: Any) -> tuple[Any, list[float]]:
         waits.append(seconds)
 
     async def run() -> Any:
-        settings = {"concurrency": 2, "timeout_s": 5.0, "sleep": sleep} | options
+        settings: dict[str, Any] = {"concurrency": 2, "timeout_s": 5.0, "sleep": sleep} | options
         async with server, Client([server.url], "m", **settings) as client:
             try:
                 return await client.chat([{"role": "user", "content": "x"}], max_tokens=7)
@@ -265,11 +265,11 @@ def test_scores_are_read_from_vllms_form_and_calls_are_merged() -> None:
     results, num_requests = asyncio.run(run())
     assert num_requests < 10  # merged, not one request a call
     first, second = results[3]
-    np.testing.assert_array_equal(first.token_logprobs, np.float32([-2, -3]))
-    np.testing.assert_array_equal(second.token_logprobs, np.float32([-8]))  # results were not mixed up
+    np.testing.assert_array_equal(first.token_logprobs, np.array([-2, -3], np.float32))
+    np.testing.assert_array_equal(second.token_logprobs, np.array([-8], np.float32))  # results were not mixed up
     # the given token is not among the two best, and the generated one is dropped
     np.testing.assert_array_equal(first.top_ids, [[7, 8], [7, 8]])
-    np.testing.assert_array_equal(first.top_logprobs, np.float32([[-0.5, -1.0]] * 2))
+    np.testing.assert_array_equal(first.top_logprobs, np.array([[-0.5, -1.0]] * 2, np.float32))
 
 
 def test_a_refused_score_reaches_its_caller_and_the_next_call_works() -> None:

@@ -44,8 +44,8 @@ class LiveEndpoint(FakeEndpoint):
             raise RequestError("HTTP 404")
         return self.served[path]
 
-    async def chat(self, messages: list[dict[str, Any]], **options: Any) -> Any:
-        reply = await super().chat(messages, **options)
+    async def chat(self, messages: list[dict[str, Any]], return_token_ids: bool = False, **options: Any) -> Any:
+        reply = await super().chat(messages, return_token_ids, **options)
         text = self.answers.get(messages[-1]["content"], CALL)
         return type(reply)(**{**reply.__dict__, "text": text})
 
@@ -127,6 +127,7 @@ def test_half_of_the_facts_prove_nothing(evaluated: Path, facts: Any) -> None:
 def test_where_runs_differ_as_many_changes_prove_nothing(evaluated: Path) -> None:
     path = evaluated / "build/agent/evaluations/a/evaluation.json"
     evaluation = read_record(path, Evaluation)
+    assert evaluation.canary is not None
     canary = evaluation.canary.model_copy(update={"num_unstable": 1})
     write_record(path, evaluation.model_copy(update={"canary": canary}))
     assert look(evaluated).num_explained == 3

@@ -141,7 +141,7 @@ def ask(setup: Setup, tmp_path: Path, kind: str, arguments: list[Any]) -> list[A
         settings = HarnessEval(kind="harness", task="t")
         context = setup.make_context(tmp_path, settings)
         model = await asyncio.to_thread(EndpointLM, context, asyncio.get_running_loop())
-        requests = [Instance(kind, {}, pair, i) for i, pair in enumerate(arguments)]  # type: ignore[arg-type]
+        requests = [Instance(kind, {}, pair, i) for i, pair in enumerate(arguments)]
         return await asyncio.to_thread(getattr(model, kind), requests)
 
     return list(asyncio.run(run()))

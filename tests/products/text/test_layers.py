@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pipeline.errors import QuantizationError
@@ -12,7 +14,7 @@ CALIBRATION = Calibration(sources=["prose"], num_samples=8, max_tokens=64, lengt
 
 
 def shapes(num_layers: int = 2, hidden: int = 128, inner: int = 256) -> dict[str, tuple[int, int]]:
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for i in range(num_layers):
         found |= {f"model.layers.{i}.self_attn.{p}_proj": (hidden, hidden) for p in "qkvo"}
         found |= {f"model.layers.{i}.mlp.{p}_proj": (inner, hidden) for p in ("gate", "up")}
@@ -20,8 +22,9 @@ def shapes(num_layers: int = 2, hidden: int = 128, inner: int = 256) -> dict[str
     return found | {"lm_head": (320, hidden)}
 
 
-def step(**changes: object) -> GptqStep:
-    return GptqStep(kind="gptq", calibration=CALIBRATION, **{"group_size": 64} | changes)
+def step(**changes: Any) -> GptqStep:
+    settings: dict[str, Any] = {"group_size": 64} | changes
+    return GptqStep(kind="gptq", calibration=CALIBRATION, **settings)
 
 
 def test_default_leaves_only_the_head_out() -> None:

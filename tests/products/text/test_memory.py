@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipeline.errors import CheckpointError
@@ -39,7 +41,7 @@ def test_impossible_weights_are_refused_before_loading() -> None:
         check_needs([need(5000)], total_mib=4000, available_mib=3000)
 
 
-def test_available_memory_respects_a_smaller_limit(tmp_path) -> None:
+def test_available_memory_respects_a_smaller_limit(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 8192000 kB\nMemAvailable: 4096000 kB\n")
     assert read_available_mib(8000, meminfo) == 4000

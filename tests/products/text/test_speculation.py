@@ -170,10 +170,13 @@ def test_a_candidate_without_the_step_is_served_as_before(project: Path) -> None
 def test_the_documented_example_is_valid_and_fits_the_shipped_checkpoints() -> None:
     section = (ROOT / "docs/speculative-decoding.md").read_text(encoding="utf-8")
     yaml = YAML(typ="safe")
-    example = yaml.load(re.search(r"```yaml\n(.*?)```", section, re.DOTALL).group(1))
+    block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    example = yaml.load(block.group(1))
     data = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     candidates = data["candidates"] | {name: {"product": "agent"} | c for name, c in example["candidates"].items()}
     params = get_product(parse_params(data | {"candidates": candidates}), "agent", kind=TextProduct)
     step = params.candidates["spec-draft-k5"].speculative
+    assert step is not None
     assert (step.method, step.draft, step.num_speculative_tokens) == ("draft_model", "models/agent-draft", 5)
     check_text(params, ROOT)

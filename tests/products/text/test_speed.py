@@ -13,7 +13,7 @@ import stages.gate
 from pipeline.errors import EvidenceError
 from pipeline.gate.checks import check_outcomes, check_policy
 from pipeline.gate.compare import ReleaseComparison
-from pipeline.gate.verdicts import VERDICT_FILE, describe_policy
+from pipeline.gate.verdicts import VERDICT_FILE, build_policy
 from pipeline.products.params import Params
 from pipeline.products.text.benchmark.prefix_cache import NUM_PROBES
 from pipeline.products.text.findings.speed import describe_speed, judge_speed
@@ -311,7 +311,7 @@ def test_the_gate_sees_a_slow_verdict_that_was_edited_into_a_pass(
 )
 def test_a_judgement_under_another_limit_is_refused(build: Path, asked: dict[str, Any], said: str) -> None:
     judgement = judge(build)[0].judgement
-    assert judgement.policy == describe_policy(params_of())
+    assert judgement.policy == build_policy(params_of())
     with pytest.raises(EvidenceError, match=said):
         check_policy(judgement, params_of(**asked))
 

@@ -98,7 +98,7 @@ FORMATS: dict[str, tuple[str, Write]] = {
 }
 
 
-def replace_quietly(path: Path, edit: Callable[[], None]) -> None:
+def replace_quietly(path: Path, edit: Callable[[], object]) -> None:
     """Edit a file and give it its old time of modification back, as a checkout or a copy may."""
     before = path.stat()
     edit()
@@ -143,7 +143,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return Project(tmp_path, endpoint)
 
 
-def check_asked_anew(project: Project, path: Path, edit: Callable[[], None], **settings: Any) -> list[CaseRecord]:
+def check_asked_anew(project: Project, path: Path, edit: Callable[[], object], **settings: Any) -> list[CaseRecord]:
     """Run twice, edit a file without a trace in its size and time, run again: the second asks nothing, the third all.
 
     What DVC watches must change with it, else the stage is not run at all.

@@ -25,7 +25,7 @@ def tool(*effects: dict[str, Any], required: tuple[str, ...] = (), **settings: A
     """Return a tool with text, count and optional arguments, of which some are required."""
     properties = {"item": {"type": "string"}, "n": {"type": "integer", "minimum": 1}, "note": {"type": "string"}}
     parameters = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-    return Tool(parameters=parameters, effects=effects, **settings)
+    return Tool.model_validate({"parameters": parameters, "effects": effects, **settings})
 
 
 def call(declared: Tool, **arguments: Any) -> tuple[dict[str, Any], Any]:

@@ -18,6 +18,7 @@ from pipeline.numerics.winograd import direct_conv2d, winograd_conv2d
 from pipeline.products.vision.conv_policy import (
     ConvArithmetic,
     EmulatedConv2d,
+    Rule,
     apply_policy,
     can_run_winograd,
     list_convolutions,
@@ -99,7 +100,7 @@ def test_a_convolution_that_winograd_cannot_do_runs_direct_and_says_why(
 
 
 def test_the_first_rule_that_matches_holds(network: Network) -> None:
-    rules = [(["body.2", "he*"], "direct", "float32"), (["body.*"], "winograd_f23", "bfloat16")]
+    rules: list[Rule] = [(["body.2", "he*"], "direct", "float32"), (["body.*"], "winograd_f23", "bfloat16")]
     found = resolve_policy(network, algorithm="winograd_f43", dtype="float16", rules=rules)
     assert found.layers == {"stem": DIRECT, "body.0": TWO, "body.2": PLAIN, "head": PLAIN}
     assert dict(found.fallbacks) == {
@@ -110,7 +111,7 @@ def test_the_first_rule_that_matches_holds(network: Network) -> None:
 
 def test_nothing_falls_back_where_no_winograd_is_asked_for(network: Network) -> None:
     """A 1x1 convolution that was asked to run direct got what was asked."""
-    rules = [(["body.*"], "winograd_f43", "float32")]
+    rules: list[Rule] = [(["body.*"], "winograd_f43", "float32")]
     assert not resolve_policy(network, algorithm="direct", dtype="float32", rules=rules).fallbacks
 
 
@@ -124,7 +125,7 @@ def test_nothing_falls_back_where_no_winograd_is_asked_for(network: Network) -> 
 )
 def test_a_pattern_without_a_convolution_is_refused(network: Network, pattern: str, message: str) -> None:
     """It would leave the layer that it was meant for as the default has it, and nobody would see."""
-    rules = [(["stem"], "direct", "float16"), (["head", pattern], "direct", "float16")]
+    rules: list[Rule] = [(["stem"], "direct", "float16"), (["head", pattern], "direct", "float16")]
     with pytest.raises(SettingsError, match=message):
         resolve_policy(network, algorithm="winograd_f43", dtype="float16", rules=rules)
 
@@ -228,6 +229,6 @@ def test_the_people_detector_has_sixteen_convolutions_for_winograd() -> None:
 
 def test_a_rule_behind_one_that_takes_all_its_layers_is_refused(network: Network) -> None:
     """It never held, and a policy that was a no-op passed."""
-    rules = [(["*"], "direct", "float32"), (["stem"], "winograd_f23", "float16")]
+    rules: list[Rule] = [(["*"], "direct", "float32"), (["stem"], "winograd_f23", "float16")]
     with pytest.raises(SettingsError, match="rules.1: every layer that it names is named by a rule before it"):
         resolve_policy(network, algorithm="winograd_f43", dtype="float16", rules=rules)

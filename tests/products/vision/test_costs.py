@@ -21,8 +21,8 @@ from pipeline.records.serving import ConvArithmetic, NetworkServing, Tiling
 from pipeline.running.timing import TOLERANCES, find_tolerance
 from tests.fakes.tiny_networks import DETECTOR, write_detector
 
-TILED = {"tiling": Tiling(tile=64, overlap=0.125, window="hann")}
-POLICY = {"conv_policy": {"blur": ConvArithmetic(algorithm="direct", dtype="float16")}}
+TILED: dict[str, Any] = {"tiling": Tiling(tile=64, overlap=0.125, window="hann")}
+POLICY: dict[str, Any] = {"conv_policy": {"blur": ConvArithmetic(algorithm="direct", dtype="float16")}}
 CPU = torch.device("cpu")
 FORWARD = "return self.pool(self.scale(self.blur(x)))"
 PIXELS = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -50,7 +50,7 @@ def measure_all(load: Load, serving: NetworkServing, *given: Any) -> dict[str, A
 )
 def test_a_candidate_is_timed_against_the_choice_at_hand(changes: dict[str, Any], baseline: Any) -> None:
     """A memory format in bfloat16 beside float32 would take the number format's gain for its own."""
-    shared = {"batch_size": 8, "num_threads": 2}
+    shared: dict[str, Any] = {"batch_size": 8, "num_threads": 2}
     expected = None if baseline is None else NetworkServing(**shared, **baseline)
     assert choose_baseline(NetworkServing(**shared, **changes)) == expected
 
@@ -87,7 +87,8 @@ def test_other_weights_are_timed_beside_the_reference_whatever_they_give(tmp_pat
     save_file(tensors | {"scale.bias": torch.ones(1)}, tmp_path / "louder/model.safetensors")
     load = make_load(tmp_path)
     other = partial(load_network, tmp_path / "louder", load_adapter(tmp_path / "adapter.py"))
-    for changes, speed in (({}, None), ({"channels_last": True}, "torch float32")):
+    cases: list[tuple[dict[str, Any], str | None]] = [({}, None), ({"channels_last": True}, "torch float32")]
+    for changes, speed in cases:
         network = other(NetworkServing(**changes))
         found = measure_costs(other, network, PIXELS, PIXELS[:1], [PIXELS], load_reference=load)
         assert found["total"]["baseline"] == "the reference, torch float32" and found["total"]["timed"]
@@ -266,11 +267,11 @@ def test_a_network_that_draws_at_random_is_refused(tmp_path: Path, forward: str)
 def test_shapes_are_read_only_where_something_is_compiled(tmp_path: Path) -> None:
     """An evalset of photographs has thousands of shapes: one batch of each was held in memory for nothing."""
 
-    def read() -> Any:
+    def read(number: int) -> torch.Tensor:
         raise AssertionError("nobody asked")
-        yield
 
-    assert math.isfinite(measure_all(make_load(tmp_path), NetworkServing(), PIXELS, PIXELS[:1], read())["work"])
+    shapes = (read(number) for number in range(1))
+    assert math.isfinite(measure_all(make_load(tmp_path), NetworkServing(), PIXELS, PIXELS[:1], shapes)["work"])
 
 
 @pytest.mark.slow

@@ -215,7 +215,11 @@ def test_users_wait_by_the_wall_clock_too(tmp_path: Path) -> None:
     waits = time_notes() | {"timed": SLOW["timed"] | {"cpu": {"ratio": {"median": 0.8, "low": 0.75, "high": 0.85}}}}
     way = Way([HALF], notes={"speed": waits, "total": waits})
     assert judge_slow(tmp_path / "a", way, max_slowdown=0.2).outcome == "fail"
-    for name, notes in {"b": {"speed": time_notes(), "total": waits}, "c": {"speed": waits, "total": None}}.items():
+    others: dict[str, dict[str, Any]] = {
+        "b": {"speed": time_notes(), "total": waits},
+        "c": {"speed": waits, "total": None},
+    }
+    for name, notes in others.items():
         both = judge_slow(tmp_path / name, Way([HALF, LAST], notes=notes))
         assert both.outcome == "no gain"
         assert "it takes 9.000 (8.000 to 10.000) of the wall time of torch float32" in list_said(both)[0]

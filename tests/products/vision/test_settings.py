@@ -8,7 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.errors import SettingsError
-from pipeline.gate.verdicts import describe_policy
+from pipeline.gate.verdicts import build_policy
 from pipeline.products.params import Params, get_product, parse_params
 from pipeline.products.vision.preflight import describe_slow_formats
 from pipeline.products.vision.settings import VisionProduct
@@ -296,8 +296,8 @@ def test_the_policy_names_what_is_there_for_speed_alone() -> None:
     product = make_detector(
         {"half": [HALF], "last": [{"kind": "channels_last"}], "both": [HALF, {"kind": "compile", "mode": "default"}]}
     )
-    assert describe_policy(product).for_speed == ("last", "both")
-    assert describe_policy(get_product(parse_params(WHOLE), "agent", kind=Product)).for_speed == ()
+    assert build_policy(product).for_speed == ("last", "both")
+    assert build_policy(get_product(parse_params(WHOLE), "agent", kind=Product)).for_speed == ()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from pipeline.products.images.serving import read_image_candidate
 from pipeline.products.images.settings import ImagesProduct
 from pipeline.records.evaluations import ImageCandidate
 from pipeline.records.reasons import ReasonKind
-from pipeline.records.verdicts import Comparison as Comparison
 
 
 class ImagesAuditor(Auditor[ImagesProduct]):

@@ -12,17 +12,12 @@ from pipeline.products.images.show.guidance import explain_guidance, list_guided
 from pipeline.products.images.show.headroom import plot_headroom
 from pipeline.products.images.show.rendering import build_rendering_blocks, describe_files
 from pipeline.products.images.show.runs import PICTURES, read_costs
-from pipeline.records.benchmarks import Machine as Machine
-from pipeline.records.evaluations import CaseRecord as CaseRecord
 from pipeline.records.verdicts import Verdict
 from pipeline.report.built_candidate import describe_built_candidate
 from pipeline.report.mlflow_runs.picture_contents import PictureRules
-from pipeline.report.mlflow_runs.predictions import Scored as Scored
 from pipeline.report.pictures.worst import plot_worst_images
 from pipeline.report.presenting import JudgedRun, Presenter, Words
 from pipeline.report.sections import Block, Figure, Table
-from pipeline.report.sections import Section as Section
-from pipeline.settings.base import Eval as Eval
 
 _WORST = Figure(
     "worst.png",

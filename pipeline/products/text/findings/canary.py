@@ -132,7 +132,7 @@ def _compare(
         num_prompts=n,
         num_diverged=len(different),
         kinds=dict(Counter(classify_difference(a.text, b.text) or "tokens" for a, b, _ in different)),
-        flips=tuple(_describe_flip(a, b, record, baseline.run) for a, b, record in different),
+        flips=tuple(_record_flip(a, b, record, baseline.run) for a, b, record in different),
         num_unstable=count_unstable(theirs),
         floor=floor,
         allowed=allowed,
@@ -237,7 +237,7 @@ def _list_baselines(
     return baselines or [_Baseline("the reference, whose weights are others", ours, DEPLOYED, False)]
 
 
-def _describe_flip(reference: CanaryAnswer, candidate: CanaryAnswer, record: CanaryRecord, run: str) -> CanaryFlip:
+def _record_flip(reference: CanaryAnswer, candidate: CanaryAnswer, record: CanaryRecord, run: str) -> CanaryFlip:
     ours, theirs = reference.token_ids, candidate.token_ids
     if ours is None or theirs is None:
         return CanaryFlip(

@@ -8,7 +8,6 @@ from typing import Any
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence
-from pipeline.gate.verdicts import Policy as Policy
 from pipeline.products.text.findings.canary import describe_canary
 from pipeline.products.text.findings.speculation import describe_speculation
 from pipeline.products.text.settings import TextProduct
@@ -16,10 +15,8 @@ from pipeline.products.text.show.plots import plot_completion, plot_speed
 from pipeline.products.text.show.runs import format_step, measure_run
 from pipeline.products.text.show.speed import build_speed_section
 from pipeline.records.benchmarks import Machine
-from pipeline.records.evaluations import CaseRecord as CaseRecord
 from pipeline.records.verdicts import Verdict
 from pipeline.report.built_candidate import describe_built_candidate
-from pipeline.report.mlflow_runs.predictions import Scored as Scored
 from pipeline.report.presenting import JudgedRun, Presenter, Words
 from pipeline.report.sections import Block, Figure, Section
 from pipeline.settings.base import Eval

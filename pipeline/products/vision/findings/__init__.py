@@ -19,6 +19,7 @@ from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import NetworkCandidate
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison
+from pipeline.settings.base import Product
 
 
 class VisionAuditor(Auditor[VisionProduct]):
@@ -53,7 +54,7 @@ class VisionAuditor(Auditor[VisionProduct]):
             else:
                 findings.add_note(f"speed: {sentence}")
 
-    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: VisionProduct) -> list[str]:
+    def list_headlines(self, name: str, comparisons: Sequence[Comparison], product: Product) -> list[str]:
         """Say when AP over all objects stays within its tolerance and AP of some size fails."""
         headline = explain_flat_average(name, comparisons, product)
         return [headline] if headline else []

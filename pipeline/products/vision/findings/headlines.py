@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from pipeline.gate.headlines import contrast, is_flat, select_evals
 from pipeline.gate.wording import definition_of
-from pipeline.products.vision.settings import VisionProduct
 from pipeline.records.verdicts import Comparison
+from pipeline.settings.base import Product
 
 
-def explain_flat_average(name: str, comparisons: Sequence[Comparison], product: VisionProduct) -> str | None:
+def explain_flat_average(name: str, comparisons: Sequence[Comparison], product: Product) -> str | None:
     """Say it in words when AP over all objects stays within its tolerance and AP of some size fails, else None."""
     precisions = [
         c

@@ -16,16 +16,12 @@ from pipeline.products.vision.show.plots import plot_buckets, plot_layers
 from pipeline.products.vision.show.runs import BOXES, RESTORED, read_costs
 from pipeline.products.vision.show.seams import SEAM_GAIN
 from pipeline.products.vision.show.sections import build_network_blocks
-from pipeline.records.benchmarks import Machine as Machine
 from pipeline.records.evaluations import CaseRecord
 from pipeline.records.verdicts import Verdict
 from pipeline.report.mlflow_runs.picture_contents import PictureRules
-from pipeline.report.mlflow_runs.predictions import Scored as Scored
 from pipeline.report.pictures.worst import plot_worst_images
 from pipeline.report.presenting import JudgedRun, Presenter, Words
 from pipeline.report.sections import Block, Figure, Table
-from pipeline.report.sections import Section as Section
-from pipeline.settings.base import Eval as Eval
 
 _WORST = "The worst pictures beside the reference"
 _LOST = Figure(

@@ -7,6 +7,7 @@ annotation is needed. Only boxes with a score of 0.3 or more are shown: that is 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,17 @@ def list_losses(pairs: PairedCases) -> list[tuple[int, int]]:
     """
     counts = [(len(find_lost(*read_both(pairs, i)).boxes), i) for i in range(len(pairs.reference))]
     return sorted(((num, i) for num, i in counts if num), key=lambda row: (-row[0], row[1]))
+
+
+def rank_losses(pairs: Mapping[str, PairedCases]) -> list[tuple[str, int]]:
+    """Return (eval, position) of the pictures that lost any object, the worst first; none of an eval that is unfit."""
+    ranked = []
+    for eval_name, paired in pairs.items():
+        try:
+            ranked += [(-num, eval_name, i) for num, i in list_losses(paired)]
+        except EvidenceError:
+            continue  # the verdict was refused for it
+    return [(eval_name, i) for _, eval_name, i in sorted(ranked)]
 
 
 def find_lost(ours: Found, theirs: Found) -> Found:

@@ -96,7 +96,7 @@ def _describe(name: str, findings: CandidateFindings, compared: ReleaseCompariso
     row, notes = {_CANDIDATE: f"`{name}`"}, read_soundly(findings.evidence)
     if notes is None:
         return row  # refused: what it cost is not known either
-    row |= _describe_time(notes) | _describe_numbers(notes) | _describe_engine(notes)
+    row |= _fill_time(notes) | _fill_numbers(notes) | _fill_engine(notes)
     if findings.gain is not None:
         row[_GAIN] = "yes" if findings.gain.is_sure else "**no gain**"
     if findings.evidence and findings.evidence.candidate.serving.tiling:
@@ -110,7 +110,7 @@ def _describe(name: str, findings: CandidateFindings, compared: ReleaseCompariso
     return row
 
 
-def _describe_time(notes: NetworkNotes) -> dict[str, str]:
+def _fill_time(notes: NetworkNotes) -> dict[str, str]:
     speed, total = notes.speed, notes.total
     row = {_TOTAL: _format_time(*total.worse)} if total and total.worse else {}
     if speed is None:
@@ -126,7 +126,7 @@ def _format_time(clock: str, ratio: MedianInterval) -> str:
     return f"{format_ratio(ratio)} {format_clock(clock)}"
 
 
-def _describe_engine(notes: NetworkNotes) -> dict[str, str]:
+def _fill_engine(notes: NetworkNotes) -> dict[str, str]:
     row = {}
     if (met := notes.compile) is not None:
         counts = (met.num_graphs + met.num_recompilations, met.num_graph_breaks, met.num_recompilations)
@@ -141,7 +141,7 @@ def _describe_engine(notes: NetworkNotes) -> dict[str, str]:
     return row
 
 
-def _describe_numbers(notes: NetworkNotes) -> dict[str, str]:
+def _fill_numbers(notes: NetworkNotes) -> dict[str, str]:
     if not notes.layers:
         return {}
     worst, least = find_worst_layer(notes.layers), find_scarcest_layer(notes.layers)

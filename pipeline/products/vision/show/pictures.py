@@ -17,7 +17,7 @@ from pipeline.errors import EvidenceError, NumericsError
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.pairing import Evidence, PairedCases
-from pipeline.products.vision.show.boxes import BOXES_LEGEND, Found, draw_boxes, find_lost, list_losses, read_both
+from pipeline.products.vision.show.boxes import BOXES_LEGEND, Found, draw_boxes, find_lost, rank_losses, read_both
 from pipeline.products.vision.show.seams import SEAM_GAIN, Strip, cut_strip
 from pipeline.report.pictures.images import amplify_difference, locate_image, measure_given, read_given, read_image
 from pipeline.report.plots import save_figure
@@ -30,7 +30,7 @@ _SIDES = (("reference", "#4D4D4D", "--"), ("candidate", "#D55E00", "-"))
 
 def plot_found(compared: ReleaseComparison, path: Path) -> None:
     """Draw the pictures on which a detector lost most objects, beside the reference: a row a candidate."""
-    lost = {name: _list_worst(m) for name, m in compared.findings.items() if m.evidence and m.pairs}
+    lost = {name: rank_losses(m.pairs)[:_NUM_WORST] for name, m in compared.findings.items() if m.evidence and m.pairs}
     rows = {name: worst for name, worst in lost.items() if worst}
     figure = Figure(figsize=(2.1 * 2 * _NUM_WORST, 2.3 * max(len(rows), 1) + 0.7), dpi=_DPI, layout="constrained")
     axes = figure.subplots(max(len(rows), 1), 2 * _NUM_WORST, squeeze=False)
@@ -47,17 +47,6 @@ def plot_found(compared: ReleaseComparison, path: Path) -> None:
         fontsize=8,
     )
     save_figure(figure, path)
-
-
-def _list_worst(findings: CandidateFindings) -> list[tuple[str, int]]:
-    """Return (eval, position) of the pictures on which most objects are lost; none where that can't be told."""
-    losses_by_case = []
-    for eval_name, pairs in findings.pairs.items():
-        try:
-            losses_by_case += [(-num, eval_name, i) for num, i in list_losses(pairs)]
-        except EvidenceError:
-            continue
-    return [(eval_name, i) for _, eval_name, i in sorted(losses_by_case)[:_NUM_WORST]]
 
 
 def _draw_found(axes: Sequence[Axes], pairs: PairedCases, i: int) -> None:

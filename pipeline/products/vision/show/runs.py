@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import numpy as np
 from pipeline.errors import EvidenceError
 from pipeline.gate.pairing import PairedCases
 from pipeline.products.vision.findings.notes import NetworkNotes, parse_notes
-from pipeline.products.vision.show.boxes import JudgedBoxes, draw_boxes, find_lost, list_losses
+from pipeline.products.vision.show.boxes import JudgedBoxes, draw_boxes, find_lost, rank_losses
 from pipeline.products.vision.show.costs import find_scarcest_layer, find_worst_layer
 from pipeline.products.vision.show.seams import SEAM_GAIN, cut_strip
 from pipeline.records.detections import load_matches
@@ -120,19 +121,16 @@ def _rank_losses(pairs: Mapping[str, PairedCases], folders: Folders) -> list[tup
 
     Args:
         pairs: by eval.
-        folders: evaluations of reference and candidate.
+        folders: evaluations of reference and candidate, where the matched detections lie.
     """
-    ranked = []
+    matched = {}
     for eval_name, paired in pairs.items():
-        try:
+        with contextlib.suppress(EvidenceError):  # the verdict was refused for it
             ours, theirs = (
                 load_matches(folder / f"{eval_name}.npz", num_images=len(paired.reference)) for folder in folders
             )
-            losses = list_losses(replace(paired, tables=(ours, theirs.at(paired.candidate_order))))
-        except EvidenceError:
-            continue  # the verdict was refused for it
-        ranked += [(-num, eval_name, i) for num, i in losses]
-    return [(eval_name, i) for _, eval_name, i in sorted(ranked)]
+            matched[eval_name] = replace(paired, tables=(ours, theirs.at(paired.candidate_order)))
+    return rank_losses(matched)
 
 
 def _list_restored(sides: Sides, worst: Case | None) -> list[Shown]:

@@ -1,0 +1,1 @@
+"""How the shipped evalsets are drawn and sealed. A package, as `scenes.py` and the folder `scenes` have one name."""
