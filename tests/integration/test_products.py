@@ -1,7 +1,8 @@
 """Products by params.yaml alone: one more of a known kind beside the others, and a project that has a single one.
 
 A folder, a stage or a module that takes the shipped products for granted breaks here: DVC would complain of outputs
-that are not there, or one product would write into the folders of another.
+that are not there, or one product would write into the folders of another. A whole run of a project with one product,
+of a kind of its own, is in `test_new_kind.py`.
 """
 
 from __future__ import annotations

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from pipeline.gate.audits import Auditor
 from pipeline.products import KINDS
 from pipeline.products.images.settings import ImageStep
 from pipeline.products.params import load_params
 from pipeline.products.text.settings import EvalSettings, Step
+from pipeline.settings.base import Product
 from tests.paths import ROOT
 
 
@@ -68,6 +71,18 @@ def test_every_eval_kind_declares_its_metrics() -> None:
         assert set(kind.evals) == (union_kinds(asked) if get_args(asked) else {name_kind(asked)})
         for name, settings in kind.evals.items():
             assert name_kind(settings) == name and any(metric.is_gated for metric in settings.metrics)
+            assert settings.hub_task, "the card of a released candidate names it"
+
+
+def test_a_kind_can_not_leave_out_the_check_of_what_ships() -> None:
+    """A method that is not there would return None, which is what a check returns that found nothing."""
+
+    class Forgetful(Auditor[Product]):
+        def read_candidate(self, build: Path, name: str, product: Product) -> None:
+            return None
+
+    with pytest.raises(TypeError, match="check_material"):
+        Forgetful()  # type: ignore[abstract]
 
 
 def test_shipped_settings_are_valid() -> None:
