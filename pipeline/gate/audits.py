@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ class CandidateFindings:
 class Auditor(Protocol[A]):
     """What a kind of product knows of its candidates beside their scores; a kind derives from it."""
 
+    @abstractmethod
     def read_candidate(self, build: Path, name: str, product: A) -> Any:
         """Read what was built of a candidate, and how it is run.
 
@@ -56,6 +58,7 @@ class Auditor(Protocol[A]):
             EvidenceError: it was not built, or its record is another candidate's or of other steps.
         """
 
+    @abstractmethod  # a kind that forgot it would ship weights that nobody looked at
     def check_material(self, candidate: Any, product: A, root: Path) -> None:
         """Check the files that a candidate runs: its checkpoint, where it is here, and what it runs beside.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ class Presenter(Protocol[A]):
 
     def list_figures(self, product: A) -> tuple[Figure, ...]:
         """Return the pictures beside harm.png, in the order of the page; the report may leave some of them out."""
+        return ()
 
     def list_columns(self, evals: Mapping[str, Eval]) -> list[str]:
         """Return the metrics without a tolerance that the table of candidates shows."""
@@ -74,7 +76,9 @@ class Presenter(Protocol[A]):
 
     def build_overview(self, compared: ReleaseComparison) -> list[Block]:
         """Return what stands above the candidates, figures among it."""
+        return []
 
+    @abstractmethod
     def build_candidate(
         self, verdict: Verdict, findings: CandidateFindings, evidence: Evidence, reference: Evidence | None
     ) -> list[Block]:
@@ -102,6 +106,7 @@ class Presenter(Protocol[A]):
 
     def measure_run(self, run: JudgedRun) -> dict[str, float]:
         """Return the metrics of a run beside scores and gate, in their order."""
+        return {}
 
     def choose_rules(self, policy: Policy) -> PictureRules | None:
         """Say how the worst cases are found and shown beside the runs; None where there are no pictures."""
