@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from benchmarks.sdxl_models import UNET_CONFIG, VAE_CONFIG
         ("AutoencoderKL", VAE_CONFIG, 83_653_863),
     ],
 )
-def test_the_shapes_have_as_many_parameters_as_the_release(name: str, config: dict, expected: int) -> None:
+def test_the_shapes_have_as_many_parameters_as_the_release(name: str, config: dict[str, Any], expected: int) -> None:
     diffusers = pytest.importorskip("diffusers")
     with torch.device("meta"):
         model = getattr(diffusers, name)(**config)

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 for package in ("sklearn", "scipy"):  # as the launcher has it, which comes too late for the import below
-    sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # an import of it fails
 
 from pipeline.products.text.serving import launcher, speculation  # noqa: E402
 
@@ -26,5 +26,5 @@ def accept_all(self: Any, inputs: dict[str, Any], config: Any, streamer: Any = N
 
 
 if __name__ == "__main__":
-    speculation.SpeculativeManager.generate = accept_all  # type: ignore[method-assign]
+    speculation.SpeculativeManager.generate = accept_all  # type: ignore[method-assign]  # the fault
     sys.exit(launcher.main(sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,7 +142,9 @@ def test_a_file_is_read_with_and_without_its_last_newline_and_with_lines_inside_
         max_size=4,
     )
 )
-def test_rows_are_the_records_of_the_file(tmp_path_factory: pytest.TempPathFactory, texts: list[tuple]) -> None:
+def test_rows_are_the_records_of_the_file(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[tuple[Any, ...]]
+) -> None:
     path = tmp_path_factory.mktemp("rows") / "cases.jsonl"
     records = [
         record.model_copy(

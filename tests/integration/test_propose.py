@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -71,7 +72,7 @@ def run(project: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def read_steps(project: Path) -> list[dict]:
+def read_steps(project: Path) -> list[dict[str, Any]]:
     data = YAML(typ="safe").load((project / "params.yaml").read_text(encoding="utf-8"))
     return data["candidates"]["found"]["steps"]
 

@@ -254,7 +254,7 @@ class TestCoverage:
     def test_layer_that_stayed_dense(self, folder: Path, source: Path) -> None:
         name = "model.layers.1.mlp.up_proj"
 
-        def make_dense(tensors: dict) -> None:
+        def make_dense(tensors: dict[str, Any]) -> None:
             for part in ("packed", "scale", "shape"):
                 del tensors[f"{name}.weight_{part}"]
             tensors[f"{name}.weight"] = tensors["lm_head.weight"][:256].clone()
@@ -285,8 +285,10 @@ class TestCoverage:
             self.check(folder, source)
 
 
-def make_params(**candidates: object) -> TextProduct:
-    known = dict.fromkeys(("reference", "released"), {"checkpoint": "models/tiny", "steps": []}) | candidates
+def make_params(**candidates: dict[str, Any]) -> TextProduct:
+    known: dict[str, dict[str, Any]] = (
+        dict.fromkeys(("reference", "released"), {"checkpoint": "models/tiny", "steps": []}) | candidates
+    )
     product = {
         "kind": "text",
         "reference": "reference",
@@ -310,7 +312,7 @@ def make_params(**candidates: object) -> TextProduct:
         },
         "benchmark": NO_BENCHMARK,
     }
-    owned = {name: {"product": PRODUCT} | dict(settings) for name, settings in known.items()}  # type: ignore[call-overload]
+    owned = {name: {"product": PRODUCT} | settings for name, settings in known.items()}
     return get_product(parse_params({"products": {PRODUCT: product}, "candidates": owned}), PRODUCT, kind=TextProduct)
 
 

@@ -34,12 +34,12 @@ def read_one(path: Path, grouping: Grouping = PLAIN) -> Outcomes:
     return next(iter(side.outcomes.values()))
 
 
-def write_lines(path: Path, rows: list[dict]) -> Path:
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def load_lines(path: Path) -> list[dict]:
+def load_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -565,7 +565,9 @@ def test_each_product_has_the_candidates_that_name_it() -> None:
         "shots": (ImagesProduct, ["shots", "fp16"]),
     }
     assert {name: product.name for name, product in products.items()} == {name: name for name in products}
-    assert [products["detector"].task, products["upscaler"].task] == ["detection", "upscaling"]  # type: ignore[attr-defined]
+    detector, upscaler = products["detector"], products["upscaler"]
+    assert isinstance(detector, VisionProduct) and isinstance(upscaler, VisionProduct)
+    assert [detector.task, upscaler.task] == ["detection", "upscaling"]
     assert len({folder for product in products.values() for folder in (product.build, product.reports)}) == 8
 
 

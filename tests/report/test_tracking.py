@@ -123,7 +123,7 @@ def test_every_run_shows_the_same_cases_flips_first(runs: list[RunContents]) -> 
 
 
 def test_selection_keeps_late_flips_when_cases_are_many() -> None:
-    def scored(wrong: int | None) -> dict:
+    def scored(wrong: int | None) -> dict[str, Any]:
         return {"calls": {str(i): (case(str(i)), i != wrong) for i in range(MAX_CASES_PER_EVAL + 100)}}
 
     last = MAX_CASES_PER_EVAL + 99

@@ -312,10 +312,12 @@ def test_memory_of_a_process_and_its_children_is_added_up() -> None:
         alone = await asyncio.create_subprocess_exec(sys.executable, "-c", code, **pipes)
         family = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, **pipes)
         for process in (alone, family):
-            await process.stdout.readline()  # type: ignore[union-attr]
+            assert process.stdout is not None
+            await process.stdout.readline()
         first, second = (read_peak_memory_mib([process.pid]) for process in (alone, family))
         for process in (alone, family):
-            process.stdin.close()  # type: ignore[union-attr]
+            assert process.stdin is not None
+            process.stdin.close()
             await process.wait()
         return first, second
 

@@ -77,7 +77,7 @@ class Setup:
             name="e",
             settings=settings,
             evalset=evalset,
-            client=self.client,  # type: ignore[arg-type]
+            client=self.client,  # type: ignore[arg-type]  # no server: the model in this process
             journal=journal,
             checkpoint=self.folder,
             folder=tmp_path,
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_rewrites_a_text_is_refused(setup: Setup) -> None:
             return [[7]] if add_special_tokens else [[8]]
 
     with pytest.raises(CheckpointError, match=r"special tokens round a text, got \[7\] for 'a' with them and \[8\]"):
-        asyncio.run(read_frame(Rewriting(None, None), setup.folder))  # type: ignore[arg-type]
+        asyncio.run(read_frame(Rewriting(None, None), setup.folder))  # type: ignore[arg-type]  # needs no model
 
 
 def test_a_chat_has_the_bos_of_its_template_alone(setup: Setup) -> None:

@@ -83,7 +83,7 @@ def test_a_wrong_answer_a_lost_request_and_a_crash_are_three_things(tmp_path: Pa
         if case.id == "c2":
             raise RequestError("HTTP 400: prompt too long")
         if case.id == "c3":
-            return judged(case, score=len(None))  # type: ignore[arg-type]
+            return judged(case, score=len(None))  # type: ignore[arg-type]  # a fault of the code
         return judged(case, score=0.0)
 
     wrong, lost, refused, crashed = run(tmp_path, judge)[:4]

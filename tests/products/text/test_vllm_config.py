@@ -111,7 +111,9 @@ def test_the_stage_env_tells_before_any_work(change: dict[str, Any], said: str) 
 def test_the_documented_example_of_engines_is_valid() -> None:
     section = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
     yaml = YAML(typ="safe")
-    example = yaml.load(re.search(r"```yaml\n(.*?)```", section, re.DOTALL).group(1))  # type: ignore[union-attr]
+    block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    example = yaml.load(block.group(1))
     data = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     candidates = data["candidates"] | {name: {"product": "agent"} | c for name, c in example["candidates"].items()}
     product = get_product(parse_params(data | {"candidates": candidates}), "agent", kind=TextProduct)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -95,12 +96,12 @@ WANTED = [
 ]
 
 
-def read_step(text: str, candidate: str = "calibrated") -> dict:
+def read_step(text: str, candidate: str = "calibrated") -> dict[str, Any]:
     steps = YAML(typ="safe").load(text)["candidates"][candidate]["steps"]
     return next(step for step in steps if step["kind"] == "conv_policy")
 
 
-def check_step(step: dict) -> None:
+def check_step(step: dict[str, Any]) -> None:
     assert (step["algorithm"], step["dtype"]) == ("winograd_f43", "float16")
     assert [(rule["layers"], rule["algorithm"], rule["dtype"]) for rule in step["rules"]] == [
         ([layer], algorithm, dtype) for layer, algorithm, dtype in WANTED
