@@ -5,9 +5,8 @@
 A release may go out when
 1. no stage is out of date by dvc.lock: the committed results are of this code, these settings and this data;
 2. the gate of every product of params.yaml passes on the committed verdict;
-3. every product's release bundle is there, verifies, and is about that verdict, these settings, weights and cases; it
-is
-   signed by the key in `release.pub`, where that file is committed;
+3. every product's release bundle is there, verifies, and is about that verdict, these settings, weights and cases;
+   it is signed by the key in `release.pub`, where that file is committed;
 4. in a pull request (GITHUB_BASE_REF names the branch it goes to): no setting is looser than at that branch's last
    release without its reason in `gate.loosened`, no release of that branch was deleted, and `release.pub` is its own.
 DVC alone would not do: where data is missing it stops ahead of a gate that has to run, and it skips a stage whose

@@ -1,10 +1,10 @@
 """Find a convolution policy on calibration images and write it into params.yaml.
 
-    python scripts/propose_conv_policy.py people winograd-calibrated [--dtype float16] [--images N]
+    python scripts/propose_conv_policy.py winograd-calibrated [--dtype float16] [--images N]
                                           [--max-relative-error 0.01] [--min-headroom-bits 1] [--dry-run]
 
 The candidate has a step `conv_policy`; its `algorithm`, `dtype` and `rules` are replaced, with the reason of each rule,
-and everything else in params.yaml stays as it is. The network runs in float32 on the section's `calibration_images`,
+and everything else in params.yaml stays as it is. The network runs in float32 on the product's `calibration_images`,
 which must share no picture with its evals, and every convolution tries each algorithm on its own input there
 (`pipeline/products/vision/proposal.py`). Prints a row a layer. What the policy costs in the network's results is for
 the evaluation to say: `dvc repro` afterwards.

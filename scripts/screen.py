@@ -1,9 +1,9 @@
 """Evaluate a candidate, and stop as soon as harm beyond a tolerance is proven: `python scripts/screen.py CANDIDATE`.
 
-For the text product, after the reference was evaluated. Cases of the evals that chat are asked in a random order and
-paired with the reference's as they finish (`pipeline/gate/harm_stop.py`). Ends with 20 when harm is proven: a pass is
-not to be had, so the rest need not be asked. Otherwise with 0, and the finished evaluation is what `dvc repro` takes
-over: nothing is asked twice. Either way finished cases stay in the journal.
+For products of kind `text`. The reference must be evaluated and the candidate built before. Cases of the evals that
+chat are asked in a random order and paired with the reference's as they finish (`pipeline/gate/harm_stop.py`). Ends
+with 20 when harm is proven: a pass is not to be had, so the rest need not be asked. Otherwise with 0, and the finished
+evaluation is what `dvc repro` takes over: nothing is asked twice. Either way finished cases stay in the journal.
 """
 
 from __future__ import annotations
