@@ -55,8 +55,8 @@ def flatten(value: Any, names: Mapping[str, str], where: str = "") -> Iterator[t
 def _name(part: Any, number: int, names: Mapping[str, str]) -> str:
     """Name an entry of a list by what it is about, so that another order is no difference."""
     if isinstance(part, dict):
-        said = [str(part[key]) for key in ("candidate", "metric", "name", "bucket", "case_id") if part.get(key)]
-        return " ".join(names.get(word, word) for word in said) or str(number)
+        words = [part.get(key) for key in ("candidate", "metric", "name", "bucket", "case_id")]
+        return " ".join(names.get(word, word) for word in words if isinstance(word, str)) or str(number)
     return str(number)
 
 
