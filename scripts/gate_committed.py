@@ -150,6 +150,7 @@ def check_base(params: Params, base: str) -> Check:
     problems = [
         problem for product in params.products.values() if (problem := _find_loosening(product, f"origin/{base}"))
     ]
+    problems += _list_abandoned(params, base)
     code, key = run("git", "show", f"origin/{base}:{KEY}")
     if not code and (not KEY.is_file() or KEY.read_text(encoding="utf-8").strip() != key):
         problems.append(
@@ -157,6 +158,18 @@ def check_base(params: Params, base: str) -> Check:
             f"{'another' if KEY.is_file() else 'none'}; change it on {base} itself"
         )
     return Check(name, not problems, "\n".join(problems) or "nothing is")
+
+
+def _list_abandoned(params: Params, base: str) -> list[str]:
+    """List the releases of a branch whose product has another name or is no more: under a new one nothing is pinned."""
+    _, listed = run("git", "ls-tree", "-r", "--name-only", f"origin/{base}", "--", RELEASE.as_posix())
+    manifests = [Path(line) for line in listed.splitlines() if Path(line).match(f"{RELEASE.as_posix()}/*/{MANIFEST}")]
+    return [
+        f"origin/{base}:{path}: expected a product {path.parent.name!r} in params.yaml, as it was released, "
+        f"found none; remove or rename a product on {base} itself"
+        for path in manifests
+        if path.parent.name not in params.products
+    ]
 
 
 def _find_loosening(product: Product, base: str) -> str | None:

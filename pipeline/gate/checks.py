@@ -97,7 +97,8 @@ def _expect_outcome(verdict: Verdict, policy: Policy) -> str:
     # numbers of which no reason speaks
     if _changes_answers(verdict, policy) or _drafts_too_few(verdict, policy) or _is_too_slow(verdict, policy):
         return "fail"
-    if "inconclusive" in outcomes or (verdict.canary is not None and verdict.canary.is_blind):
+    is_blind = verdict.canary is not None and verdict.canary.is_blind
+    if "inconclusive" in outcomes or has_reason(verdict, ReasonKind.UNPROVEN) or is_blind:
         return "inconclusive"
     return "no gain" if gains_nothing(verdict, policy) else "pass"
 

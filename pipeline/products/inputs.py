@@ -32,9 +32,8 @@ def digest_inputs(params: Params, root: Path) -> Digests:
         for stage, keyed in _list_inputs(product, root).items():
             code = digest_code(stage, product.kind)
             for key, watched in keyed.items():
-                digests.setdefault(stage, {})[key] = {"code": code} | {
-                    what: digest_json(value) for what, value in watched.items()
-                }
+                settings = {what: digest_json(value) for what, value in watched.items()}
+                digests.setdefault(stage, {})[key] = settings | {"code": code}  # no kind's word for it takes its place
     return digests
 
 

@@ -31,7 +31,7 @@ from filelock import FileLock
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 from ruamel.yaml.error import YAMLError
 
-from pipeline.errors import QuantgateError, SettingsError
+from pipeline.errors import EvalsetError, QuantgateError, SettingsError
 from pipeline.evalsets.cases import CASES_FILE, PICTURE_DIGESTS
 from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.files import read_lines, write_text
@@ -43,6 +43,7 @@ LIST = "made.yaml"
 _LOCK = BUILD / "made.lock"
 _CHECKED = BUILD / "made.json"  # by folder, the digest of the list that its files were checked against
 _MAKING = ".making"  # beside the folders, so that a move stays on one disk
+_MODE = 0o644  # as git writes files; some libraries keep theirs for their own user
 _DIGITS = 12  # of a digest in messages
 _LIBRARIES = ("numpy", "pillow", "torch", "safetensors")  # that write the files
 
@@ -129,8 +130,17 @@ def read_folders(root: Path) -> Iterator[MadeFolder]:
 
 def _read_pictures(cases: Path) -> dict[str, str]:
     """Return the digests of the pictures that cases name."""
-    lines = [json.loads(line) for line in read_lines(cases)]
-    return {case[name]: case[key] for case in lines for name, key in PICTURE_DIGESTS.items() if name in case}
+    digests: dict[str, str] = {}
+    for number, line in enumerate(read_lines(cases), start=1):
+        try:
+            case = json.loads(line)
+            digests |= {case[name]: case[key] for name, key in PICTURE_DIGESTS.items() if name in case}
+        except (ValueError, KeyError, TypeError) as error:
+            raise EvalsetError(
+                f"{cases}:{number}: expected a case with its pictures and their digests, got {type(error).__name__}: "
+                f"{error}; correct the line, or take the file from git again"
+            ) from None
+    return digests
 
 
 def _list_open(folders: list[MadeFolder], root: Path) -> list[MadeFolder]:
@@ -169,6 +179,7 @@ def _make(folder: MadeFolder, root: Path, note: Callable[[str], None] | None) ->
         _check(folder, out, _name_makers(folder))
         for name in missing:
             (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).chmod(_MODE)
             os.replace(out / name, folder.path / name)
     finally:
         shutil.rmtree(making, ignore_errors=True)  # with what a run that was killed left there

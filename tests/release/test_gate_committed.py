@@ -102,6 +102,21 @@ def test_a_release_that_was_deleted_or_a_branch_that_is_not_there_is_no_first_re
     assert not found.is_right and "origin/next: expected the branch" in found.said
 
 
+def test_a_product_that_was_renamed_or_removed_takes_its_release_with_it(
+    released: Path, git: Callable[..., None]
+) -> None:
+    """Under another name nothing would be pinned: a looser gate, easier cases and a worse reference would pass."""
+    params = json.loads((released / "params.yaml").read_text())
+    params["products"]["bot"] = params["products"].pop(PRODUCT)
+    for candidate in params["candidates"].values():
+        candidate["product"] = "bot"
+    (released / "params.yaml").write_text(json.dumps(params))
+    shutil.rmtree(released / "release")
+    found = check_base()
+    assert not found.is_right
+    assert found.said.startswith(f"origin/main:{BUNDLE}/manifest.json: expected a product {PRODUCT!r} in params.yaml")
+
+
 def test_before_a_first_release_nothing_is_compared(git: Callable[..., None], tmp_path: Path) -> None:
     write_project(tmp_path)
     git("add", "params.yaml")

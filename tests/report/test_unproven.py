@@ -13,6 +13,7 @@ from pipeline.gate.compare import ReleaseComparison
 from pipeline.gate.validity import is_without_output
 from pipeline.gate.verdicts import blocking_verdicts
 from pipeline.products.vision.settings import find_network_problems
+from pipeline.records.reasons import Reason, ReasonKind
 from pipeline.report.explanation_records import Explanation
 from pipeline.report.github import render_annotations, render_summary
 from pipeline.report.html import render_html
@@ -21,6 +22,7 @@ from pipeline.report.terminal import render_gate
 from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_detections import Change
 from tests.fakes.synthetic_networks import Way, make_network_product, write_detector
+from tests.fakes.synthetic_records import Behaviour, make_params, write_tree
 from tests.products.vision.test_report import edit_records
 
 SAME = Change(score=0, box=0)
@@ -149,3 +151,21 @@ def test_the_rate_of_sound_outputs_may_not_be_advisory() -> None:
         {"scenes/ap": {"overall": 0.05}, "scenes/finite_output_rate": {"overall": 0.05, "tier": "advisory"}},
     )
     assert any("scenes/finite_output_rate" in problem for problem in find_network_problems(product))
+
+
+@pytest.mark.parametrize(("outcome", "holds"), [("inconclusive", True), ("pass", False)])
+def test_what_a_kind_calls_unproven_keeps_a_pass_from_being_one(tmp_path: Path, outcome: Any, holds: bool) -> None:
+    """Any auditor may say so, and the gate must neither let it through nor take the verdict for an edited one."""
+    write_tree(tmp_path / "build", {"a": Behaviour()}, num_cases=400)
+    judgement = compare_release(make_params(["a"], ["a"], on_inconclusive="block"), tmp_path / "build").judgement
+    check_outcomes(judgement)
+    reason = Reason(kind=ReasonKind.UNPROVEN, text="stitches: no picture is cut into tiles")
+    verdict = judgement.verdicts[0]
+    edited = verdict.model_copy(update={"outcome": outcome, "reasons": (*verdict.reasons, reason)})
+    judged = judgement.model_copy(update={"verdicts": (edited,)})
+    if holds:
+        check_outcomes(judged)
+        assert blocking_verdicts(judged)
+    else:
+        with pytest.raises(EvidenceError, match="contradicts"):
+            check_outcomes(judged)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import QuantgateError, SettingsError
+from pipeline.errors import EvalsetError, QuantgateError, SettingsError
 from pipeline.running.made_files import list_made_files, make_missing
 from tests.paths import ROOT
 
@@ -186,3 +186,23 @@ def test_the_lists_name_the_shipped_files_that_git_ignores() -> None:
     command = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "models", "evalsets"]
     ignored = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     assert {name for name in ignored if "__pycache__" not in name} == made
+
+
+def test_what_is_made_can_be_read_by_others(root: Path) -> None:
+    (root / "grow.py").write_text(SCRIPT + "\n(out / 'one.bin').chmod(0o600)\n")
+    make_missing(root)
+    assert {(root / "models/tree" / name).stat().st_mode & 0o777 for name in NAMES} == {0o644}
+
+
+@pytest.mark.parametrize(
+    "line", ['{"image": "images/a.png"', '{"image": "images/a.png"}', ""], ids=["cut", "no digest", "blank"]
+)
+def test_a_damaged_case_is_told_with_file_and_line(root: Path, line: str) -> None:
+    folder = root / "evalsets/trees"
+    folder.mkdir(parents=True)
+    (folder.parent / "made.yaml").write_text("trees: {module: grow, files: cases.jsonl}\n")
+    whole = f'{{"image": "images/a.png", "sha256": "{ONE}"}}'
+    (folder / "cases.jsonl").write_text(f"{whole}\n{line}\n")
+    with pytest.raises(EvalsetError) as caught:
+        list_made_files(root)
+    assert str(caught.value).startswith(f"{folder / 'cases.jsonl'}:2: expected a case with its pictures")

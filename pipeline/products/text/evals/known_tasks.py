@@ -26,6 +26,7 @@ from pipeline.settings.base import ENV
 
 MEMORY = ENV / "tasks.json"  # by a digest of what a task's content follows from, the digest of what it asks
 _READS = ("open", "os.scandir", "glob.glob")  # Python's own names of these events
+_SYSTEM = ("/proc", "/sys", "/dev/null", "/dev/urandom")  # that libraries look at while they start
 _listeners: list[Callable[[str], None]] = []
 
 
@@ -90,7 +91,7 @@ def _read_memory(path: Path) -> dict[str, str]:
 def _watch_reads() -> Iterator[set[Path]]:
     """Collect the files that are opened and the folders that are searched, less those of Python and the system."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    aside = (*installed, Path("/usr/share/zoneinfo"), Path("/proc"), Path("/sys"), Path("/dev"))
+    aside = (*installed, Path("/usr/share/zoneinfo"), *map(Path, _SYSTEM))
     reads: set[Path] = set()
 
     def note(name: str) -> None:
