@@ -110,7 +110,7 @@ BAD_PROJECTS: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "same-candidate-twice": (
         lambda: edit("params.yaml", r"\n  gptq-short:", "\n  agent: {}\n  gptq-short:"),
-        'not valid YAML: line 189: found duplicate key "agent"',
+        ': found duplicate key "agent"',  # behind the line's number
     ),
     "unknown-key": (
         lambda: edit("params.yaml", r"\n      dtype:", "\n      dtpye:"),
