@@ -230,7 +230,7 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
     run(project, product, "shots")
     whole = json.loads((build / "evaluations/shots/shots.json").read_text())
     with monkeypatch.context() as context:
-        context.setattr(evaluate, "_describe", lambda *_: 1 / 0)
+        context.setattr(evaluate, "_build_notes", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(project, product, "shots")
     monkeypatch.setattr(evaluate, "render_batch", "nothing is rendered twice")
