@@ -36,7 +36,6 @@ from pipeline.records.digests import digest_file, digest_json
 from pipeline.records.files import write_text
 from tests.certify.kill_rows import MEASURED, ROWS
 from tests.certify.kill_table import Kill, Observed, ProjectError, observe
-from tests.fakes.judging import list_said
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("planted", "how", "verdict", "said", "largest loss", "s")
@@ -115,7 +114,7 @@ def run_table(rows: Sequence[Kill], kept: Results) -> list[tuple[Kill, Observed]
         print_row("---", "---", "---", "---", "---", "---:")
     for row in rows:
         seen = kept.observe(row)
-        said = quote(list_said(seen)[0]) if not seen.passes else ""
+        said = quote(seen.reasons[0]) if not seen.passes else ""
         print_row(row.name, row.how, describe_verdict(seen), said, seen.loss, f"{seen.seconds:.0f}")
         found.append((row, seen))
     return found

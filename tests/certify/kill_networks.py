@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipeline.gate.audits import Auditor
 from pipeline.gate.verdicts import blocking_verdicts
 from pipeline.products.vision.detection_settings import DetectionEval
 from pipeline.records.evaluations import CaseRecord
@@ -12,16 +13,16 @@ from tests.certify.kill_table import Observed, describe_loss
 from tests.certify.kill_trial import Trial
 from tests.fakes.judging import compare_release, list_said
 from tests.fakes.synthetic_categories import PERSON, lose, write_categories_tree
-from tests.fakes.synthetic_detections import Change, DetectorParams, make_detector_params
+from tests.fakes.synthetic_detections import Change, DetectorAuditor, DetectorParams, make_detector_params
 from tests.fakes.synthetic_networks import Way, make_network_product, write_detector
 from tests.fakes.synthetic_records import rewrite_records
 
 NUM_NAN = 4  # pictures, all that there are
 
 
-def judge(product: Any, build: Path) -> Observed:
+def judge(product: Any, build: Path, auditor: Auditor[Any] | None = None) -> Observed:
     """Judge what lies under a folder."""
-    judgement = compare_release(product, build).judgement
+    judgement = compare_release(product, build, auditor).judgement
     verdict = judgement.verdicts[0]
     stage = "compare" if blocking_verdicts(judgement) else ""
     return Observed(verdict.outcome, stage, tuple(list_said(verdict)), 0.0, describe_loss(verdict))
@@ -33,7 +34,8 @@ def lose_people(trial: Trial) -> Observed:
     build = trial.root / "synthetic"
     write_categories_tree(build, {"blind": lose(PERSON)}, settings)
     asked = make_detector_params(["blind"], {"shelves/ap": {"overall": 0.02}}).model_dump()
-    return judge(DetectorParams.model_validate(asked | {"evals": {"shelves": settings.model_dump()}}), build)
+    product = DetectorParams.model_validate(asked | {"evals": {"shelves": settings.model_dump()}})
+    return judge(product, build, DetectorAuditor())
 
 
 def overflow_in_all(trial: Trial) -> Observed:

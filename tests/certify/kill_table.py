@@ -96,8 +96,9 @@ def observe(kill: Kill, project: Path, folder: Path) -> Observed:
     """
     start = time.monotonic()
     try:
-        trial = Trial(project, folder, product=kill.product, candidate=kill.candidate, settings=kill.settings)
-        seen = kill.plant(trial) or judge(trial)
+        with use_metrics(list_known_metrics()):  # what a stage does, and `make certify` is none
+            trial = Trial(project, folder, product=kill.product, candidate=kill.candidate, settings=kill.settings)
+            seen = kill.plant(trial) or judge(trial)
     except StoppedError as stopped:
         seen = Observed("error", stopped.stage, (stopped.line,), 0.0, "")
     finally:
@@ -136,8 +137,7 @@ def describe_loss(verdict: Verdict) -> str:
         return ""
     worst = max(gated, key=lambda c: c.harm / (c.tolerance or 1.0))
     assert worst.tolerance is not None
-    with use_metrics(list_known_metrics()):  # `make certify` is no stage
-        return (
-            f"{name_comparison(worst)} {format_harm(worst.metric, worst.harm)}, tolerated "
-            f"{format_tolerance(worst.metric, worst.tolerance)}"
-        )
+    return (
+        f"{name_comparison(worst)} {format_harm(worst.metric, worst.harm)}, tolerated "
+        f"{format_tolerance(worst.metric, worst.tolerance)}"
+    )
