@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def tell_exit_code(judgement: Judgement) -> int:
+def choose_exit_code(judgement: Judgement) -> int:
     """Return the exit code of a judgement: that of the worst verdict that blocks."""
     order = list(EXIT_CODES)
     outcomes = [verdict.outcome for verdict in blocking_verdicts(judgement)]
@@ -100,7 +100,7 @@ def gate(options: argparse.Namespace) -> int:
     with use_metrics(product.metrics):
         judgement, are_here = read_judgement(product, KINDS[product.kind].get_auditor(), Path())
         print(render_gate(judgement, are_here=are_here))
-    return tell_exit_code(judgement)
+    return choose_exit_code(judgement)
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -119,7 +119,7 @@ def compare(options: argparse.Namespace) -> int:
         _write_forms(compared, options)
     if options.json:
         write_record(options.json, judgement)
-    return tell_exit_code(judgement)
+    return choose_exit_code(judgement)
 
 
 def _write_forms(compared: Any, options: argparse.Namespace) -> None:

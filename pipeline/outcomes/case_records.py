@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.errors import EvidenceError
 from pipeline.outcomes.cases import Grouping, Outcomes
-from pipeline.outcomes.questions import tell_prompt
+from pipeline.outcomes.questions import identify_prompt
 from pipeline.outcomes.reading import read_first_keys
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import Evaluation, format_failures, read_cases
@@ -62,7 +62,7 @@ def read(path: Path, grouping: Grouping) -> Outcomes:
             )
         first[record.input_digest] = record.case_id
     asked = {record.case_id: {"question": record.input_digest} for record in records}
-    questions = [tell_prompt(record.prompt) for record in records]
+    questions = [identify_prompt(record.prompt) for record in records]
     return Outcomes(path.stem, path, FORMAT, records, _read_index(path), asked, questions, {})
 
 

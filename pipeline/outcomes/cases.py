@@ -21,12 +21,12 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.case_rows import CaseRow, change_row
 from pipeline.outcomes.questions import (
     Question,
+    balance_repeats,
     digest_part,
+    format_alike,
+    identify_question,
     join_clusters,
     sort_by_id,
-    tell_alike,
-    tell_question,
-    weigh_alike,
 )
 from pipeline.outcomes.reading import clean
 from pipeline.records.digests import digest_json
@@ -125,7 +125,7 @@ def condense_case(case: Case, grouping: Grouping) -> Case:
     """
     cluster, buckets = _group(case, grouping)
     digests = digest_asked(case.asked)
-    question = tell_question(case.asked, case.tells, target=digests.get("target", ""))
+    question = identify_question(case.asked, case.tells, target=digests.get("target", ""))
     return replace(
         case,
         asked=digests,
@@ -182,8 +182,8 @@ def build_outcomes(
         raise EvidenceError(f"{path}: {failed}")
     asks = {record.case_id: case.question for record, case in zip(records, found, strict=True)}
     questions = list(asks.values())
-    records, note = weigh_alike(join_clusters(_number_equal(records), questions), questions)
-    note = "; ".join(filter(None, (note, tell_alike(questions)))) or None
+    records, note = balance_repeats(join_clusters(_number_equal(records), questions), questions)
+    note = "; ".join(filter(None, (note, format_alike(questions)))) or None
     if (num_buckets := len({bucket for record in records for bucket in record.buckets})) > _MAX_BUCKETS:
         raise EvidenceError(
             f"{path}: expected {_MAX_BUCKETS:,} buckets at most, as each is judged and shown, got "

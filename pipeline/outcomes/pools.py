@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pipeline.errors import EvidenceError, SettingsError
 from pipeline.gate.case_rows import change_row
 from pipeline.outcomes.cases import Outcomes, shorten
-from pipeline.outcomes.questions import Question, join_clusters, tell_prompt
+from pipeline.outcomes.questions import Question, identify_prompt, join_clusters
 from pipeline.outcomes.registry import Side
 from pipeline.records.digests import digest_json
 from pipeline.records.evaluations import CaseRecord
@@ -94,7 +94,7 @@ def _pool_outcomes(pool: str, parts: Sequence[Outcomes], have_own_clusters: bool
                 )
     _check_buckets(pool, parts)
     records = [_move(record, part.name, have_own_clusters) for part in parts for record in part.records]
-    shared = None if have_own_clusters else _tell_shared(parts)
+    shared = None if have_own_clusters else _format_shared(parts)
     vague = {prompt for part in parts for prompt in _list_vague(part.records)}
     questions = [
         _make_common(question, "" if record.prompt in vague else record.prompt)
@@ -114,7 +114,7 @@ def _pool_outcomes(pool: str, parts: Sequence[Outcomes], have_own_clusters: bool
     )
 
 
-def _tell_shared(parts: Sequence[Outcomes]) -> str | None:
+def _format_shared(parts: Sequence[Outcomes]) -> str | None:
     """Say how many clusters that a field names are in more than one eval."""
     counts = Counter(cluster for part in parts for cluster in {record.cluster for record in part.records})
     num = sum(count > 1 for count in counts.values())
@@ -134,7 +134,7 @@ def _make_common(question: Question, prompt: str) -> Question:
 
     An id tells it within its eval alone, where it has joined its cases already.
     """
-    by_prompt = tell_prompt(prompt)
+    by_prompt = identify_prompt(prompt)
     return replace(question, names=(), likes=(*question.likes, *by_prompt.keys, *by_prompt.likes))
 
 

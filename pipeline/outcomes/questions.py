@@ -53,7 +53,7 @@ class Question:
         return self.keys + self.names
 
 
-def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]], *, target: str = "") -> Question:
+def identify_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]], *, target: str = "") -> Question:
     """Return what a case asks; a part that is empty tells nothing.
 
     Args:
@@ -77,9 +77,9 @@ def tell_question(asked: Mapping[str, Any], tells: Iterable[tuple[str, ...]], *,
     )
 
 
-def tell_prompt(prompt: str) -> Question:
+def identify_prompt(prompt: str) -> Question:
     """Return what a case asks of which there is a prompt alone."""
-    return tell_question({"prompt": prompt}, (("prompt",),))
+    return identify_question({"prompt": prompt}, (("prompt",),))
 
 
 def digest_part(value: Any) -> str:
@@ -125,7 +125,9 @@ def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) 
     ]
 
 
-def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) -> tuple[list[CaseRecord], str | None]:
+def balance_repeats(
+    records: Sequence[CaseRecord], questions: Sequence[Question]
+) -> tuple[list[CaseRecord], str | None]:
     """Leave out repeats until every question is there equally often, and say in one line what is repeated."""
     repeats: dict[int, list[int]] = defaultdict(list)
     groups = _join(len(questions), ([(key, question.target) for key in question.own] for question in questions))
@@ -148,7 +150,7 @@ def weigh_alike(records: Sequence[CaseRecord], questions: Sequence[Question]) ->
     return [record for i, record in enumerate(records) if i not in first], note
 
 
-def tell_alike(questions: Sequence[Question]) -> str | None:
+def format_alike(questions: Sequence[Question]) -> str | None:
     """Say how many questions are others by white space alone."""
     if not any(question.likes for question in questions):
         return None
