@@ -21,8 +21,8 @@ from pipeline.errors import EvidenceError
 from pipeline.gate.case_rows import CaseRow, change_row
 from pipeline.outcomes.questions import (
     Question,
-    balance_repeats,
     digest_part,
+    drop_repeats,
     format_alike,
     identify_question,
     join_clusters,
@@ -182,7 +182,7 @@ def build_outcomes(
         raise EvidenceError(f"{path}: {failed}")
     asks = {record.case_id: case.question for record, case in zip(records, found, strict=True)}
     questions = list(asks.values())
-    records, note = balance_repeats(join_clusters(_number_equal(records), questions), questions)
+    records, note = drop_repeats(join_clusters(_number_equal(records), questions), questions)
     note = "; ".join(filter(None, (note, format_alike(questions)))) or None
     if (num_buckets := len({bucket for record in records for bucket in record.buckets})) > _MAX_BUCKETS:
         raise EvidenceError(

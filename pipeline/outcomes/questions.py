@@ -125,9 +125,7 @@ def join_clusters(records: Sequence[CaseRecord], questions: Sequence[Question]) 
     ]
 
 
-def balance_repeats(
-    records: Sequence[CaseRecord], questions: Sequence[Question]
-) -> tuple[list[CaseRecord], str | None]:
+def drop_repeats(records: Sequence[CaseRecord], questions: Sequence[Question]) -> tuple[list[CaseRecord], str | None]:
     """Leave out repeats until every question is there equally often, and say in one line what is repeated."""
     repeats: dict[int, list[int]] = defaultdict(list)
     groups = _join(len(questions), ([(key, question.target) for key in question.own] for question in questions))
