@@ -93,7 +93,7 @@ def _is_lost(box: dict[str, Any]) -> bool:
 def _add_seams(picture: Any) -> Any:
     factor = 2
     given = picture.shape[0] // factor, picture.shape[1] // factor
-    _, columns = list_stitches(given, get_loaded().order.candidate.serving.tiling, factor)
+    _, columns = list_stitches(given, get_loaded().setup.candidate.serving.tiling, factor)
     bright = picture.clone()
     for start, end in zip(columns[::2], [*columns[1::2], picture.shape[1]], strict=False):
         bright[:, start:end] = (picture[:, start:end].int() + SEAM_LEVELS).clamp(0, 255).to(picture.dtype)
