@@ -19,7 +19,8 @@ from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.pictures import read_picture
 from pipeline.gate.audits import CandidateFindings
 from pipeline.gate.compare import compare_release
-from pipeline.products import KINDS
+from pipeline.gate.wording import use_metrics
+from pipeline.products import KINDS, list_known_metrics
 from pipeline.products.params import get_product, load_params
 from pipeline.products.vision.adapters import load_adapter
 from pipeline.products.vision.candidate import build_network_candidate
@@ -108,4 +109,5 @@ def _show(c: Comparison) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with use_metrics(list_known_metrics()):  # what a stage does
+        raise SystemExit(main())

@@ -26,6 +26,8 @@ from statsmodels.stats.proportion import proportions_ztest
 from pipeline.gate.clusters import hiding_clusters, sum_by_cluster
 from pipeline.gate.decision import Measurement, judge_all
 from pipeline.gate.statistics import proportion_bounds, sign_flip_tail, tail_at
+from pipeline.gate.wording import use_metrics
+from pipeline.products import list_known_metrics
 
 ALPHA, ACCURACY, NUM_METRICS = 0.05, 0.81, 20
 CASES, BUCKETS = (340, 1_319, 2_000), (60, 133, 298)
@@ -267,10 +269,11 @@ def main(tables: Sequence[str], draws: int, clustered_draws: int, seed: int) -> 
 TABLES = {"power": print_power, "errors": print_errors, "releases": print_releases}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--draws", type=int, default=100_000)
-    parser.add_argument("--clustered-draws", type=int, default=2_000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    main(arguments.tables, arguments.draws, arguments.clustered_draws, arguments.seed)
+    with use_metrics(list_known_metrics()):  # what a stage does
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+        parser.add_argument("--draws", type=int, default=100_000)
+        parser.add_argument("--clustered-draws", type=int, default=2_000)
+        parser.add_argument("--seed", type=int, default=0)
+        arguments = parser.parse_args()
+        main(arguments.tables, arguments.draws, arguments.clustered_draws, arguments.seed)

@@ -29,8 +29,8 @@ from pipeline.gate.decision import Measurement, judge_all
 from pipeline.gate.measure import measure_metric
 from pipeline.gate.pairing import PairedCases
 from pipeline.gate.resampling import draw_weights
-from pipeline.gate.wording import definition_of
-from pipeline.products import KINDS
+from pipeline.gate.wording import definition_of, use_metrics
+from pipeline.products import KINDS, list_known_metrics
 from pipeline.products.params import get_product, load_params
 from pipeline.records.detections import join_tables
 from pipeline.records.verdicts import Comparison
@@ -132,9 +132,10 @@ def main(runs: int, products: Sequence[str], candidates: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=1_000)
-    parser.add_argument("--products", nargs="+", default=[], help="of params.yaml; else all")
-    parser.add_argument("--candidates", nargs="*", default=[], help="families to measure, by a name in each")
-    arguments = parser.parse_args()
-    main(arguments.runs, arguments.products, arguments.candidates)
+    with use_metrics(list_known_metrics()):  # what a stage does
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.add_argument("--runs", type=int, default=1_000)
+        parser.add_argument("--products", nargs="+", default=[], help="of params.yaml; else all")
+        parser.add_argument("--candidates", nargs="*", default=[], help="families to measure, by a name in each")
+        arguments = parser.parse_args()
+        main(arguments.runs, arguments.products, arguments.candidates)
