@@ -162,7 +162,9 @@ def check_base(params: Params, base: str) -> Check:
 
 def _list_abandoned(params: Params, base: str) -> list[str]:
     """List the releases of a branch whose product has another name or is no more: under a new one nothing is pinned."""
-    _, listed = run("git", "ls-tree", "-r", "--name-only", f"origin/{base}", "--", RELEASE.as_posix())
+    code, listed = run("git", "ls-tree", "-r", "--name-only", f"origin/{base}", "--", RELEASE.as_posix())
+    if code:
+        return [f"origin/{base}:{RELEASE}: expected the releases of that branch, git can't list them: {listed}"]
     manifests = [Path(line) for line in listed.splitlines() if Path(line).match(f"{RELEASE.as_posix()}/*/{MANIFEST}")]
     return [
         f"origin/{base}:{path}: expected a product {path.parent.name!r} in params.yaml, as it was released, "
