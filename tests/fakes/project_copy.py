@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ruamel.yaml import YAML
 
@@ -24,7 +24,7 @@ class ProjectCopy:
     root: Path
 
     @classmethod
-    def make(cls, root: Path) -> ProjectCopy:
+    def make(cls, root: Path) -> Self:
         """Copy what git keeps of the project, and put it under git."""
         copy_project(root)
         copy = cls(root)

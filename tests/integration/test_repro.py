@@ -8,10 +8,7 @@ must not. Each step below is one `dvc repro`, done once; the tests look at what 
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -19,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 
 from evalsets.seal import seal
 from pipeline.evalsets.cards import CASES_FILE
-from scripts.repro_rejected import copy_project
+from tests.fakes.project_copy import ProjectCopy, list_ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -69,20 +65,8 @@ class Repro:
     verdicts: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Project:
-    """The copy, and the ways in which a user touches it."""
-
-    root: Path
-
-    def read_params(self) -> dict[str, Any]:
-        """Read params.yaml."""
-        data: dict[str, Any] = YAML(typ="safe").load((self.root / "params.yaml").read_text(encoding="utf-8"))
-        return data
-
-    def write_params(self, data: dict[str, Any]) -> None:
-        """Write params.yaml; JSON is YAML."""
-        (self.root / "params.yaml").write_text(json.dumps(data, indent=2), encoding="utf-8")
+class Project(ProjectCopy):
+    """The copy of a project that was cut to a few cases."""
 
     def edit_product(self, **changes: Any) -> None:
         """Replace some sections of the text product."""
@@ -90,27 +74,10 @@ class Project:
         data["products"][PRODUCT] |= changes
         self.write_params(data)
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in the copy, offline, with the interpreter of the tests first in PATH."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("DVC_", "GIT_", "MLFLOW_"))}
-        environment |= {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "HF_HOME": str(self.root / ".huggingface"),
-            "DVC_SITE_CACHE_DIR": str(self.root / ".dvc/site"),
-            "DVC_NO_ANALYTICS": "1",
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-        }
-        return subprocess.run(
-            command, cwd=self.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-
     def repro(self) -> Repro:
         """Run `dvc repro` and look at what it did."""
-        done = self.run(sys.executable, "-m", "dvc", "repro")
-        ran = re.findall(r"^Running stage '(.+)':$", done.stdout, re.MULTILINE)
+        done = self.run_dvc("repro")
+        ran = list_ran(done.stdout)
         build = self.root / "build" / PRODUCT
         evaluations = (build / "evaluations").glob("*/evaluation.json")
         verdict = self.root / "reports" / PRODUCT / "verdict.json"
@@ -175,7 +142,7 @@ def write_noisy_copy(source: Path, target: Path) -> None:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A copy of the project with small evalsets, one server and one INT4 candidate; nothing has run in it."""
     root = tmp_path_factory.mktemp("repro")
-    copy_project(root)
+    project = Project.make(root)
     (root / "dvc.lock").unlink(missing_ok=True)
     shutil.rmtree(root / "release", ignore_errors=True)  # its tolerances are tighter than those here
     (root / "evalsets/made.yaml").unlink()  # its digests are those of whole evalsets
@@ -183,7 +150,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
         cut_evalset(root / "evalsets" / name, num_cases)
     cut_evalset(root / "evalsets/calibration", NUM_CALIBRATION)
     write_noisy_copy(root / "models/agent", root / "models/noisy")
-    project = Project(root)
     params = project.read_params()
     products, known = params["products"], params["candidates"]
     bf16 = {
@@ -227,7 +193,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
             | {name: known.get(name, bf16) for names in OTHERS.values() for name in names},
         }
     )
-    project.run("git", "init", "--quiet")
     return project
 
 
