@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-_CHUNK_BYTES = 1 << 20
 
 
 def canonical_json(value: Any) -> str:
@@ -31,11 +31,8 @@ def digest_json(value: Any) -> str:
 
 def digest_file(path: Path) -> str:
     """Return the sha256 of a file's bytes, read in chunks."""
-    sha = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            sha.update(chunk)
-    return sha.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # what stands beside a checkpoint without being part of it
@@ -69,7 +66,7 @@ def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
 
 
 def digest_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[str, str]:
-    """Return the digest of each file of a folder by its name relative to it.
+    """Return the digest of each file of a folder by its name relative to it; each core digests a file at a time.
 
     Args:
         folder: the folder to read, recursively; symbolic links are followed.
@@ -78,7 +75,11 @@ def digest_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[
     files = sorted(
         p for p in folder.rglob("*") if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts
     )
-    return {p.relative_to(folder).as_posix(): digest_file(p) for p in files}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
+        return {
+            p.relative_to(folder).as_posix(): digest
+            for p, digest in zip(files, pool.map(digest_file, files), strict=True)
+        }
 
 
 def name_changed_file(before: dict[str, str], after: dict[str, str]) -> str:

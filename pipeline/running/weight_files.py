@@ -7,9 +7,10 @@ Pickle weights are never opened: unpickling runs code.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,25 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield the name and torch tensor of every weight, one at a time."""
+    with open_weights(folder) as read:
+        for name in read_tensors(folder):
+            yield name, read(name)
+
+
+@contextlib.contextmanager
+def open_weights(folder: Path) -> Iterator[Callable[[str], Any]]:
+    """Open all files of a checkpoint, and give a function that returns a tensor by its name.
+
+    A tensor is mapped from its file: what is never looked at is never read, and nothing is copied.
+    """
     from safetensors import safe_open
 
-    for file in sorted({t.file for t in read_tensors(folder).values()}):
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - the opened file is not a mapping
-                yield name, opened.get_tensor(name)
+    files = {name: tensor.file for name, tensor in read_tensors(folder).items()}
+    with contextlib.ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(safe_open(folder / file, framework="pt")) for file in sorted(set(files.values()))
+        }
+        yield lambda name: opened[files[name]].get_tensor(name)
 
 
 def check_finite(tensors: Iterable[tuple[str, Any]], *, where: object) -> None:
@@ -93,12 +107,20 @@ def check_finite(tensors: Iterable[tuple[str, Any]], *, where: object) -> None:
         CheckpointError: names the first such tensor and how many of its values are broken.
     """
     for name, tensor in tensors:
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            bad = int((~tensor.isfinite()).sum())
+        if not tensor.is_floating_point():
+            continue
+        values = tensor if tensor.element_size() > 1 else tensor.float()  # torch compares no floats of eight bits
+        if not _is_finite(values):
+            bad = int((~values.isfinite()).sum())
             raise CheckpointError(
                 f"{where}: tensor {name!r} has {bad} NaN or infinite values of {tensor.numel()}; "
                 "make the checkpoint again"
             )
+
+
+def _is_finite(values: Any) -> bool:
+    """Whether all values are finite: the least and the largest are NaN where one is, and take one pass and no copy."""
+    return values.numel() == 0 or all(math.isfinite(bound) for bound in values.aminmax())
 
 
 def _tensor_info(entry: dict[str, Any], file: str) -> TensorInfo:

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.params import get_product, parse_params
 from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
 from pipeline.products.text.optimize import candidate as candidate_module
+from pipeline.products.text.optimize import quantize as quantize_module
 from pipeline.products.text.optimize.coverage import check_coverage, expected_bytes
 from pipeline.products.text.optimize.layers import plan_folder
 from pipeline.products.text.optimize.progress import StepLog
@@ -170,6 +173,23 @@ def test_two_runs_write_the_same_bytes_and_leave_nothing_behind(
     for first in gptq_folder[0].iterdir():
         assert digest_file(first) == digest_file(tmp_path / "out" / first.name), first.name
     assert os.listdir(working) == []
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_the_model_is_freed_before_its_output_is_loaded(
+    source: Path, texts: Evalset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    loaded: list[weakref.ref[Any]] = []
+
+    def load(*args: Any, **options: Any) -> Any:
+        assert [model() for model in loaded] == [None] * len(loaded)
+        model = load_model(*args, **options)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(quantize_module, "load_model", load)
+    apply(source, tmp_path / "out", make_step(kind), texts)
+    assert len(loaded) == 2
 
 
 def test_quantised_folder_is_described_and_not_quantised_again(
@@ -334,13 +354,19 @@ def test_reference_points_at_its_checkpoint_and_copies_nothing(project: Path) ->
     assert set(made.libraries) >= {"torch", "transformers", "compressed-tensors"}
 
 
-def test_candidate_is_written_whole_and_replaces_the_old_one(project: Path) -> None:
+def test_candidate_is_written_whole_and_replaces_the_old_one(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     params = make_params(int4=int4_settings())
     target = project / "build/agent/candidates/int4"
     target.mkdir(parents=True)
     (target / "stale").write_text("from an earlier run")
     (target.with_name(".int4.new") / "step-1").mkdir(parents=True)  # what a killed run leaves behind
     made = build_candidate("int4", params, root=project)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"seconds: load \S+ s, check the source \S+ s, import the library \S+ s, quantise \S+ s, save \S+ s, "
+        r"check the weights \S+ s, check the logits \S+ s, digest \S+ s; \S+ s in all",
+        line,
+    )
     assert sorted(os.listdir(target)) == ["candidate.json", "checkpoint"]
     assert made.checkpoint.path == "build/agent/candidates/int4/checkpoint"
     assert made.checkpoint.parent_digest == build_candidate("reference", params, root=project).checkpoint.digest

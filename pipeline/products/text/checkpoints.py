@@ -66,7 +66,9 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def read_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
+def read_checkpoint(
+    folder: Path, *, root: Path, parent_digest: str | None = None, files: dict[str, str] | None = None
+) -> Checkpoint:
     """Check a checkpoint and return its record.
 
     `num_parameters` counts weights, not stored elements: a packed INT4 word is eight parameters,
@@ -76,12 +78,14 @@ def read_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = Non
         folder: the checkpoint.
         root: the project root, which `path` is relative to when the folder is inside it.
         parent_digest: digest of the checkpoint that this one was made from.
+        files: the digests of its files where they are known, as of `digest_files`.
     """
     tensors = open_checkpoint(folder)
     if _tokenizer_size(folder) is None:
         _check_vocabulary(folder, len(load_tokenizer(folder)))
     config = read_config(folder)
     absolute, base = folder.resolve(), root.resolve()
+    files = digest_files(folder) if files is None else files
     return Checkpoint(
         path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
         kind=config["model_type"],
@@ -89,7 +93,7 @@ def read_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = Non
         dtype=_main_dtype(tensors),
         num_parameters=_count_parameters(tensors, config),
         num_bytes=sum(t.num_bytes for t in tensors.values()),
-        digest=digest_json(files := digest_files(folder)),
+        digest=digest_json(files),
         files=files,
         parent_digest=parent_digest,
     )
@@ -185,7 +189,7 @@ def check_memory(folder: Path, *, dtype: str, available_bytes: int | None = None
         available_bytes: free memory; None asks the operating system.
     """
     needed = estimate_load_bytes(folder, dtype=dtype)
-    free = read_available_mib(count_memory_mib()) << 20 if available_bytes is None else available_bytes
+    free = read_free_bytes("cpu") if available_bytes is None else available_bytes
     if needed > free:
         raise CheckpointError(
             f"{folder}: its weights need {needed / 2**30:.2f} GiB in {dtype}, only {free / 2**30:.2f} GiB are free; "
@@ -193,18 +197,28 @@ def check_memory(folder: Path, *, dtype: str, available_bytes: int | None = None
         )
 
 
-def load_model(folder: Path, *, dtype: str) -> Any:
+def read_free_bytes(device: str) -> int:
+    """Return the memory in bytes that is free on a device of torch: "cpu", or a GPU."""
+    if device == "cpu":
+        return read_available_mib(count_memory_mib()) << 20
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def load_model(folder: Path, *, dtype: str, device: str | None = None) -> Any:
     """Load a checkpoint with plain transformers, in eval mode, and refuse incomplete weights.
 
     Args:
         folder: a checkpoint in one of `FORMATS`.
         dtype: "float32", "bfloat16", "float16", or "auto" for the stored one.
+        device: such as "cuda:0": weights go there file by file, without a copy in the host's memory. None: the CPU.
 
     Raises:
         CheckpointError: it does not fit in memory, a kernel package is missing, or transformers refuses it. Or a
             tensor is missing or has another shape than config.json says.
     """
-    check_memory(folder, dtype=dtype)
+    check_memory(folder, dtype=dtype, available_bytes=read_free_bytes(device) if device else None)
     check_kernels(folder)
     from transformers import AutoModelForCausalLM
 
@@ -213,6 +227,7 @@ def load_model(folder: Path, *, dtype: str) -> Any:
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
+                device_map=None if device is None else {"": device},
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,

@@ -16,6 +16,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import QuantizationError
+from pipeline.products.text.optimize import reconstruction
 from pipeline.products.text.optimize.layers import Int4Step, LayerPlan
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
@@ -138,3 +139,31 @@ def test_a_layer_that_the_source_calls_otherwise_is_a_fallback(
     log = StepLog("awq", total=1)
     check(write_folder(tmp_path / "out", round_to_nearest(weight, symmetric=True)), source, make_step("awq"), log)
     assert [fallback.layer for fallback in log.fallbacks] == [LAYER]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_values", [64, 40, 13])
+def test_values_are_unpacked_as_the_library_packs_them(bits: int, num_values: int) -> None:
+    limit = 2 ** (bits - 1)
+    values = torch.randint(-limit, limit, (3, num_values), generator=torch.Generator().manual_seed(2)).to(torch.int8)
+    unpacked = reconstruction._unpack(pack_to_int32(values, bits), bits)[:, :num_values]
+    assert (unpacked.int() - limit).tolist() == values.tolist()
+
+
+def test_a_layer_in_parts_is_judged_as_a_whole(
+    tmp_path: Path, source: Path, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(reconstruction._CHUNK_WEIGHTS, "cpu", 5 * SHAPE[1])  # the last part is shorter
+    parts = round_to_nearest(weight, symmetric=False)
+    check(write_folder(tmp_path / "out", parts), source, make_step("awq", symmetric=False))
+    parts["weight_scale"][22, 1] *= 1.5
+    with pytest.raises(QuantizationError, match="group 1 of row 22 is"):
+        check(write_folder(tmp_path / "wrong", parts), source, make_step("awq", symmetric=False))
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq"])
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path, source: Path, weight: torch.Tensor, kind: str) -> None:
+    parts = round_to_nearest(weight, symmetric=True)
+    parts["weight_scale"][3, 2] = float("nan")
+    with pytest.raises(QuantizationError, match="nan steps from the source's on average"):
+        check(write_folder(tmp_path / "out", parts), source, make_step(kind))

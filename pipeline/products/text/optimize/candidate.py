@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.products.text.checkpoints import check_kernels, read_checkpoint
+from pipeline.products.text.checkpoints import check_kernels, open_checkpoint, read_checkpoint
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.registry import STEPS
 from pipeline.products.text.settings import Step, TextProduct, WeightStep
-from pipeline.records.evaluations import BuiltCandidate
+from pipeline.records.digests import digest_files
+from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
+from pipeline.running.phases import Phases, format_phases
 from pipeline.running.weight_files import check_finite, iterate_weights
 
 # what can change an answer of a served text checkpoint
@@ -67,15 +71,12 @@ def read_library_versions() -> dict[str, str]:
 def _build(name: str, product: TextProduct, working: Path, target: Path, *, root: Path) -> BuiltCandidate:
     settings = product.candidates[name]
     source = root / settings.checkpoint
-    checkpoint = read_checkpoint(source, root=root)
     weight_steps = [step for step in settings.steps if isinstance(step, WeightStep)]
     if weight_steps:
-        calibration_set = load_evalset(root / product.optimize.calibration_texts)
-        _pin_threads(product.optimize.num_threads)
-        results = _apply_steps(weight_steps, source, working=working, calibration_set=calibration_set)
-        made = read_checkpoint(working / "checkpoint", root=root, parent_digest=checkpoint.digest)
+        made, results = _rewrite_weights(weight_steps, source, product, working=working, root=root)
         checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
     else:
+        checkpoint = read_checkpoint(source, root=root)
         if settings.engine.is_embedded:
             check_kernels(source)
         check_finite(iterate_weights(source), where=source)
@@ -92,6 +93,27 @@ def _build(name: str, product: TextProduct, working: Path, target: Path, *, root
         speculative=results[-1].speculative if results else None,
         libraries=read_library_versions(),
     )
+
+
+def _rewrite_weights(
+    steps: Sequence[Step], source: Path, product: TextProduct, *, working: Path, root: Path
+) -> tuple[Checkpoint, list[StepResult]]:
+    """Apply steps, describe the checkpoint that they made, and say on stderr how long each phase took."""
+    calibration_set = load_evalset(root / product.optimize.calibration_texts)
+    _pin_threads(product.optimize.num_threads)
+    open_checkpoint(source)
+    # the source is digested beside the work: hashing lets other threads run, and cores are free where a GPU works
+    with ThreadPoolExecutor(1) as pool:
+        digesting = pool.submit(digest_files, source)
+        results = _apply_steps(steps, source, working=working, calibration_set=calibration_set)
+        parent = read_checkpoint(source, root=root, files=digesting.result())
+    phases = Phases()
+    for result in results:
+        phases.add(result.seconds)
+    with phases.measure("digest"):
+        made = read_checkpoint(working / "checkpoint", root=root, parent_digest=parent.digest)
+    print(f"seconds: {format_phases(phases.seconds)}", file=sys.stderr)
+    return made, results
 
 
 def _apply_steps(steps: Sequence[Step], source: Path, *, working: Path, calibration_set: Evalset) -> list[StepResult]:

@@ -8,6 +8,7 @@ free GPU memory, so that results would depend on the machine.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -21,11 +22,13 @@ os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")  # it logs while it i
 import llmcompressor.modifiers.gptq.base as gptq_module
 import torch
 from llmcompressor import oneshot
+from llmcompressor.core import reset_session
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from loguru import logger
+from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
 from pipeline.products.text.checkpoints import hide_progress_bars
 from pipeline.products.text.optimize.layers import Int4Step, LayerPlan
@@ -105,6 +108,19 @@ def awq_recipe(step: AwqStep, plan: LayerPlan, log: StepLog) -> list[Any]:
             return scales
 
     return [ReportingAwq(duo_scaling=True, n_grid=step.num_grid_points), QuantizationModifier(**_scheme(step, plan))]
+
+
+def forget_model() -> None:
+    """Free the last model once nobody else holds it: the library's session keeps it, and so does torch's tracer."""
+    with quiet_library():
+        reset_session()
+    # the library traces each layer in a namespace of its own, with the layer as `self`
+    for key, namespace in list(_wrapped_fns_to_patch.items()):
+        if isinstance(namespace.get("self"), torch.nn.Module):
+            del _wrapped_fns_to_patch[key]
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # else what was freed still counts as taken on the card
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The log of a quantisation step: lines while it runs, losses and fallbacks for the candidate's record."""
+"""The log of a quantisation step: lines while it runs, and losses, fallbacks and seconds for the candidate's record."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.records.evaluations import Fallback
+from pipeline.running.phases import Phases
 
 
 class StepLog:
-    """Losses and fallbacks of one step; each loss is one short line on stdout.
+    """Losses, fallbacks and seconds of one step; each loss is one short line on stdout.
 
     `total` is the number of losses to come, for the count at the end of the line.
     """
 
-    def __init__(self, kind: str, *, total: int) -> None:
+    def __init__(self, kind: str, *, total: int = 0) -> None:
         self.kind = kind
         self.total = total
         self.losses: dict[str, float] = {}
         self.fallbacks: list[Fallback] = []
         self._num_reported = 0
+        self.phases = Phases()
         self._columns: dict[str, list[Any]] = {}  # factors of a layer's input channels
         self._rows: dict[str, list[Any]] = {}  # divisors of the last of a layer's output channels
 
@@ -37,15 +39,19 @@ class StepLog:
 
     def record_scales(self, layers: Sequence[str], scales: Any, *, smoothed: str) -> None:
         """Note the factors by which the input channels of layers grew and the outputs of the one before shrank."""
+        factors = scales.float().cpu()
         for layer in layers:
-            self._columns.setdefault(layer, []).append(scales.float())
-        self._rows.setdefault(smoothed, []).append(scales.float())
+            self._columns.setdefault(layer, []).append(factors)
+        self._rows.setdefault(smoothed, []).append(factors)
 
     def scale_as_moved(self, layer: str, weight: Any) -> Any:
-        """Return a layer's weight, (out, in), as it was before it was rounded."""
-        moved = weight.clone()
-        for scales in self._columns.get(layer, []):
-            moved *= scales.view(1, -1)
-        for scales in self._rows.get(layer, []):
-            moved[-len(scales) :] /= scales.view(-1, 1)
+        """Return a layer's weight, (out, in), as it was before it was rounded; itself where no scale was moved."""
+        import torch
+
+        columns, rows = self._columns.get(layer, []), self._rows.get(layer, [])
+        moved = weight.to(torch.float32, copy=True) if columns or rows else weight
+        for scales in columns:
+            moved *= scales.to(weight.device).view(1, -1)
+        for scales in rows:
+            moved[-len(scales) :] /= scales.to(weight.device).view(-1, 1)
         return moved

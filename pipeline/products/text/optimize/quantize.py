@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from pipeline.errors import QuantizationError
 from pipeline.evalsets.cards import Evalset
 from pipeline.products.text.checkpoints import (
     embedding_rows,
+    estimate_load_bytes,
     hide_progress_bars,
     load_model,
     load_tokenizer,
     open_checkpoint,
+    read_free_bytes,
 )
 from pipeline.products.text.optimize.calibration import count_samples, select_samples
 from pipeline.products.text.optimize.coverage import check_coverage
@@ -30,7 +32,7 @@ from pipeline.products.text.optimize.reconstruction import check_reconstruction
 from pipeline.records.digests import TEXT_FILES
 from pipeline.records.evaluations import Fallback, LayerCoverage
 from pipeline.records.speculation import SpeculativeConfig
-from pipeline.running.weight_files import check_finite, iterate_weights
+from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
 
 RecipeBuilder = Callable[[Any, LayerPlan, StepLog], list[Any]]
 
@@ -45,6 +47,7 @@ class StepResult:
     fallbacks: tuple[Fallback, ...]
     record: dict[str, Any]
     speculative: SpeculativeConfig | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
 
 def quantize(
@@ -67,25 +70,32 @@ def quantize(
     check_source(source)
     tokenizer = load_tokenizer(source)
     samples = select_samples(calibration_set, tokenizer, step.calibration, vocab_size=embedding_rows(source))
-    model = load_model(source, dtype="auto")
-    check_finite(model.state_dict().items(), where=source)
+    log = StepLog(step.kind)
+    with log.phases.measure("load"):
+        model = load_model(source, dtype="auto")
+    with log.phases.measure("check the source"):
+        check_finite(model.state_dict().items(), where=source)
     plan = plan_layers(_linear_shapes(model), step, tied_head=_tied_head(model))
     check_rank(plan, num_tokens := sum(map(len, samples)))
     # the first layer's loss comes after every sample has been through it
     print(f"{step.kind} calibrates on {len(samples)} samples, {num_tokens} tokens", flush=True)
-    log = StepLog(step.kind, total=len(plan.asked))
-    _run(model, tokenizer, build_recipe(model, plan, log), samples=samples, destination=destination)
+    log.total = len(plan.asked)
+    _run(model, tokenizer, build_recipe, plan, log, samples=samples, destination=destination)
     del model
+    _forget_model()
     copy_text_files(source, destination)
     coverage = check_coverage(destination, source=source, step=step, plan=plan, log=log)
-    check_reconstruction(destination, source=source, step=step, plan=plan, log=log)
+    device = _choose_device(destination)
+    with log.phases.measure("check the weights"):
+        check_reconstruction(destination, source=source, step=step, plan=plan, log=log, device=device)
+        check_finite(iterate_weights(destination), where=destination)
     for layer in plan.asked:
         if layer not in log.losses:
             log.record_fallback(layer, f"rounded to nearest: no {step.kind} rule of the library fits this layer")
-    check_finite(iterate_weights(destination), where=destination)
-    _check_logits(destination, samples[0][:_PROBE_TOKENS])
+    with log.phases.measure("check the logits"):
+        _check_logits(destination, samples[0][:_PROBE_TOKENS], device=device)
     record = step.model_dump(mode="json") | {"calibrated_on": count_samples(samples)}
-    return StepResult(coverage=coverage, fallbacks=tuple(log.fallbacks), record=record)
+    return StepResult(coverage, tuple(log.fallbacks), record, seconds=log.phases.seconds)
 
 
 def copy_text_files(source: Path, destination: Path) -> None:
@@ -113,23 +123,52 @@ def _tied_head(model: Any) -> str | None:
     return next(name for name, module in model.named_modules() if module is head)
 
 
-def _run(model: Any, tokenizer: Any, recipe: list[Any], *, samples: list[list[int]], destination: Path) -> None:
-    from pipeline.products.text.optimize.llm_compressor import run_recipe, save_compressed
-
+def _run(
+    model: Any,
+    tokenizer: Any,
+    build_recipe: RecipeBuilder,
+    plan: LayerPlan,
+    log: StepLog,
+    *,
+    samples: list[list[int]],
+    destination: Path,
+) -> None:
+    with log.phases.measure("import the library"):
+        from pipeline.products.text.optimize.llm_compressor import run_recipe, save_compressed
     try:
-        run_recipe(model, tokenizer, recipe, samples=samples)
-        save_compressed(model, destination)
+        with log.phases.measure("quantise"):
+            run_recipe(model, tokenizer, build_recipe(model, plan, log), samples=samples)
+        with log.phases.measure("save"):
+            save_compressed(model, destination)
     except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
         message = " ".join(str(error).split())[:300]
         raise QuantizationError(f"llm-compressor failed: {type(error).__name__}: {message}") from error
     (destination / "recipe.yaml").unlink(missing_ok=True)
 
 
-def _check_logits(folder: Path, token_ids: list[int]) -> None:
+def _forget_model() -> None:
+    from pipeline.products.text.optimize.llm_compressor import forget_model
+
+    forget_model()
+
+
+def _choose_device(folder: Path) -> str:
+    """Return the GPU where there is one with room for the checkpoint, packed and unpacked, else the CPU."""
+    import torch
+
+    stored = sum(tensor.num_bytes for tensor in read_tensors(folder).values())
+    is_roomy = torch.cuda.is_available() and read_free_bytes("cuda") > stored + estimate_load_bytes(
+        folder, dtype="auto"
+    )
+    return "cuda" if is_roomy else "cpu"
+
+
+def _check_logits(folder: Path, token_ids: list[int], *, device: str) -> None:
     import torch
 
     # packed weights are unpacked by the first forward pass
     with torch.inference_mode(), hide_progress_bars():
-        logits = load_model(folder, dtype="auto")(input_ids=torch.tensor([token_ids])).logits
+        model = load_model(folder, dtype="auto", device=None if device == "cpu" else device)
+        logits = model(input_ids=torch.tensor([token_ids], device=device)).logits
     if not bool(logits.isfinite().all()):
         raise QuantizationError(f"{folder}: loaded again, its logits are NaN or infinite; raise damping_fraction")
