@@ -134,10 +134,14 @@ def attend_plainly(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[list[int], list[int]]
 ) -> torch.Tensor:
     """Attend sequence by sequence, as `flash` does, in any precision and on any device."""
-    parts = []
+    repeats, parts = query.shape[1] // key.shape[1], []
     for (q, q_end), (k, k_end) in zip(pairwise(starts[0]), pairwise(starts[1]), strict=True):
         mask = torch.ones(q_end - q, k_end - k, dtype=torch.bool, device=query.device).tril(k_end - k - (q_end - q))
-        rows = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query[q:q_end], key[k:k_end], value[k:k_end])]
-        rows[1:] = [tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in rows[1:]]
-        parts.append(scaled_dot_product_attention(*rows, attn_mask=mask)[0].transpose(0, 1))
+        mixed = scaled_dot_product_attention(
+            query[q:q_end].transpose(0, 1),
+            key[k:k_end].transpose(0, 1).repeat_interleave(repeats, 0),
+            value[k:k_end].transpose(0, 1).repeat_interleave(repeats, 0),
+            attn_mask=mask,
+        )
+        parts.append(mixed.transpose(0, 1))
     return torch.cat(parts)
