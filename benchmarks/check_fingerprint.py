@@ -40,7 +40,10 @@ from pipeline.records.evaluations import Candidate
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT, NAME, NUM_CASES = "agent", "drafted", 40
-ENGINE_DEFAULT = "import pipeline.products.text.serving.loading as l; l.MAX_BATCH_TOKENS = 256; "
+ENGINE_DEFAULT = (
+    "import dataclasses, pipeline.products.text.serving.sizing as s; "
+    "s.DEVICE_SIZES = {k: dataclasses.replace(v, max_batch_tokens=256) for k, v in s.DEVICE_SIZES.items()}; "
+)
 LAUNCH = "import sys; from pipeline.products.text.serving.launcher import main; sys.exit(main(sys.argv[1:]))"
 
 

@@ -7,13 +7,14 @@ each candidate.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from pipeline.product import Watched
 from pipeline.products import KINDS
 from pipeline.products.params import Params
-from pipeline.records.digests import digest_json
+from pipeline.records.digests import digest_text
 from pipeline.running.stage_code import digest_code
 from pipeline.settings.base import Product
 
@@ -32,7 +33,8 @@ def digest_inputs(params: Params, root: Path) -> Digests:
         for stage, keyed in _list_inputs(product, root).items():
             code = digest_code(stage, product.kind)
             for key, watched in keyed.items():
-                settings = {what: digest_json(value) for what, value in watched.items()}
+                # order counts: the prompts of the first eval are measured, the first tolerance is the headline
+                settings = {what: digest_text(json.dumps(value)) for what, value in watched.items()}
                 digests.setdefault(stage, {})[key] = settings | {"code": code}  # no kind's word for it takes its place
     return digests
 

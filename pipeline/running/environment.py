@@ -33,6 +33,7 @@ LIBRARIES = (
     "llmcompressor",
     "lm-eval",
     "numpy",
+    "pillow",
     "safetensors",
     "tokenizers",
     "torch",

@@ -1,4 +1,4 @@
-"""What stages depend on: no kind can take the digest of the code out of it."""
+"""What stages depend on: no kind can take the digest of the code out of it, and the order of settings counts."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def test_the_code_counts_whatever_a_kind_calls_its_own_inputs(monkeypatch: pytes
     only = type(params)({"people": params.products["people"]})
     watched = inputs.digest_inputs(only, ROOT)["evaluate"]["people"]
     assert watched["code"] == digest_code("evaluate", "vision") and "cases" in watched
+
+
+def test_another_first_tolerance_is_another_input() -> None:
+    params = load_params(ROOT / "params.yaml")
+    product = params.products["people"]
+    tolerances = dict(reversed(product.gate.tolerances.items()))
+    turned = product.model_copy(update={"gate": product.gate.model_copy(update={"tolerances": tolerances})})
+    before, after = (
+        inputs.digest_inputs(type(params)({"people": p}), ROOT)["compare"]["people"] for p in (product, turned)
+    )
+    assert before["code"] == after["code"] and before["settings"] != after["settings"]

@@ -182,7 +182,12 @@ def test_what_can_change_an_answer_is_evaluated_and_judged_anew(product: str, ke
 
 def test_what_can_change_an_answer_of_a_server_is_in_what_it_is_started_with() -> None:
     """Too few: answers of another setting are judged. Too many: a setting that changes none costs every evaluation."""
-    assert ServingSettings.model_fields.keys() <= ServingConfig.model_fields.keys()
+    of_the_embedded_engine = {"use_cuda_graph", "max_batch_tokens"}
+    assert ServingSettings.model_fields.keys() - of_the_embedded_engine <= ServingConfig.model_fields.keys()
+    values = {"use_cuda_graph": False, "max_batch_tokens": 256}
+    base = dict.fromkeys(("concurrency", "num_threads", "context_length", "max_tokens"), 16)
+    settings = ServingSettings(dtype="float32", continuous_batching=True, **base, **values)
+    assert settings.options == values
 
 
 @pytest.mark.parametrize(

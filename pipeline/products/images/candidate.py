@@ -25,7 +25,7 @@ from pipeline.records.serving import PipelineServing
 from pipeline.running.weight_files import check_finite
 
 # what can change an image
-LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "safetensors")
+LIBRARIES = ("torch", "diffusers", "transformers", "tokenizers", "safetensors", "pillow")
 
 
 def build_image_candidate(name: str, product: ImagesProduct, *, root: Path, build: Path) -> ImageCandidate:

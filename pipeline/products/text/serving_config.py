@@ -18,6 +18,8 @@ def serve(built: BuiltCandidate, product: TextProduct) -> Candidate:
     shared = product.serving.model_dump(include=set(ServingConfig.model_fields))
     engine = product.candidates[built.name].engine
     shared |= {"engine": engine.kind, **engine.model_dump(exclude={"kind"})}
+    if engine.is_embedded:
+        shared["options"] = product.serving.options
     if built.speculative is not None:
         shared["speculative"] = built.speculative
         # transformers' continuous batching drops speculation without a word

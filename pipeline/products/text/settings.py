@@ -161,12 +161,21 @@ class ServingSettings(Settings):
     num_threads: int = Field(ge=1, le=256)  # torch threads per server
     context_length: int = Field(ge=16)  # tokens
     max_tokens: int = Field(ge=1)  # completion tokens a request
+    # of the embedded engine's continuous batching; the device decides what is not set
+    use_cuda_graph: bool | None = None
+    max_batch_tokens: int | None = Field(default=None, ge=16, le=65_536)  # new tokens per forward
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings that the embedded engine alone knows, in its own spelling, where they are set."""
+        return self.model_dump(include={"use_cuda_graph", "max_batch_tokens"}, exclude_none=True)
 
 
 class ResourceSettings(Settings):
     """How much of the machine is taken, and how long is waited: no setting changes an answer."""
 
-    num_servers: int = Field(ge=1, le=64)
+    num_servers: int = Field(ge=1, le=64)  # spread over the GPUs that are visible
+    kv_cache_gib: float | None = Field(default=None, gt=0)  # of the embedded engine; None: as much as helps and fits
     request_timeout_s: float = Field(gt=0)
     start_timeout_s: float = Field(gt=0)
 

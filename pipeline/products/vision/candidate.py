@@ -27,7 +27,7 @@ from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
 from pipeline.running.weight_files import check_finite, iterate_weights
 
-LIBRARIES = ("torch", "safetensors")  # what can change an output
+LIBRARIES = ("torch", "safetensors", "pillow")  # what can change an output
 
 
 def build_network_candidate(name: str, product: VisionProduct, *, root: Path, build: Path) -> NetworkCandidate:

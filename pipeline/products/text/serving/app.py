@@ -32,7 +32,6 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState, Modality
 
 from pipeline.errors import EngineError
-from pipeline.products.text.serving import paged_attention
 from pipeline.products.text.serving.chat_template import check_template, find_problem
 from pipeline.products.text.serving.loading import LoadedModel
 from pipeline.products.text.serving.scoring import SequenceScores, score_sequences
@@ -78,10 +77,7 @@ class Server:
 
     def _start_batching(self) -> None:
         model = self.loaded.model
-        is_plain = self.loaded.serving.attention == "sdpa" and paged_attention.supports(model.config)
-        if is_plain and model.device.type == "cpu":
-            paged_attention.register()
-            model.set_attn_implementation(paged_attention.NAME)
+        model.set_attn_implementation(self.loaded.attention)
         # the first config is the one every request gets, so it is set here and not by a request
         self._manager.init_cb(model, self._generation_config(use_cache=False))
 
@@ -169,7 +165,13 @@ class Server:
             raise HTTPException(400, "this endpoint scores given tokens: expected echo true and max_tokens 0 or 1")
         if not isinstance(num_top, int) or not 1 <= num_top <= MAX_TOP_LOGPROBS:
             raise HTTPException(400, f"logprobs: expected 1 to {MAX_TOP_LOGPROBS}, got {num_top!r}")
-        run = partial(score_sequences, self.loaded.scorer, self._check_prompts(prompts), num_top=num_top)
+        run = partial(
+            score_sequences,
+            self.loaded.scorer,
+            self._check_prompts(prompts),
+            num_top=num_top,
+            max_forward_tokens=self.loaded.max_forward_tokens,
+        )
         scores = await asyncio.get_running_loop().run_in_executor(self._scoring, run)
         choices = [
             {"index": i, "text": "", "finish_reason": "length", "logprobs": _render(s)} for i, s in enumerate(scores)

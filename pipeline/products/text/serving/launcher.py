@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import EngineError, QuantgateError
 from pipeline.records.evaluations import Candidate
@@ -31,7 +32,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
-async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listener: socket.socket) -> None:
+async def _serve(candidate: Candidate, asked: dict[str, Any], listener: socket.socket) -> None:
     # transformers imports them where it can, for adaptive draft lengths and the losses of object detectors,
     # which this server does not offer: a second of CPU time for each server
     for package in ("sklearn", "scipy"):
@@ -42,7 +43,13 @@ async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listene
     from pipeline.products.text.serving.app import Server
     from pipeline.products.text.serving.loading import load_candidate
 
-    loaded = load_candidate(candidate, folder, draft_folder=draft)
+    loaded = load_candidate(
+        candidate,
+        Path(asked["checkpoint_folder"]),
+        draft_folder=Path(asked["draft_folder"]) if asked["draft_folder"] else None,
+        num_sharing=asked.get("num_sharing", 1),
+        kv_cache_gib=asked.get("kv_cache_gib"),
+    )
     server = Server(loaded)
     await server.probe()
     gc.freeze()  # what is there now stays: no later collection need look at it
@@ -79,15 +86,15 @@ def main(argv: list[str]) -> int:
     Args:
         argv: one JSON object: `checkpoint_folder`, `draft_folder` or null, and `candidate` as a record. The
             candidate's name is the model name that clients must send. `host` may be missing, for the local
-            address, and so may `port`, or be null, for a free one.
+            address, and so may `port`, or be null, for a free one, and `num_sharing` and `kv_cache_gib`, as in
+            `load_candidate`.
     """
     asked = json.loads(argv[0])
     _end_with_parent()
     try:
         listener = _listen(asked.get("host", "127.0.0.1"), asked.get("port"))
         candidate = Candidate.model_validate(asked["candidate"])
-        draft = Path(asked["draft_folder"]) if asked["draft_folder"] else None
-        asyncio.run(_serve(candidate, Path(asked["checkpoint_folder"]), draft, listener))
+        asyncio.run(_serve(candidate, asked, listener))
     except QuantgateError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # the generation thread is not a daemon and would keep the process alive

@@ -16,6 +16,8 @@ from typing import Any
 
 from pipeline.errors import EngineError
 from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.serving import paged_attention, varlen_attention
+from pipeline.products.text.serving.sizing import EngineSizes, choose_sizes, read_cache_facts, read_device
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import fingerprint, read_environment
@@ -23,8 +25,8 @@ from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.environment import read_hardware
 
-CACHE_BLOCK_TOKENS = 16  # prefixes are shared in whole blocks, so small blocks share more of a short prompt
-MAX_BATCH_TOKENS = 512  # new tokens per forward: bounds how long a prefill delays requests that are decoding
+# of the batching config; how much memory was free changes no answer
+_MEMORY_FIELDS = ("num_blocks", "max_memory_percent")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class LoadedModel:
     facts: dict[str, Any]  # by section, see pipeline/records/fingerprints.py
     config: dict[str, str]  # the generation configs as resolved, by file name
     batching: Any  # transformers' ContinuousBatchingConfig
+    attention: str  # of `model` under continuous batching
+    max_forward_tokens: int  # of a batch that is scored
     draft: Any | None = None  # the draft model of speculative decoding
 
     @property
@@ -51,17 +55,27 @@ class LoadedModel:
         return fingerprint(self.facts)
 
 
-def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | None = None) -> LoadedModel:
+def load_candidate(
+    candidate: Candidate,
+    folder: Path,
+    *,
+    draft_folder: Path | None = None,
+    num_sharing: int = 1,
+    kv_cache_gib: float | None = None,
+) -> LoadedModel:
     """Load a candidate's checkpoint in this process.
 
     Args:
         candidate: what to serve; its serving config says how.
         folder: where the checkpoint is.
         draft_folder: where its draft model is, when it is served with one.
+        num_sharing: servers of ours on the same device.
+        kv_cache_gib: size of the cache; None: as much as is useful, and fits.
 
     Raises:
         CheckpointError: the checkpoint or the draft can't be loaded.
-        EngineError: its own generation settings change greedy answers, or its context is too short.
+        EngineError: its own generation settings change greedy answers, its context is too short, or the cache of
+            one context does not fit.
     """
     import torch
 
@@ -69,6 +83,7 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
 
     asked = candidate.serving
     torch.set_num_threads(asked.num_threads)
+    torch.set_float32_matmul_precision("highest")  # TF32 would keep 10 bits of float32's 23
     checkpoint = read_checkpoint(folder, root=folder.parent)
     model = load_model(folder, dtype=asked.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     check_context(model.config, asked.context_length)
@@ -78,6 +93,7 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
     with torch.inference_mode():
         # compressed weights are decompressed by the first forward pass, which must come before sharing
         model(torch.tensor([[0]], device=model.device), use_cache=False)
+    remove_offload(model)
     scorer = share_weights(model)
     num_packed = pack_linear_layers([model, scorer])
     draft = _load_draft(draft_folder, asked, tokenizer).to(model.device) if draft_folder else None
@@ -97,12 +113,39 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
             "libraries": {name: _version(name) for name in candidate.libraries},
         }
     )
-    batching = build_batching_config(serving)
-    facts = _build_facts(loaded, model, engine={"num_packed_layers": num_packed, **_plain_fields(batching)})
+    attention = choose_attention(model)
+    sizes = choose_sizes(
+        read_device(model.device.type, num_sharing),
+        read_cache_facts(model.config.get_text_config(), model.dtype.itemsize),
+        concurrency=asked.concurrency,
+        context_length=asked.context_length,
+        options=asked.options,
+        kv_cache_gib=kv_cache_gib,
+    )
+    batching = build_batching_config(sizes, attention, asked.concurrency)
+    engine = {
+        "num_packed_layers": num_packed,
+        "attention": attention,
+        "max_forward_tokens": sizes.max_forward_tokens,
+        **{name: value for name, value in _plain_fields(batching).items() if name not in _MEMORY_FIELDS},
+    }
+    facts = _build_facts(loaded, model, engine=engine)
     config = {"generation_config.json": model.generation_config.to_json_string()}
     if draft is not None:
         config["draft/generation_config.json"] = draft.generation_config.to_json_string()
-    return LoadedModel(candidate.name, model, scorer, tokenizer, serving, facts, config, batching, draft)
+    return LoadedModel(
+        candidate.name,
+        model,
+        scorer,
+        tokenizer,
+        serving,
+        facts,
+        config,
+        batching,
+        attention,
+        sizes.max_forward_tokens,
+        draft,
+    )
 
 
 def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any) -> Any:
@@ -190,6 +233,15 @@ def _without_sampling(source: Any) -> Any:
     return config
 
 
+def remove_offload(model: Any) -> None:
+    """Take out the hooks with which compressed-tensors fetches every weight: decompressed ones need none."""
+    if getattr(model.config, "quantization_config", None) is None:
+        return
+    from compressed_tensors.offload import remove_dispatch
+
+    remove_dispatch(model)
+
+
 def share_weights(model: Any) -> Any:
     """Return a second model object over the same tensors, whose attention can be set on its own."""
     return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
@@ -202,18 +254,43 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def build_batching_config(serving: ServingConfig) -> Any:
-    """Return the library's continuous batching config for a way of serving."""
+def choose_attention(model: Any) -> str:
+    """Return the attention of a model under continuous batching, which is registered where it is ours.
+
+    The name is never left to the library: it would look for a kernel on the hub.
+    """
+    plain = model.config._attn_implementation
+    if plain == "sdpa" and paged_attention.supports(model.config):
+        if model.device.type == "cpu":
+            paged_attention.register()
+            return paged_attention.NAME
+        if varlen_attention.supports(model):
+            varlen_attention.register()
+            return varlen_attention.NAME
+    return f"paged|{plain}"
+
+
+def build_batching_config(sizes: EngineSizes, attention: str, concurrency: int) -> Any:
+    """Return the library's continuous batching config.
+
+    Args:
+        sizes: of the server.
+        attention: of the model; masks keep batches from overlapping.
+        concurrency: requests in flight.
+    """
     from transformers import ContinuousBatchingConfig
 
-    blocks_per_request = -(-serving.context_length // CACHE_BLOCK_TOKENS) + 1
-    return ContinuousBatchingConfig(
-        block_size=CACHE_BLOCK_TOKENS,
-        # twice what the requests in flight can hold: the rest keeps finished prefixes for reuse
-        num_blocks=2 * serving.concurrency * blocks_per_request,
-        max_batch_tokens=MAX_BATCH_TOKENS,
-        use_cuda_graph=False,
+    config = ContinuousBatchingConfig(
+        block_size=sizes.block_size,
+        num_blocks=sizes.num_blocks,
+        max_batch_tokens=sizes.max_batch_tokens,
+        use_cuda_graph=sizes.use_cuda_graph,
     )
+    if sizes.use_cuda_graph:
+        # a graph has the logits of as many requests as there may be
+        config.max_requests_per_batch = concurrency
+        config.use_async_batching = attention == varlen_attention.NAME
+    return config
 
 
 def _plain_fields(config: Any) -> dict[str, Any]:

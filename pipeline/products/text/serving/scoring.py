@@ -20,8 +20,7 @@ import torch
 
 MIN_SHARED_TOKENS = 16  # a shorter common prefix does not pay for a mask
 MAX_ROW_TOKENS = 2048  # longest row that several sequences are packed into
-MAX_FORWARD_TOKENS = 1024  # tokens per forward: larger batches fall out of the CPU's cache
-MAX_LOGITS = 1 << 24  # elements of one logits tensor: 64 MiB in float32
+SLICE_LOGITS = 1 << 27  # elements of logits that are in float32 at a time: 512 MiB
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,16 @@ class _Row:
         return self.segments[-1] == 0
 
 
-def score_sequences(model: Any, sequences: list[list[int]], *, num_top: int) -> list[SequenceScores]:
+def score_sequences(
+    model: Any, sequences: list[list[int]], *, num_top: int, max_forward_tokens: int = 1024
+) -> list[SequenceScores]:
     """Score each sequence's tokens from the second on.
 
     Args:
         model: a causal language model in eval mode with "sdpa" or "eager" attention.
         sequences: token ids, at least two each.
         num_top: how many of the most likely tokens to report at each place.
+        max_forward_tokens: in one forward pass, padding included; a longer sequence has a pass of its own.
 
     Returns:
         One result per sequence, in the order given.
@@ -63,9 +65,8 @@ def score_sequences(model: Any, sequences: list[list[int]], *, num_top: int) -> 
     wanted = [numbers.setdefault(tuple(ids), len(numbers)) for ids in sequences]
     distinct = [list(ids) for ids in numbers]
     results: dict[int, SequenceScores] = {}
-    limit = min(MAX_FORWARD_TOKENS, max(1, MAX_LOGITS // model.config.get_text_config().vocab_size))
     with torch.inference_mode():
-        for rows in _batch_rows(_pack_rows(distinct), limit):
+        for rows in _batch_rows(_pack_rows(distinct), max_forward_tokens):
             results.update(_score_rows(model, rows, distinct, num_top))
     return [results[i] for i in wanted]
 
@@ -122,22 +123,34 @@ def _batch_rows(rows: list[_Row], limit: int) -> Iterator[list[_Row]]:
 def _score_rows(model: Any, rows: list[_Row], sequences: list[list[int]], num_top: int) -> dict[int, SequenceScores]:
     logits = model(**_inputs(rows, model), use_cache=False).logits
     width = logits.shape[1]
-    flat = logits.view(-1, logits.shape[-1]).float()
+    flat = logits.view(-1, logits.shape[-1])
     # where: flat row of each prediction; target: the token it is asked about
     parts = [(i, [r * width + p for p in places]) for r, row in enumerate(rows) for i, places in row.sources.items()]
     where = torch.tensor([w for _, places in parts for w in places], device=flat.device)
     target = torch.tensor([t for i, _ in parts for t in sequences[i][1:]], device=flat.device)
-    norm = flat.logsumexp(-1)
-    top = flat.topk(num_top, dim=-1)
-    chosen = (flat[where, target] - norm[where]).cpu().numpy()
-    top_ids = top.indices.to(torch.int32)[where].cpu().numpy()
-    top_logprobs = (top.values - norm[:, None])[where].cpu().numpy()
+    norm, ids, logprobs = _summarize(flat, num_top)
+    chosen = (flat[where, target].float() - norm[where]).cpu().numpy()
+    top_ids, top_logprobs = ids[where].cpu().numpy(), logprobs[where].cpu().numpy()
     results, start = {}, 0
     for index, places in parts:
         stop = start + len(places)
         results[index] = SequenceScores(chosen[start:stop], top_ids[start:stop], top_logprobs[start:stop])
         start = stop
     return results
+
+
+def _summarize(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log of the sum of exponentials, ids and log-probabilities of the most likely tokens, row by row.
+
+    In slices: in float32 the logits of a large vocabulary take more memory than the model's own.
+    """
+    parts = []
+    for rows in logits.split(max(1, SLICE_LOGITS // logits.shape[-1])):
+        exact = rows.float()
+        norm, top = exact.logsumexp(-1), exact.topk(num_top, dim=-1)
+        parts.append((norm, top.indices.to(torch.int32), top.values - norm[:, None]))
+    norms, ids, logprobs = zip(*parts, strict=True)
+    return torch.cat(norms), torch.cat(ids), torch.cat(logprobs)
 
 
 def _inputs(rows: list[_Row], model: Any) -> dict[str, torch.Tensor]:
@@ -153,9 +166,9 @@ def _inputs(rows: list[_Row], model: Any) -> dict[str, torch.Tensor]:
     for r, row in enumerate(rows):
         positions[r, : len(row.tokens)] = torch.tensor(row.positions)
         segments[r, : len(row.tokens)] = torch.tensor(row.segments)
+    tokens, positions, segments = (tensor.to(model.device) for tensor in (tokens, positions, segments))
     same = segments[:, :, None] == segments[:, None, :]
-    seen = (same | (segments[:, None, :] == 0)) & torch.ones(width, width, dtype=torch.bool).tril()
-    mask = torch.zeros(len(rows), 1, width, width, dtype=model.dtype)
+    seen = (same | (segments[:, None, :] == 0)) & torch.ones_like(same[0]).tril()
+    mask = torch.zeros(len(rows), 1, width, width, dtype=model.dtype, device=model.device)
     mask.masked_fill_(~seen[:, None], torch.finfo(model.dtype).min)
-    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
-    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    return {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}

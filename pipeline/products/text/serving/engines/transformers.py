@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,10 @@ from pipeline.products.text.serving.engines.engine import (
 )
 from pipeline.products.text.serving.engines.processes import ServerProcess, format_exit, spawn, stop
 from pipeline.records.evaluations import Candidate
+from pipeline.running.environment import find_gpus, read_torch_build
 
 PROJECT = Path(__file__).resolve().parents[5]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @contextlib.asynccontextmanager
@@ -40,7 +44,8 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     candidate, resources = launch.candidate, launch.resources
     processes: list[ServerProcess] = []
     try:
-        for index in range(resources.num_servers):
+        gpus = () if read_torch_build() == "cpu" else list_devices(len(find_gpus()), os.environ.get(VISIBLE))
+        for index, place in enumerate(spread(resources.num_servers, gpus)):
             processes.append(
                 _spawn(
                     candidate,
@@ -48,6 +53,8 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
                     log=launch.logs / f"server-{index}.log",
                     host=launch.host,
                     port=launch.port,
+                    place=place,
+                    kv_cache_gib=resources.kv_cache_gib,
                 )
             )
         reports = await gather(*(_read_report(p, resources.start_timeout_s) for p in processes))
@@ -68,7 +75,45 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
         stop(processes)
 
 
-def _spawn(candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, port: int | None = None) -> ServerProcess:
+@dataclass(frozen=True)
+class Place:
+    """Where one server runs."""
+
+    gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it; None: the CPU, or a GPU if torch sees one
+    num_sharing: int = 1  # servers there
+
+
+def list_devices(num_gpus: int, visible: str | None) -> tuple[str, ...]:
+    """Return the GPUs that servers may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        num_gpus: of the machine.
+        visible: CUDA_VISIBLE_DEVICES, where it is set: indices or UUIDs; what follows "-1" is hidden.
+    """
+    if visible is None:
+        return tuple(str(index) for index in range(num_gpus))
+    names = [name.strip() for name in visible.split(",")]
+    return tuple(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
+
+
+def spread(num_servers: int, gpus: Sequence[str]) -> list[Place]:
+    """Give each server a GPU in turn; without one, all of them share the CPU."""
+    if not gpus:
+        return [Place(num_sharing=num_servers)] * num_servers
+    names = [gpus[index % len(gpus)] for index in range(num_servers)]
+    return [Place(name, names.count(name)) for name in names]
+
+
+def _spawn(
+    candidate: Candidate,
+    *,
+    root: Path,
+    log: Path,
+    host: str = LOCAL,
+    port: int | None = None,
+    place: Place = Place(),
+    kv_cache_gib: float | None = None,
+) -> ServerProcess:
     speculative = candidate.serving.speculative
     config = json.dumps(
         {
@@ -76,6 +121,8 @@ def _spawn(candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, po
             "draft_folder": str((root / speculative.draft_path).resolve())
             if speculative and speculative.draft_path
             else None,
+            "num_sharing": place.num_sharing,
+            "kv_cache_gib": kv_cache_gib,
             "candidate": candidate.model_dump(mode="json"),
             "host": host,
             "port": port,
@@ -89,6 +136,7 @@ def _spawn(candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, po
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        **({VISIBLE: place.gpu} if place.gpu else {}),
     }
     command = [sys.executable, "-m", launcher.__name__, config]
     return spawn(command, folder=PROJECT, environment=environment, log=log, stdout=subprocess.PIPE)
