@@ -100,6 +100,8 @@ def _plan_serving(
     )
     logits = _BATCH_TOKENS * loaded[0][1].get("vocab_size", 0) * (item_bytes + 4)
     num_servers = product.resources.num_servers if engine.is_embedded else 1
+    if engine.is_embedded and product.resources.kv_cache_gib is not None:
+        cache = int(product.resources.kv_cache_gib * 1024 * _MIB)
     lever = "lower serving.concurrency or serving.context_length"
     servers = "resources.num_servers, " if num_servers > 1 else ""
 
@@ -178,9 +180,11 @@ def check_needs(needs: list[MemoryNeed], *, host: Room, card: Room | None = None
         if peak > room.available_mib:
             held = room.total_mib - room.available_mib
             others = f" (others hold {held:,} MiB)" if need.place == "GPU" and held else ""
+            # an engine takes a smaller cache where the one that would be useful does not fit
+            danger = "requests may wait, or it may be killed" if need.activity == "serving" else "it may be killed"
             warnings.append(
                 f"{where}: {need.activity} takes about {peak:,} MiB ({need.weights_mib:,} of them weights) of "
-                f"{owner}'s memory and {room.available_mib:,} MiB are free{others}; it may be killed: {need.lever}"
+                f"{owner}'s memory and {room.available_mib:,} MiB are free{others}; {danger}: {need.lever}"
             )
     return warnings
 

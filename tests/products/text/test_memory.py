@@ -114,6 +114,9 @@ def test_serving_takes_the_card_and_little_of_the_host(tmp_path: Path) -> None:
     assert card.weights_mib == pytest.approx(15 * GIB, rel=0.02)
     assert card.other_mib > 8 * GIB  # 64 requests of 1,024 tokens
     assert needs["serving", "host"].weights_mib == 0
+    small = make_product(tmp_path / "8b", [])
+    small = small.model_copy(update={"resources": small.resources.model_copy(update={"kv_cache_gib": 2.0})})
+    assert plan(small, make_machine(24))["serving", "GPU"].other_mib == card.other_mib - 6 * GIB
     (line,) = check_needs([card], host=Room(1, 1), card=Room(24 * GIB, 20 * GIB))
     assert "serving.concurrency or serving.context_length" in line and "others hold 4,096 MiB" in line
 
