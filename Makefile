@@ -19,7 +19,7 @@ setup:  ## make .venv (uv where present, pip otherwise)
 	@scripts/setup.sh
 	@install -m 755 scripts/quantgate $(PYTHON_BIN)/quantgate
 
-plan: setup  ## what the gate's suites can prove, before any model runs
+plan: setup  ## what the gate's suites can prove and what a run will cost, before any model runs
 	@python scripts/plan.py
 
 repro: setup  ## run what is out of date, from checkpoint to verdict; fails when the gate fails

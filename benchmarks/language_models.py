@@ -4,7 +4,10 @@ Writes a checkpoint folder as the hub has it: sharded safetensors in bfloat16 wi
 a tokenizer of as many tokens as the model has rows. The tokenizer is the shipped agent's, with tokens of no text added.
 Answers are noise, so nothing here says anything about quality.
 
-    python -m benchmarks.language_models SHAPE FOLDER [--seed 0]
+    python -m benchmarks.language_models SHAPE FOLDER [--seed 0] [--hollow]
+
+A hollow folder has config, tokenizer and the headers of all shards, and no weights: its files have their size and take
+no space. `make plan` plans with it.
 
 Not covered: architectures other than Llama's.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,6 +72,49 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(build_config(shape), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+    write_texts(shape, folder)
+
+
+def make_hollow(shape: str, folder: Path) -> None:
+    """Write a checkpoint of a shape without its weights: headers, and files of the right size that hold nothing."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = build_config(shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
+    config.save_pretrained(folder)
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    shards: list[dict[str, list[int]]] = [{}]
+    for name, size in shapes.items():
+        if sum(map(math.prod, [*shards[-1].values(), size])) * 2 > 5e9:
+            shards.append({})
+        shards[-1][name] = size
+    files = {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+    for file, shard in files.items():
+        write_header(folder / file, shard)
+    weight_map = {name: file for file, shard in files.items() for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_texts(shape, folder)
+
+
+def write_header(path: Path, shapes: dict[str, list[int]]) -> None:
+    """Write a safetensors file of bfloat16 tensors that is a header, and then a hole."""
+    entries, end = {}, 0
+    for name, size in shapes.items():
+        start, end = end, end + 2 * math.prod(size)
+        entries[name] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+
+
+def write_texts(shape: str, folder: Path) -> None:
+    """Write tokenizer, chat template and generation config."""
     for name in TEXT_FILES:
         shutil.copyfile(AGENT / name, folder / name)
     write_tokenizer(folder / "tokenizer.json", SHAPES[shape]["vocab_size"])
@@ -88,7 +135,11 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hollow", action="store_true", help="headers alone, without weights")
     arguments = parser.parse_args()
+    if arguments.hollow:
+        make_hollow(arguments.shape, arguments.folder)
+        return
     make_model(arguments.shape, arguments.folder, seed=arguments.seed)
 
 

@@ -1,9 +1,11 @@
-"""What the gate's suites can prove, before any model runs: `python scripts/plan.py [PRODUCT ...]`, or `make plan`.
+"""What the gate's suites can prove and what a run will cost, before any model runs.
 
-A row for each tolerance in params.yaml: cases, the share of them expected to flip (as in the last judgement, assumed
-before there is one), the tolerance that so many cases prove for a candidate without a loss four times in five, the
-cases that the tolerance asked for would need, and the minutes that the eval takes for one candidate
-(`pipeline/gate/plan.py`). Exits 1 where a tolerance can't be proven by any candidate.
+`python scripts/plan.py [PRODUCT ...]`, or `make plan`. A row for each tolerance in params.yaml: cases, the share of
+them expected to flip (as in the last judgement, assumed before there is one), the tolerance that so many cases prove
+for a candidate without a loss four times in five, the cases that the tolerance asked for would need, and the minutes
+that the eval takes for one candidate (`pipeline/gate/plan.py`). Then a row for each candidate of a kind that can say
+its cost: minutes, memory and disk, from the headers of its weights alone (`pipeline/products/text/costs.py`). Exits 1
+where a tolerance can't be proven by any candidate.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ sys.path.insert(0, str(ROOT))
 from pipeline.gate.plan import list_impossible, plan_gate, read_last, render_plan  # noqa: E402
 from pipeline.gate.suite_sizes import read_sizes  # noqa: E402
 from pipeline.gate.wording import use_metrics  # noqa: E402
+from pipeline.products import KINDS  # noqa: E402
 from pipeline.products.params import get_product, load_params  # noqa: E402
+from pipeline.running.environment import read_machine  # noqa: E402
 from pipeline.settings.base import Product  # noqa: E402
 from stages.cli import run_stage  # noqa: E402
 
@@ -31,12 +35,15 @@ def main(argv: list[str]) -> int:
     params = load_params()
     # a wrong name is told before any plan
     products = {name: get_product(params, name, kind=Product) for name in named or params.products}
-    impossible = []
+    impossible, machine = [], read_machine()
     for name, product in products.items():
         with use_metrics(product.metrics):
             rows = plan_gate(product, read_sizes(product, Path()), read_last(name, Path()))
             impossible += list_impossible(rows)
             print(f"{name}: {', '.join(product.release)} against {product.reference}\n{render_plan(rows)}\n")
+        render_costs = getattr(KINDS[product.kind], "render_costs", None)
+        if render_costs is not None:
+            print(f"{render_costs(product, Path(), machine, build=product.build)}\n")
     return 1 if impossible else 0
 
 

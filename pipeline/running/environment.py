@@ -263,6 +263,21 @@ def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
     )
 
 
+def read_gpu_free_mib() -> tuple[int, ...]:
+    """Read the memory of each NVIDIA GPU that no process holds now, in MiB; empty where the driver won't say."""
+    if not shutil.which("nvidia-smi"):
+        return ()
+    query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
+    child = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    return parse_gpu_memory(child.stdout) if child.returncode == 0 else ()
+
+
+def parse_gpu_memory(text: str) -> tuple[int, ...]:
+    """Return what is free from `used, total` lines in MiB; GPUs of unified memory answer "[N/A]" and are left out."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return tuple(int(row[1]) - int(row[0]) for row in rows if len(row) == 2 and all(map(str.isdigit, row)))
+
+
 def read_torch_build() -> str:
     """Return "cpu" or "cuda <version>" from torch's files, without importing it."""
     spec = importlib.util.find_spec("torch")

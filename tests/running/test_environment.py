@@ -18,6 +18,7 @@ from pipeline.running.environment import (
     is_architecture_covered,
     list_gpu_problems,
     parse_cpuinfo,
+    parse_gpu_memory,
     parse_nvidia_smi,
     read_libraries,
     read_machine,
@@ -146,3 +147,8 @@ def test_equal_content_leaves_the_file_alone(tmp_path: Path) -> None:
     assert path.stat().st_ino == before
     write_if_changed(path, {"cores": 4})
     assert path.stat().st_ino != before
+
+
+def test_free_gpu_memory_is_what_no_process_holds() -> None:
+    assert parse_gpu_memory("1024, 81559\n0, 24564\n[N/A], [N/A]\n") == (80535, 24564)
+    assert parse_gpu_memory("") == ()

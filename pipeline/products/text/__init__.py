@@ -15,7 +15,7 @@ from pipeline.products.text.settings import (
     TrajectoriesEval,
     WeightStep,
 )
-from pipeline.running.environment import Machine
+from pipeline.running.environment import Machine, read_gpu_free_mib
 from pipeline.settings.base import Eval
 
 if TYPE_CHECKING:
@@ -42,12 +42,25 @@ class TextKind:
 
     def check(self, product: TextProduct, root: Path, machine: Machine) -> list[str]:
         """Check layers, tokenizers, chat templates, cases and memory."""
-        from pipeline.products.text.memory import check_needs, estimate_needs, read_available_mib
+        from pipeline.products.text.memory import (
+            Room,
+            check_needs,
+            estimate_needs,
+            read_available_mib,
+            read_card_room,
+        )
         from pipeline.products.text.preflight import check_text
 
         check_text(product, root)
-        total = machine.memory_mib
-        return check_needs(estimate_needs(product, root), total_mib=total, available_mib=read_available_mib(total))
+        host = Room(machine.memory_mib, read_available_mib(machine.memory_mib))
+        card = read_card_room(machine, read_gpu_free_mib()) if machine.gpus else None
+        return check_needs(estimate_needs(product, root, machine), host=host, card=card)
+
+    def render_costs(self, product: TextProduct, root: Path, machine: Machine, *, build: Path) -> str:
+        """Return what each candidate will cost as a table: minutes, memory and disk."""
+        from pipeline.products.text.costs import plan_costs, render_costs
+
+        return render_costs(plan_costs(product, root, machine, build=build))
 
     def list_inputs(self, product: TextProduct, root: Path) -> Inputs:
         """Return drafts and calibration texts of what is built, engine and cases of what is evaluated."""

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pipeline.errors import CheckpointError
+from pipeline.products.text.footprint import count_load_bytes
 from pipeline.products.text.memory import read_available_mib
 from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
@@ -27,7 +28,6 @@ from pipeline.running.weight_files import TensorInfo, read_tensors
 
 CONFIG_FILE = "config.json"
 FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
-_FLOAT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PACKED = (".weight_packed", ".qweight")
 _SIDE_TENSORS = (
@@ -175,9 +175,7 @@ def estimate_load_bytes(folder: Path, *, dtype: str) -> int:
         folder: the checkpoint.
         dtype: "float32", "bfloat16", "float16", or "auto" for the stored one.
     """
-    tensors = read_tensors(folder)
-    item_bytes = _FLOAT_BYTES[_main_dtype(tensors) if dtype == "auto" else dtype]
-    return _count_parameters(tensors, read_config(folder)) * item_bytes
+    return count_load_bytes(read_tensors(folder), read_config(folder), dtype=dtype)
 
 
 def check_memory(folder: Path, *, dtype: str, available_bytes: int | None = None) -> None:

@@ -1,120 +1,203 @@
-"""Will a checkpoint fit in memory? An estimate from file headers, before anything is loaded.
+"""Will a checkpoint fit in memory? An estimate from config.json and file headers, before anything is loaded.
 
-The estimate covers weights, calibration activations, one block's GPTQ Hessians and the interpreter.
-It is meant to catch factors, not percents. Disk space and GPU memory are not covered.
+The estimate is made for the host and for each GPU: weights as they are stored or served, the key-value cache of the
+requests in flight, logits, and for a quantiser the activations and one block's Hessians. A quantiser's weights stay
+on the host, and its blocks visit the GPU one by one. It is meant to catch factors, not percents. Disk space is in
+`costs.py`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.products.text.settings import Calibration, TextProduct, WeightStep
+from pipeline.products.text.footprint import (
+    STORED_BYTES,
+    TYPE_BYTES,
+    count_cache_bytes,
+    count_load_bytes,
+    find_block_linears,
+    max_of_blocks,
+)
+from pipeline.products.text.settings import AwqStep, CandidateSettings, TextProduct, WeightStep
+from pipeline.running.environment import Machine
 from pipeline.running.weight_files import TensorInfo, read_tensors
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROCESS_MIB = 700  # a Python process with torch and transformers imported
-_PACKED = (".weight_packed", ".qweight")  # eight INT4 weights in one int32
-_LINEARS_PER_BLOCK = 7  # q, k, v, o, gate, up, down: their Hessians live at the same time
+_GPU_PROCESS_MIB = 2_000  # on the host, with the CUDA libraries
+_CONTEXT_MIB = 600  # on the GPU, before the first tensor
+_BATCH_TOKENS = 512  # that have logits at the same time
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class WeightSizes:
-    """What matters about a checkpoint's tensors."""
-
-    num_weights: int  # after unpacking INT4
-    max_in_features: int  # the widest input of any two-dimensional weight
-
-
-@dataclass(frozen=True)
 class MemoryNeed:
-    """What one activity of one candidate takes at its peak, in MiB."""
+    """What one activity of one candidate takes at its peak, in MiB.
+
+    Attributes:
+        activity: "serving" or "quantising".
+        place: "host", or "GPU" for each card.
+        weights_mib: that must fit.
+        other_mib: the rest, which settings can lower.
+        remedy: what would help against the weights.
+        lever: what would help against the rest.
+    """
 
     candidate: str
     checkpoint: str
-    activity: str  # "serving" or "quantising"
+    activity: str
+    place: str
     weights_mib: int
     other_mib: int
+    remedy: str
+    lever: str
 
 
-def measure_weights(tensors: dict[str, TensorInfo]) -> WeightSizes:
-    """Sum up the tensors of a checkpoint as they will be in memory, INT4 unpacked."""
-    num_weights = sum(t.num_elements * (8 if name.endswith(_PACKED) else 1) for name, t in tensors.items())
-    widths = [t.shape[1] for name, t in tensors.items() if len(t.shape) == 2 and not name.endswith(_PACKED)]
-    return WeightSizes(num_weights, max(widths, default=0))
+@dataclass(frozen=True)
+class Room:
+    """The memory of a place, in MiB: all of it, and what is free now."""
+
+    total_mib: int
+    available_mib: int
 
 
-def estimate_needs(product: TextProduct, root: Path) -> list[MemoryNeed]:
+def estimate_needs(product: TextProduct, root: Path, machine: Machine) -> list[MemoryNeed]:
     """Estimate what serving and quantising take, for every candidate that is served from a folder."""
+    cards = [gpu.memory_mib for gpu in machine.gpus if gpu.memory_mib and not machine.gpus_hidden]
+    num_torch_cards = len(cards) if machine.torch_build.startswith("cuda") else 0
     needs = []
     for name, candidate in product.candidates.items():
         if not candidate.engine.is_attached:
-            sizes = measure_weights(read_tensors(root / candidate.checkpoint))
-            step = candidate.speculative
-            draft = measure_weights(read_tensors(root / step.draft)).num_weights if step and step.draft else 0
-            served = WeightSizes(sizes.num_weights + draft, sizes.max_in_features)
-            needs.append(_serving_need(name, candidate.checkpoint, served, product))
-            needs += [
-                _quantising_need(name, candidate.checkpoint, sizes, step.calibration)
-                for step in candidate.steps
-                if isinstance(step, WeightStep)
-            ]
+            num_cards = num_torch_cards if candidate.engine.is_embedded else len(cards)
+            needs += _plan_serving(name, candidate, product, root, num_cards=num_cards)
+            for step in candidate.steps:
+                if isinstance(step, WeightStep):
+                    needs += _plan_quantising(name, candidate.checkpoint, step, root, has_gpu=num_torch_cards > 0)
     return needs
 
 
-def _serving_need(name: str, checkpoint: str, sizes: WeightSizes, product: TextProduct) -> MemoryNeed:
-    # a quarter of the weights again for the key-value cache and one layer's unpacked copy
-    num_servers = product.resources.num_servers
-    weights = sizes.num_weights * _DTYPE_BYTES[product.serving.dtype] / _MIB
-    return MemoryNeed(
-        name,
-        checkpoint,
-        "serving",
-        weights_mib=math.ceil(weights * num_servers),
-        other_mib=math.ceil((_PROCESS_MIB + weights / 4) * num_servers),
+def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
+    """Return the tensors of a checkpoint from its headers, and its config.json."""
+    return read_tensors(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def _plan_serving(
+    name: str, candidate: CandidateSettings, product: TextProduct, root: Path, *, num_cards: int
+) -> list[MemoryNeed]:
+    serving, engine, draft = product.serving, candidate.engine, candidate.speculative and candidate.speculative.draft
+    item_bytes = TYPE_BYTES[serving.dtype]
+    loaded = [read_folder(root / folder) for folder in (candidate.checkpoint, draft) if folder]
+    weights = sum(count_load_bytes(*one, dtype=serving.dtype, keeps_packed=not engine.is_embedded) for one in loaded)
+    requests, length = serving.concurrency, serving.context_length
+    cache = sum(
+        count_cache_bytes(config, num_requests=requests, context_length=length, item_bytes=item_bytes)
+        for _, config in loaded
     )
+    logits = _BATCH_TOKENS * loaded[0][1].get("vocab_size", 0) * (item_bytes + 4)
+    num_servers = product.resources.num_servers if engine.is_embedded else 1
+    if engine.is_embedded and product.resources.kv_cache_gib is not None:
+        cache = int(product.resources.kv_cache_gib * 1024 * _MIB)
+    lever = "lower serving.concurrency or serving.context_length"
+    servers = "resources.num_servers, " if num_servers > 1 else ""
+
+    def build(place: str, weight_bytes: float, other_bytes: float, remedy: str, lever: str) -> MemoryNeed:
+        sizes = (math.ceil(weight_bytes / _MIB), math.ceil(other_bytes / _MIB))
+        return MemoryNeed(name, candidate.checkpoint, "serving", place, *sizes, remedy, lever)
+
+    if not num_cards:
+        # a quarter of the weights again for the copies of some layers that suit the CPU
+        other = (_PROCESS_MIB * _MIB + weights / 4 + cache + logits) * num_servers
+        lever = f"close programs, or lower {servers}serving.concurrency or serving.context_length"
+        return [build("host", weights * num_servers, other, f"lower {servers}or use a larger machine", lever)]
+    parts = getattr(engine, "tensor_parallel_size", 1)
+    # servers are spread over the cards
+    sharing = math.ceil(num_servers / num_cards)
+    other = sharing * (_CONTEXT_MIB * _MIB + (cache + logits) / parts)
+    split = "serve with vllm and tensor_parallel_size" if engine.is_embedded else "raise engine.tensor_parallel_size"
+    remedy = f"{split}, or use a larger card"
+    return [
+        build("GPU", sharing * weights / parts, other, remedy, f"{lever}, {remedy}"),
+        build("host", 0, _GPU_PROCESS_MIB * _MIB * num_servers, "use a larger machine", "close programs"),
+    ]
 
 
-def _quantising_need(name: str, checkpoint: str, sizes: WeightSizes, calibration: Calibration | None) -> MemoryNeed:
-    # float32 throughout; each block's inputs and outputs are kept for every calibration token
-    tokens = calibration.num_samples * calibration.max_tokens if calibration else 0
-    activations = tokens * sizes.max_in_features * 4 * 2
-    hessians = _LINEARS_PER_BLOCK * sizes.max_in_features**2 * 4
-    return MemoryNeed(
-        name,
-        checkpoint,
-        "quantising",
-        weights_mib=math.ceil(sizes.num_weights * 4 / _MIB),
-        other_mib=math.ceil((activations + hessians) / _MIB) + _PROCESS_MIB,
-    )
+def _plan_quantising(name: str, checkpoint: str, step: WeightStep, root: Path, *, has_gpu: bool) -> list[MemoryNeed]:
+    tensors, config = read_folder(root / checkpoint)
+    text, linears = config.get("text_config") or config, find_block_linears(tensors)
+    item_bytes = max((STORED_BYTES.get(info.dtype, 0) for info in tensors.values()), default=2)
+    widest = max((info.shape[1] for info in linears.values()), default=0)
+    largest = max((info.num_elements for info in linears.values()), default=0)
+    calibration, is_awq = step.calibration, isinstance(step, AwqStep)
+    length, num_samples = (calibration.max_tokens, calibration.num_samples) if calibration else (0, 0)
+    # a block's inputs and outputs are kept for every token; AWQ keeps the inputs of the parts of a block as well
+    hidden = text.get("hidden_size", widest)
+    kept = length * num_samples * item_bytes * (6 * hidden + widest if is_awq else 2 * hidden)
+    # the largest layer several times in float32, what one sample takes on its way, and the Hessians
+    work = 16 * largest + length * item_bytes * (4 * widest + text.get("vocab_size", 0))
+    work += 0 if is_awq else max_of_blocks({layer: 4 * info.shape[1] ** 2 for layer, info in linears.items()})
+
+    def build(place: str, weights: int, other: float, remedy: str, lever: str) -> MemoryNeed:
+        sizes = (math.ceil(weights / _MIB), math.ceil(other / _MIB))
+        return MemoryNeed(name, checkpoint, "quantising", place, *sizes, remedy, f"{lever}, or {remedy}")
+
+    weights, lever = count_load_bytes(tensors, config), "lower calibration.num_samples or calibration.max_tokens"
+    if not has_gpu:
+        return [build("host", weights, kept + work + _PROCESS_MIB * _MIB, "use a larger machine", lever)]
+    outside = max((info.num_bytes for layer, info in tensors.items() if layer not in linears), default=0)
+    visiting = outside + max_of_blocks({layer: info.num_bytes for layer, info in linears.items()})
+    return [
+        build("host", weights, kept + _GPU_PROCESS_MIB * _MIB, "use a larger machine", lever),
+        build("GPU", visiting, work + _CONTEXT_MIB * _MIB, "use a larger card", "lower calibration.max_tokens"),
+    ]
 
 
-def check_needs(needs: list[MemoryNeed], *, total_mib: int, available_mib: int) -> list[str]:
+def check_needs(needs: list[MemoryNeed], *, host: Room, card: Room | None = None) -> list[str]:
     """Return a warning for each need above what is free now.
 
+    Args:
+        needs: of all candidates.
+        host: of this machine.
+        card: of the smallest GPU; None where needs are the host's alone.
+
     Raises:
-        CheckpointError: weights alone exceed the machine's memory, so no retry can help.
+        CheckpointError: weights alone exceed a place's memory, so no retry can help.
     """
     warnings = []
     for need in needs:
+        room, owner = (host, "this machine") if need.place == "host" or card is None else (card, "a GPU")
         where = f"candidates.{need.candidate} ({need.checkpoint})"
-        if need.weights_mib > total_mib:
+        if need.weights_mib > room.total_mib:
             raise CheckpointError(
                 f"{where}: {need.activity} takes {need.weights_mib:,} MiB for the weights alone and "
-                f"this machine has {total_mib:,} MiB; use a larger machine"
+                f"{owner} has {room.total_mib:,} MiB; {need.remedy}"
             )
         peak = need.weights_mib + need.other_mib
-        if peak > available_mib:
-            lever = "resources.num_servers" if need.activity == "serving" else "calibration.num_samples"
+        if peak > room.available_mib:
+            held = room.total_mib - room.available_mib
+            others = f" (others hold {held:,} MiB)" if need.place == "GPU" and held else ""
+            # an engine takes a smaller cache where the one that would be useful does not fit
+            danger = "requests may wait, or it may be killed" if need.activity == "serving" else "it may be killed"
             warnings.append(
-                f"{where}: {need.activity} takes about {peak:,} MiB ({need.weights_mib:,} of them weights) "
-                f"and {available_mib:,} MiB are free; it may be killed: close programs, or lower {lever}"
+                f"{where}: {need.activity} takes about {peak:,} MiB ({need.weights_mib:,} of them weights) of "
+                f"{owner}'s memory and {room.available_mib:,} MiB are free{others}; {danger}: {need.lever}"
             )
     return warnings
+
+
+def read_card_room(machine: Machine, free_mib: tuple[int, ...]) -> Room | None:
+    """Return the room on the smallest GPU; None where there is none, or where it shares the host's memory.
+
+    Args:
+        machine: with its GPUs.
+        free_mib: of each GPU; empty where the driver won't say.
+    """
+    sizes = [gpu.memory_mib for gpu in machine.gpus if gpu.memory_mib]
+    return Room(min(sizes), min(free_mib, default=min(sizes))) if sizes and not machine.gpus_hidden else None
 
 
 def read_available_mib(total_mib: int, meminfo: Path = Path("/proc/meminfo")) -> int:

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.products.params import get_product, load_params, parse_params
 from pipeline.products.text.drafts import digest_drafts
-from pipeline.products.text.memory import estimate_needs, measure_weights
+from pipeline.products.text.memory import estimate_needs
 from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.preflight import check_text
 from pipeline.products.text.serving.speculation import count_speculation
@@ -23,6 +23,7 @@ from pipeline.products.text.settings import SpeculativeStep, TextProduct
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
+from pipeline.running.environment import read_machine
 from pipeline.running.weight_files import read_tensors
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.paths import ROOT
@@ -152,9 +153,11 @@ def test_dvc_sees_the_draft_of_each_candidate_and_of_no_other(project: Path) -> 
 
 def test_memory_counts_the_draft_and_no_quantising(project: Path) -> None:
     params = make_params("draft")
-    needs = estimate_needs(params.model_copy(update={"candidates": {"fast": params.candidates["fast"]}}), project)
+    alone = params.model_copy(update={"candidates": {"fast": params.candidates["fast"]}})
+    machine = read_machine().model_copy(update={"gpus": ()})
+    needs = estimate_needs(alone, project, machine)
     assert [need.activity for need in needs] == ["serving"]
-    num_weights = 2 * measure_weights(read_tensors(project / "tiny")).num_weights
+    num_weights = 2 * sum(tensor.num_elements for tensor in read_tensors(project / "tiny").values())
     assert needs[0].weights_mib == math.ceil(num_weights * 4 / 2**20 * params.resources.num_servers)
 
 

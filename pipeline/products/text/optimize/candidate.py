@@ -106,12 +106,12 @@ def _rewrite_weights(
     with ThreadPoolExecutor(1) as pool:
         digesting = pool.submit(digest_files, source)
         results = _apply_steps(steps, source, working=working, calibration_set=calibration_set)
-        parent = read_checkpoint(source, root=root, files=digesting.result())
-    phases = Phases()
-    for result in results:
-        phases.add(result.seconds)
-    with phases.measure("digest"):
-        made = read_checkpoint(working / "checkpoint", root=root, parent_digest=parent.digest)
+        phases = Phases()
+        for result in results:
+            phases.add(result.seconds)
+        with phases.measure("digest"):
+            parent = read_checkpoint(source, root=root, files=digesting.result())
+    made = read_checkpoint(working / "checkpoint", root=root, parent_digest=parent.digest, files=results[-1].files)
     print(f"seconds: {format_phases(phases.seconds)}", file=sys.stderr)
     return made, results
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from pipeline.products.text.optimize.coverage import check_coverage
 from pipeline.products.text.optimize.layers import Int4Step, LayerPlan, check_rank, check_source, plan_layers
 from pipeline.products.text.optimize.progress import StepLog
 from pipeline.products.text.optimize.reconstruction import check_reconstruction
-from pipeline.records.digests import TEXT_FILES
+from pipeline.records.digests import TEXT_FILES, digest_files
 from pipeline.records.evaluations import Fallback, LayerCoverage
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.weight_files import check_finite, iterate_weights, read_tensors
@@ -47,6 +48,7 @@ class StepResult:
     fallbacks: tuple[Fallback, ...]
     record: dict[str, Any]
     speculative: SpeculativeConfig | None = None
+    files: dict[str, str] | None = None  # digests of what it wrote, by name
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
 
@@ -84,18 +86,30 @@ def quantize(
     del model
     _forget_model()
     copy_text_files(source, destination)
-    coverage = check_coverage(destination, source=source, step=step, plan=plan, log=log)
-    device = _choose_device(destination)
+    # digested beside the checks: hashing lets other threads run
+    with ThreadPoolExecutor(1) as pool:
+        digesting = pool.submit(digest_files, destination)
+        coverage = _check_output(destination, samples[0][:_PROBE_TOKENS], source=source, step=step, plan=plan, log=log)
+        with log.phases.measure("digest"):
+            files = digesting.result()
+    record = step.model_dump(mode="json") | {"calibrated_on": count_samples(samples)}
+    return StepResult(coverage, tuple(log.fallbacks), record, files=files, seconds=log.phases.seconds)
+
+
+def _check_output(
+    folder: Path, token_ids: list[int], *, source: Path, step: Int4Step, plan: LayerPlan, log: StepLog
+) -> tuple[LayerCoverage, ...]:
+    coverage = check_coverage(folder, source=source, step=step, plan=plan, log=log)
+    device = _choose_device(folder)
     with log.phases.measure("check the weights"):
-        check_reconstruction(destination, source=source, step=step, plan=plan, log=log, device=device)
-        check_finite(iterate_weights(destination), where=destination)
+        check_reconstruction(folder, source=source, step=step, plan=plan, log=log, device=device)
+        check_finite(iterate_weights(folder), where=folder)
     for layer in plan.asked:
         if layer not in log.losses:
             log.record_fallback(layer, f"rounded to nearest: no {step.kind} rule of the library fits this layer")
     with log.phases.measure("check the logits"):
-        _check_logits(destination, samples[0][:_PROBE_TOKENS], device=device)
-    record = step.model_dump(mode="json") | {"calibrated_on": count_samples(samples)}
-    return StepResult(coverage, tuple(log.fallbacks), record, seconds=log.phases.seconds)
+        _check_logits(folder, token_ids, device=device)
+    return coverage
 
 
 def copy_text_files(source: Path, destination: Path) -> None:

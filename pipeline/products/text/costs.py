@@ -1,0 +1,191 @@
+"""What will a run cost? Minutes, memory and disk of each candidate, from config.json, headers and cases alone.
+
+Memory is that of `memory.py`. Minutes of an evaluation are those of the last one in `build/`, scaled by the bytes of
+the weights where another candidate of the product made it. Where there is none, and for quantising, they are a guess
+from a roofline: the bytes that a decode step reads, and the operations of prompts and calibration, at the speeds below.
+A guess may be wrong by a factor of 3, and by more on unusual machines. It is marked as one.
+
+Not covered: lm-eval tasks whose cases only lm-eval knows, the benchmark, several nodes, and starting servers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import EvidenceError
+from pipeline.evalsets.cards import load_evalset
+from pipeline.products.text.footprint import count_load_bytes, find_block_linears
+from pipeline.products.text.memory import estimate_needs, read_folder
+from pipeline.products.text.optimize.coverage import expected_bytes
+from pipeline.products.text.optimize.layers import Int4Step, plan_folder
+from pipeline.products.text.settings import (
+    AwqStep,
+    CandidateSettings,
+    GptqStep,
+    TextProduct,
+    TrajectoriesEval,
+)
+from pipeline.records.evaluations import Evaluation
+from pipeline.records.record_files import read_record
+from pipeline.running.environment import Machine
+
+_TOKEN_CHARACTERS = 4  # of a case as JSON
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a machine does in a second, and what a step costs whatever its size."""
+
+    bandwidth: float  # bytes
+    operations: float
+    step_s: float  # one forward pass
+    column_s: float  # one column of a layer that GPTQ rounds
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one candidate costs.
+
+    Attributes:
+        build_minutes: of its steps.
+        minutes: of its evaluation.
+        source: where the minutes of its evaluation come from.
+        host_gib: at the peak.
+        card_gib: on each GPU at the peak; 0 without one.
+        disk_gib: of the weights that it adds.
+    """
+
+    candidate: str
+    build_minutes: float
+    minutes: float
+    source: str
+    host_gib: float
+    card_gib: float
+    disk_gib: float
+
+
+def guess_speed(machine: Machine, *, on_gpu: bool) -> Speed:
+    """Return half of what a data centre's GPU reaches at best, or what a server's core does with AVX2."""
+    if on_gpu:
+        return Speed(bandwidth=1.5e12, operations=2e14, step_s=0.02, column_s=8e-5)
+    return Speed(bandwidth=2e10, operations=3e10 * machine.num_cores, step_s=0.01, column_s=2e-4)
+
+
+def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Path) -> list[Cost]:
+    """Return what each candidate costs that is served from a folder."""
+    needs = estimate_needs(product, root, machine)
+    costs = []
+    for name, candidate in product.candidates.items():
+        if candidate.engine.is_attached:
+            continue
+        peaks = {
+            place: max(
+                (n.weights_mib + n.other_mib for n in needs if (n.candidate, n.place) == (name, place)), default=0
+            )
+            for place in ("host", "GPU")
+        }
+        speed = guess_speed(machine, on_gpu=peaks["GPU"] > 0)
+        minutes, source = _plan_evaluation(name, product, root, build, speed)
+        steps = [step for step in candidate.steps if isinstance(step, GptqStep | AwqStep)]
+        costs.append(
+            Cost(
+                candidate=name,
+                build_minutes=sum(_guess_step(root / candidate.checkpoint, step, speed) for step in steps) / 60,
+                minutes=minutes,
+                source=source,
+                host_gib=peaks["host"] / 1024,
+                card_gib=peaks["GPU"] / 1024,
+                disk_gib=count_output_bytes(root / candidate.checkpoint, steps[-1]) / _GIB if steps else 0.0,
+            )
+        )
+    return costs
+
+
+def count_output_bytes(folder: Path, step: Int4Step) -> int:
+    """Count the bytes of a checkpoint's weights after a step."""
+    tensors, _ = read_folder(folder)
+    asked = plan_folder(folder, step).asked
+    kept = sum(info.num_bytes for name, info in tensors.items() if name.removesuffix(".weight") not in asked)
+    return kept + sum(sum(expected_bytes(shape, step, scale_bytes=2).values()) for shape in asked.values())
+
+
+def _plan_evaluation(name: str, product: TextProduct, root: Path, build: Path, speed: Speed) -> tuple[float, str]:
+    """Return the minutes of an evaluation and where they come from: its own last one, another's, or a guess."""
+    size = _count_weight_bytes(product.candidates[name], product, root)
+    for other in (name, product.reference, *product.candidates):
+        try:
+            evaluation = read_record(build / "evaluations" / other / "evaluation.json", Evaluation)
+        except EvidenceError:
+            continue
+        ratio = 1.0 if other == name else size / _count_weight_bytes(product.candidates[other], product, root)
+        return evaluation.seconds * ratio / 60, f"last run of {other}"
+    return _guess_evaluation(product, root, size, speed) / 60, "a guess"
+
+
+def _count_weight_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> int:
+    tensors, config = read_folder(root / candidate.checkpoint)
+    return count_load_bytes(tensors, config, dtype=product.serving.dtype)
+
+
+def _guess_evaluation(product: TextProduct, root: Path, weight_bytes: int, speed: Speed) -> float:
+    """Guess the seconds of all evals from the length of their cases, and from answers of half the full length."""
+    prompts, answers = 0, 0
+    for settings in product.evals.values():
+        folder = getattr(settings, "evalset", None)
+        if folder is None:
+            continue
+        cases = load_evalset(root / folder).cases
+        # a workflow ends before its limit; what was said in earlier turns is in the cache
+        turns = settings.max_turns / 2 if isinstance(settings, TrajectoriesEval) else 1
+        prompts += sum(len(case.model_dump_json()) for case in cases) // _TOKEN_CHARACTERS
+        answers += int(turns * len(cases) * product.serving.max_tokens / 2) if settings.chats else 0
+    num_weights = weight_bytes / (4 if product.serving.dtype == "float32" else 2)
+    in_flight = product.serving.concurrency * product.resources.num_servers
+    steps = answers / in_flight
+    return 2 * num_weights * (prompts + answers) / speed.operations + steps * (
+        weight_bytes / speed.bandwidth + speed.step_s
+    )
+
+
+def _guess_step(folder: Path, step: Int4Step, speed: Speed) -> float:
+    """Guess the seconds of a quantiser: its passes over the calibration texts, and the columns that GPTQ rounds."""
+    shapes = [info.shape for info in find_block_linears(read_folder(folder)[0]).values()]
+    num_weights = sum(map(math.prod, shapes))
+    tokens = step.calibration.num_samples * step.calibration.max_tokens
+    # each block runs to see its inputs and again for its outputs; AWQ runs it for every point of its grid
+    passes = 2 + step.num_grid_points if isinstance(step, AwqStep) else 2
+    operations = float(passes * 2 * num_weights * tokens)
+    if isinstance(step, AwqStep):
+        return operations / speed.operations
+    operations += sum(2 * tokens * width**2 + 2 * rows * width**2 + width**3 for rows, width in shapes)
+    return operations / speed.operations + speed.column_s * sum(width for _, width in shapes)
+
+
+def render_costs(costs: Sequence[Cost]) -> str:
+    """Write the costs as a table for a terminal."""
+    head = ["candidate", "min to build", "min to evaluate", "host GiB", "GPU GiB", "disk GiB", "minutes from"]
+    table = [head] + [
+        [
+            cost.candidate,
+            f"{cost.build_minutes:,.1f}",
+            f"{cost.minutes:,.1f}",
+            f"{cost.host_gib:,.1f}",
+            f"{cost.card_gib:,.1f}" if cost.card_gib else "–",
+            f"{cost.disk_gib:,.2f}",
+            cost.source,
+        ]
+        for cost in costs
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            f"{cell:<{w}}" if i in (0, len(head) - 1) else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in table
+    ]
+    return "\n".join([*lines, "minutes to build, and guesses, may be wrong by a factor of 3; GPU GiB are of each card"])

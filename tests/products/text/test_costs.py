@@ -1,0 +1,106 @@
+"""What a run will cost: from headers alone, or from the last run, and right within the factor that it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.errors import EvidenceError
+from pipeline.gate.plan import read_last
+from pipeline.products.params import get_product, load_params
+from pipeline.products.text import costs as costs_module
+from pipeline.products.text.costs import Cost, count_output_bytes, plan_costs, render_costs
+from pipeline.products.text.settings import Calibration, CandidateSettings, GptqStep, TextProduct
+from pipeline.running.environment import Gpu, Machine
+from tests.fakes.hollow_llama import write_hollow_llama
+from tests.paths import ROOT
+
+STEP = GptqStep(
+    kind="gptq", calibration=Calibration(sources=["prose"], num_samples=512, max_tokens=512, length_exponent=0.0)
+)
+SMALL = Machine(
+    os="Linux",
+    cpu="",
+    instruction_sets=(),
+    num_cores=2,
+    memory_mib=8 << 10,
+    num_torch_threads=2,
+    torch_build="cpu",
+)
+H200 = SMALL.model_copy(
+    update={
+        "memory_mib": 256 << 10,
+        "torch_build": "cuda 13.0",
+        "gpus": (Gpu(name="NVIDIA H200", driver="1", memory_mib=141 << 10),),
+    }
+)
+
+
+@pytest.fixture
+def product(monkeypatch: pytest.MonkeyPatch) -> TextProduct:
+    monkeypatch.chdir(ROOT)
+    return get_product(load_params(), "agent", kind=TextProduct)
+
+
+def resize(product: TextProduct, **folders: Path) -> TextProduct:
+    """Return the product with a dense and a quantised candidate for each folder."""
+    candidates = {}
+    for name, folder in folders.items():
+        candidates[name] = CandidateSettings(checkpoint=str(folder), steps=[])
+        candidates[f"{name}-int4"] = CandidateSettings(checkpoint=str(folder), steps=[STEP])
+    serving = product.serving.model_copy(update={"dtype": "bfloat16"})
+    return product.model_copy(update={"candidates": candidates, "reference": next(iter(folders)), "serving": serving})
+
+
+def plan(product: TextProduct, machine: Machine, build: Path) -> dict[str, Cost]:
+    return {cost.candidate: cost for cost in plan_costs(product, Path(), machine, build=build)}
+
+
+def test_70b_is_planned_from_headers_alone(product: TextProduct, tmp_path: Path) -> None:
+    folders = {shape: write_hollow_llama(tmp_path / shape, shape) for shape in ("8b", "70b")}
+    costs = plan(resize(product, **folders), H200, tmp_path)
+    dense, made, small = costs["70b"], costs["70b-int4"], costs["8b-int4"]
+    assert (dense.build_minutes, dense.disk_gib) == (0, 0)
+    assert 35 < made.disk_gib < 42 and 130 < made.host_gib < 160
+    assert dense.host_gib < 10 and dense.card_gib > 131
+    assert made.build_minutes > 5 * small.build_minutes and dense.minutes > 2 * costs["8b"].minutes
+    assert 100 / 3 < 60 * small.build_minutes < 100 * 3  # seconds that an H200 took, with samples of another size
+    assert {cost.source for cost in costs.values()} == {"a guess"}
+
+
+def test_packed_layers_take_a_quarter_and_their_scales(tmp_path: Path) -> None:
+    folder = write_hollow_llama(tmp_path / "8b", "8b")
+    linears = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14_336)
+    embeddings = 2 * 128_256 * 4096 * 2
+    packed = linears // 2 + linears // 128 * 2 + 32 * 7 * 16
+    assert count_output_bytes(folder, STEP) == embeddings + packed
+
+
+def test_minutes_are_the_last_runs_scaled_by_the_weights(
+    product: TextProduct, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {shape: write_hollow_llama(tmp_path / shape, shape) for shape in ("8b", "70b")}
+
+    def read(path: Path, kind: Any) -> Any:
+        if path != tmp_path / "evaluations/8b/evaluation.json":
+            raise EvidenceError("none")
+        return SimpleNamespace(seconds=600.0)
+
+    monkeypatch.setattr(costs_module, "read_record", read)
+    costs = plan(resize(product, **folders), H200, tmp_path)
+    assert (costs["8b"].minutes, costs["8b"].source) == (10, "last run of 8b")
+    assert costs["70b"].minutes == pytest.approx(10 * 70.55 / 8.03, rel=0.01)
+    assert "last run of 8b" in render_costs(list(costs.values()))
+
+
+def test_a_guess_of_the_shipped_product_is_as_good_as_it_says(product: TextProduct, tmp_path: Path) -> None:
+    last = read_last("agent", ROOT)
+    assert last is not None
+    seconds = [sum(verdict.seconds.values()) for verdict in last.verdicts]
+    costs = plan(product, SMALL, tmp_path)
+    assert max(seconds) / 3 < 60 * costs["agent"].minutes < 3 * min(seconds)
+    assert not any(cost.card_gib for cost in costs.values())
+    assert "–" in render_costs(list(costs.values()))
