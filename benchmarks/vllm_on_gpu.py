@@ -36,11 +36,14 @@ from benchmarks.vllm_runs import (
     measure_speed,
     read_drafts,
 )
+from pipeline.evalsets.cases import spread
+from pipeline.products.params import load_params
 from pipeline.products.text.benchmark.audits import read_gpu_memory_mib
+from pipeline.products.text.benchmark.prompts import load_prompts
 from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.serving.engines.registry import start_engine
-from pipeline.products.text.settings import ResourceSettings, VllmEngine
+from pipeline.products.text.settings import ResourceSettings, TextProduct, VllmEngine
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
@@ -136,7 +139,7 @@ async def measure(run: Run, arguments: argparse.Namespace, answers: dict[str, li
             print(f"{run.name}: {cell}", file=sys.stderr, flush=True)
         result["gpu_memory_mib"] = read_gpu_memory_mib(p.popen.pid for p in engine.processes)
         if arguments.speculation:
-            prompts = make_prompts(arguments.num_prompts, seed=0)
+            prompts = choose_prompts(arguments)
             answers[run.name] = await answer(client, prompts)
             if run.plain is None:
                 result["asked_twice"] = compare_answers(answers[run.name], await answer(client, prompts))
@@ -145,6 +148,15 @@ async def measure(run: Run, arguments: argparse.Namespace, answers: dict[str, li
             result["drafts"] = await read_drafts(engine)
     result["seconds"] = round(time.monotonic() - start, 1)
     return result
+
+
+def choose_prompts(arguments: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    """Return the prompts whose answers are compared: first turns of a product's evals, or random words."""
+    if not arguments.product:
+        return make_prompts(arguments.num_prompts, seed=0)
+    product = load_params().products[arguments.product]
+    assert isinstance(product, TextProduct)
+    return [prompt.messages for prompt in spread(load_prompts(product, Path()), arguments.num_prompts)]
 
 
 def add_bandwidth(result: dict[str, Any], run: Run, copy_gb_per_s: float | None) -> None:
@@ -218,6 +230,7 @@ def main() -> int:
     parser.add_argument("--in-flight", nargs="+", type=int, default=(1, 16, 64))
     parser.add_argument("--num-tokens", type=int, default=128, help="completion tokens of a timed request")
     parser.add_argument("--num-prompts", type=int, default=64, help="that are answered with drafts and without")
+    parser.add_argument("--product", help="whose evals' first turns these are; else random words")
     parser.add_argument("--context-length", type=int, default=2048)
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory that vLLM may take")
     parser.add_argument("--options", default="{}", help="further options of `vllm serve`, as JSON")

@@ -42,6 +42,7 @@ def arguments_of(folder: Path, **changes: Any) -> argparse.Namespace:
         "in_flight": [1, 16],
         "num_tokens": 8,
         "num_prompts": 4,
+        "product": None,
         "context_length": 256,
         "memory": 0.5,
         "options": "{}",
@@ -124,3 +125,9 @@ def test_the_table_shows_the_share_of_the_bandwidth_at_one_request(tmp_path: Pat
     assert result["bandwidth_share"] == 0.5
     text = vllm_on_gpu.render([result], 3000.0)
     assert "| bf16 | 1 | 100 | 5.0 | 10.00 | 4 of 4 |" in text and "{'A': {'B': 1}}" in text
+
+
+def test_answers_of_a_product_are_compared_on_the_first_turns_of_its_evals(tmp_path: Path) -> None:
+    prompts = vllm_on_gpu.choose_prompts(arguments_of(tmp_path, product="agent", num_prompts=8))
+    assert len(prompts) == 8
+    assert all(messages[-1]["role"] == "user" for messages in prompts)
