@@ -35,7 +35,7 @@ from typing import Any
 
 from pipeline.errors import EngineError
 
-LIBRARY = (
+LIBRARY: tuple[dict[str, Any], ...] = (
     {"block_size": 16, "num_blocks": 2048, "max_batch_tokens": 512, "use_cuda_graph": True},
     {"block_size": 16, "num_blocks": 2048, "max_batch_tokens": 512, "use_cuda_graph": False},
     {},  # the library's own defaults

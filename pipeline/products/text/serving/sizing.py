@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
@@ -123,6 +124,19 @@ def choose_sizes(
         use_cuda_graph=device.kind == "cuda" and asked.get("use_cuda_graph", usual.use_cuda_graph),
         max_forward_tokens=max_forward_tokens,
     )
+
+
+def check_room(folder: Path, num_bytes: int, device: DeviceFacts) -> None:
+    """Refuse weights that a GPU has no room for, before they are loaded.
+
+    Raises:
+        EngineError: with what would help.
+    """
+    if num_bytes > device.free_bytes:
+        raise EngineError(
+            f"{folder}: expected {num_bytes / _GIB:.1f} GiB free on the GPU for its weights, got "
+            f"{device.free_bytes / _GIB:.1f}; end other processes there, or lower resources.num_servers"
+        )
 
 
 def read_cache_facts(config: Any, itemsize: int) -> CacheFacts:
