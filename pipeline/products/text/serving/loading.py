@@ -91,7 +91,8 @@ def load_candidate(
     with torch.inference_mode():
         # compressed weights are decompressed by the first forward pass, which must come before sharing
         model(torch.tensor([[0]], device=model.device), use_cache=False)
-    remove_offload(model)
+    if checkpoint.format == "compressed-tensors":
+        remove_offload(model)
     scorer = share_weights(model)
     num_packed = pack_linear_layers([model, scorer])
     draft = _load_draft(draft_folder, asked, tokenizer).to(model.device) if draft_folder else None
@@ -207,8 +208,6 @@ def _without_sampling(source: Any) -> Any:
 
 def remove_offload(model: Any) -> None:
     """Take out the hooks with which compressed-tensors fetches every weight: decompressed ones need none."""
-    if getattr(model.config, "quantization_config", None) is None:
-        return
     from compressed_tensors.offload import remove_dispatch
 
     remove_dispatch(model)
