@@ -135,7 +135,8 @@ def check_room(folder: Path, num_bytes: int, device: DeviceFacts) -> None:
     if num_bytes > device.free_bytes:
         raise EngineError(
             f"{folder}: expected {num_bytes / _GIB:.1f} GiB free on the GPU for its weights, got "
-            f"{device.free_bytes / _GIB:.1f}; end other processes there, or lower resources.num_servers"
+            f"{device.free_bytes / _GIB:.1f}; end other processes there, lower resources.num_servers, or serve it by "
+            "vLLM over several GPUs"
         )
 
 
