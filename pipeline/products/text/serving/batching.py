@@ -9,6 +9,7 @@ from pipeline.products.text.serving import paged_attention, varlen_attention
 from pipeline.products.text.serving.sizing import DeviceFacts, EngineSizes, choose_sizes, read_cache_facts
 from pipeline.records.serving import ServingConfig
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configs of mixtures call their number
 _MEMORY_FIELDS = ("num_blocks", "max_memory_percent")  # how much memory was free changes no answer
 
 
@@ -45,17 +46,19 @@ def plan_batching(
     Raises:
         EngineError: not even one context fits.
     """
+    config = model.config.get_text_config()
+    # which expert gets how many tokens may be read back from the GPU, which no graph can hold
+    usual = {"use_cuda_graph": False} if any(getattr(config, name, None) for name in _EXPERTS) else {}
     sizes = choose_sizes(
         device,
-        read_cache_facts(model.config.get_text_config(), model.dtype.itemsize),
+        read_cache_facts(config, model.dtype.itemsize),
         concurrency=serving.concurrency,
         context_length=serving.context_length,
-        options=serving.options,
+        options=usual | serving.options,
         kv_cache_gib=kv_cache_gib,
     )
     attention = choose_attention(model)
-    config = build_batching_config(sizes, attention, serving.concurrency)
-    return Batching(attention, config, sizes.max_forward_tokens)
+    return Batching(attention, build_batching_config(sizes, attention, serving.concurrency), sizes.max_forward_tokens)
 
 
 def choose_attention(model: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from pipeline.products.text.serving import varlen_attention
 from pipeline.products.text.serving.batching import Batching, plan_batching
@@ -18,10 +18,16 @@ GIB = 1 << 30
 
 
 def plan(
-    monkeypatch: pytest.MonkeyPatch, kind: str, *, has_kernel: bool = True, gib: float = 40, **asked: Any
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    *,
+    config: Any = None,
+    has_kernel: bool = True,
+    gib: float = 40,
+    **asked: Any,
 ) -> Batching:
     monkeypatch.setattr(varlen_attention, "supports", lambda model: has_kernel)
-    config = LlamaConfig(attn_implementation="sdpa")
+    config = config or LlamaConfig(attn_implementation="sdpa")
     model = SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device(kind))
     return plan_batching(model, ServingConfig(concurrency=8, options=asked), DeviceFacts(kind, int(gib * GIB)))
 
@@ -39,6 +45,12 @@ def test_batches_overlap_on_a_gpu_where_no_mask_is_needed(monkeypatch: pytest.Mo
     assert (packed.attention, masked.attention) == ("paged|varlen", "paged|sdpa")
     assert (packed.config.use_async_batching, masked.config.use_async_batching) == (True, False)
     assert all(each.config.use_cuda_graph and each.config.max_requests_per_batch == 8 for each in (packed, masked))
+
+
+def test_a_mixture_of_experts_replays_no_graph_unless_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = MixtralConfig(attn_implementation="sdpa")
+    assert not plan(monkeypatch, "cuda", config=mixture).config.use_cuda_graph
+    assert plan(monkeypatch, "cuda", config=mixture, use_cuda_graph=True).config.use_cuda_graph
 
 
 def test_the_fingerprint_follows_settings_and_not_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
