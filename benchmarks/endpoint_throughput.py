@@ -11,8 +11,9 @@ the three that are tried otherwise. A configuration that fails or takes longer t
 `--endpoint` does the same for the endpoint: its settings `use_cuda_graph` and `max_batch_tokens`. `--choices` also
 scores so many answers, four to a question of `--prompt-tokens`, through the eval client, as an lm-eval task does.
 
-Prints the best round of each, the share of time in which the GPU was busy, and its memory. Ends with 1 when the
-endpoint gives less than `--floor` of the library's best configuration.
+Prints the best round of each, the share of time in which the GPU was busy, its memory, and how many tokens of an answer
+are the endpoint's own until the first other one. In half precision rounding parts them somewhere. Ends with 1 when
+the endpoint gives less than `--floor` of the library's best configuration.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from typing import Any
 
 from pipeline.errors import EngineError
 
-LIBRARY = (
+LIBRARY: tuple[dict[str, Any], ...] = (
     {"block_size": 16, "num_blocks": 2048, "max_batch_tokens": 512, "use_cuda_graph": True},
     {"block_size": 16, "num_blocks": 2048, "max_batch_tokens": 512, "use_cuda_graph": False},
     {},  # the library's own defaults
 )
 WORDS = "the courier takes twelve parcels to gate before noon and brings a list of apples back from market".split()
 SAMPLE_MS = 100
+ANSWERS = "answers.json"  # the endpoint's of the last round
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Speed:
     busy: float | None = None  # share of the time in which some kernel ran
     memory_gib: float | None = None  # of the GPU at most
     problem: str = ""
+    agreement: float | None = None  # share of an answer's tokens before the first that is not the endpoint's
 
     @property
     def best(self) -> float:
@@ -131,8 +134,20 @@ def run_library(arguments: argparse.Namespace, settings: dict[str, Any]) -> None
         if len(answers) != len(prompts) or lengths != {arguments.tokens}:
             sys.exit(f"expected {len(prompts)} answers of {arguments.tokens} tokens, got {len(answers)} of {lengths}")
         result = {"tokens_per_s": len(prompts) * arguments.tokens / seconds, **sampler.stop()}
+        if (file := arguments.logs / ANSWERS).is_file() and number == arguments.rounds:
+            ours = [output.generated_tokens for output in answers.values()]
+            result["agreement"] = measure_agreement(json.loads(file.read_text(encoding="utf-8")), ours)
         print(json.dumps(result), flush=True)
     os._exit(0)  # the generation thread is no daemon
+
+
+def measure_agreement(answers: list[list[int]], others: list[list[int]]) -> float:
+    """Return which share of an answer's tokens comes before the first that differs, on average."""
+    shares = []
+    for one, other in zip(answers, others, strict=True):
+        differing = (i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+        shares.append(next(differing, len(one)) / len(one))
+    return sum(shares) / len(shares)
 
 
 def measure_library(arguments: argparse.Namespace, settings: dict[str, Any]) -> Speed:
@@ -162,7 +177,8 @@ def build_speed(name: str, rounds: list[dict[str, Any]], problem: str = "") -> S
     if not rounds:
         return Speed(name, problem=problem or "no round was timed")
     best = max(rounds, key=lambda each: each["tokens_per_s"])
-    return Speed(name, tuple(r["tokens_per_s"] for r in rounds), best["busy"], best["memory_gib"], problem)
+    speeds = tuple(r["tokens_per_s"] for r in rounds)
+    return Speed(name, speeds, best["busy"], best["memory_gib"], problem, rounds[-1].get("agreement"))
 
 
 async def measure_endpoint(arguments: argparse.Namespace, settings: dict[str, Any]) -> Speed:
@@ -197,15 +213,16 @@ async def measure_endpoint(arguments: argparse.Namespace, settings: dict[str, An
         "max_tokens": arguments.tokens,
         "min_tokens": arguments.tokens,
         "ignore_eos": True,
+        "return_token_ids": True,
     }
 
-    async def ask(http: aiohttp.ClientSession, url: str, text: str) -> int:
+    async def ask(http: aiohttp.ClientSession, url: str, text: str) -> list[int]:
         message = {"role": "user", "content": text}
         async with http.post(f"{url}/v1/chat/completions", json={**body, "messages": [message]}) as response:
             answer = await response.json(content_type=None)
         if response.status != 200:
             raise EngineError(f"HTTP {response.status}: {answer}")
-        return int(answer["usage"]["completion_tokens"])
+        return list(answer["choices"][0]["token_ids"])
 
     rounds = []
     async with (
@@ -217,8 +234,9 @@ async def measure_endpoint(arguments: argparse.Namespace, settings: dict[str, An
         for number in range(arguments.rounds + 1):
             prompts = make_prompts(tokenizer, arguments.in_flight, arguments.prompt_tokens, number)
             sampler, start = GpuSampler(), time.perf_counter()
-            counts = await asyncio.gather(*(ask(http, engine.base_urls[0], text) for text, _ in prompts))
-            rounds.append({"tokens_per_s": sum(counts) / (time.perf_counter() - start), **sampler.stop()})
+            answers = await asyncio.gather(*(ask(http, engine.base_urls[0], text) for text, _ in prompts))
+            rounds.append({"tokens_per_s": sum(map(len, answers)) / (time.perf_counter() - start), **sampler.stop()})
+        (arguments.logs / ANSWERS).write_text(json.dumps(answers), encoding="utf-8")
         if arguments.choices:
             print(await score_choices(client, tokenizer, arguments), flush=True)
     name = "endpoint" + "".join(f", {key}={value}" for key, value in settings.items())
@@ -265,8 +283,11 @@ def format_speed(speed: Speed) -> str:
     """Return one row."""
     busy = "n/a" if speed.busy is None else f"{speed.busy:.0%}"
     memory = "n/a" if speed.memory_gib is None else f"{speed.memory_gib:.1f} GiB"
+    agreement = "" if speed.agreement is None else f"agrees {speed.agreement:.0%} "
     rounds = " ".join(f"{value:.0f}" for value in speed.tokens_per_s)
-    return f"{speed.best:9.0f} tokens/s  busy {busy:>4}  {memory:>9}  {speed.name}  [{rounds}] {speed.problem}"
+    return (
+        f"{speed.best:9.0f} tokens/s  busy {busy:>4}  {memory:>9}  {agreement}{speed.name}  [{rounds}] {speed.problem}"
+    )
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.endpoint_throughput import build_speed, format_speed, read_settings
+from benchmarks.endpoint_throughput import build_speed, format_speed, measure_agreement, read_settings
 
 
 def test_settings_are_json_or_words() -> None:
@@ -22,3 +22,7 @@ def test_the_best_round_counts_and_a_failure_is_a_row() -> None:
     failed = build_speed("library", [], "not done after 9 s")
     assert failed.best == 0
     assert format_speed(failed).endswith("not done after 9 s")
+
+
+def test_answers_agree_up_to_the_first_other_token() -> None:
+    assert measure_agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == 0.75

@@ -116,7 +116,7 @@ async def _serve(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=resources.request_timeout_s),
     )
-    starting = start_engine(candidate, resources, evals=product.evals, root=root, logs=logs)
+    starting = start_engine(candidate, resources, evals=product.evals, root=root, logs=logs, num_engines=2)
     async with http, starting as (engine, client):
         if engine.fingerprint != evaluation.fingerprint:
             raise UnequalWorkError(

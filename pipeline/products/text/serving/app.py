@@ -65,7 +65,7 @@ class Server:
         batching, speculative = loaded.serving.continuous_batching, loaded.serving.speculative
         if batching and speculative:
             raise EngineError(f"{loaded.name}: continuous batching drops speculation; serve it on the serial path")
-        self._state = GenerationState(continuous_batching=batching, cb_config=loaded.batching)
+        self._state = GenerationState(continuous_batching=batching, cb_config=loaded.batching.config)
         self._manager = (
             SpeculativeManager(loaded, speculative)
             if speculative
@@ -77,7 +77,7 @@ class Server:
 
     def _start_batching(self) -> None:
         model = self.loaded.model
-        model.set_attn_implementation(self.loaded.attention)
+        model.set_attn_implementation(self.loaded.batching.attention)
         # the first config is the one every request gets, so it is set here and not by a request
         self._manager.init_cb(model, self._generation_config(use_cache=False))
 
@@ -172,7 +172,7 @@ class Server:
             self.loaded.scorer,
             self._check_prompts(prompts),
             num_top=num_top,
-            max_forward_tokens=self.loaded.max_forward_tokens,
+            max_forward_tokens=self.loaded.batching.max_forward_tokens,
         )
         scores = await asyncio.get_running_loop().run_in_executor(self._scoring, run)
         choices = [

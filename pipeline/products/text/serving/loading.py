@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
-from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
-from pipeline.products.text.serving import paged_attention, varlen_attention
-from pipeline.products.text.serving.sizing import EngineSizes, choose_sizes, read_cache_facts, read_device
+from pipeline.products.text.checkpoints import estimate_load_bytes, load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.serving.batching import Batching, plan_batching
+from pipeline.products.text.serving.sizing import check_room, read_device
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import fingerprint, read_environment
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
 from pipeline.running.environment import read_hardware
-
-# of the batching config; how much memory was free changes no answer
-_MEMORY_FIELDS = ("num_blocks", "max_memory_percent")
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,7 @@ class LoadedModel:
     serving: ServingConfig
     facts: dict[str, Any]  # by section, see pipeline/records/fingerprints.py
     config: dict[str, str]  # the generation configs as resolved, by file name
-    batching: Any  # transformers' ContinuousBatchingConfig
-    attention: str  # of `model` under continuous batching
-    max_forward_tokens: int  # of a batch that is scored
+    batching: Batching
     draft: Any | None = None  # the draft model of speculative decoding
 
     @property
@@ -85,7 +80,10 @@ def load_candidate(
     torch.set_num_threads(asked.num_threads)
     torch.set_float32_matmul_precision("highest")  # TF32 would keep 10 bits of float32's 23
     checkpoint = read_checkpoint(folder, root=folder.parent)
-    model = load_model(folder, dtype=asked.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        check_room(folder, estimate_load_bytes(folder, dtype=asked.dtype), read_device(kind, num_sharing))
+    model = load_model(folder, dtype=asked.dtype).to(kind)
     check_context(model.config, asked.context_length)
     model.set_attn_implementation(asked.attention)
     tokenizer = load_tokenizer(folder)
@@ -93,7 +91,8 @@ def load_candidate(
     with torch.inference_mode():
         # compressed weights are decompressed by the first forward pass, which must come before sharing
         model(torch.tensor([[0]], device=model.device), use_cache=False)
-    remove_offload(model)
+    if checkpoint.format == "compressed-tensors":
+        remove_offload(model)
     scorer = share_weights(model)
     num_packed = pack_linear_layers([model, scorer])
     draft = _load_draft(draft_folder, asked, tokenizer).to(model.device) if draft_folder else None
@@ -113,39 +112,13 @@ def load_candidate(
             "libraries": {name: _version(name) for name in candidate.libraries},
         }
     )
-    attention = choose_attention(model)
-    sizes = choose_sizes(
-        read_device(model.device.type, num_sharing),
-        read_cache_facts(model.config.get_text_config(), model.dtype.itemsize),
-        concurrency=asked.concurrency,
-        context_length=asked.context_length,
-        options=asked.options,
-        kv_cache_gib=kv_cache_gib,
-    )
-    batching = build_batching_config(sizes, attention, asked.concurrency)
-    engine = {
-        "num_packed_layers": num_packed,
-        "attention": attention,
-        "max_forward_tokens": sizes.max_forward_tokens,
-        **{name: value for name, value in _plain_fields(batching).items() if name not in _MEMORY_FIELDS},
-    }
+    batching = plan_batching(model, asked, read_device(kind, num_sharing), kv_cache_gib=kv_cache_gib)
+    engine = {"num_packed_layers": num_packed, **batching.facts}
     facts = _build_facts(loaded, model, engine=engine)
     config = {"generation_config.json": model.generation_config.to_json_string()}
     if draft is not None:
         config["draft/generation_config.json"] = draft.generation_config.to_json_string()
-    return LoadedModel(
-        candidate.name,
-        model,
-        scorer,
-        tokenizer,
-        serving,
-        facts,
-        config,
-        batching,
-        attention,
-        sizes.max_forward_tokens,
-        draft,
-    )
+    return LoadedModel(candidate.name, model, scorer, tokenizer, serving, facts, config, batching, draft)
 
 
 def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any) -> Any:
@@ -235,8 +208,6 @@ def _without_sampling(source: Any) -> Any:
 
 def remove_offload(model: Any) -> None:
     """Take out the hooks with which compressed-tensors fetches every weight: decompressed ones need none."""
-    if getattr(model.config, "quantization_config", None) is None:
-        return
     from compressed_tensors.offload import remove_dispatch
 
     remove_dispatch(model)
@@ -252,49 +223,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
-
-
-def choose_attention(model: Any) -> str:
-    """Return the attention of a model under continuous batching, which is registered where it is ours.
-
-    The name is never left to the library: it would look for a kernel on the hub.
-    """
-    plain = model.config._attn_implementation
-    if plain == "sdpa" and paged_attention.supports(model.config):
-        if model.device.type == "cpu":
-            paged_attention.register()
-            return paged_attention.NAME
-        if varlen_attention.supports(model):
-            varlen_attention.register()
-            return varlen_attention.NAME
-    return f"paged|{plain}"
-
-
-def build_batching_config(sizes: EngineSizes, attention: str, concurrency: int) -> Any:
-    """Return the library's continuous batching config.
-
-    Args:
-        sizes: of the server.
-        attention: of the model; masks keep batches from overlapping.
-        concurrency: requests in flight.
-    """
-    from transformers import ContinuousBatchingConfig
-
-    config = ContinuousBatchingConfig(
-        block_size=sizes.block_size,
-        num_blocks=sizes.num_blocks,
-        max_batch_tokens=sizes.max_batch_tokens,
-        use_cuda_graph=sizes.use_cuda_graph,
-    )
-    if sizes.use_cuda_graph:
-        # a graph has the logits of as many requests as there may be
-        config.max_requests_per_batch = concurrency
-        config.use_async_batching = attention == varlen_attention.NAME
-    return config
-
-
-def _plain_fields(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(config).items() if isinstance(value, bool | int | float | str | None)}
 
 
 def _build_facts(loaded: Candidate, model: Any, *, engine: dict[str, Any]) -> dict[str, Any]:

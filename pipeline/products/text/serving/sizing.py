@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
@@ -101,20 +102,14 @@ def choose_sizes(
     block_bytes = usual.block_size * cache.token_bytes
     if kv_cache_gib is not None:
         useful = int(kv_cache_gib * _GIB) // block_bytes
-    # batches that overlap on a GPU have their inputs twice; a mask of batch by cache is planned on any device
-    mask_bytes = (2 if device.kind == "cuda" else 1) * max_batch_tokens * cache.itemsize
-    logits_bytes = cache.vocab_size * (max_batch_tokens * (cache.itemsize + 4) + max_forward_tokens * cache.itemsize)
-    room = CACHE_FRACTION * device.free_bytes - logits_bytes - max_batch_tokens * mask_bytes
-    # beside a cached token stand its keys and values as gathered for all heads, and its places
-    token_bytes = cache.token_bytes + 2 * (cache.page_bytes + cache.query_bytes) + mask_bytes + 16 * cache.num_groups
-    fitting = int(room / (usual.block_size * token_bytes))
-    num_blocks = min(useful, fitting)
+    room = count_room(device, cache, max_batch_tokens=max_batch_tokens, max_forward_tokens=max_forward_tokens)
+    num_blocks = min(useful, room // usual.block_size)
     if num_blocks < blocks_per_request:
         needed, given = (n * block_bytes / _GIB for n in (blocks_per_request, max(0, num_blocks)))
         raise EngineError(
             f"key-value cache: expected room for one context of {context_length} tokens, {needed:.2f} GiB, got "
             f"{given:.2f} GiB ({device.free_bytes / _GIB:.2f} GiB are free, {device.kind}); lower "
-            "serving.context_length, serving.concurrency or resources.num_servers, or raise resources.kv_cache_gib"
+            "serving.context_length, serving.max_batch_tokens or resources.num_servers, or raise resources.kv_cache_gib"
         )
     return EngineSizes(
         block_size=usual.block_size,
@@ -123,6 +118,38 @@ def choose_sizes(
         use_cuda_graph=device.kind == "cuda" and asked.get("use_cuda_graph", usual.use_cuda_graph),
         max_forward_tokens=max_forward_tokens,
     )
+
+
+def count_room(device: DeviceFacts, cache: CacheFacts, *, max_batch_tokens: int, max_forward_tokens: int) -> int:
+    """Count the tokens that may be cached, beside all that grows with them.
+
+    Args:
+        device: of the server.
+        cache: facts of the model.
+        max_batch_tokens: new tokens of a forward pass; their logits are kept in float32 as well.
+        max_forward_tokens: of a forward pass that scores.
+    """
+    # batches that overlap on a GPU have their inputs twice; the library plans a mask of batch by cache on any device
+    mask_bytes = (2 if device.kind == "cuda" else 1) * max_batch_tokens * cache.itemsize
+    logits_bytes = cache.vocab_size * (max_batch_tokens * (cache.itemsize + 4) + max_forward_tokens * cache.itemsize)
+    room = CACHE_FRACTION * device.free_bytes - logits_bytes - max_batch_tokens * mask_bytes
+    # a cached token's keys and values, those of one layer as gathered for all heads, its mask, and its places
+    gathered = 2 * (cache.page_bytes + cache.query_bytes)
+    return int(room / (cache.token_bytes + gathered + mask_bytes + 16 * cache.num_groups))
+
+
+def check_room(folder: Path, num_bytes: int, device: DeviceFacts) -> None:
+    """Refuse weights that a GPU has no room for, before they are loaded.
+
+    Raises:
+        EngineError: with what would help.
+    """
+    if num_bytes > device.free_bytes:
+        raise EngineError(
+            f"{folder}: expected {num_bytes / _GIB:.1f} GiB free on the GPU for its weights, got "
+            f"{device.free_bytes / _GIB:.1f}; end other processes there, lower resources.num_servers, or serve it by "
+            "vLLM over several GPUs"
+        )
 
 
 def read_cache_facts(config: Any, itemsize: int) -> CacheFacts:

@@ -34,6 +34,8 @@ def test_servers_take_gpus_in_turn_and_know_how_many_share_one() -> None:
     assert spread(3, ("GPU-a", "GPU-b")) == [Place("GPU-a", 2), Place("GPU-b", 1), Place("GPU-a", 2)]
     assert spread(1, ("4", "5")) == [Place("4", 1)]
     assert spread(2, ()) == [Place(None, 2)] * 2
+    assert spread(2, ("0", "1"), num_engines=2) == [Place("0", 2), Place("1", 2)]
+    assert spread(1, (), num_engines=2) == [Place(None, 2)]
 
 
 def test_a_server_sees_its_own_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +104,9 @@ def test_servers_that_share_a_gpu_count_on_their_own_part_alone(monkeypatch: pyt
     assert sizing.read_device("cuda", 1).free_bytes == 61 * GIB
     # the other one may not have loaded its weights yet
     assert sizing.read_device("cuda", 2).free_bytes == 24 * GIB
+
+
+def test_weights_that_a_gpu_has_no_room_for_are_refused_before_they_are_loaded() -> None:
+    sizing.check_room(Path("m"), 16 * GIB, DeviceFacts("cuda", 17 * GIB))
+    with pytest.raises(EngineError, match=r"^m: expected 16.0 GiB free on the GPU for its weights, got 15.0; "):
+        sizing.check_room(Path("m"), 16 * GIB, DeviceFacts("cuda", 15 * GIB))

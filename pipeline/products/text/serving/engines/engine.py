@@ -36,6 +36,7 @@ class ServerLaunch:
         logs: folder for the server logs and the configuration that the engine was given.
         host: address to listen at.
         port: to listen at; None: a free one. With several servers it has to be None.
+        num_engines: of ours that run on this machine at once, this one included.
     """
 
     candidate: Candidate
@@ -45,6 +46,7 @@ class ServerLaunch:
     logs: Path
     host: str = LOCAL
     port: int | None = None
+    num_engines: int = 1
 
     @property
     def needs_scores(self) -> bool:

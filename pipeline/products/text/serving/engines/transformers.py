@@ -45,7 +45,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     processes: list[ServerProcess] = []
     try:
         gpus = () if read_torch_build() == "cpu" else list_devices(len(find_gpus()), os.environ.get(VISIBLE))
-        for index, place in enumerate(spread(resources.num_servers, gpus)):
+        for index, place in enumerate(spread(resources.num_servers, gpus, num_engines=launch.num_engines)):
             processes.append(
                 _spawn(
                     candidate,
@@ -96,12 +96,18 @@ def list_devices(num_gpus: int, visible: str | None) -> tuple[str, ...]:
     return tuple(itertools.takewhile(lambda name: name not in {"", "-1"}, names))
 
 
-def spread(num_servers: int, gpus: Sequence[str]) -> list[Place]:
-    """Give each server a GPU in turn; without one, all of them share the CPU."""
+def spread(num_servers: int, gpus: Sequence[str], *, num_engines: int = 1) -> list[Place]:
+    """Give each server a GPU in turn; without one, all of them share the CPU.
+
+    Args:
+        num_servers: of one engine.
+        gpus: names of those that may be used.
+        num_engines: with as many servers in the same places.
+    """
     if not gpus:
-        return [Place(num_sharing=num_servers)] * num_servers
+        return [Place(num_sharing=num_servers * num_engines)] * num_servers
     names = [gpus[index % len(gpus)] for index in range(num_servers)]
-    return [Place(name, names.count(name)) for name in names]
+    return [Place(name, names.count(name) * num_engines) for name in names]
 
 
 def _spawn(
