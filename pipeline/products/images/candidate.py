@@ -88,7 +88,7 @@ def _apply_steps(
         more = {"prompts": load_prompts(product, root)} if step.renders_prompts else {}
         where = f"candidates.{name}.steps.{i}"
         try:
-            with explain_out_of_memory(f"{where}: its images", "lower serving.batch_size of the product"):
+            with explain_out_of_memory(f"{where}: the prompts that it draws", "lower serving.batch_size"):
                 done = STEPS[step.kind](folder, serving, step=step, **more)
         except (NumericsError, SettingsError) as error:
             raise type(error)(f"{where}: {error}") from None

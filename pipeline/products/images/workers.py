@@ -48,7 +48,11 @@ def start_renderers(setup: RenderSetup, num_workers: int) -> AbstractContextMana
 
 
 def measure_decode_mib(num_images: int) -> float:
-    """Return the MiB that a decode of so many images takes at most: the VAE's weights, and what the decode makes."""
+    """Return the MiB that a decode of so many images takes at most: the VAE's weights, and what the decode makes.
+
+    Raises:
+        EngineError: the GPU's memory does not hold them.
+    """
     import torch
 
     from pipeline.products.images.rendering import decode_latents
@@ -57,7 +61,8 @@ def measure_decode_mib(num_images: int) -> float:
     loaded: Loaded = get_loaded()
     vae, size = loaded.pipe.vae, loaded.pipe.unet.config.sample_size
     latents = torch.zeros(num_images, vae.config.latent_channels, size, size, device=vae.device)
-    made = measure_peak_bytes(lambda: decode_latents(vae, latents, loaded.candidate.serving.tiling), vae.device)
+    with _explain_batch(loaded, num_images):
+        made = measure_peak_bytes(lambda: decode_latents(vae, latents, loaded.candidate.serving.tiling), vae.device)
     return (made + sum(p.numel() * p.element_size() for p in vae.parameters())) / 2**20
 
 
@@ -134,12 +139,17 @@ def render_batch(batch: Sequence[PromptCase], category: str | None) -> Rendered:
         EngineError: the pipeline refused the prompts, or the GPU's memory does not hold the batch.
     """
     from pipeline.products.images.batches import render
-    from pipeline.products.images.gpu_memory import explain_out_of_memory
 
     loaded: Loaded = get_loaded()
-    with explain_out_of_memory(
-        f"{loaded.candidate.name}: a batch of {len(batch)} images",
+    with _explain_batch(loaded, len(batch)):
+        return render(loaded, batch, category)
+
+
+def _explain_batch(loaded: Loaded, num_images: int) -> AbstractContextManager[None]:
+    from pipeline.products.images.gpu_memory import explain_out_of_memory
+
+    return explain_out_of_memory(
+        f"{loaded.candidate.name}: a batch of {num_images} images",
         "lower serving.batch_size or resources.num_workers of its product, or give it a step vae_tiling or a "
         "vae_precision of 16 bits; finished batches are kept, run `dvc repro` to go on",
-    ):
-        return render(loaded, batch, category)
+    )
