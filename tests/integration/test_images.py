@@ -335,6 +335,28 @@ def test_a_batch_that_the_gpu_does_not_hold_is_one_line_and_the_next_run_goes_on
     assert rendered == [4, 4, 4], "the first batch was not rendered again"
 
 
+def test_a_batch_that_is_judged_in_parts_scores_as_a_whole_one(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU does it; the images are the same, and the decode beside them but for rounding."""
+    from pipeline.products.images import batches, workers
+
+    tiled = SHOTS | {"steps": [{"kind": "vae_tiling", "tile": 32, "overlap": 0, "window": "none"}]}
+    product, build = (
+        make_product(["shots", "guided"], release=["tiled"], candidates={"shots": SHOTS, "tiled": tiled}),
+        project / "build",
+    )
+    candidate = build_image_candidate("tiled", product, root=project, build=build)
+    monkeypatch.setattr(workers, "start_workers", start_here)
+    records = []
+    for size in (4, 3, 1):
+        parts = [slice(i, i + size) for i in range(0, 4, size)]
+        monkeypatch.setattr(batches, "split_batch", lambda *_, parts=parts: parts)
+        evaluate_images(candidate, product, root=project, build=build)
+        records.append(read_cases(build / "evaluations/tiled/shots.jsonl"))
+    for whole, *divided in zip(*records, strict=True):
+        for part in divided:
+            assert part.output == whole.output and part.scores == pytest.approx(whole.scores, abs=1e-3)
+
+
 @contextlib.contextmanager
 def start_here(load: Any, setup: Any, _num_workers: int, *, died: str) -> Iterator[ThreadPoolExecutor]:
     """Stand in for processes: load and work in a thread of this one."""
