@@ -8,7 +8,6 @@ pipeline that a candidate has is removed once it is rendered: forty of them woul
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,7 +66,6 @@ def render_settings(
             say(f"{i}/{len(product.candidates)} {name}")
             evaluate_images(candidate, product, root=root, build=build)
             rendered.append(name)
-        shutil.rmtree(build / "candidates" / name / "checkpoint", ignore_errors=True)
     return rendered
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, SerializeAsAny
+from pydantic import ConfigDict, Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer
 
 from pipeline.records.fingerprints import name_command, read_environment
 from pipeline.records.record_files import Record
@@ -126,6 +126,13 @@ class PipelineServing(Record):
     tiling: Tiling | None = None
     batch_size: int = 1  # prompts together
     num_threads: int = 1  # torch threads
+    scheduler: dict[str, Any] = {}  # options that differ from its config in the checkpoint
+
+    @model_serializer(mode="wrap")
+    def _leave_out_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write the scheduler's options only where there are any: releases of before they were kept have none."""
+        written: dict[str, Any] = write(self)
+        return {key: value for key, value in written.items() if key != "scheduler" or value}
 
     @property
     def summary(self) -> str:
@@ -134,6 +141,7 @@ class PipelineServing(Record):
         parts = [f"{self.engine} U-Net {self.unet_dtype} VAE {self.vae_dtype}", guidance]
         parts += [f"channels-last {' and '.join(self.channels_last)}"] if self.channels_last else []
         parts += [f"tiles of {self.tiling.tile} {self.tiling.window}"] if self.tiling else []
+        parts += ["dynamic thresholding"] if self.scheduler.get("thresholding") else []
         return ", ".join(parts)
 
     @property
@@ -151,9 +159,9 @@ class PipelineServing(Record):
 
     def identity(self) -> dict[str, Any]:
         """Return every setting that makes one way of serving another, by name."""
-        plain = self.model_dump(exclude={"tiling", "guidance_by_category"}, mode="json")
+        plain = self.model_dump(exclude={"tiling", "guidance_by_category", "scheduler"}, mode="json")
         parts = {f"tiling.{key}": getattr(self.tiling, key, None) for key in Tiling.model_fields}
-        return plain | parts | {"guidance_by_category": self.guidance_by_category}
+        return plain | parts | {"guidance_by_category": self.guidance_by_category, "scheduler": self.scheduler}
 
 
 class NetworkServing(Record):

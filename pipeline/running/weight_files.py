@@ -47,7 +47,7 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     if (folder / WEIGHTS_FILE).is_file():
         return read_header(folder / WEIGHTS_FILE)
     if (folder / INDEX_FILE).is_file():
-        return _read_shards(folder)
+        return read_shards(folder / INDEX_FILE)
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(
@@ -128,8 +128,9 @@ def _tensor_info(entry: dict[str, Any], file: str) -> TensorInfo:
     return TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"]), num_bytes=end - start, file=file)
 
 
-def _read_shards(folder: Path) -> dict[str, TensorInfo]:
-    path = folder / INDEX_FILE
+def read_shards(path: Path) -> dict[str, TensorInfo]:
+    """Read the headers of the shards that an index names, and check them against it."""
+    folder = path.parent
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.queues import SimpleQueue
 from typing import Any, TypeVar
 
 from pipeline.errors import EngineError
@@ -26,6 +27,7 @@ _PROGRESS_EVERY_S = 10.0
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h; both are turned off
 _loaded: list[Any] = []  # in a worker: at most one
 _problems: list[Exception] = []  # why there is none
+_place: list[int] = []  # of this worker in its pool: at most one
 
 
 @contextlib.contextmanager
@@ -44,7 +46,10 @@ def start_workers(
         EngineError: a worker died.
     """
     context = multiprocessing.get_context("spawn")  # a forked torch hangs on its own threads
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_initialize, initargs=(load, order))
+    places = context.SimpleQueue()
+    for place in range(num_workers):
+        places.put(place)
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_initialize, initargs=(load, order, places))
     try:
         yield pool
     except BrokenProcessPool:
@@ -71,7 +76,8 @@ def run_tasks(
             for other in waiting:
                 other.cancel()
             continue
-        yield waiting[future], future.result()
+        place = waiting.pop(future)  # a result that was taken is not kept: pixels are large
+        yield place, future.result()
         if time.monotonic() - last > _PROGRESS_EVERY_S:
             last = time.monotonic()
             print(f"  {what}: {number}/{len(tasks)} batches", file=sys.stderr, flush=True)
@@ -86,7 +92,17 @@ def get_loaded() -> Any:
     return _loaded[0]
 
 
-def _initialize(load: Callable[[Any], Any], order: Any) -> None:
+def choose_gpu(gpus: Sequence[int]) -> int | None:
+    """Return the GPU of this worker, so that workers are spread evenly; None where there is none.
+
+    Args:
+        gpus: that this process sees.
+    """
+    return gpus[_place[0] % len(gpus)] if gpus else None
+
+
+def _initialize(load: Callable[[Any], Any], order: Any, places: SimpleQueue[int]) -> None:
+    _place.append(places.get())
     threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     try:
         _loaded.append(load(order))

@@ -10,6 +10,7 @@ from unittest import mock
 
 from pipeline.evalsets.cards import load_evalset
 from pipeline.numerics.tile_grid import list_stitches
+from pipeline.products.images import batches
 from pipeline.products.images import workers as renderers
 from pipeline.products.vision import workers as runners
 from pipeline.running.worker_pool import get_loaded
@@ -49,15 +50,15 @@ def overflow_in_some(trial: Trial) -> None:
 def render_with_nan(batch: Sequence[Any], category: str | None, *, names: frozenset[str]) -> Any:
     """Render a batch with NaN in the decoder's output of some images, as an overflow in float16 leaves it."""
     broken = [i for i, case in enumerate(batch) if case.id in names]
-    decode = renderers._decode_both_ways
+    decode = batches._decode_both_ways
 
-    def decode_broken(loaded: Any, latents: Any) -> Any:
-        raw, *rest = decode(loaded, latents)
+    def decode_broken(loaded: Any, latents: Any, parts: Any) -> Any:
+        raw, *rest = decode(loaded, latents, parts)
         raw = raw.clone()  # the decoder's own can't be written to
         raw[broken] = float("nan")
         return raw, *rest
 
-    with mock.patch.object(renderers, "_decode_both_ways", decode_broken):
+    with mock.patch.object(batches, "_decode_both_ways", decode_broken):
         return renderers.render_batch(batch, category)
 
 

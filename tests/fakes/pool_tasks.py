@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import time
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.running.worker_pool import get_loaded, keep_freed_memory
+from pipeline.running.worker_pool import choose_gpu, get_loaded, keep_freed_memory
 
 
 def load(order: Any) -> Any:
@@ -37,3 +39,12 @@ def count_new_pages(num_bytes: int) -> int:
 def die(_number: int) -> None:
     """End as a process does that the kernel kills."""
     os._exit(9)
+
+
+def choose_together(folder: Path, num_workers: int) -> int | None:
+    """Return which of three GPUs this worker takes, once so many workers are there."""
+    gpu = choose_gpu(range(3))
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < num_workers:
+        time.sleep(0.01)
+    return gpu

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from filelock import FileLock
 
-from pipeline.errors import JournalError, QuantgateError
+from pipeline.errors import EngineError, JournalError, QuantgateError
 from pipeline.products.images.candidate import build_image_candidate
 from pipeline.products.images.evaluate import evaluate_images
+from pipeline.products.images.folders import find_weights, iterate_weights, open_pipeline
 from pipeline.products.images.layout import LayoutMeasurement
 from pipeline.products.images.preflight import check_images
+from pipeline.products.images.rendering import load_pipeline
 from pipeline.products.images.serving import read_image_candidate, sample_plainly
 from pipeline.products.images.settings import ImagesProduct
+from pipeline.products.images.vae_range_fix import _replace_vae
 from pipeline.products.text.serving.engines.keeper import list_descendants
 from pipeline.records.digests import digest_file
 from pipeline.records.evaluations import read_cases
 from pipeline.records.medians import MedianInterval
 from pipeline.records.record_files import write_cases
 from pipeline.report.terminal import render_gate
+from pipeline.running import worker_pool
 from tests.fakes.judging import compare_release, list_said, render_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,13 +197,67 @@ if __name__ == "__main__":
 
 
 def test_weights_that_were_changed_after_the_build_are_not_evaluated(project: Path) -> None:
-    product = make_product(["shots", "hot"])
+    product = make_product(["shots", "fixed"])
     build = project / "build"
-    build_image_candidate("hot", product, root=project, build=build)
-    ours = build / "candidates/hot/checkpoint" / VAE_WEIGHTS
+    build_image_candidate("fixed", product, root=project, build=build)
+    ours = build / "candidates/fixed/checkpoint" / VAE_WEIGHTS
     shutil.copy(project / "models/product-shots" / VAE_WEIGHTS, ours)
-    with pytest.raises(QuantgateError, match=f"candidate 'hot' was built of, {VAE_WEIGHTS} differs"):
-        evaluate_images(read_image_candidate(build, "hot", product), product, root=project, build=build)
+    with pytest.raises(QuantgateError, match=f"candidate 'fixed' was built of, {VAE_WEIGHTS} differs"):
+        evaluate_images(read_image_candidate(build, "fixed", product), product, root=project, build=build)
+
+
+def test_only_a_step_that_rewrites_weights_takes_disk(project: Path) -> None:
+    """A pipeline of SDXL's size is 6.3 GB."""
+    dynamic = [{"kind": "guidance", "scale": 12, "dynamic_threshold_percentile": 99.5, "sample_max_value": 3}, HALF]
+    product = make_product(
+        ["shots", "fixed"],
+        candidates={
+            "shots": SHOTS,
+            "dynamic": SHOTS | {"steps": dynamic},
+            "fixed": {"checkpoint": CANDIDATES["fixed"][0], "steps": CANDIDATES["fixed"][1]},
+        },
+    )
+    build, options = project / "build", {"thresholding": True, "dynamic_thresholding_ratio": 0.995}
+    made = build_image_candidate("dynamic", product, root=project, build=build)
+    assert made.serving.scheduler == options | {"sample_max_value": 3} and made.serving.vae_dtype == "float16"
+    assert [path.name for path in (build / "candidates/dynamic").iterdir()] == ["candidate.json"]
+    assert made.checkpoint.path == "models/product-shots"
+    assert made.fingerprint != build_image_candidate("shots", product, root=project, build=build).fingerprint
+    loaded = load_pipeline(project / made.checkpoint.path, made.serving).scheduler.config
+    assert options.items() <= loaded.items()
+
+    fixed = build_image_candidate("fixed", product, root=project, build=build)
+    assert fixed.checkpoint.path == "build/candidates/fixed/checkpoint"
+    config = json.loads((project / fixed.checkpoint.path / "vae/config.json").read_text())
+    assert config["force_upcast"] is False, "diffusers would decode in float32 whatever is asked"
+
+
+def test_a_pipeline_in_shards_is_the_same_pipeline(project: Path, tmp_path: Path) -> None:
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+
+    whole, sharded = project / "models/product-shots", tmp_path / "shots"
+    shutil.copytree(whole, sharded)
+    for part, kind in (("unet", UNet2DConditionModel), ("vae", AutoencoderKL)):
+        shutil.rmtree(sharded / part)
+        kind.from_pretrained(whole / part).save_pretrained(sharded / part, max_shard_size="500KB")
+        assert len(list((sharded / part).glob("*.safetensors"))) > 1
+    names = {part: tensors.keys() for part, tensors in open_pipeline(whole).items()}
+    assert {part: tensors.keys() for part, tensors in open_pipeline(sharded).items()} == names
+    expected, weights = dict(iterate_weights(whole)), dict(iterate_weights(sharded))
+    assert weights.keys() == expected.keys() and all(weights[name].equal(expected[name]) for name in weights)
+    shards = {f"unet/{path.name}" for path in (sharded / "unet").glob("*.safetensors")}
+    assert {name.split(".")[0] for name, _ in iterate_weights(sharded, shards)} == {"unet"}
+
+    pipe = load_pipeline(sharded, sample_plainly(make_product(["shots", "hot"])))
+    assert pipe.unet.conv_out.weight.equal(expected["unet.conv_out.weight"].to(pipe.unet.device))
+    _replace_vae(pipe.vae, sharded / "vae")
+    assert sorted(path.name for path in (sharded / "vae").iterdir()) == [
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+    ], "a shard that is left would be read in its place"
+    next((sharded / "unet").glob("*.safetensors")).unlink()
+    with pytest.raises(QuantgateError, match="names the shard 'diffusion_pytorch_model-0000"):
+        open_pipeline(sharded)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +271,6 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(
     project: Path, tmp_path: Path, part: str, tensor: str
 ) -> None:
     from safetensors.torch import load_file, save_file
-
-    from pipeline.products.images.folders import find_weights
-    from pipeline.products.images.rendering import load_pipeline
 
     shutil.copytree(project / "models/product-shots", tmp_path / "shots")
     path = find_weights(tmp_path / "shots" / part)
@@ -238,6 +296,77 @@ def test_a_kill_loses_neither_images_nor_notes(project: Path, monkeypatch: pytes
     resumed = json.loads((build / "evaluations/shots/shots.json").read_text())
     assert resumed["decoder"] == whole["decoder"] and resumed["std_ratio_by_step"] == whole["std_ratio_by_step"]
     assert resumed["step_ms_per_image"] > 0
+
+
+def test_a_batch_that_the_gpu_does_not_hold_is_one_line_and_the_next_run_goes_on(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, whose second decode finds no memory."""
+    import torch
+
+    from pipeline.products.images import batches, workers
+
+    product, build = make_product(["shots", "guided"]), project / "build"
+    build_image_candidate("shots", product, root=project, build=build)
+    candidate = read_image_candidate(build, "shots", product)
+    shutil.rmtree(build / "journal/shots", ignore_errors=True)
+    decode, render = batches.decode_latents, batches.render
+    rendered: list[int] = []  # images of each batch
+
+    def decode_first_batch(*arguments: Any) -> Any:
+        if len(rendered) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nMore lines")
+        return decode(*arguments)
+
+    def count_batches(loaded: Any, batch: Any, category: str | None) -> Any:
+        rendered.append(len(batch))
+        return render(loaded, batch, category)
+
+    monkeypatch.setattr(workers, "start_workers", start_here)
+    monkeypatch.setattr(batches, "render", count_batches)
+    with monkeypatch.context() as context, pytest.raises(EngineError) as caught:
+        context.setattr(batches, "decode_latents", decode_first_batch)
+        evaluate_images(candidate, product, root=project, build=build)
+    said = str(caught.value)
+    assert said.startswith("shots: a batch of 4 images: expected to fit into the GPU's memory, got out of memory")
+    assert all(help in said for help in ("serving.batch_size", "vae_tiling", "vae_precision", "are kept"))
+    assert "\n" not in said and rendered == [4, 4]
+    evaluate_images(candidate, product, root=project, build=build)
+    assert rendered == [4, 4, 4], "the first batch was not rendered again"
+
+
+def test_a_batch_that_is_judged_in_parts_scores_as_a_whole_one(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU does it; the images are the same, and the decode beside them but for rounding."""
+    from pipeline.products.images import batches, workers
+
+    tiled = SHOTS | {"steps": [{"kind": "vae_tiling", "tile": 32, "overlap": 0, "window": "none"}]}
+    product, build = (
+        make_product(["shots", "guided"], release=["tiled"], candidates={"shots": SHOTS, "tiled": tiled}),
+        project / "build",
+    )
+    candidate = build_image_candidate("tiled", product, root=project, build=build)
+    monkeypatch.setattr(workers, "start_workers", start_here)
+    records = []
+    for size in (4, 3, 1):
+        parts = [slice(i, i + size) for i in range(0, 4, size)]
+        monkeypatch.setattr(batches, "split_batch", lambda *_, parts=parts: parts)
+        evaluate_images(candidate, product, root=project, build=build)
+        records.append(read_cases(build / "evaluations/tiled/shots.jsonl"))
+    for whole, *divided in zip(*records, strict=True):
+        for part in divided:
+            assert part.output == whole.output and part.scores == pytest.approx(whole.scores, abs=1e-3)
+
+
+@contextlib.contextmanager
+def start_here(load: Any, setup: Any, _num_workers: int, *, died: str) -> Iterator[ThreadPoolExecutor]:
+    """Stand in for processes: load and work in a thread of this one."""
+    with (
+        mock.patch.object(worker_pool, "_place", [0]),
+        mock.patch.object(worker_pool, "_loaded", []) as loaded,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(lambda: loaded.append(load(setup))).result()
+        yield pool
 
 
 def test_records_of_another_judge_are_not_taken_over(project: Path, tmp_path: Path) -> None:

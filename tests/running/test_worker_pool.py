@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import time
-from concurrent.futures import wait
+import weakref
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from pipeline.errors import CheckpointError, EngineError
-from pipeline.running.worker_pool import start_workers
-from tests.fakes.pool_tasks import add, count_new_pages, die, load
+from pipeline.running import worker_pool
+from pipeline.running.worker_pool import choose_gpu, run_tasks, start_workers
+from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, load
 
 DIED = "a process ended by itself; lower the batch size"
 
@@ -32,6 +36,35 @@ def test_a_worker_loads_once_and_is_gone_with_the_pool() -> None:
     while any(map(is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, processes))
+
+
+def test_workers_are_spread_over_the_gpus(tmp_path: Path) -> None:
+    with start_workers(load, 1, 4, died=DIED) as pool:
+        gpus = [pool.submit(choose_together, tmp_path, 4) for _ in range(4)]
+        assert sorted(gpu.result() or 0 for gpu in gpus) == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("gpus", "chosen"), [([], None), ([0], 0), ([0, 1], 1), ([4, 5, 6], 4)])
+def test_a_worker_takes_its_turn_of_the_gpus_there_are(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[int], chosen: int | None
+) -> None:
+    monkeypatch.setattr(worker_pool, "_place", [3])
+    assert choose_gpu(gpus) == chosen
+
+
+def test_results_that_were_taken_are_not_kept() -> None:
+    """Pixels of a thousand images of SDXL are 3 GB."""
+    taken: list[weakref.ref[Large]] = []
+    with ThreadPoolExecutor(1) as pool:
+        for _, result in run_tasks(cast("ProcessPoolExecutor", pool), Large, [()] * 5, what="x"):
+            taken.append(weakref.ref(result))
+            del result
+            gc.collect()
+            assert sum(kept() is not None for kept in taken) <= 1, "of the future that is at hand"
+
+
+class Large:
+    """What can be told from another, and referred to weakly."""
 
 
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="no other malloc is told anything")

@@ -1,7 +1,8 @@
-"""Build a candidate of the image product: copy its pipeline folder, apply its steps in order, write it at once.
+"""Build a candidate of the image product: apply its steps in order, write it at once.
 
-A candidate without steps holds only its record, which points at the original folder. How it is run follows from
-its steps and from the product's `serving`; `serve` adds the latter.
+A candidate has a pipeline folder of its own only where a step rewrites weights. Any other holds only its record, which
+points at the original folder. How it is run follows from its steps and from the product's `serving`; `serve` adds the
+latter.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from pipeline.errors import NumericsError, SettingsError
 from pipeline.evalsets.cards import load_evalset
 from pipeline.products.images.folders import iterate_weights, read_pipeline_checkpoint
+from pipeline.products.images.gpu_memory import explain_out_of_memory
 from pipeline.products.images.rendering import Prompt
 from pipeline.products.images.serving import sample_plainly, serve
 from pipeline.products.images.settings import ImagesProduct
@@ -62,14 +64,15 @@ def _build(name: str, product: ImagesProduct, working: Path, target: Path, *, ro
     source = root / settings.checkpoint
     checkpoint = read_pipeline_checkpoint(source, root=root)
     check_finite(iterate_weights(source), where=source)
-    records: tuple[dict[str, Any], ...] = ()
-    fallbacks: tuple[Fallback, ...] = ()
-    if settings.steps:
+    folder = source
+    if any(step.rewrites_weights for step in settings.steps):
         folder = working / "checkpoint"
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("README.md", "card.json", "*.png"))
-        records, fallbacks = _apply_steps(name, product, folder, root)
+    records, fallbacks = _apply_steps(name, product, folder, root)
+    if folder != source:
         made = read_pipeline_checkpoint(folder, root=root, parent_digest=checkpoint.digest)
-        check_finite(iterate_weights(folder), where=folder)
+        changed = {file for file, digest in made.files.items() if checkpoint.files.get(file) != digest}
+        check_finite(iterate_weights(folder, changed), where=folder)
         checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
     versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
     return BuiltCandidate(name=name, checkpoint=checkpoint, steps=records, fallbacks=fallbacks, libraries=versions)
@@ -78,15 +81,17 @@ def _build(name: str, product: ImagesProduct, working: Path, target: Path, *, ro
 def _apply_steps(
     name: str, product: ImagesProduct, folder: Path, root: Path
 ) -> tuple[tuple[dict[str, Any], ...], tuple[Fallback, ...]]:
-    """Apply a candidate's steps to its copy of the pipeline; return their records, and what fell back."""
+    """Apply a candidate's steps, to its copy of the pipeline where it has one; return their records, and fallbacks."""
     serving, records = sample_plainly(product), []
     fallbacks: list[Fallback] = []
     for i, step in enumerate(product.candidates[name].steps):
         more = {"prompts": load_prompts(product, root)} if step.renders_prompts else {}
+        where = f"candidates.{name}.steps.{i}"
         try:
-            done = STEPS[step.kind](folder, serving, step=step, **more)
+            with explain_out_of_memory(f"{where}: the prompts that it draws", "lower serving.batch_size"):
+                done = STEPS[step.kind](folder, serving, step=step, **more)
         except (NumericsError, SettingsError) as error:
-            raise type(error)(f"candidates.{name}.steps.{i}: {error}") from None
+            raise type(error)(f"{where}: {error}") from None
         changes = {"serving": _list_changes(serving, done.serving)}
         records.append(step.model_dump(mode="json") | done.record | changes)
         fallbacks += done.fallbacks
@@ -102,4 +107,4 @@ def load_prompts(product: ImagesProduct, root: Path) -> list[Prompt]:
 
 def _list_changes(before: PipelineServing, after: PipelineServing) -> dict[str, Any]:
     was, now = before.model_dump(mode="json"), after.model_dump(mode="json")
-    return {key: value for key, value in now.items() if was[key] != value}
+    return {key: value for key, value in now.items() if was.get(key) != value}

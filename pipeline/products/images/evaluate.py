@@ -9,15 +9,20 @@ what guidance did at each step.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import PromptCase
@@ -108,12 +113,20 @@ def _render(
     name: str, batches: Sequence[tuple[list[PromptCase], str | None]], pool: ProcessPoolExecutor, journal: Journal
 ) -> None:
     """Render batches as workers come free; journal each image as it is done, with what is noted of its batch."""
-    for place, rendered in run_tasks(pool, render_batch, batches, what=name):
-        cases = batches[place][0]
-        # first: a batch counts as finished when all its images do
-        journal.add_text(_name_batch(cases), json.dumps(rendered.as_json() | {"num": len(cases)}))
-        for case, record, picture in zip(cases, rendered.records, rendered.pictures, strict=True):
-            journal.add(case.digest, record, base64.b64encode(picture).decode())
+    with ThreadPoolExecutor() as threads:
+        for place, rendered in run_tasks(pool, render_batch, batches, what=name):
+            cases = batches[place][0]
+            # first: a batch counts as finished when all its images do
+            journal.add_text(_name_batch(cases), json.dumps(rendered.as_json() | {"num": len(cases)}))
+            pictures = threads.map(_write_png, rendered.pixels)  # while workers render
+            for case, record, picture in zip(cases, rendered.records, pictures, strict=True):
+                journal.add(case.digest, record, base64.b64encode(picture).decode())
+
+
+def _write_png(pixels: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _name_batch(cases: Sequence[PromptCase]) -> str:
@@ -140,6 +153,7 @@ def _build_notes(batches: Sequence[Mapping[str, Any]], candidate: ImageCandidate
         "decode_to_float32": bound_median(ratios).model_dump() if len(ratios) >= MIN_ROUNDS else None,
         "std_ratio_by_step": [round(statistics.fmean(values), 5) for values in map(_drop_nan, steps) if values],
         "peak_memory_mib": round(max(batch["peak_memory_mib"] for batch in batches), 1),
+        "peak_gpu_memory_mib": max(round(batch["peak_gpu_memory_mib"] or 0, 1) for batch in batches) or None,
         "decoder": build_range_notes(ranges, candidate.serving.vae_dtype),
     }
 

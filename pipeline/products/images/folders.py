@@ -6,7 +6,7 @@ have, weights beside which a pickle lies and no safetensors. Loading is `renderi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.errors import CheckpointError
 from pipeline.products.images.schedulers import check_scheduler
 from pipeline.records.evaluations import Checkpoint
-from pipeline.running.weight_files import TensorInfo, read_header
+from pipeline.running.weight_files import TensorInfo, read_header, read_shards
 from pipeline.running.weight_folders import build_checkpoint, read_config_file
 
 INDEX_FILE = "model_index.json"
@@ -69,7 +69,7 @@ def open_pipeline(folder: Path) -> dict[str, dict[str, TensorInfo]]:
             )
         if not name.startswith(_WITHOUT_WEIGHTS):
             _read_json(part / "config.json", f"the config of component {name!r}")
-            tensors[name] = read_header(find_weights(part))
+            tensors[name] = read_part(part)
     path = folder / "scheduler" / "scheduler_config.json"
     check_scheduler(path, _read_json(path, "the scheduler's config"))
     return tensors
@@ -80,13 +80,24 @@ def list_components(folder: Path) -> list[str]:
     return [name for name in read_index(folder) if not name.startswith("_")]
 
 
+def read_part(part: Path) -> dict[str, TensorInfo]:
+    """Return the stored tensors of a component by name, from the header of its file or those of its shards.
+
+    Raises:
+        CheckpointError: no weights that can be read, or they contradict their header or index.
+    """
+    weights = find_weights(part)
+    return read_shards(weights) if weights.suffix == ".json" else read_header(weights)
+
+
 def find_weights(part: Path) -> Path:
-    """Return the safetensors file of a component.
+    """Return the safetensors file of a component, or the index of its shards.
 
     Raises:
         CheckpointError: pickle weights only, or none.
     """
-    weights = next((part / name for name in _WEIGHTS if (part / name).is_file()), None)
+    names = (*_WEIGHTS, *(f"{name}.index.json" for name in _WEIGHTS))
+    weights = next((part / name for name in names if (part / name).is_file()), None)
     if weights is not None:
         return weights
     pickles = sorted(p.name for p in part.glob("*") if p.suffix in _PICKLES)
@@ -133,14 +144,26 @@ def read_shape(folder: Path) -> ImageShape:
     return ImageShape(size * factor, int(vae.get("latent_channels", 4)), factor)
 
 
-def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name, "component.tensor", and the torch tensor of every weight, one at a time."""
+def iterate_weights(folder: Path, files: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the name, "component.tensor", and the torch tensor of every weight, one at a time.
+
+    They are on the GPU if there is one, which checks them in no time.
+
+    Args:
+        folder: of the pipeline.
+        files: paths relative to it that are read; None reads all.
+    """
+    import torch
     from safetensors import safe_open
 
-    for part in open_pipeline(folder):
-        with safe_open(find_weights(folder / part), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - the opened file is not a mapping
-                yield f"{part}.{name}", opened.get_tensor(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for part, tensors in open_pipeline(folder).items():
+        for file in sorted({info.file for info in tensors.values()}):
+            if files is not None and f"{part}/{file}" not in files:
+                continue
+            with safe_open(folder / part / file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - the opened file is not a mapping
+                    yield f"{part}.{name}", opened.get_tensor(name).to(device)
 
 
 def read_pipeline_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:

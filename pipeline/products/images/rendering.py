@@ -18,7 +18,8 @@ from pipeline.numerics.guidance import guide, rescale_guidance
 from pipeline.numerics.saturation import guided_std_ratio
 from pipeline.numerics.tile_grid import find_stitches
 from pipeline.numerics.tiling import blend_tiles
-from pipeline.products.images.folders import find_weights, open_pipeline, read_index
+from pipeline.products.images.folders import open_pipeline, read_index
+from pipeline.products.images.gpu_memory import is_out_of_memory
 from pipeline.records.serving import PipelineServing, Tiling
 
 
@@ -70,6 +71,8 @@ def load_pipeline(folder: Path, serving: PipelineServing) -> Any:
         ) from None
     _check_complete(folder, pipe)
     _follow_pipeline(pipe.vae, pipe)
+    if serving.scheduler:
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **serving.scheduler)
     pipe.set_progress_bar_config(disable=True)
     for part in serving.channels_last:
         getattr(pipe, part).to(memory_format=torch.channels_last)
@@ -120,7 +123,7 @@ def _check_complete(folder: Path, pipe: Any) -> None:
         ]
         if len(missing) > sum(name not in state for name in stored):
             raise CheckpointError(
-                f"{find_weights(folder / part)}: expected the tensor {missing[0]!r}, found none of "
+                f"{folder / part}: expected the tensor {missing[0]!r}, found none of "
                 f"that name; {len(missing)} are missing: save the component again"
             )
 
@@ -163,6 +166,8 @@ def make_latents(pipe: Any, prompts: Sequence[Prompt], serving: PipelineServing)
             output_type="latent",
         ).images
     except (ValueError, TypeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise EngineError(
             f"rendering: {type(pipe).__name__} refused {len(prompts)} prompts, first "
             f"{prompts[0].text[:60]!r}: {' '.join(str(error).split())[:300]}"

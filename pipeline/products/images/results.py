@@ -1,11 +1,14 @@
-"""What a step of the image product returns."""
+"""What the steps and the workers of the image product return."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
-from pipeline.records.evaluations import Fallback
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.records.evaluations import CaseRecord, Fallback
 from pipeline.records.serving import PipelineServing
 
 
@@ -16,3 +19,24 @@ class StepResult:
     serving: PipelineServing
     record: dict[str, Any] = field(default_factory=dict)
     fallbacks: tuple[Fallback, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What came of one batch."""
+
+    records: tuple[CaseRecord, ...]
+    pixels: NDArray[np.uint8]  # (n, height, width, 3)
+    ranges: dict[str, Any]  # of the decoder's modules, see pipeline/numerics/activation_watch.py
+    std_ratios: tuple[float, ...]  # of the guided prediction to the conditional one, per step, mean over the batch
+    denoise_s: float  # see pipeline/running/timing.py for what a second is
+    decode_s: float
+    exact_decode_s: float  # of the same latents by the reference's VAE in float32, in turn
+    peak_memory_mib: float  # of the process
+    peak_gpu_memory_mib: float | None  # of its tensors; None without a GPU
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all but records and pixels as JSON, for a journal."""
+        names = [field.name for field in fields(self) if field.name not in ("records", "pixels")]
+        kept = {name: getattr(self, name) for name in names}
+        return kept | {"ranges": {name: astuple(module_range) for name, module_range in self.ranges.items()}}

@@ -38,7 +38,7 @@ class ClipScorer:
         from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
         try:
-            self._model = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+            model = CLIPModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
@@ -46,21 +46,25 @@ class ClipScorer:
                 f"{folder}: expected a CLIP checkpoint with tokenizer and image processor, got: "
                 f"{' '.join(str(error).split())[:300]}"
             ) from None
+        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     @torch.inference_mode()
     def score(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         """Return the similarity of each image with its own prompt.
 
         Args:
-            images: uint8, (n, 3, height, width).
+            images: uint8, (n, 3, height, width), on any device.
             prompts: n texts.
 
         Returns:
             (n,), each within [-1, 1].
         """
+        if self._processor.backend != "torchvision":  # Pillow's works on a CPU
+            images = images.cpu()
         pixels = self._processor(images=list(images), return_tensors="pt", input_data_format="channels_first")
         tokens = self._tokenizer(prompts, padding=True, truncation=True, return_tensors="pt")
-        output = self._model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, **pixels)
+        named = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask, **pixels}
+        output = self._model(**{name: values.to(self._model.device) for name, values in named.items()})
         return (output.image_embeds * output.text_embeds).sum(-1)
 
 
@@ -74,7 +78,7 @@ def score_images(
     *,
     oversaturated_above: float,
 ) -> list[dict[str, float]]:
-    """Return the scores of a batch.
+    """Return the scores of a batch, computed on the device that holds it.
 
     Args:
         raw: what the candidate's decoder wrote, (n, 3, height, width), meant to lie in [-1, 1].
@@ -98,16 +102,20 @@ def score_images(
         "seam_levels": 255 * seam_excess(image, wanted, *stitches, period=raw.shape[2] // latents.shape[2]),
     }
     worst = _WORST | ({} if any(stitches) else {"seam_levels": 0.0})
-    black = is_black(image)
     is_wild = (~latents.isfinite()).flatten(1).any(1) | (latents.abs().flatten(1).amax(1) > LATENT_LIMIT)
+    # one by one, each number would wait for the GPU
+    values = {name: numbers[name].tolist() for name in numbers}
+    is_number, has_scores, black, is_odd = (
+        flags.tolist() for flags in (finite, is_comparable, is_black(image), is_wild)
+    )
     scores = []
     for i in range(len(raw)):
         flags = {
-            "nonfinite": not finite[i],
-            "black": bool(black[i]) and bool(finite[i]),
-            "latents_out_of_range": bool(is_wild[i]),
+            "nonfinite": not is_number[i],
+            "black": black[i] and is_number[i],
+            "latents_out_of_range": is_odd[i],
         }
-        judged = {name: float(values[i]) for name, values in numbers.items()} if is_comparable[i] else worst
+        judged = {name: of_images[i] for name, of_images in values.items()} if has_scores[i] else worst
         ratio = float(std_ratios[i])
         flags |= {
             "sound": not flags["nonfinite"] and not flags["black"],

@@ -120,7 +120,7 @@ class ServingSettings(Settings):
 class ResourceSettings(Settings):
     """How much of the machine is taken: what changes no pixel."""
 
-    num_workers: int = Field(ge=1, le=64)  # processes that render
+    num_workers: int = Field(ge=1, le=64)  # processes that render: one per core, or per GPU
 
 
 class ImagesEval(Eval):

@@ -1,8 +1,7 @@
 """The steps that change how a pipeline is run: number formats, memory format, guidance, tiling.
 
-Each takes the candidate's own copy of the pipeline folder and the serving config so far. It writes into the folder
-what plain diffusers reads from there, and returns the new serving config. The one that rewrites weights is
-`vae_range_fix.py`, the one that measures first is `channels_last.py`.
+Each takes the pipeline folder, which it leaves as it is, and the serving config so far, and returns the new one. The
+step that rewrites weights is `vae_range_fix.py`, the one that measures first is `channels_last.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import SettingsError
 from pipeline.products.images.channels_last import run_channels_last
@@ -26,8 +24,7 @@ from pipeline.records.serving import PipelineServing, Tiling
 
 
 def run_vae_precision(folder: Path, serving: PipelineServing, *, step: VaePrecisionStep) -> StepResult:
-    """Decode in a number format. diffusers casts a float16 VAE back to float32 where `force_upcast` says so."""
-    _edit(folder / "vae" / "config.json", {"force_upcast": step.dtype == "float32"})
+    """Decode in a number format."""
     return StepResult(serving.model_copy(update={"vae_dtype": step.dtype}))
 
 
@@ -42,6 +39,7 @@ def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) 
     Raises:
         SettingsError: the scheduler knows no dynamic thresholding.
     """
+    options = dict(serving.scheduler)
     if step.dynamic_threshold_percentile is not None:
         path = folder / "scheduler" / "scheduler_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -51,18 +49,19 @@ def run_guidance(folder: Path, serving: PipelineServing, *, step: GuidanceStep) 
                 f"DPM-Solver++, UniPC), got {config.get('_class_name')}; remove it or change the "
                 "pipeline's scheduler"
             )
-        _edit(
-            path,
-            {
-                "thresholding": True,
-                "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100,
-                "sample_max_value": step.sample_max_value,
-            },
-        )
-    by_category = {name: guidance.model_dump() for name, guidance in step.by_category.items()}
+        options |= {
+            "thresholding": True,
+            "dynamic_thresholding_ratio": step.dynamic_threshold_percentile / 100,
+            "sample_max_value": step.sample_max_value,
+        }
     return StepResult(
         serving.model_copy(
-            update={"guidance_scale": step.scale, "guidance_rescale": step.rescale, "guidance_by_category": by_category}
+            update={
+                "guidance_scale": step.scale,
+                "guidance_rescale": step.rescale,
+                "guidance_by_category": {name: guidance.model_dump() for name, guidance in step.by_category.items()},
+                "scheduler": options,
+            }
         )
     )
 
@@ -80,8 +79,3 @@ STEPS: dict[str, Callable[..., StepResult]] = {
     "guidance": run_guidance,
     "vae_tiling": run_vae_tiling,
 }
-
-
-def _edit(path: Path, changes: dict[str, Any]) -> None:
-    config = json.loads(path.read_text(encoding="utf-8")) | changes
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from pipeline.errors import SettingsError
 from pipeline.evalsets.cases import spread
 from pipeline.numerics.range_fix import apply_range_fix, measure_activations, plan_range_fix
 from pipeline.numerics.range_proof import RangeFixProof, prove_range_fix
-from pipeline.products.images.folders import find_weights
+from pipeline.products.images.folders import find_weights, read_part
 from pipeline.products.images.rendering import Prompt, load_pipeline, make_latents, unscale_latents
 from pipeline.products.images.results import StepResult
 from pipeline.products.images.settings import VaeRangeFixStep
@@ -56,11 +56,17 @@ def run_vae_range_fix(
     proof = prove_range_fix(
         pipe.vae, fixed, unseen, plan=plan, tolerance=step.max_difference, min_headroom_bits=step.min_headroom
     )
-    stored = find_weights(folder / "vae")
-    fixed.save_pretrained(folder / "vae", safe_serialization=True)
-    assert stored.is_file()
+    _replace_vae(fixed, folder / "vae")
     record = {"proof": build_proof_record(proof, num_prompts=len(unseen)), "scales": dict(plan.scales)}
     return StepResult(serving, record)
+
+
+def _replace_vae(vae: Any, part: Path) -> None:
+    """Save a VAE in the place of another, whose shards would be read before it."""
+    for name in {find_weights(part).name, *(info.file for info in read_part(part).values())}:
+        (part / name).unlink()
+    vae.register_to_config(force_upcast=False)  # diffusers casts a float16 VAE back to float32 where this is true
+    vae.save_pretrained(part, safe_serialization=True)
 
 
 def build_proof_record(proof: RangeFixProof, *, num_prompts: int) -> dict[str, Any]:

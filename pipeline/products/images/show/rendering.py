@@ -34,11 +34,13 @@ def build_rendering_blocks(evidence: Evidence) -> list[Block]:
             if ratio
             else ""
         )
+        gpu_mib = notes.get("peak_gpu_memory_mib")
+        on_gpu = f" and {gpu_mib:.0f} MiB of its GPU" if gpu_mib else ""
         lines.append(
             f"{eval_name}: {notes['denoise_ms_per_image']:.0f} ms an image to denoise "
             f"({notes['step_ms_per_image']:.2f} a step), {notes['decode_ms_per_image']:.2f} ms to decode"
             f"{beside}; a batch's decode holds at most {notes['decode_peak_mib']:.1f} MiB, weights included, "
-            f"and a process {notes['peak_memory_mib']:.0f} MiB."
+            f"and a process {notes['peak_memory_mib']:.0f} MiB{on_gpu}."
         )
         if cut := sum(record.scores.get("cut_tokens", 0) > 0 for record in evidence.records[eval_name]):
             lines.append(

@@ -1,0 +1,117 @@
+"""Render a batch and judge each of its images, on the device that the pipeline is on.
+
+Pixels leave a GPU once, as bytes. The decode in float32 and the scores take a batch in parts there (`split_batch`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.evalsets.cases import PromptCase
+from pipeline.numerics.activation_watch import ActivationWatch
+from pipeline.products.images.gpu_memory import read_peak_mib, split_batch
+from pipeline.products.images.rendering import Prompt, count_cut_tokens, decode_latents, list_stitches, make_latents
+from pipeline.products.images.results import Rendered
+from pipeline.products.images.scoring import blank, score_images, to_bytes
+from pipeline.records.evaluations import CaseRecord, ImageCandidate
+from pipeline.records.fingerprints import fingerprint
+from pipeline.running.timing import time_call
+
+
+@dataclass
+class Loaded:
+    """What the process of a worker holds."""
+
+    candidate: ImageCandidate
+    pipe: Any
+    exact_vae: Any
+    clip: Any
+    oversaturated_above: float
+    facts: dict[str, Any]
+    num_batches: int = 0
+
+
+def render(loaded: Loaded, batch: Sequence[PromptCase], category: str | None) -> Rendered:
+    """Render prompts together and judge each image; see `workers.render_batch`."""
+    vae = loaded.pipe.vae
+    tiling = loaded.candidate.serving.tiling
+    prompts = [Prompt(case.prompt, case.seed, category) for case in batch]
+    latents, denoise_s = time_call(lambda: make_latents(loaded.pipe, prompts, loaded.candidate.serving), vae.device)
+    is_broken = ~latents.values.isfinite().flatten(1).all(1)
+    values = blank(latents.values, is_broken)  # the decoder would spread it, and be blamed
+    parts = split_batch(len(batch), (values.shape[2] * loaded.pipe.vae_scale_factor) ** 2, vae.device)
+    raw, exact, decode_s, exact_decode_s, ranges = _decode_both_ways(loaded, values, parts)
+    raw = blank(raw, is_broken, float("nan"))
+    seen, std_ratios, stitches = to_bytes(raw), latents.mean_std_ratios(), list_stitches(vae, values, tiling)
+    scores = [
+        score
+        for part in parts
+        for score in score_images(
+            raw[part],
+            exact[part],
+            latents.values[part],
+            loaded.clip.score(seen[part], [case.prompt for case in batch[part]]),
+            std_ratios[part],
+            stitches,
+            oversaturated_above=loaded.oversaturated_above,
+        )
+    ]
+    pixels = seen.cpu()
+    records = tuple(
+        CaseRecord(
+            case_id=case.id,
+            input_digest=case.digest,
+            cluster=case.cluster,
+            buckets=case.buckets,
+            prompt=case.prompt,
+            output=hashlib.sha256(pixels[i].numpy().tobytes()).hexdigest(),
+            scores=scores[i] | {"cut_tokens": float(count_cut_tokens(loaded.pipe, case.prompt))},
+            latency_s=(denoise_s + decode_s) / len(batch),
+            fingerprint=fingerprint(loaded.facts),
+        )
+        for i, case in enumerate(batch)
+    )
+    ratios = tuple(float(step.nanmean()) for step in latents.std_ratios)
+    return Rendered(
+        records,
+        pixels.permute(0, 2, 3, 1).contiguous().numpy(),
+        ranges,
+        ratios,
+        denoise_s,
+        decode_s,
+        exact_decode_s,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        read_peak_mib(),
+    )
+
+
+def _decode_both_ways(
+    loaded: Loaded, latents: Any, parts: Sequence[slice]
+) -> tuple[Any, Any, float, float, dict[str, Any]]:
+    """Decode as the candidate does and in float32; time both in turn, and watch the former once more.
+
+    Args:
+        loaded: the candidate, and the float32 decoder.
+        latents: of a batch.
+        parts: of it that are decoded together in float32.
+
+    Returns:
+        Both raw decodes, the seconds of both, the range of each module of the candidate's decoder.
+    """
+    vae, tiling = loaded.pipe.vae, loaded.candidate.serving.tiling
+    with ActivationWatch(vae.decoder) as watch:  # also warms up what is timed
+        decode_latents(vae, latents, tiling)
+    runs = {
+        "ours": lambda: decode_latents(vae, latents, tiling),
+        "exact": lambda: torch.cat([decode_latents(loaded.exact_vae, latents[part]) for part in parts]),
+    }
+    loaded.num_batches += 1
+    timed = {name: time_call(runs[name], vae.device) for name in sorted(runs, reverse=bool(loaded.num_batches % 2))}
+    (raw, decode_s), (exact, exact_decode_s) = timed["ours"], timed["exact"]
+    return raw, exact, decode_s, exact_decode_s, watch.read()
