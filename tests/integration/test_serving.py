@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import importlib.metadata
 import json
 import os
@@ -24,6 +25,8 @@ from tokenizers.decoders import DecodeStream
 
 from pipeline.errors import EngineError, RequestError
 from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.evals.canary import Prompt
+from pipeline.products.text.evals.trace import trace_engine
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines import registry as engines
 from pipeline.products.text.serving.engines import transformers
@@ -35,6 +38,7 @@ from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
+from pipeline.running.tracing import TRACES, list_traces
 from tests.fakes.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +92,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
     with asyncio.Runner() as runner:
         root = folder.parent
-        context = engines.start_engine(make_candidate(folder), SETTINGS, evals=EVALS, root=root, logs=root / "logs")
+        context = engines.start_engine(
+            make_candidate(folder), SETTINGS, evals=EVALS, root=root, logs=root / "logs", traces=root / "a" / TRACES
+        )
         engine, client = runner.run(context.__aenter__())
         try:
             yield Running(runner, engine, client, folder, model, tokenizer)
@@ -122,6 +128,19 @@ def test_turns_that_reuse_a_cached_prefix_answer_the_same(running: Running) -> N
         reply = running.chat(messages, session="one")
         assert reply.text == plain_answer(running, messages, 12)
         messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": f"and {turn}?"}]
+
+
+@pytest.mark.parametrize("chats", [True, False], ids=["chats", "scores"])
+def test_a_trace_shows_forward_passes_of_its_own_requests(running: Running, chats: bool) -> None:
+    evaluation = running.folder.parent / "a"
+    prompts = [Prompt("calls/t0", "d", [{"role": "user", "content": "list"}], None)] if chats else []
+    running.runner.run(trace_engine(running.engine, SETTINGS, prompts, evaluation=evaluation))
+    (path,) = list_traces(evaluation)
+    with gzip.open(path) as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    num_forwards = names.count("aten::embedding")
+    assert path.name == "server-0.json.gz" and (num_forwards > 1 if chats else num_forwards == 1)
+    assert running.post("/stop_profile", {}).status_code == 409
 
 
 def test_max_tokens_is_obeyed(running: Running) -> None:

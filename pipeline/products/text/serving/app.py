@@ -17,6 +17,7 @@ import copy
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -35,6 +36,7 @@ from pipeline.errors import EngineError
 from pipeline.products.text.serving import paged_attention
 from pipeline.products.text.serving.chat_template import check_template, find_problem
 from pipeline.products.text.serving.loading import LoadedModel
+from pipeline.products.text.serving.profiling import build_routes
 from pipeline.products.text.serving.scoring import SequenceScores, score_sequences
 from pipeline.products.text.serving.speculation import SpeculativeManager
 
@@ -59,8 +61,9 @@ PROBE_TOKENS = 8
 class Server:
     """The request handlers over one loaded model."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, trace: Path | None = None) -> None:
         self.loaded = loaded
+        self._trace = trace  # file for a trace of this process
         self._request_numbers = itertools.count()
         self._scoring = ThreadPoolExecutor(1, "scoring")
         batching, speculative = loaded.serving.continuous_batching, loaded.serving.speculative
@@ -243,6 +246,7 @@ class Server:
             Route("/v1/models", self.models),
             Route("/v1/fingerprint", self.fingerprint),
             Route("/health", self.health),
+            *(build_routes(self._trace) if self._trace else []),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _render_error})
 

@@ -31,7 +31,9 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
-async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listener: socket.socket) -> None:
+async def _serve(
+    candidate: Candidate, folder: Path, draft: Path | None, listener: socket.socket, trace: Path | None
+) -> None:
     # transformers imports them where it can, for adaptive draft lengths and the losses of object detectors,
     # which this server does not offer: a second of CPU time for each server
     for package in ("sklearn", "scipy"):
@@ -43,7 +45,7 @@ async def _serve(candidate: Candidate, folder: Path, draft: Path | None, listene
     from pipeline.products.text.serving.loading import load_candidate
 
     loaded = load_candidate(candidate, folder, draft_folder=draft)
-    server = Server(loaded)
+    server = Server(loaded, trace=trace)
     await server.probe()
     gc.freeze()  # what is there now stays: no later collection need look at it
     gc.enable()
@@ -79,7 +81,8 @@ def main(argv: list[str]) -> int:
     Args:
         argv: one JSON object: `checkpoint_folder`, `draft_folder` or null, and `candidate` as a record. The
             candidate's name is the model name that clients must send. `host` may be missing, for the local
-            address, and so may `port`, or be null, for a free one.
+            address, and so may `port`, or be null, for a free one. `trace` may be missing or null, or the file for
+            a trace.
     """
     asked = json.loads(argv[0])
     _end_with_parent()
@@ -87,7 +90,8 @@ def main(argv: list[str]) -> int:
         listener = _listen(asked.get("host", "127.0.0.1"), asked.get("port"))
         candidate = Candidate.model_validate(asked["candidate"])
         draft = Path(asked["draft_folder"]) if asked["draft_folder"] else None
-        asyncio.run(_serve(candidate, Path(asked["checkpoint_folder"]), draft, listener))
+        trace = Path(asked["trace"]) if asked.get("trace") else None
+        asyncio.run(_serve(candidate, Path(asked["checkpoint_folder"]), draft, listener, trace))
     except QuantgateError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # the generation thread is not a daemon and would keep the process alive

@@ -36,6 +36,7 @@ class ServerLaunch:
         logs: folder for the server logs and the configuration that the engine was given.
         host: address to listen at.
         port: to listen at; None: a free one. With several servers it has to be None.
+        traces: folder that a server writes a trace to when it is asked for one; None: it is not asked.
     """
 
     candidate: Candidate
@@ -45,6 +46,7 @@ class ServerLaunch:
     logs: Path
     host: str = LOCAL
     port: int | None = None
+    traces: Path | None = None
 
     @property
     def needs_scores(self) -> bool:

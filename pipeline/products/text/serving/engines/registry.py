@@ -30,6 +30,7 @@ async def start_engine(
     logs: Path,
     host: str = LOCAL,
     port: int | None = None,
+    traces: Path | None = None,
 ) -> AsyncIterator[tuple[Engine, Client]]:
     """Start or attach to the endpoint of a candidate; on leaving, nothing we started is left.
 
@@ -41,12 +42,13 @@ async def start_engine(
         logs: folder for the server logs.
         host: address that a server of ours listens at.
         port: that it listens at, where there is one server; None: a free one.
+        traces: folder for traces of its servers; None: none is made.
 
     Raises:
         EngineError: a server did not come up, does not answer, is not what was asked for, or does not
             give what an eval needs.
     """
-    launch = ServerLaunch(candidate, resources, evals, root, logs, host, port)
+    launch = ServerLaunch(candidate, resources, evals, root, logs, host, port, traces)
     async with (
         ENGINES[candidate.serving.engine](launch) as engine,
         engine.connect(resources, concurrency=candidate.serving.concurrency) as client,

@@ -26,6 +26,7 @@ from pipeline.products.text.serving.engines.engine import (
 )
 from pipeline.products.text.serving.engines.processes import ServerProcess, format_exit, spawn, stop
 from pipeline.records.evaluations import Candidate
+from pipeline.running.tracing import SUFFIX
 
 PROJECT = Path(__file__).resolve().parents[5]
 
@@ -48,6 +49,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
                     log=launch.logs / f"server-{index}.log",
                     host=launch.host,
                     port=launch.port,
+                    trace=launch.traces and launch.traces / f"server-{index}{SUFFIX}",
                 )
             )
         reports = await gather(*(_read_report(p, resources.start_timeout_s) for p in processes))
@@ -68,7 +70,15 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
         stop(processes)
 
 
-def _spawn(candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, port: int | None = None) -> ServerProcess:
+def _spawn(
+    candidate: Candidate,
+    *,
+    root: Path,
+    log: Path,
+    host: str = LOCAL,
+    port: int | None = None,
+    trace: Path | None = None,
+) -> ServerProcess:
     speculative = candidate.serving.speculative
     config = json.dumps(
         {
@@ -79,6 +89,7 @@ def _spawn(candidate: Candidate, *, root: Path, log: Path, host: str = LOCAL, po
             "candidate": candidate.model_dump(mode="json"),
             "host": host,
             "port": port,
+            "trace": str(trace.resolve()) if trace else None,
         }
     )
     threads = str(candidate.serving.num_threads)
