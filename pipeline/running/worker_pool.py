@@ -19,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from pipeline.errors import EngineError
+from pipeline.running.gpu_failures import describe_gpu_failure
 
 R = TypeVar("R")
 
@@ -38,10 +39,10 @@ def start_workers(
         load: a function of a module, run in each worker on the order.
         order: what to load, pickled.
         num_workers: processes.
-        died: what to say when one ends by itself.
+        died: what to say when one ends by itself: "NAME: what happened; what helps".
 
     Raises:
-        EngineError: a worker died.
+        EngineError: a worker died, or its device has no memory left or no longer works.
     """
     context = multiprocessing.get_context("spawn")  # a forked torch hangs on its own threads
     pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_initialize, initargs=(load, order))
@@ -49,6 +50,11 @@ def start_workers(
         yield pool
     except BrokenProcessPool:
         raise EngineError(died) from None
+    except (RuntimeError, MemoryError) as error:
+        name, _, what = died.partition(": ")
+        if (problem := describe_gpu_failure(error, remedy=what.partition("; ")[2])) is None:
+            raise
+        raise EngineError(f"{name}: {problem}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -639,3 +640,48 @@ def test_a_server_that_dies_is_noticed_at_once(running: Running) -> None:
     with pytest.raises(EngineError, match=r"killed by signal 9: .*server-0\.log"):
         running.chat([{"role": "user", "content": "x"}])
     assert time.monotonic() - start < 5
+
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 312.00 MiB is "
+    "free. Including non-PyTorch memory, this process has 38.80 GiB memory in use."
+)
+FULL_SAID = r"out of memory on GPU 0: 2\.00 GiB needed, 312\.00 MiB of 79\.11 GiB free, 40\.01 GiB held by other "
+LOWER = r"; lower serving\.context_length \(256\) or serving\.concurrency \(16\), which the cache is sized by \(log: "
+DEAD = "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in the documentation."
+DEAD_SAID = r"the GPU or its driver failed: CUDA error: unspecified launch failure; see nvidia-smi, and dmesg for Xid"
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "said"),
+    [
+        ("load", FULL, rf"loading \S+/tiny: {FULL_SAID}.*; serve weights of fewer bits, or "),
+        ("load", "a mistake of ours", "RuntimeError: a mistake of ours"),
+        ("chat", FULL, rf"answering chats: {FULL_SAID}.*{LOWER}"),
+        ("chat", DEAD, f"answering chats: {DEAD_SAID}"),
+        ("chat", "a mistake of ours", "answering chats: the generation thread ended: a mistake of ours"),
+        ("score", FULL, rf"scoring texts: {FULL_SAID}.*{LOWER}"),
+        ("score", DEAD, f"scoring texts: {DEAD_SAID}"),
+    ],
+)
+def test_a_gpu_that_fails_ends_its_server_and_the_run_with_one_line(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, text: str, said: str
+) -> None:
+    """A server that lived on would answer nonsense, or fail each request five times over."""
+    monkeypatch.setattr(transformers, "launcher", SimpleNamespace(__name__="tests.fakes.failing_launcher"))
+    monkeypatch.setenv("FAILS_AT", where)
+    monkeypatch.setenv("FAILS_WITH", text)
+    starting = engines.start_engine(
+        make_candidate(running.folder), SETTINGS, evals=EVALS, root=running.folder.parent, logs=tmp_path
+    )
+
+    async def ask() -> None:
+        async with starting as (_, client):
+            if where == "score":
+                await client.score([[3, 4, 5, 6]] * 8, top_logprobs=1)
+            for _ in range(10):
+                await asyncio.gather(*(client.chat([{"role": "user", "content": "x"}], max_tokens=8) for _ in "abcd"))
+
+    with pytest.raises(EngineError, match=rf"^server server-0: exited with code 1: tiny: {said}") as caught:
+        running.runner.run(ask())
+    assert "\n" not in str(caught.value)
