@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from pipeline.errors import EngineError
 from pipeline.running.gpu_failures import describe_gpu_failure
+from pipeline.running.importing import pause_collection
 
 R = TypeVar("R")
 
@@ -95,7 +96,8 @@ def get_loaded() -> Any:
 def _initialize(load: Callable[[Any], Any], order: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     try:
-        _loaded.append(load(order))
+        with pause_collection():  # what it imports takes longer than what it loads
+            _loaded.append(load(order))
     except Exception as error:  # raised here it would only say that a process has ended
         _problems.append(error)
 
