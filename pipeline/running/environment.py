@@ -1,10 +1,10 @@
-"""What the numbers were made on: library versions, the machine, and whether its GPU can be used.
+"""What the numbers were made on: library versions and the machine.
 
 Quality depends on the libraries alone, latency on the machine as well, so the two are separate
-records and separate dependencies in dvc.yaml. Nothing here imports torch, so that on a CPU machine
-the record costs milliseconds: its version and build are read from the installed files, and a GPU is
-proved by allocating on it in a child process. Covers Linux with NVIDIA GPUs, and the CPU of
-other systems; whether a checkpoint fits in memory is in `memory.py`.
+records and separate dependencies in dvc.yaml. Nothing here imports torch, so that the record costs
+milliseconds: its version and build are read from the installed files. Covers Linux with NVIDIA GPUs, and
+the CPU of other systems. Whether torch can use a GPU is in `gpu_proof.py`, whether a checkpoint fits in memory in
+`memory.py`.
 """
 
 from __future__ import annotations
@@ -57,21 +57,7 @@ INSTRUCTION_SETS = (
     "i8mm",
     "sve",
 )
-PROOF_TIMEOUT_S = 120
-
-# Runs in a child: importing torch takes seconds, and a broken driver can take the process with it.
-_PROOF_SCRIPT = """
-import json, torch
-devices = []
-for index in range(torch.cuda.device_count()):
-    try:
-        ones = torch.ones(1 << 20, device=f"cuda:{index}")
-        error = None if float((ones + ones).sum()) == float(1 << 21) else "wrong sum"
-    except Exception as exception:
-        error = (str(exception).strip().splitlines() or [repr(exception)])[0]
-    devices.append({"capability": "sm_%d%d" % torch.cuda.get_device_capability(index), "error": error})
-print(json.dumps({"architectures": torch.cuda.get_arch_list(), "devices": devices, "error": None}))
-"""
+NVIDIA_SMI_TIMEOUT_S = 120
 
 
 class Gpu(Record):
@@ -80,21 +66,6 @@ class Gpu(Record):
     name: str
     driver: str
     memory_mib: int
-
-
-class ProvedDevice(Record):
-    """One device after torch has tried to allocate and add on it; `error` is None when that worked."""
-
-    capability: str  # "sm_90"
-    error: str | None
-
-
-class GpuProof(Record):
-    """What torch could do with the GPUs; `error` is set when torch could not even start."""
-
-    architectures: tuple[str, ...] = ()  # what this build of torch has kernels for
-    devices: tuple[ProvedDevice, ...] = ()
-    error: str | None = None
 
 
 class Machine(Record):
@@ -109,7 +80,11 @@ class Machine(Record):
     torch_build: str  # "cpu" or "cuda 13.0"
     gpus: tuple[Gpu, ...] = ()
     gpus_hidden: bool = False  # CUDA_VISIBLE_DEVICES hides all of them
-    gpu_proof: GpuProof | None = None
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Torch has a GPU to use here; whether it can is what `gpu_proof.py` finds out."""
+        return bool(self.gpus) and not self.gpus_hidden and self.torch_build.startswith("cuda")
 
 
 def read_libraries() -> dict[str, str]:
@@ -124,7 +99,7 @@ def read_libraries() -> dict[str, str]:
 
 
 def read_machine() -> Machine:
-    """Read the machine's facts; proves the GPU when there is one and torch was built for it."""
+    """Read the machine's facts."""
     cpu, flags = parse_cpuinfo(_read_text(Path("/proc/cpuinfo")))
     num_cores = count_cores()
     gpus = find_gpus()
@@ -141,70 +116,7 @@ def read_machine() -> Machine:
         torch_build=build,
         gpus=gpus,
         gpus_hidden=hidden,
-        gpu_proof=prove_gpus() if gpus and not hidden and build != "cpu" else None,
     )
-
-
-def list_gpu_problems(machine: Machine) -> list[str]:
-    """Return a line for each reason why a GPU of this machine will not or can't be used."""
-    if not machine.gpus or machine.gpus_hidden:
-        return []
-    names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
-    if machine.torch_build == "cpu":
-        return [
-            f"this machine has a GPU ({names}) but torch is a CPU-only build, so everything runs on the CPU; "
-            "for the GPU: QUANTGATE_TORCH_INDEX=https://download.pytorch.org/whl/cu130 make setup"
-        ]
-    proof = machine.gpu_proof
-    if proof is None or proof.error:
-        reason = proof.error if proof else "it was not tried"
-        return [f"torch ({machine.torch_build}) can't use the GPU ({names}): {reason}; see nvidia-smi"]
-    if not proof.devices:
-        driver = machine.gpus[0].driver
-        return [
-            f"torch ({machine.torch_build}) sees no GPU, though the machine has {names} with driver {driver}; "
-            "the driver may be older than this build of torch needs"
-        ]
-    return [_format_device_problem(index, device, proof) for index, device in enumerate(proof.devices) if device.error]
-
-
-def _format_device_problem(index: int, device: ProvedDevice, proof: GpuProof) -> str:
-    if not is_architecture_covered(device.capability, proof.architectures):
-        return (
-            f"cuda:{index} is {device.capability}, and this build of torch has kernels for "
-            f"{', '.join(proof.architectures)} only; install a build that lists it"
-        )
-    return f"allocating on cuda:{index} failed: {device.error}"
-
-
-def is_architecture_covered(capability: str, architectures: tuple[str, ...]) -> bool:
-    """Whether a build runs on a device: same major and no newer minor, or PTX that is no newer."""
-    major, minor = _split_architecture(capability)
-    for architecture in architectures:
-        built_major, built_minor = _split_architecture(architecture)
-        if architecture.startswith("compute_") and (built_major, built_minor) <= (major, minor):
-            return True
-        if built_major == major and built_minor <= minor:
-            return True
-    return False
-
-
-def _split_architecture(name: str) -> tuple[int, int]:
-    digits = re.sub(r"\D", "", name)
-    return int(digits[:-1] or 0), int(digits[-1:] or 0)
-
-
-def prove_gpus() -> GpuProof:
-    """Allocate and add on every visible GPU, in a child process."""
-    command = [sys.executable, "-W", "ignore", "-c", _PROOF_SCRIPT]
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=PROOF_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return GpuProof(error=f"allocating took more than {PROOF_TIMEOUT_S} s")
-    if child.returncode != 0:
-        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
-        return GpuProof(error=lines[-1])
-    return GpuProof.model_validate(json.loads(child.stdout))
 
 
 def read_hardware(device: str) -> dict[str, str]:
@@ -234,7 +146,7 @@ def find_gpus() -> tuple[Gpu, ...]:
     """List NVIDIA GPUs by nvidia-smi, or by the driver's own files where that is not installed."""
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
-        child = subprocess.run(query, capture_output=True, text=True, timeout=PROOF_TIMEOUT_S)
+        child = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
         if child.returncode == 0:
             return parse_nvidia_smi(child.stdout)
     driver = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", _read_text(Path("/proc/driver/nvidia/version")))

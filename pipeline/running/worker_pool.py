@@ -20,6 +20,8 @@ from multiprocessing.queues import SimpleQueue
 from typing import Any, TypeVar
 
 from pipeline.errors import EngineError
+from pipeline.running.gpu_failures import describe_gpu_failure
+from pipeline.running.importing import pause_collection
 
 R = TypeVar("R")
 
@@ -40,10 +42,10 @@ def start_workers(
         load: a function of a module, run in each worker on the order.
         order: what to load, pickled.
         num_workers: processes.
-        died: what to say when one ends by itself.
+        died: what to say when one ends by itself: "NAME: what happened; what helps".
 
     Raises:
-        EngineError: a worker died.
+        EngineError: a worker died, or its device has no memory left or no longer works.
     """
     context = multiprocessing.get_context("spawn")  # a forked torch hangs on its own threads
     places = context.SimpleQueue()
@@ -54,6 +56,11 @@ def start_workers(
         yield pool
     except BrokenProcessPool:
         raise EngineError(died) from None
+    except (RuntimeError, MemoryError) as error:
+        name, _, what = died.partition(": ")
+        if (problem := describe_gpu_failure(error, remedy=what.partition("; ")[2])) is None:
+            raise
+        raise EngineError(f"{name}: {problem}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -105,7 +112,8 @@ def _initialize(load: Callable[[Any], Any], order: Any, places: SimpleQueue[int]
     _place.append(places.get())
     threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
     try:
-        _loaded.append(load(order))
+        with pause_collection():  # what it imports takes longer than what it loads
+            _loaded.append(load(order))
     except Exception as error:  # raised here it would only say that a process has ended
         _problems.append(error)
 

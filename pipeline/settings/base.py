@@ -92,6 +92,11 @@ class Eval(Settings):
     hub_task: ClassVar[str]
 
 
+# Of a candidate: a profiler's trace of a few steps is kept beside its evaluation. It changes no result, so no record of
+# settings has it.
+Trace = Annotated[bool, Field(exclude=True)]
+
+
 class Product(Settings):
     """One product: what is compared with what, on which evals, and what may be lost.
 

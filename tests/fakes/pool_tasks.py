@@ -36,6 +36,11 @@ def count_new_pages(num_bytes: int) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+def fail_on_the_gpu(text: str) -> None:
+    """Raise what torch raises."""
+    raise RuntimeError(text)
+
+
 def die(_number: int) -> None:
     """End as a process does that the kernel kills."""
     os._exit(9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ from pipeline.records.medians import MedianInterval
 from pipeline.records.record_files import write_cases
 from pipeline.report.terminal import render_gate
 from pipeline.running import worker_pool
+from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,9 +132,15 @@ def test_an_overflow_is_found_named_and_repaired(project: Path) -> None:
 
 def test_a_category_has_its_own_guidance_and_a_kill_loses_nothing(project: Path) -> None:
     product = make_product(["shots", "guided"])
+    traced = product.candidates["guided"].model_copy(update={"trace": True})
+    product = product.model_copy(update={"candidates": product.candidates | {"guided": traced}})
     plain, guided = ({r.case_id: r for r in run(project, product, name)} for name in product.candidates)
     for case_id, record in guided.items():
         assert (record.output == plain[case_id].output) == ("background/white" in record.buckets)
+    (trace,) = list_traces(project / "build/evaluations/guided")
+    with gzip.open(trace) as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert "aten::convolution" in names and not list_traces(project / "build/evaluations/shots")
 
 
 def test_latents_that_are_no_numbers_are_not_the_decoders_fault(project: Path) -> None:

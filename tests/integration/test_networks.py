@@ -54,6 +54,7 @@ from pipeline.records.evaluations import CaseRecord, NetworkCandidate, read_case
 from pipeline.records.record_files import write_record
 from pipeline.report.terminal import render_gate
 from pipeline.running import worker_pool
+from pipeline.running.tracing import list_traces
 from tests.fakes.judging import compare_release, list_said, render_report
 from tests.fakes.synthetic_records import describe_project
 from tests.fakes.tiny_networks import (
@@ -171,6 +172,18 @@ def test_processes_find_byte_for_byte_what_one_does(
     assert list_results(project, make(), name) == first
     assert len(first) >= 2 and not list(project.rglob("__pycache__"))
     assert not (project / make().build / "journal" / name).exists()
+
+
+def test_a_trace_is_of_one_batch_and_no_result_of_its_own(project: Path, here: None) -> None:
+    product = make_detector()
+    run(project, product, "half")
+    plain = list_results(project, product, "half")
+    traced = product.candidates["half"].model_copy(update={"trace": True})
+    run(project, product.model_copy(update={"candidates": product.candidates | {"half": traced}}), "half")
+    evaluation = project / product.build / "evaluations/half"
+    assert [path.name for path in list_traces(evaluation)] == ["worker-0.json.gz"]
+    shutil.rmtree(evaluation / "traces")
+    assert list_results(project, product, "half") == plain
 
 
 STAGE = """

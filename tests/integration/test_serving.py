@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,6 +26,8 @@ from tokenizers.decoders import DecodeStream
 
 from pipeline.errors import EngineError, RequestError
 from pipeline.products.text.checkpoints import load_model, load_tokenizer, read_checkpoint
+from pipeline.products.text.evals.canary import Prompt
+from pipeline.products.text.evals.trace import trace_engine
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines import registry as engines
 from pipeline.products.text.serving.engines import transformers
@@ -35,6 +39,7 @@ from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig, sum_speculation
+from pipeline.running.tracing import TRACES, list_traces
 from tests.fakes.tiny_llama import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +93,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
     with asyncio.Runner() as runner:
         root = folder.parent
-        context = engines.start_engine(make_candidate(folder), SETTINGS, evals=EVALS, root=root, logs=root / "logs")
+        context = engines.start_engine(
+            make_candidate(folder), SETTINGS, evals=EVALS, root=root, logs=root / "logs", traces=root / "a" / TRACES
+        )
         engine, client = runner.run(context.__aenter__())
         try:
             yield Running(runner, engine, client, folder, model, tokenizer)
@@ -122,6 +129,19 @@ def test_turns_that_reuse_a_cached_prefix_answer_the_same(running: Running) -> N
         reply = running.chat(messages, session="one")
         assert reply.text == plain_answer(running, messages, 12)
         messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": f"and {turn}?"}]
+
+
+@pytest.mark.parametrize("chats", [True, False], ids=["chats", "scores"])
+def test_a_trace_shows_forward_passes_of_its_own_requests(running: Running, chats: bool) -> None:
+    evaluation = running.folder.parent / "a"
+    prompts = [Prompt("calls/t0", "d", [{"role": "user", "content": "list"}], None)] if chats else []
+    running.runner.run(trace_engine(running.engine, SETTINGS, prompts, evaluation=evaluation))
+    (path,) = list_traces(evaluation)
+    with gzip.open(path) as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    num_forwards = names.count("aten::embedding")
+    assert path.name == "server-0.json.gz" and (num_forwards > 1 if chats else num_forwards == 1)
+    assert running.post("/stop_profile", {}).status_code == 409
 
 
 def test_max_tokens_is_obeyed(running: Running) -> None:
@@ -616,3 +636,48 @@ def test_a_server_that_dies_is_noticed_at_once(running: Running) -> None:
     with pytest.raises(EngineError, match=r"killed by signal 9: .*server-0\.log"):
         running.chat([{"role": "user", "content": "x"}])
     assert time.monotonic() - start < 5
+
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 312.00 MiB is "
+    "free. Including non-PyTorch memory, this process has 38.80 GiB memory in use."
+)
+FULL_SAID = r"out of memory on GPU 0: 2\.00 GiB needed, 312\.00 MiB of 79\.11 GiB free, 40\.01 GiB held by other "
+LOWER = r"; lower serving\.context_length \(256\) or serving\.concurrency \(16\), which the cache is sized by \(log: "
+DEAD = "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in the documentation."
+DEAD_SAID = r"the GPU or its driver failed: CUDA error: unspecified launch failure; see nvidia-smi, and dmesg for Xid"
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "said"),
+    [
+        ("load", FULL, rf"loading \S+/tiny: {FULL_SAID}.*; serve weights of fewer bits, or "),
+        ("load", "a mistake of ours", "RuntimeError: a mistake of ours"),
+        ("chat", FULL, rf"answering chats: {FULL_SAID}.*{LOWER}"),
+        ("chat", DEAD, f"answering chats: {DEAD_SAID}"),
+        ("chat", "a mistake of ours", "answering chats: the generation thread ended: a mistake of ours"),
+        ("score", FULL, rf"scoring texts: {FULL_SAID}.*{LOWER}"),
+        ("score", DEAD, f"scoring texts: {DEAD_SAID}"),
+    ],
+)
+def test_a_gpu_that_fails_ends_its_server_and_the_run_with_one_line(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, text: str, said: str
+) -> None:
+    """A server that lived on would answer nonsense, or fail each request five times over."""
+    monkeypatch.setattr(transformers, "launcher", SimpleNamespace(__name__="tests.fakes.failing_launcher"))
+    monkeypatch.setenv("FAILS_AT", where)
+    monkeypatch.setenv("FAILS_WITH", text)
+    starting = engines.start_engine(
+        make_candidate(running.folder), SETTINGS, evals=EVALS, root=running.folder.parent, logs=tmp_path
+    )
+
+    async def ask() -> None:
+        async with starting as (_, client):
+            if where == "score":
+                await client.score([[3, 4, 5, 6]] * 8, top_logprobs=1)
+            for _ in range(10):
+                await asyncio.gather(*(client.chat([{"role": "user", "content": "x"}], max_tokens=8) for _ in "abcd"))
+
+    with pytest.raises(EngineError, match=rf"^server server-0: exited with code 1: tiny: {said}") as caught:
+        running.runner.run(ask())
+    assert "\n" not in str(caught.value)

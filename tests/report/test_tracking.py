@@ -159,6 +159,21 @@ def test_a_refused_candidate_without_records_is_still_a_run(judged: tuple[Judgem
     assert set(run.predictions["ok"]) == {"missing"}
 
 
+def test_traces_are_artifacts_of_their_run_and_a_line_of_its_note(
+    judged: tuple[Judgement, Path], tmp_path: Path
+) -> None:
+    build = tmp_path / "build"
+    shutil.copytree(judged[1], build)
+    trace = build / "evaluations/awq-long/traces/server-0.json.gz"
+    trace.parent.mkdir()
+    trace.write_bytes(b"trace")
+    runs = build_runs(judged[0], build)
+    assert [str(trace) in run.note for run in runs] == [False, False, True]
+    *_, traced = log_runs(runs, tmp_path, product=PRODUCT)
+    (artifact,) = open_client(tmp_path).list_artifacts(traced.run_id, "traces")
+    assert artifact.path == "traces/server-0.json.gz"
+
+
 def open_client(root: Path) -> Any:
     from mlflow.tracking import MlflowClient
 

@@ -12,11 +12,7 @@ import pytest
 from pipeline.running.environment import (
     LIBRARIES,
     Gpu,
-    GpuProof,
     Machine,
-    ProvedDevice,
-    is_architecture_covered,
-    list_gpu_problems,
     parse_cpuinfo,
     parse_gpu_memory,
     parse_nvidia_smi,
@@ -43,63 +39,6 @@ def machine(**facts: Any) -> Machine:
     return Machine(**(usual | facts))
 
 
-def proof(
-    capability: str = "sm_90", error: str | None = None, architectures: tuple[str, ...] = ("sm_80", "sm_90")
-) -> GpuProof:
-    return GpuProof(architectures=architectures, devices=(ProvedDevice(capability=capability, error=error),))
-
-
-def test_cpu_machine_has_no_problem() -> None:
-    assert list_gpu_problems(machine()) == []
-
-
-def test_cpu_only_torch_on_a_gpu_machine_is_said_plainly() -> None:
-    (line,) = list_gpu_problems(machine(gpus=(H100,)))
-    assert "NVIDIA H100" in line and "CPU-only" in line and "QUANTGATE_TORCH_INDEX" in line
-
-
-def test_hidden_gpu_is_a_choice_not_a_problem() -> None:
-    assert list_gpu_problems(machine(gpus=(H100,), gpus_hidden=True)) == []
-
-
-def test_working_gpu_is_no_problem() -> None:
-    assert list_gpu_problems(machine(gpus=(H100,), torch_build="cuda 13.0", gpu_proof=proof())) == []
-
-
-@pytest.mark.parametrize(
-    ("gpu_proof", "expected"),
-    [
-        (GpuProof(error="libcuda.so.1: cannot open"), "libcuda.so.1: cannot open"),
-        (GpuProof(architectures=("sm_90",)), "driver 560.35"),
-        (proof("sm_70", "no kernel image", ("sm_80", "sm_90")), "sm_70, and this build of torch has kernels for sm_80"),
-        (proof("sm_90", "out of memory"), "allocating on cuda:0 failed: out of memory"),
-        (None, "not tried"),
-    ],
-    ids=["torch-cannot-start", "torch-sees-none", "architecture-missing", "allocation-fails", "no-proof"],
-)
-def test_unusable_gpu_names_the_reason(gpu_proof: GpuProof | None, expected: str) -> None:
-    (line,) = list_gpu_problems(machine(gpus=(H100,), torch_build="cuda 13.0", gpu_proof=gpu_proof))
-    assert expected in line
-
-
-@pytest.mark.parametrize(
-    ("capability", "architectures", "covered"),
-    [
-        ("sm_90", ("sm_80", "sm_90"), True),
-        ("sm_86", ("sm_80",), True),  # the same major, newer minor: its binaries run
-        ("sm_80", ("sm_86",), False),
-        ("sm_90", ("sm_80",), False),
-        ("sm_90", ("sm_80", "compute_80"), True),  # PTX is compiled on the spot
-        ("sm_70", ("compute_80",), False),
-        ("sm_120", ("sm_90",), False),  # two digits of major
-        ("sm_90", ("sm_90a",), True),
-        ("sm_90", (), False),
-    ],
-)
-def test_architecture_rule(capability: str, architectures: tuple[str, ...], covered: bool) -> None:
-    assert is_architecture_covered(capability, architectures) is covered
-
-
 def test_cpuinfo_of_two_kinds_of_machine() -> None:
     assert parse_cpuinfo("model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n\nflags: other") == (
         "AMD EPYC",
@@ -123,6 +62,21 @@ def test_libraries_cover_what_changes_an_answer() -> None:
     assert set(versions) == {"python", *LIBRARIES}
     assert "absent" not in versions.values()
     assert versions["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.mark.parametrize(
+    ("facts", "uses"),
+    [
+        ({}, False),
+        ({"gpus": (H100,)}, False),
+        ({"gpus": (H100,), "torch_build": "cuda 13.0"}, True),
+        ({"gpus": (H100,), "torch_build": "cuda 13.0", "gpus_hidden": True}, False),
+        ({"gpus": (H100,), "torch_build": "absent"}, False),
+    ],
+    ids=["cpu", "cpu-build", "gpu", "hidden", "no-torch"],
+)
+def test_torch_uses_a_gpu_that_it_was_built_for_and_sees(facts: dict[str, Any], uses: bool) -> None:
+    assert machine(**facts).uses_gpu is uses
 
 
 def test_record_is_the_same_twice() -> None:

@@ -15,9 +15,9 @@ import pytest
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.running import worker_pool
 from pipeline.running.worker_pool import choose_gpu, run_tasks, start_workers
-from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, load
+from tests.fakes.pool_tasks import add, choose_together, count_new_pages, die, fail_on_the_gpu, load
 
-DIED = "a process ended by itself; lower the batch size"
+DIED = "a: a process ended by itself; lower the batch size; run `dvc repro` to go on"
 
 
 def is_running(pid: int) -> bool:
@@ -95,6 +95,25 @@ def test_a_worker_that_dies_ends_with_the_given_line_and_keeps_what_was_done() -
         wait([done])
         pool.submit(die, 1).result()
     assert str(caught.value) == DIED and done.result()[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 GiB "
+            "is free. Of the",
+            "a: out of memory on GPU 0: 2.00 GiB needed, 1.00 GiB of 79.11 GiB free; lower the batch size; run `dvc "
+            "repro` to go on",
+        ),
+        ("CUDA error: unspecified launch failure\nSearch", "a: the GPU or its driver failed: CUDA error: unspecified "),
+    ],
+)
+def test_a_gpu_that_fails_ends_with_a_line_and_keeps_what_was_done(text: str, said: str) -> None:
+    with pytest.raises(EngineError) as caught, start_workers(load, 1, 1, died=DIED) as pool:
+        done = [result for _, result in run_tasks(pool, add, [(1,)], what="a")]
+        list(run_tasks(pool, fail_on_the_gpu, [(text,)], what="a"))
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value) and done[0][0] == 2
 
 
 def test_tasks_that_wait_are_dropped_when_one_fails() -> None:

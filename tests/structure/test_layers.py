@@ -43,6 +43,7 @@ NAMING = {
     "report.markdown": "what a block of code is highlighted as",
     "report.mlflow_runs.picture_view": "a section of MLflow's charts",
     "running.environment": "libraries",
+    "running.gpu_proof": "a library",
     "running.journal": "a field",
     "running.made_files": "libraries",
 }
@@ -71,6 +72,7 @@ LIGHT = (
     "products.vision.findings",
     "products.vision.show",
     "running.environment",
+    "running.gpu_proof",
     "numerics.tile_grid",
     "release",
     "outcomes",

@@ -191,6 +191,9 @@ def test_what_can_change_an_answer_of_a_server_is_in_what_it_is_started_with() -
     assert settings.options == {"use_cuda_graph": False, "max_batch_tokens": 16}
 
 
+TRACED = [(name, "", "trace", True) for name in ("awq-long", "hot-fp16", "tiled")]
+
+
 @pytest.mark.parametrize(
     ("change", "changed"),
     [
@@ -213,6 +216,7 @@ def test_what_can_change_an_answer_of_a_server_is_in_what_it_is_started_with() -
             ),
         ),
         (("awq-long", "", "checkpoint", "models/agent-draft"), lambda: {"optimize@awq-long"} | _of("agent", *JUDGED)),
+        *((traced, lambda n=traced[0]: {f"evaluate@{n}"}) for traced in TRACED),
         (("tiled", "", "steps", []), lambda: {"optimize@tiled"} | _of("upscaler", *JUDGED)),
     ],
 )

@@ -42,7 +42,9 @@ class ImagesKind:
             "serving": product.serving.model_dump(mode="json"),
         }
         optimize = {name: shared | candidate.model_dump(mode="json") for name, candidate in product.candidates.items()}
-        return Inputs(optimize, dict.fromkeys(product.candidates, shared | {"reference": product.reference}))
+        shared = shared | {"reference": product.reference}
+        traced = {name: {"trace": True} for name, candidate in product.candidates.items() if candidate.trace}
+        return Inputs(optimize, {name: shared | traced.get(name, {}) for name in product.candidates})
 
     def optimize(self, name: str, product: ImagesProduct, *, root: Path, build: Path) -> str:
         """Rewrite weights, and record how the pipeline is run."""

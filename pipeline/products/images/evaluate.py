@@ -27,15 +27,23 @@ from PIL import Image
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.evalsets.cases import PromptCase
 from pipeline.products.images.settings import ImagesEval, ImagesProduct
-from pipeline.products.images.workers import RenderSetup, measure_decode_mib, read_facts, render_batch, start_renderers
+from pipeline.products.images.workers import (
+    RenderSetup,
+    measure_decode_mib,
+    read_facts,
+    render_batch,
+    start_renderers,
+    trace_batch,
+)
 from pipeline.records.digests import digest_checkpoint, digest_json
-from pipeline.records.evaluations import Evaluation, ImageCandidate
+from pipeline.records.evaluations import EvalFile, Evaluation, ImageCandidate
 from pipeline.records.files import write_text
 from pipeline.records.medians import MIN_ROUNDS, bound_median
 from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
 from pipeline.running.stage_code import digest_code
+from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
 from pipeline.running.worker_pool import run_tasks
 
 
@@ -54,7 +62,8 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
         JournalError: another process evaluates the candidate.
     """
     source = root / product.candidates[product.reference].checkpoint
-    files, facts = {}, candidate.facts
+    files: dict[str, EvalFile] = {}
+    facts = candidate.facts
     with make_evaluation(candidate, build) as working:
         for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
@@ -65,6 +74,11 @@ def evaluate_images(candidate: ImageCandidate, product: ImagesProduct, *, root: 
                 facts = pool.submit(read_facts).result()
                 with working.open_journal(name, facts, key=key) as journal:
                     _run_eval(name, evalset, candidate, pool, journal, working.path)
+                if product.candidates[candidate.name].trace and not files:  # one trace, whatever the evals
+                    batch, category = next(_batch(evalset.cases, candidate))
+                    with tolerate_failure(candidate.name):
+                        path = working.path / TRACES / f"worker-0{SUFFIX}"
+                        pool.submit(trace_batch, batch, category, path).result()
             files[name] = working.build_eval_file(name, settings, evalset, key=key)
         return working.finish(files, facts, proof="loaded and run by the processes that rendered")
 

@@ -15,6 +15,7 @@ from pipeline.settings.base import (
     Eval,
     Product,
     Settings,
+    Trace,
     find_metric_problems,
     find_product_problems,
     find_repeated_steps,
@@ -106,6 +107,7 @@ class ImageCandidateSettings(Settings):
 
     checkpoint: str
     steps: list[ImageStep]
+    trace: Trace = False
 
 
 class ServingSettings(Settings):

@@ -20,6 +20,7 @@ from pipeline.products.images.settings import ImagesEval
 from pipeline.records.digests import digest_checkpoint, digest_files, digest_json, name_changed_file
 from pipeline.records.evaluations import ImageCandidate
 from pipeline.running.environment import read_machine_facts
+from pipeline.running.tracing import record_trace
 from pipeline.running.worker_pool import choose_gpu, get_loaded, start_workers
 
 if TYPE_CHECKING:
@@ -64,6 +65,23 @@ def measure_decode_mib(num_images: int) -> float:
     with _explain_batch(loaded, num_images):
         made = measure_peak_bytes(lambda: decode_latents(vae, latents, loaded.candidate.serving.tiling), vae.device)
     return (made + sum(p.numel() * p.element_size() for p in vae.parameters())) / 2**20
+
+
+def trace_batch(batch: Sequence[PromptCase], category: str | None, path: Path) -> None:
+    """Trace a denoising step of a batch and its decode, which are judged and timed elsewhere.
+
+    Args:
+        batch: cases that share a guidance.
+        category: the bucket that has this guidance, None for the candidate's own.
+        path: file for the trace.
+    """
+    from pipeline.products.images.rendering import Prompt, decode_latents, make_latents
+
+    loaded: Loaded = get_loaded()
+    one_step = loaded.candidate.serving.model_copy(update={"num_inference_steps": 1})
+    with record_trace(path):
+        latents = make_latents(loaded.pipe, [Prompt(case.prompt, case.seed, category) for case in batch], one_step)
+        decode_latents(loaded.pipe.vae, latents.values, one_step.tiling)
 
 
 def read_facts() -> dict[str, Any]:

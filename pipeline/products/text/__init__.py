@@ -86,6 +86,7 @@ class TextKind:
             if candidate.speculative and candidate.speculative.draft:
                 optimize[name]["draft"] = digest_checkpoint(root / candidate.speculative.draft)
             evaluate[name] = shared | {"engine": candidate.engine.model_dump(mode="json")}
+            evaluate[name] |= {"trace": True} if candidate.trace else {}
         work = product.benchmark.model_dump(mode="json", exclude={"max_slowdown"})  # the limit is the gate's
         return Inputs(optimize, evaluate, {"work": work, "reference": product.reference})
 

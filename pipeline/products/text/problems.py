@@ -57,6 +57,11 @@ def find_text_problems(product: TextProduct) -> list[str]:
         for name, c in product.candidates.items()
         if c.exact and not product.chat_evals
     ]
+    problems += [
+        f"candidates.{name}.trace: expected an engine that quantgate starts, got one that runs already; remove trace"
+        for name, c in product.candidates.items()
+        if c.trace and c.engine.is_attached
+    ]
     if product.serving.max_tokens >= product.serving.context_length:
         problems.append(
             f"serving.max_tokens: expected less than serving.context_length "

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from pipeline.products.text.metrics import HARNESS, PERPLEXITY, TOOL_CALLS, TRAJECTORIES
 from pipeline.records.benchmarks import Work
-from pipeline.settings.base import Eval, Product, Settings
+from pipeline.settings.base import Eval, Product, Settings, Trace
 
 
 class Calibration(Settings):
@@ -158,6 +158,7 @@ class CandidateSettings(Settings):
     steps: list[Step]
     engine: EngineSettings = TransformersEngine()
     exact: bool = False  # any answer of the canary that differs from the reference path's fails
+    trace: Trace = False
 
     @property
     def speculative(self) -> SpeculativeStep | None:

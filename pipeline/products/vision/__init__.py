@@ -46,7 +46,8 @@ class VisionKind:
             "evals": {name: e.model_dump(mode="json") for name, e in product.evals.items()},
             "serving": product.serving.model_dump(mode="json"),
         }
-        return Inputs(optimize, dict.fromkeys(product.candidates, shared))
+        traced = {name: {"trace": True} for name, candidate in product.candidates.items() if candidate.trace}
+        return Inputs(optimize, {name: shared | traced.get(name, {}) for name in product.candidates})
 
     def optimize(self, name: str, product: VisionProduct, *, root: Path, build: Path) -> str:
         """Record how the network is run: no step rewrites weights."""

@@ -30,14 +30,16 @@ from pipeline.products.vision.workers import (
     read_facts,
     run_batch,
     start_runners,
+    trace_batch,
 )
 from pipeline.records.digests import digest_checkpoint, digest_file, digest_json
-from pipeline.records.evaluations import Evaluation, NetworkCandidate
+from pipeline.records.evaluations import EvalFile, Evaluation, NetworkCandidate
 from pipeline.records.files import write_text
 from pipeline.records.record_files import write_cases
 from pipeline.running.evaluation_folder import make_evaluation
 from pipeline.running.journal import Journal
 from pipeline.running.stage_code import digest_code
+from pipeline.running.tracing import SUFFIX, TRACES, tolerate_failure
 from pipeline.running.worker_pool import run_tasks
 
 Shape = tuple[int, int]  # rows and columns
@@ -61,7 +63,8 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
         JournalError: another process evaluates the candidate.
     """
     source = product.candidates[product.reference].checkpoint
-    files, facts = {}, candidate.facts
+    files: dict[str, EvalFile] = {}
+    facts = candidate.facts
     with make_evaluation(candidate, build) as working:
         for name, settings in product.evals.items():
             evalset = load_evalset(root / settings.evalset)
@@ -88,6 +91,10 @@ def evaluate_network(candidate: NetworkCandidate, product: VisionProduct, *, roo
                         root / settings.evalset,
                         categories,
                     )
+                if product.candidates[candidate.name].trace and not files:  # one trace, whatever the evals
+                    batches = _batch(_group(evalset.cases, root / settings.evalset), candidate.serving.batch_size)
+                    with tolerate_failure(candidate.name):
+                        pool.submit(trace_batch, batches[0], working.path / TRACES / f"worker-0{SUFFIX}").result()
             files[name] = working.build_eval_file(name, settings, evalset, key=key)
         return working.finish(files, facts, proof="loaded and run by the processes that judged")
 

@@ -20,6 +20,7 @@ from pipeline.products.vision.adapters import Adapter, format_adapter_error
 from pipeline.products.vision.conv_policy import apply_policy
 from pipeline.products.vision.files import read_config
 from pipeline.records.serving import NetworkServing
+from pipeline.running.gpu_failures import describe_gpu_failure
 from pipeline.running.weight_files import iterate_weights
 
 
@@ -72,6 +73,8 @@ class Network:
         except QuantgateError as error:
             raise EngineError(f"{self.adapter.path}: {error}") from None
         except Exception as error:
+            if describe_gpu_failure(error, remedy=""):  # not of this input
+                raise
             raise EngineError(
                 f"{self.adapter.path}: the module failed on an input of shape {tuple(x.shape)}: "
                 f"{format_adapter_error(error, self.adapter.path)}"

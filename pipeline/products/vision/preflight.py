@@ -72,7 +72,7 @@ def check_network(product: VisionProduct, root: Path) -> list[str]:
 
 def describe_slow_formats(product: VisionProduct, machine: Machine) -> list[str]:
     """Warn of candidates in 16 bits on a CPU for which torch has no such convolutions but a plain loop."""
-    if machine.gpu_proof is not None or {"avx2", "avx512f"} & {*machine.instruction_sets} != {"avx2"}:
+    if machine.uses_gpu or {"avx2", "avx512f"} & {*machine.instruction_sets} != {"avx2"}:
         return []
     slow = [
         name

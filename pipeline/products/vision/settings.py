@@ -18,6 +18,7 @@ from pipeline.settings.base import (
     GateSettings,
     Product,
     Settings,
+    Trace,
     find_metric_problems,
     find_product_problems,
     find_repeated_steps,
@@ -134,6 +135,7 @@ class NetworkCandidateSettings(Settings):
 
     checkpoint: str
     steps: list[NetworkStep]
+    trace: Trace = False
 
     @property
     def is_for_speed(self) -> bool:

@@ -36,6 +36,7 @@ from pipeline.records.evaluations import CaseRecord, NetworkCandidate
 from pipeline.records.fingerprints import fingerprint
 from pipeline.records.serving import NetworkServing
 from pipeline.running.environment import read_machine_facts
+from pipeline.running.tracing import record_trace
 from pipeline.running.worker_pool import get_loaded, keep_freed_memory, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
@@ -130,6 +131,14 @@ def read_facts() -> dict[str, Any]:
     """Return what a worker has loaded, by section of a fingerprint; raise what kept it from loading."""
     facts: dict[str, Any] = get_loaded().facts
     return facts
+
+
+def trace_batch(cases: Sequence[PictureCase], path: Path) -> None:
+    """Trace one batch of pictures of one size on their way through the network."""
+    loaded: _Loaded = get_loaded()
+    x = loaded.network.prepare(torch.from_numpy(np.stack([_read(loaded, case) for case in cases])))
+    with record_trace(path):
+        loaded.network.run(x)
 
 
 def run_batch(cases: Sequence[PictureCase]) -> list[Judged]:

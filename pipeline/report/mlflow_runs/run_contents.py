@@ -26,6 +26,7 @@ from pipeline.report.mlflow_runs.picture_contents import PictureContents, choose
 from pipeline.report.mlflow_runs.predictions import Scored, read_scored, select_predictions
 from pipeline.report.pictures.shown import Shown
 from pipeline.report.presenting import JudgedRun, Presenter
+from pipeline.running.tracing import list_traces
 from pipeline.settings.base import Eval
 
 # Bars and dots: a reviewer tells the verdict by the colour.
@@ -45,7 +46,7 @@ class RunContents:
 
     `key` is a digest of the verdict, the candidate, the evaluation and which cases and images are shown: a run
     with the same key says the same. `metrics` are in the order in which they should appear, `column` sorts the runs
-    for the view of all images and says nothing about the run.
+    for the view of all images and says nothing about the run. `traces` are files that the run links.
     """
 
     candidate: str
@@ -57,6 +58,7 @@ class RunContents:
     color: str
     images: tuple[Shown, ...] = ()
     column: str = ""
+    traces: tuple[Path, ...] = ()
 
 
 def build_runs(
@@ -113,6 +115,7 @@ def _build_run(
     says = [record.model_dump() if record else None for record in (verdict, candidate, evaluation)]
     metrics = judgement.reference_metrics if is_reference else (verdict.metrics if verdict else ())
     headline = next(iter(judgement.policy.tolerances), "")
+    traces = tuple(list_traces(folder))
     return RunContents(
         candidate=name,
         key=digest_json([*says, is_reference, predictions["id"], *(shown.identity for shown in pictures.shown)]),
@@ -121,10 +124,14 @@ def _build_run(
         | presenter.measure_run(JudgedRun(verdict, evaluation, folder, scored)),
         params={"gate": format_role(verdict, is_reference)} | list_params(candidate, evaluation, presenter),
         predictions=predictions,
-        note=_write_note(verdict, is_reference) + pictures.note + problem,
+        note=_write_note(verdict, is_reference)
+        + pictures.note
+        + "".join(f"\n- trace, for [Perfetto](https://ui.perfetto.dev): `{trace}`" for trace in traces)
+        + problem,
         color=_COLORS["reference" if is_reference or verdict is None else verdict.outcome],
         images=pictures.shown,
         column=pictures.column,
+        traces=traces,
     )
 
 

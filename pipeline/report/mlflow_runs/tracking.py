@@ -30,6 +30,7 @@ from pipeline.records.files import write_text
 from pipeline.report.mlflow_runs.picture_view import COLUMN, VIEW, build_view
 from pipeline.report.mlflow_runs.run_contents import RunContents
 from pipeline.report.pictures.shown import draw_pictures
+from pipeline.running.tracing import TRACES
 
 STORE_FILE = "mlflow.db"
 ARTIFACTS_FOLDER = "mlartifacts"
@@ -202,6 +203,8 @@ def _fill(client: Any, run_id: str, run: RunContents, files: list[Path]) -> None
         client.log_table(run_id, run.predictions, artifact_file="predictions.json")
     for file in files:
         client.log_artifact(run_id, str(file))
+    for trace in run.traces:
+        client.log_artifact(run_id, str(trace), TRACES)
 
 
 def write_pages(logged: list[LoggedRun], root: Path, *, product: str, has_pictures: bool) -> None:

@@ -118,11 +118,17 @@ class Seen:
 
 
 def run(
-    root: Path, candidate: Candidate | None = None, watches: dict[str, Any] | None = None, **settings: Any
+    root: Path,
+    candidate: Candidate | None = None,
+    watches: dict[str, Any] | None = None,
+    is_traced: bool = False,
+    **settings: Any,
 ) -> Evaluation:
     evals = {name: {"kind": "tool_calls", "evalset": name} | settings.get(name, {}) for name in ("first", "second")}
     params = make_params(["a"], ["a"])
     params = TextProduct.model_validate(params.model_dump() | {"evals": evals})
+    traced = {name: made.model_copy(update={"trace": is_traced}) for name, made in params.candidates.items()}
+    params = params.model_copy(update={"candidates": traced})
     return asyncio.run(
         evaluate_candidate(
             candidate or make_candidate("a"), params, root=root, build=root / "build/agent", watches=watches
@@ -245,3 +251,27 @@ def test_a_case_that_can_not_fit_is_told_before_any_is_asked(tmp_path: Path, end
     with pytest.raises(SettingsError, match=r"^evals\.first: case 't1' has 1200 tokens; with serving\.max_tokens 128 "):
         run(tmp_path)
     assert endpoint.asked == []
+
+
+async def write_a_trace(*_: Any, evaluation: Path) -> None:
+    (evaluation / "traces").mkdir()
+    (evaluation / "traces/server-0.json.gz").write_bytes(b"")
+
+
+async def fail_to_trace(*_: Any, **__: Any) -> None:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(("trace", "names"), [(write_a_trace, ["server-0.json.gz"]), (fail_to_trace, [])])
+def test_a_trace_lies_beside_the_records_and_none_is_worth_an_evaluation(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, trace: Any, names: list[str]
+) -> None:
+    monkeypatch.setattr(evaluate_module, "trace_engine", trace)
+    assert run(tmp_path, is_traced=True).evals["first"].num_cases == 2
+    folder = tmp_path / "build/agent"
+    assert [path.name for path in (folder / "evaluations/a/traces").glob("*")] == names
+    assert "trace" not in (folder / "evaluations/a/evaluation.json").read_text(), "the gate must not need it"
+    assert not (folder / "journal/a/finished/traces").exists(), "nothing of it is taken over"
+    endpoint.asked.clear()
+    run(tmp_path)
+    assert endpoint.asked == [] and not (folder / "evaluations/a/traces").exists()

@@ -34,6 +34,17 @@ AFTER = 'INFO:     127.0.0.1:43676 - "POST /v1/completions HTTP/1.1" 500 Interna
         pytest.param(
             f'{REFUSED}Traceback (most recent call last):\n  File "x.py", line 1\nbye\n', "bye", id="nothing-named"
         ),
+        pytest.param(
+            'ValueError: of a request\n{"failure": "a: answering chats:\\n the GPU failed"}\nKeyError: of a thread\n',
+            "a: answering chats: the GPU failed",
+            id="our-launchers-own-word",
+        ),
+        pytest.param(
+            "terminate called after throwing an instance of 'c10::AcceleratorError'\n"
+            "  what():  CUDA error: unspecified launch failure\n",
+            "what():  CUDA error: unspecified launch failure",
+            id="torch-ends-the-process-itself",
+        ),
         pytest.param("", "the log is empty", id="empty"),
     ],
 )

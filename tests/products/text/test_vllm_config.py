@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from ruamel.yaml import YAML
 from pipeline.errors import SettingsError
 from pipeline.products.params import get_product, parse_params
 from pipeline.products.text.preflight import check_text
+from pipeline.products.text.serving.engines import vllm
 from pipeline.products.text.serving.vllm_config import build_config, check_config, check_options, render_config
 from pipeline.products.text.settings import TextProduct, VllmEngine
 from pipeline.records.evaluations import Candidate
@@ -139,3 +142,17 @@ def test_the_documented_example_of_engines_is_valid() -> None:
     candidates = data["candidates"] | {name: {"product": "agent"} | c for name, c in example["candidates"].items()}
     product = get_product(parse_params(data | {"candidates": candidates}), "agent", kind=TextProduct)
     assert [product.candidates[name].engine.kind for name in ("on-vllm", "on-my-server")] == ["vllm", "openai"]
+
+
+def test_a_place_for_traces_is_on_the_command_line_and_not_in_the_file_that_a_release_is_served_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(vllm, "spawn", lambda command, **_: commands.append(command))
+    for traces in (None, tmp_path / "traces"):
+        vllm._spawn(make(), tmp_path, tmp_path / "vllm.yaml", 8000, tmp_path / "log", traces=traces)
+    plain, traced = commands
+    option, profiler = traced[len(plain) :]
+    assert traced[: len(plain)] == plain and option == "--profiler-config"
+    assert json.loads(profiler)["torch_profiler_dir"] == str(tmp_path / "traces")
+    check({"profiler-config": json.loads(profiler)})

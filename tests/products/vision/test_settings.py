@@ -12,11 +12,10 @@ from pipeline.gate.verdicts import build_policy
 from pipeline.products.params import Params, get_product, parse_params
 from pipeline.products.vision.preflight import describe_slow_formats
 from pipeline.products.vision.settings import VisionProduct
-from pipeline.running.environment import GpuProof
 from pipeline.settings.base import Product
 from tests.fakes.tiny_networks import describe_detector, describe_upscaler, make_detector
 from tests.paths import ROOT
-from tests.running.test_environment import machine
+from tests.running.test_environment import H100, machine
 
 WHOLE = YAML(typ="safe").load((ROOT / "params.yaml").read_text(encoding="utf-8"))
 RULE = {"layers": ["blur"], "algorithm": "direct", "dtype": "float32"}
@@ -306,7 +305,7 @@ def test_the_policy_names_what_is_there_for_speed_alone() -> None:
         ({"instruction_sets": ("avx2", "fma")}, True),
         ({"instruction_sets": ("avx2", "avx512f")}, False),
         ({"instruction_sets": ("asimd",)}, False),
-        ({"instruction_sets": ("avx2",), "gpu_proof": GpuProof(architectures=(), devices=())}, False),
+        ({"instruction_sets": ("avx2",), "gpus": (H100,), "torch_build": "cuda 13.0"}, False),
     ],
 )
 def test_sixteen_bits_without_avx512_are_warned_of(facts: dict[str, Any], is_slow: bool) -> None:

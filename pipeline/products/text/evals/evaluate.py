@@ -31,6 +31,7 @@ from pipeline.products.text.evals.canary import (
 from pipeline.products.text.evals.context import EvalContext
 from pipeline.products.text.evals.material import digest_task
 from pipeline.products.text.evals.registry import EVALS
+from pipeline.products.text.evals.trace import trace_engine
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
@@ -43,6 +44,7 @@ from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.speculation import sum_speculation
 from pipeline.running.journal import Journal, lock_journals
 from pipeline.running.stage_code import digest_code
+from pipeline.running.tracing import TRACES, tolerate_failure
 from pipeline.settings.metrics import MetricDefinition
 
 CANARY = "canary.jsonl"
@@ -108,7 +110,15 @@ async def _evaluate(
     paths.folder.mkdir(parents=True)
     prompts = pick_prompts({job.name: (job.settings, job.evalset) for job in evals}, product.canary.num_prompts)
     plain = await _ask_plain(candidate, product, prompts, root=root, logs=paths.logs)
-    starting = start_engine(candidate, product.resources, evals=product.evals, root=root, logs=paths.logs)
+    is_traced = product.candidates[candidate.name].trace
+    starting = start_engine(
+        candidate,
+        product.resources,
+        evals=product.evals,
+        root=root,
+        logs=paths.logs,
+        traces=paths.folder / TRACES if is_traced else None,
+    )
     async with starting as (engine, client):
         print(
             f"{candidate.name}: {len(engine.base_urls)} servers ready after {time.monotonic() - start:.1f} s",
@@ -125,6 +135,10 @@ async def _evaluate(
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch)
         _check_judged(candidate.name, records)
         canary = await _run_canary(engine, client, prompts, plain, candidate, product)
+        seconds = round(time.monotonic() - start, 3)
+        if is_traced:
+            with tolerate_failure(candidate.name):
+                await trace_engine(engine, product.resources, prompts, evaluation=paths.folder)
     evaluation = Evaluation(
         candidate=candidate.name,
         fingerprint=engine.fingerprint,
@@ -137,12 +151,12 @@ async def _evaluate(
         config=_write_config(paths.folder, engine.config),
         canary=_write_canary(paths.folder, canary, product.canary.num_prompts),
         speculation=sum_speculation(r.speculation for cases in records.values() for r in cases),
-        seconds=round(time.monotonic() - start, 3),
+        seconds=seconds,
     )
     write_record(paths.folder / "evaluation.json", evaluation)
     replace_folder(paths.folder, paths.target)
     shutil.rmtree(paths.journals, ignore_errors=True)
-    shutil.copytree(paths.target, paths.last)
+    shutil.copytree(paths.target, paths.last, ignore=shutil.ignore_patterns(TRACES))
     return evaluation
 
 

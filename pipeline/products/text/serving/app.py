@@ -17,6 +17,7 @@ import copy
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -34,8 +35,10 @@ from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState, M
 from pipeline.errors import EngineError
 from pipeline.products.text.serving.chat_template import check_template, find_problem
 from pipeline.products.text.serving.loading import LoadedModel
+from pipeline.products.text.serving.profiling import build_routes
 from pipeline.products.text.serving.scoring import SequenceScores, score_sequences
 from pipeline.products.text.serving.speculation import SpeculativeManager
+from pipeline.running.gpu_failures import describe_gpu_failure
 
 EXACT_LENGTH_FIELDS = frozenset({"ignore_eos", "min_tokens"})
 CHAT_FIELDS = frozenset(
@@ -58,8 +61,10 @@ PROBE_TOKENS, NUM_PROBES = 8, 3
 class Server:
     """The request handlers over one loaded model."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, trace: Path | None = None) -> None:
         self.loaded = loaded
+        self._trace = trace  # file for a trace of this process
+        self._failure: str | None = None  # of the device, in a request
         self._request_numbers = itertools.count()
         self._scoring = ThreadPoolExecutor(1, "scoring")
         batching, speculative = loaded.serving.continuous_batching, loaded.serving.speculative
@@ -95,11 +100,9 @@ class Server:
         try:
             answers = [await self._generate(prompt, f"probe-{i}") for i in range(NUM_PROBES)]
         except RuntimeError as error:  # most often the cache, which is made now, does not fit
-            raise EngineError(
-                f"{loaded.name}: generation ended on its first request: {error}; when memory is short, "
-                f"lower serving.context_length ({loaded.serving.context_length}) or "
-                f"serving.concurrency ({loaded.serving.concurrency})"
-            ) from None
+            problem = describe_gpu_failure(error, remedy=self._remedy)
+            problem = problem or f"{error}; when memory is short, {self._remedy}"
+            raise EngineError(f"{loaded.name}: generation ended on its first request: {problem}") from None
         # the first one filled the cache of prompts: in half precision the others alone are computed alike
         alike = answers if loaded.serving.dtype == "float32" else answers[1:]
         if other := next((answer for answer in alike if answer != alike[0]), None):
@@ -119,6 +122,29 @@ class Server:
                 f"{loaded.name}: the served answer {answers[0]!r} differs from plain greedy decoding "
                 f"{plain[0, len(prompt) :].tolist()!r}"
             )
+
+    @property
+    def _remedy(self) -> str:
+        serving = self.loaded.serving
+        return (
+            f"lower serving.context_length ({serving.context_length}) or serving.concurrency ({serving.concurrency}), "
+            "which the cache is sized by"
+        )
+
+    def find_failure(self) -> str | None:
+        """Return why this server can't go on: its device failed, or its generation thread ended; None while it can."""
+        if self._failure or self._state.is_cb_alive():
+            return self._failure
+        error = self._manager._cb.background_thread_status.fatal_error
+        problem = describe_gpu_failure(error, remedy=self._remedy) or f"the generation thread ended: {error}"
+        return f"{self.loaded.name}: answering chats: {problem}"
+
+    async def _note_failure(self, request: Request, error: Exception) -> Response:
+        """Answer 500, and note what the device failed at: the answers of others would be wrong, or fail alike."""
+        if problem := describe_gpu_failure(error, remedy=self._remedy):
+            doing = "scoring texts" if request.url.path == "/v1/completions" else "answering chats"
+            self._failure = f"{self.loaded.name}: {doing}: {problem}"
+        return _json({"error": {"message": " ".join(str(error).split())[:300], "code": 500}}, 500)
 
     async def _generate(self, prompt: list[int], request_id: str) -> list[int]:
         config = self._generation_config(max_new_tokens=PROBE_TOKENS)
@@ -247,8 +273,10 @@ class Server:
             Route("/v1/models", self.models),
             Route("/v1/fingerprint", self.fingerprint),
             Route("/health", self.health),
+            *(build_routes(self._trace) if self._trace else []),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _render_error})
+        handlers: dict[Any, Any] = {HTTPException: _render_error, Exception: self._note_failure}
+        return Starlette(routes=routes, exception_handlers=handlers)
 
 
 def _make_chat_handler(loaded: LoadedModel, models: Any, state: Any, manager: Any) -> Any:

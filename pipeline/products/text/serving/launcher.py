@@ -1,8 +1,8 @@
 """One embedded server: `python -m pipeline.products.text.serving.launcher '<json>'`.
 
 Loads a checkpoint once and serves it. Announces itself with one JSON line on stdout once a probe has
-been answered. Ends when its stdin closes, which happens when the parent ends in whatever way.
-Logs go to stderr.
+been answered. Ends when its stdin closes, which happens when the parent ends in whatever way, and when its
+device fails. Logs go to stderr; the last line says in JSON why a server ended by itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.errors import EngineError, QuantgateError
+from pipeline.products.text.serving.engines.processes import FAILURE
 from pipeline.records.evaluations import Candidate
+from pipeline.running.gpu_failures import describe_gpu_failure
+
+if TYPE_CHECKING:
+    from pipeline.products.text.serving.app import Server
+
+WATCH_S = 0.2
 
 
 def _end_with_parent() -> None:
@@ -50,7 +58,7 @@ async def _serve(candidate: Candidate, asked: dict[str, Any], listener: socket.s
         num_sharing=asked.get("num_sharing", 1),
         kv_cache_gib=asked.get("kv_cache_gib"),
     )
-    server = Server(loaded)
+    server = Server(loaded, trace=Path(asked["trace"]) if asked.get("trace") else None)
     await server.probe()
     gc.freeze()  # what is there now stays: no later collection need look at it
     gc.enable()
@@ -62,7 +70,22 @@ async def _serve(candidate: Candidate, asked: dict[str, Any], listener: socket.s
         "config": loaded.config,
     }
     print(json.dumps(line), flush=True)
+    watch = asyncio.create_task(_end_on_failure(server))
     await uvicorn.Server(config).serve(sockets=[listener])
+    watch.cancel()
+
+
+async def _end_on_failure(server: Server) -> None:
+    """End this process when its device or its generation thread has failed: a client that asks again would wait."""
+    while (failure := server.find_failure()) is None:
+        await asyncio.sleep(WATCH_S)
+    _end(failure)
+
+
+def _end(failure: str) -> NoReturn:
+    """End with the line that whoever started this process shows (`engines/processes.py`)."""
+    print(json.dumps({FAILURE: failure}), file=sys.stderr, flush=True)
+    os._exit(1)  # the generation thread is not a daemon and would keep the process alive
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
@@ -87,7 +110,7 @@ def main(argv: list[str]) -> int:
         argv: one JSON object: `checkpoint_folder`, `draft_folder` or null, and `candidate` as a record. The
             candidate's name is the model name that clients must send. `host` may be missing, for the local
             address, and so may `port`, or be null, for a free one, and `num_sharing` and `kv_cache_gib`, as in
-            `load_candidate`.
+            `load_candidate`. `trace` may be missing or null, or the file for a trace.
     """
     asked = json.loads(argv[0])
     _end_with_parent()
@@ -96,8 +119,13 @@ def main(argv: list[str]) -> int:
         candidate = Candidate.model_validate(asked["candidate"])
         asyncio.run(_serve(candidate, asked, listener))
     except QuantgateError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # the generation thread is not a daemon and would keep the process alive
+        _end(str(error))
+    except Exception as error:
+        name, remedy = asked["candidate"]["name"], "serve weights of fewer bits, or use a GPU with more memory"
+        if problem := describe_gpu_failure(error, remedy=remedy):
+            _end(f"{name}: loading {asked['checkpoint_folder']}: {problem}")
+        traceback.print_exc()
+        _end(f"{name}: {type(error).__name__}: {error}")
     return 0
 
 

@@ -7,6 +7,7 @@ server, or the keeper in front of it, takes that as the order to stop.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,8 @@ from pathlib import Path
 from pipeline.errors import EngineError
 
 STOP_TIMEOUT_S = 5.0
-_NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}|Loading weights|\d%\|")
+FAILURE = "failure"  # the key of the line in which our own launcher says why it ends
+_NOISE = re.compile(r"^\s*(File \"|\^|~|\||$)|^Traceback|^\s{2,}(?!what\(\))|Loading weights|\d%\|")
 # what a logger puts before the text: "(EngineCore pid=7) ERROR 11-21 15:12:22 [core.py:88] "
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?((INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: \S|(^|\s)error: \S|Value error, ")
@@ -113,12 +115,24 @@ def format_exit(code: int) -> str:
 def read_cause(log: Path) -> str:
     """Return the last line of a log that names a cause, else one that points at it, else the last that says something.
 
+    Our own launcher says it in JSON.
     Traceback frames and progress bars say nothing, nor does a request that was refused.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    if (failure := _read_failure(text)) is not None:
+        return failure
     lines = [_LOG_PREFIX.sub("", line) for line in re.split(r"[\r\n]+", text)]
     messages = [line.strip()[:300] for line in lines if not _NOISE.search(line) or "Value error, " in line]
     errors = [line for line in messages if _CAUSE.search(line) and not _REFUSAL.search(line)]
     causes = [line for line in errors if not _POINTER.search(line)]
     explanations = causes or errors or messages
     return explanations[-1] if explanations else "the log is empty"
+
+
+def _read_failure(text: str) -> str | None:
+    """Return what our own launcher says last; None in the log of another server, or of one that was killed."""
+    for line in reversed(text.splitlines()):
+        if line.startswith(f'{{"{FAILURE}": '):
+            with contextlib.suppress(ValueError, KeyError):
+                return " ".join(str(json.loads(line)[FAILURE]).split())
+    return None

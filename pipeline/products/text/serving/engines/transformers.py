@@ -29,6 +29,7 @@ from pipeline.products.text.serving.engines.engine import (
 from pipeline.products.text.serving.engines.processes import ServerProcess, format_exit, spawn, stop
 from pipeline.records.evaluations import Candidate
 from pipeline.running.environment import find_gpus, read_torch_build
+from pipeline.running.tracing import SUFFIX
 
 PROJECT = Path(__file__).resolve().parents[5]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -55,6 +56,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
                     port=launch.port,
                     place=place,
                     kv_cache_gib=resources.kv_cache_gib,
+                    trace=launch.traces and launch.traces / f"server-{index}{SUFFIX}",
                 )
             )
         reports = await gather(*(_read_report(p, resources.start_timeout_s) for p in processes))
@@ -119,6 +121,7 @@ def _spawn(
     port: int | None = None,
     place: Place = Place(),
     kv_cache_gib: float | None = None,
+    trace: Path | None = None,
 ) -> ServerProcess:
     speculative = candidate.serving.speculative
     config = json.dumps(
@@ -132,6 +135,7 @@ def _spawn(
             "candidate": candidate.model_dump(mode="json"),
             "host": host,
             "port": port,
+            "trace": str(trace.resolve()) if trace else None,
         }
     )
     threads = str(candidate.serving.num_threads)

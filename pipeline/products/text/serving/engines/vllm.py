@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -54,6 +55,8 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# no stacks, and none of the frontend, which runs no kernel: a file a rank, of a size that a viewer opens
+_PROFILER = {"profiler": "torch", "torch_profiler_with_stack": False, "ignore_frontend": True}
 
 
 @contextlib.asynccontextmanager
@@ -71,7 +74,7 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
     check_config(config, version=str(candidate.serving.version), where=f"candidates.{candidate.name}")
     path = launch.logs / CONFIG_FILE
     write_text(path, render_config(config))
-    process = _spawn(candidate, launch.root, path, port, launch.logs / "server-0.log")
+    process = _spawn(candidate, launch.root, path, port, launch.logs / "server-0.log", traces=launch.traces)
     try:
         url = launch.url(port)
         facts = await _wait(process, url, launch) | {"checkpoint": checkpoint}
@@ -92,9 +95,13 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
         stop_kept(process, STOP_TIMEOUT_S)
 
 
-def _spawn(candidate: Candidate, root: Path, config: Path, port: int, log: Path) -> ServerProcess:
+def _spawn(
+    candidate: Candidate, root: Path, config: Path, port: int, log: Path, *, traces: Path | None
+) -> ServerProcess:
     serving = candidate.serving
     arguments = [*serving.command, "--config", str(config.resolve()), "--port", str(port)]
+    if traces is not None:  # on the command line: the file is what a release would be served with
+        arguments += ["--profiler-config", json.dumps(_PROFILER | {"torch_profiler_dir": str(traces.resolve())})]
     environment = os.environ | _ENVIRONMENT | serving.environment
     if KERNEL_REPORT_OPTION in serving.options:
         folders = [str(Path(quantgate_kernels.__file__).parent), environment.get("PYTHONPATH", "")]
