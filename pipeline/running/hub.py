@@ -1,0 +1,89 @@
+"""Where a checkpoint lies on this disk: its folder in the project, or its files in the cache of huggingface_hub.
+
+A pinned model is downloaded once, by whichever stage asks first: that is `env`, which checks every checkpoint. From
+then on its files are read from the library's own cache (`HF_HOME`), and nothing is asked of the network. The library
+keeps the list of a commit's files, so that a download that was killed is noticed, and goes on where it stopped.
+Pickles and code are never downloaded. Not covered: whether a file in the cache was damaged there. A cut weights file
+is noticed by its header, and `optimize` digests all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import CheckpointError
+from pipeline.records.digests import TEXT_FILES
+from pipeline.settings.hub_names import SCHEME, PinnedModel, parse_pinned
+
+# a name with a subfolder in it is another copy of the weights, such as "original/" or "onnx/"
+_FILES = (
+    "config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    *TEXT_FILES,
+)
+
+
+def locate_checkpoint(reference: str, root: Path) -> Path:
+    """Return the folder of a checkpoint, and download a pinned model that is not in the cache.
+
+    Args:
+        reference: a folder, or `hf://ORG/NAME@REVISION`.
+        root: project root, which a folder is relative to.
+
+    Raises:
+        CheckpointError: the model can't be downloaded.
+    """
+    pinned = parse_pinned(reference)
+    if pinned is None:
+        return root / reference
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+    try:
+        # of a folder without the list of its files nobody can say whether some are missing
+        get_cached_repo_tree(pinned.repository, revision=pinned.revision)
+        folder = snapshot_download(
+            pinned.repository, revision=pinned.revision, allow_patterns=list(_FILES), local_files_only=True
+        )
+    except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
+        folder = _download(pinned)
+    return Path(folder)
+
+
+def _download(pinned: PinnedModel) -> str:
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return str(snapshot_download(pinned.repository, revision=pinned.revision, allow_patterns=list(_FILES)))
+    except Exception as error:  # those of its HTTP client among them, which have no class in common with its own
+        raise CheckpointError(
+            f"{SCHEME}{pinned.repository}@{pinned.revision}: expected the model at {constants.ENDPOINT}, as the cache "
+            f"{constants.HF_HUB_CACHE} does not have all of it; {_explain(error)}"
+        ) from error
+
+
+def _explain(error: Exception) -> str:
+    """Say why a download failed, and what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    chain = [error, *filter(None, (error.__cause__, error.__context__))]
+    if any(isinstance(one, OfflineModeIsEnabled) for one in chain):
+        return "HF_HUB_OFFLINE is set: unset it for one run of stage env, or copy the cache of a machine that has it"
+    if isinstance(error, GatedRepoError):
+        return "its owner asks to accept conditions: do so on its page, and set HF_TOKEN"
+    if isinstance(error, RevisionNotFoundError):
+        return "it has no such commit: copy one from its history"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is none of that name, or it is private: correct the name, or set HF_TOKEN"
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+        return f"the hub refused with HTTP {error.response.status_code}: set HF_TOKEN to one that may read it"
+    message = " ".join(str(error).split())[:200]
+    return f"got {type(error).__name__}: {message}; check the network and HF_ENDPOINT, and run it again"
