@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 _CHUNK_BYTES = 1 << 20
@@ -68,17 +70,26 @@ def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
     return digest_json(digest_files(folder, ignore=ignore))
 
 
-def digest_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[str, str]:
+def list_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[str, Path]:
+    """Return the files of a folder that count, by their names relative to it."""
+    files = sorted(
+        p for p in folder.rglob("*") if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts
+    )
+    return {p.relative_to(folder).as_posix(): p for p in files}
+
+
+def digest_files(
+    folder: Path, *, ignore: frozenset[str] = NOT_CONTENT, known: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """Return the digest of each file of a folder by its name relative to it.
 
     Args:
         folder: the folder to read, recursively; symbolic links are followed.
         ignore: file names (not paths) that do not count, for example a README.
+        known: digests of files that need not be read, by name.
     """
-    files = sorted(
-        p for p in folder.rglob("*") if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts
-    )
-    return {p.relative_to(folder).as_posix(): digest_file(p) for p in files}
+    files = list_files(folder, ignore=ignore)
+    return {name: known[name] if name in known else digest_file(path) for name, path in files.items()}
 
 
 def name_changed_file(before: dict[str, str], after: dict[str, str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,3 +23,29 @@ def test_the_code_counts_whatever_a_kind_calls_its_own_inputs(monkeypatch: pytes
     only = type(params)({"people": params.products["people"]})
     watched = inputs.digest_inputs(only, ROOT)["evaluate"]["people"]
     assert watched["code"] == digest_code("evaluate", "vision") and "cases" in watched
+
+
+def test_other_weights_make_their_candidates_stale(tmp_path: Path) -> None:
+    """No file of dvc.yaml says so: a checkpoint is none of its dependencies."""
+    project = copy_inputs(tmp_path)
+    params = load_params(project / "params.yaml")
+    before = inputs.digest_inputs(params, project)["optimize"]
+    with (project / "models/agent/model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    after = inputs.digest_inputs(params, project)["optimize"]
+    stale = {name for name, watched in after.items() if watched != before[name]}
+    assert stale == {name for name, c in params.products["agent"].candidates.items() if c.checkpoint == "models/agent"}
+    assert all(after[name]["weights"] != before[name]["weights"] for name in stale)
+
+
+def copy_inputs(folder: Path) -> Path:
+    """Copy the files that settings name."""
+    (folder / "evalsets").symlink_to(ROOT / "evalsets")
+    (folder / "models").mkdir()
+    for path in (ROOT / "models").iterdir():
+        (folder / "models" / path.name).symlink_to(path)
+    (folder / "models/agent").unlink()  # it is written to: else the project's own would be
+    shutil.copytree(ROOT / "models/agent", folder / "models/agent")
+    shutil.copyfile(ROOT / "params.yaml", folder / "params.yaml")
+    return folder

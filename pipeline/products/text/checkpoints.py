@@ -1,5 +1,7 @@
 """Open, check and describe a checkpoint: a Hugging Face folder with safetensors weights.
 
+A pinned model of a hub is such a folder once it is in the cache (`pipeline.running.hub`).
+
 Everything but the two loaders reads JSON and safetensors headers only, so settings can be checked
 against a checkpoint in milliseconds and without torch. The loaders use plain transformers, as does
 the embedded engine, so what they refuse could not be served either.
@@ -24,6 +26,7 @@ from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.environment import count_memory_mib
 from pipeline.running.weight_files import TensorInfo, read_tensors
+from pipeline.settings.hub_names import parse_pinned
 
 CONFIG_FILE = "config.json"
 FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
@@ -66,7 +69,9 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def read_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = None) -> Checkpoint:
+def read_checkpoint(
+    folder: Path, *, root: Path, reference: str | None = None, parent_digest: str | None = None
+) -> Checkpoint:
     """Check a checkpoint and return its record.
 
     `num_parameters` counts weights, not stored elements: a packed INT4 word is eight parameters,
@@ -75,15 +80,15 @@ def read_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = Non
     Args:
         folder: the checkpoint.
         root: the project root, which `path` is relative to when the folder is inside it.
+        reference: how params.yaml names it; a pinned model keeps this name as its path.
         parent_digest: digest of the checkpoint that this one was made from.
     """
     tensors = open_checkpoint(folder)
     if _tokenizer_size(folder) is None:
         _check_vocabulary(folder, len(load_tokenizer(folder)))
     config = read_config(folder)
-    absolute, base = folder.resolve(), root.resolve()
     return Checkpoint(
-        path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
+        path=reference if reference and parse_pinned(reference) else _name_folder(folder, root),
         kind=config["model_type"],
         format=detect_format(folder, config, tensors),
         dtype=_main_dtype(tensors),
@@ -93,6 +98,11 @@ def read_checkpoint(folder: Path, *, root: Path, parent_digest: str | None = Non
         files=files,
         parent_digest=parent_digest,
     )
+
+
+def _name_folder(folder: Path, root: Path) -> str:
+    absolute, base = folder.resolve(), root.resolve()
+    return absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute)
 
 
 def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:

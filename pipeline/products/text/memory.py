@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline.errors import CheckpointError
 from pipeline.products.text.settings import Calibration, TextProduct, WeightStep
+from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import TensorInfo, read_tensors
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -53,9 +54,9 @@ def estimate_needs(product: TextProduct, root: Path) -> list[MemoryNeed]:
     needs = []
     for name, candidate in product.candidates.items():
         if not candidate.engine.is_attached:
-            sizes = measure_weights(read_tensors(root / candidate.checkpoint))
+            sizes = _measure(candidate.checkpoint, root)
             step = candidate.speculative
-            draft = measure_weights(read_tensors(root / step.draft)).num_weights if step and step.draft else 0
+            draft = _measure(step.draft, root).num_weights if step and step.draft else 0
             served = WeightSizes(sizes.num_weights + draft, sizes.max_in_features)
             needs.append(_serving_need(name, candidate.checkpoint, served, product))
             needs += [
@@ -64,6 +65,10 @@ def estimate_needs(product: TextProduct, root: Path) -> list[MemoryNeed]:
                 if isinstance(step, WeightStep)
             ]
     return needs
+
+
+def _measure(reference: str, root: Path) -> WeightSizes:
+    return measure_weights(read_tensors(locate_checkpoint(reference, root)))
 
 
 def _serving_need(name: str, checkpoint: str, sizes: WeightSizes, product: TextProduct) -> MemoryNeed:

@@ -21,6 +21,7 @@ from pipeline.products.text.settings import Step, TextProduct, WeightStep
 from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
+from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import check_finite, iterate_weights
 
 # what can change an answer of a served text checkpoint
@@ -66,8 +67,8 @@ def read_library_versions() -> dict[str, str]:
 
 def _build(name: str, product: TextProduct, working: Path, target: Path, *, root: Path) -> BuiltCandidate:
     settings = product.candidates[name]
-    source = root / settings.checkpoint
-    checkpoint = read_checkpoint(source, root=root)
+    source = locate_checkpoint(settings.checkpoint, root)
+    checkpoint = read_checkpoint(source, root=root, reference=settings.checkpoint)
     weight_steps = [step for step in settings.steps if isinstance(step, WeightStep)]
     if weight_steps:
         calibration_set = load_evalset(root / product.optimize.calibration_texts)
