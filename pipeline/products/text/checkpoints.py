@@ -25,7 +25,7 @@ from pipeline.products.text.memory import read_available_mib
 from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.environment import count_memory_mib
-from pipeline.running.weight_files import TensorInfo, read_tensors
+from pipeline.running.weight_files import TensorInfo, read_tensor, read_tensors
 from pipeline.settings.hub_names import parse_pinned
 
 CONFIG_FILE = "config.json"
@@ -45,6 +45,7 @@ _SIDE_TENSORS = (
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "embed_positions", "tok_embeddings")
 # (model_type, name in the file) -> name in memory; transformers renames when it loads and back when it saves
 _RENAMED_LAYERS = {("gpt_neox", "embed_out"): "lm_head"}
+_HEAD = "lm_head.weight"
 _TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 
 
@@ -74,8 +75,9 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Check a checkpoint and return its record.
 
-    `num_parameters` counts weights, not stored elements: a packed INT4 word is eight parameters,
-    scales and zero points are none. `dtype` is the float type that most bytes are stored in.
+    `num_parameters` counts weights, not stored elements: a packed INT4 word is eight parameters, scales and zero
+    points are none, and a head that is stored beside the embedding it shares counts once. `dtype` is the float type
+    that most bytes are stored in.
 
     Args:
         folder: the checkpoint.
@@ -135,6 +137,25 @@ def tied_head(folder: Path) -> str | None:
     names = {name_layer(name.removesuffix(".weight"), config["model_type"]) for name in read_tensors(folder)}
     # architectures that tie by default leave the key out, and then there is no tensor for the head
     return "lm_head" if tied or (tied is None and "lm_head" not in names) else None
+
+
+def check_tied_head(folder: Path) -> None:
+    """Refuse a head that config.json ties to the embedding and the file gives other values: engines differ then.
+
+    Transformers unties the two, vLLM drops the head.
+
+    Raises:
+        CheckpointError: names both tensors.
+    """
+    tensors, config = read_tensors(folder), read_config(folder)
+    names = [name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in _TOKEN_EMBEDDINGS]
+    if not names or _HEAD not in tensors or not config.get("tie_word_embeddings"):
+        return
+    if not bool((read_tensor(folder, tensors[_HEAD], _HEAD) == read_tensor(folder, tensors[names[0]], names[0])).all()):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: tie_word_embeddings: expected {_HEAD!r} to equal {names[0]!r}, as it is true, "
+            "found other values: engines differ in which one they use; set it to false, or remove the tensor"
+        )
 
 
 def embedding_rows(folder: Path) -> int | None:
@@ -224,6 +245,7 @@ def load_model(folder: Path, *, dtype: str) -> Any:
                 folder,
                 dtype=dtype,
                 local_files_only=True,
+                trust_remote_code=False,  # without it transformers asks at the terminal
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below; its own error only points at a table on stderr
@@ -246,7 +268,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged files surface as bare Exception from the tokenizer library
         raise CheckpointError(f"{folder}: transformers can't load the tokenizer: {_one_line(error)}") from error
 
@@ -360,7 +382,7 @@ def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) ->
     for name, info in tensors.items():
         if name.endswith(_PACKED):
             total += info.num_bytes * 8 // bits
-        elif not name.endswith(_SIDE_TENSORS):
+        elif not (name.endswith(_SIDE_TENSORS) or (name == _HEAD and config.get("tie_word_embeddings"))):
             total += info.num_elements
     return total
 

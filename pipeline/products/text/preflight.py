@@ -23,6 +23,7 @@ from pipeline.evalsets.checks import check_buckets, load_kind
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
+from pipeline.products.text.own_code import check_own_code
 from pipeline.products.text.serving.vllm_config import build_speculative_config, check_config, check_options
 from pipeline.products.text.settings import (
     Calibration,
@@ -114,6 +115,7 @@ def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
             "found neither; name the one that the model was trained with"
         )
     if is_served:
+        check_own_code(folder)
         _check_context(folder, product)
     if is_served and product.chat_evals:
         _check_chat_template(folder, tokenizer)

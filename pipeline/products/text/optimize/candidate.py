@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.products.text.checkpoints import check_kernels, read_checkpoint
+from pipeline.products.text.checkpoints import check_kernels, check_tied_head, read_checkpoint
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.registry import STEPS
 from pipeline.products.text.settings import Step, TextProduct, WeightStep
@@ -69,6 +69,7 @@ def _build(name: str, product: TextProduct, working: Path, target: Path, *, root
     settings = product.candidates[name]
     source = locate_checkpoint(settings.checkpoint, root)
     checkpoint = read_checkpoint(source, root=root, reference=settings.checkpoint)
+    check_tied_head(source)
     weight_steps = [step for step in settings.steps if isinstance(step, WeightStep)]
     if weight_steps:
         calibration_set = load_evalset(root / product.optimize.calibration_texts)

@@ -61,7 +61,8 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
 
     Raises:
         CheckpointError: the checkpoint or the draft can't be loaded.
-        EngineError: its own generation settings change greedy answers, or its context is too short.
+        EngineError: its own generation settings change greedy answers, its context is too short, or transformers
+            can't run it with the attention that was asked for.
     """
     import torch
 
@@ -72,7 +73,7 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
     checkpoint = read_checkpoint(folder, root=folder.parent)
     model = load_model(folder, dtype=asked.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     check_context(model.config, asked.context_length)
-    model.set_attn_implementation(asked.attention)
+    _set_attention(model, asked.attention)
     tokenizer = load_tokenizer(folder)
     model.generation_config = greedy_config(model, tokenizer)
     with torch.inference_mode():
@@ -105,11 +106,21 @@ def load_candidate(candidate: Candidate, folder: Path, *, draft_folder: Path | N
     return LoadedModel(candidate.name, model, scorer, tokenizer, serving, facts, config, batching, draft)
 
 
+def _set_attention(model: Any, attention: str) -> None:
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError:
+        raise EngineError(
+            f"{model.name_or_path}: expected a model that transformers can run with {attention} attention, got "
+            f"{type(model).__name__}, which it can't; name engine vllm"
+        ) from None
+
+
 def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any) -> Any:
     from pipeline.products.text.serving.packed_linear import pack_linear_layers
 
     draft = load_model(folder, dtype=asked.dtype)
-    draft.set_attn_implementation(asked.attention)
+    _set_attention(draft, asked.attention)
     draft.generation_config = greedy_config(draft, tokenizer)
     pack_linear_layers([draft])
     return draft
