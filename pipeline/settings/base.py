@@ -181,7 +181,7 @@ def find_product_problems(product: Product) -> list[str]:
 def _find_other_place(product: Product, reference: str) -> str | None:
     """Say why a checkpoint can't be had from where it is said to be; None: it can, or it is a folder."""
     if reference.startswith(SCHEME) and not product.takes_hub_models:
-        return f"expected a folder for a product of kind {product.kind}, got {reference!r}; download it there"
+        return f"expected a folder for a product of kind {product.kind}, got {reference!r}; download it into one"
     return find_unpinned(reference)
 
 

@@ -21,12 +21,13 @@ REFERENCE = f"hf://{REPOSITORY}@{REVISION}"
 
 
 class FakeHub:
-    """A hub with one model. `refusal` answers every request: a status and the hub's own word for the reason."""
+    """A hub with one model. `refusal` is a status and the hub's own word for the reason; `refused` says who gets it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.requests: list[str] = []
         self.refusal: tuple[int, str] | None = None
+        self.refused = ""  # what a refused path contains
         self.cut: str | None = None  # a file whose connection breaks half way
         hub = self
 
@@ -55,7 +56,7 @@ class FakeHub:
         """Answer one request."""
         path = request.path.partition("?")[0]
         self.requests.append(f"{request.command} {path}")
-        if self.refusal is not None:
+        if self.refusal is not None and self.refused in path:
             status, reason = self.refusal
             _send(request, status, b"{}", {"X-Error-Code": reason, "X-Error-Message": reason}, has_body=has_body)
         elif path == f"/api/models/{REPOSITORY}/tree/{REVISION}":

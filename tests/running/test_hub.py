@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import CheckpointError
+from pipeline.records.digests import digest_checkpoint
 from pipeline.running.hub import locate_checkpoint
 from pipeline.settings.hub_names import find_unpinned, parse_pinned
 from tests.fakes.fake_hub import REFERENCE, REPOSITORY, REVISION, FakeHub, serve_hub
@@ -67,7 +68,7 @@ def test_a_cut_download_goes_on_where_it_stopped(hub: FakeHub, tmp_path: Path, m
 
 def test_a_file_missing_from_the_cache_is_downloaded_again(hub: FakeHub, tmp_path: Path) -> None:
     folder = locate_checkpoint(REFERENCE, tmp_path)
-    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").resolve().unlink()
     assert (locate_checkpoint(REFERENCE, tmp_path) / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
@@ -77,6 +78,29 @@ def test_a_folder_that_another_program_began_is_completed(hub: FakeHub, tmp_path
 
     hf_hub_download(REPOSITORY, "config.json", revision=REVISION)
     assert {p.name for p in locate_checkpoint(REFERENCE, tmp_path).iterdir()} == FILES.keys()
+
+
+def test_files_that_another_program_adds_are_no_part_of_it(hub: FakeHub, tmp_path: Path) -> None:
+    """Else the digest would depend on who downloaded what before, and the gate would see a change."""
+    from huggingface_hub import hf_hub_download
+
+    folder = locate_checkpoint(REFERENCE, tmp_path)
+    before = digest_checkpoint(folder)
+    for name in OTHERS:
+        hf_hub_download(REPOSITORY, name, revision=REVISION)
+    assert digest_checkpoint(locate_checkpoint(REFERENCE, tmp_path)) == before
+
+
+def test_links_follow_the_cache(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another HF_HOME: the folder must not go on to name files that may be gone."""
+    from huggingface_hub import constants
+
+    folder = locate_checkpoint(REFERENCE, tmp_path)
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "moved"))
+    hub.requests.clear()
+    assert locate_checkpoint(REFERENCE, tmp_path) == folder and hub.requests == []
+    assert {p.name: p.read_text() for p in folder.iterdir()} == FILES
 
 
 @pytest.mark.parametrize(
@@ -90,8 +114,12 @@ def test_a_folder_that_another_program_began_is_completed(hub: FakeHub, tmp_path
         (404, "RevisionNotFound", "it has no such commit: copy one from its history"),
     ],
 )
-def test_a_refusal_is_one_line(hub: FakeHub, tmp_path: Path, status: int, reason: str, remedy: str) -> None:
-    hub.refusal = (status, reason)
+@pytest.mark.parametrize("refused", ["", "/resolve/"])
+def test_a_refusal_is_one_line(
+    hub: FakeHub, tmp_path: Path, status: int, reason: str, remedy: str, refused: str
+) -> None:
+    """Of a gated model everybody may list the files."""
+    hub.refusal, hub.refused = (status, reason), refused
     with pytest.raises(CheckpointError) as caught:
         locate_checkpoint(REFERENCE, tmp_path)
     message = str(caught.value)
@@ -115,7 +143,7 @@ def test_offline_asks_nobody(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     close_session()
     assert locate_checkpoint(REFERENCE, tmp_path) == folder
-    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").resolve().unlink()
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
         locate_checkpoint(REFERENCE, tmp_path)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
