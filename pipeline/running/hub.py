@@ -13,6 +13,7 @@ digests all of them.
 from __future__ import annotations
 
 import contextlib
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
@@ -81,12 +82,17 @@ def _leads_to(link: Path, file: Path) -> bool:
 
 def _download(pinned: PinnedModel) -> str:
     from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    name = f"{SCHEME}{pinned.repository}@{pinned.revision}"
+    print(f"downloading {name} from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}", file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         return str(snapshot_download(pinned.repository, revision=pinned.revision, allow_patterns=list(_FILES)))
     except Exception as error:  # those of its HTTP client among them, which have no class in common with its own
         raise CheckpointError(
-            f"{SCHEME}{pinned.repository}@{pinned.revision}: expected the model at {constants.ENDPOINT}, as the cache "
+            f"{name}: expected the model at {constants.ENDPOINT}, as the cache "
             f"{constants.HF_HUB_CACHE} does not have all of it; {_explain(error)}"
         ) from error
 
@@ -107,7 +113,10 @@ def _explain(error: Exception) -> str:
         return next((cause for cause in causes if isinstance(cause, kind)), None)
 
     if find(OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set: unset it for one run of stage env, or copy the cache of a machine that has it"
+        return (
+            "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set: unset it for one run of stage env, or copy the cache of a "
+            "machine that has it"
+        )
     if find(GatedRepoError):
         return "its owner asks to accept conditions: do so on its page, and set HF_TOKEN"
     if find(RevisionNotFoundError):

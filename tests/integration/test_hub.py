@@ -33,4 +33,4 @@ def test_stages_download_it_once(tmp_path: Path) -> None:
     assert built["checkpoint"]["digest"] == digest_checkpoint(ROOT / "models/agent")
     shutil.rmtree(project.root / ".huggingface")
     done = project.run(sys.executable, "-m", "stages.env")
-    assert done.returncode == 1 and "HF_HUB_OFFLINE is set" in done.stdout.splitlines()[-1]
+    assert done.returncode == 1 and "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set" in done.stdout.splitlines()[-1]

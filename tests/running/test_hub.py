@@ -39,12 +39,13 @@ def test_a_folder_is_one_of_the_project(tmp_path: Path) -> None:
     assert locate_checkpoint("models/agent", tmp_path) == tmp_path / "models/agent"
 
 
-def test_a_pinned_model_is_downloaded_once(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_pinned_model_is_downloaded_once(hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = locate_checkpoint(REFERENCE, tmp_path)
+    assert capfd.readouterr().err == f"downloading {REFERENCE} from {hub.url} to {tmp_path / 'cache'}\n"
     assert {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()} == FILES
     hub.requests.clear()
     assert locate_checkpoint(REFERENCE, tmp_path) == folder
-    assert hub.requests == []
+    assert hub.requests == [] and capfd.readouterr().err == ""
 
 
 def test_neither_pickles_nor_code_are_asked_for(hub: FakeHub, tmp_path: Path) -> None:
@@ -144,9 +145,9 @@ def test_offline_asks_nobody(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.M
     close_session()
     assert locate_checkpoint(REFERENCE, tmp_path) == folder
     (folder / "tokenizer.json").resolve().unlink()
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"):
         locate_checkpoint(REFERENCE, tmp_path)
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"):
         locate_checkpoint(REFERENCE.replace("tiny", "other"), tmp_path)
     assert hub.requests == []
     close_session()
