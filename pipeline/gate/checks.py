@@ -36,6 +36,7 @@ from pipeline.records.evaluations import BuiltCandidate
 from pipeline.records.fingerprints import find_difference, fingerprint
 from pipeline.records.reasons import ReasonKind
 from pipeline.records.verdicts import Comparison, Verdict
+from pipeline.running.hub import locate_checkpoint
 from pipeline.settings.base import Product
 
 
@@ -210,7 +211,8 @@ def check_checkpoint(candidate: BuiltCandidate, product: Product, root: Path) ->
             f"{path}: expected the checkpoint {expected!r}, got {candidate.checkpoint.path!r}; run "
             "`dvc repro` so that it is built again"
         )
-    check_files(root / candidate.checkpoint.path, candidate.checkpoint.digest, candidate.checkpoint.files)
+    folder = locate_checkpoint(candidate.checkpoint.path, root)
+    check_files(folder, candidate.checkpoint.digest, candidate.checkpoint.files)
 
 
 def check_files(folder: Path, digest: str, files: dict[str, str]) -> None:

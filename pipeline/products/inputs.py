@@ -1,8 +1,9 @@
 """What each stage's result depends on beside the files that dvc.yaml names: digests, by stage and product or candidate.
 
 Stage `env` writes them to build/env/inputs.json, where DVC watches a key a stage: settings that can change the result,
-cases and other files, and the code. A name says what changed; the settings themselves would stand in dvc.lock once for
-each candidate.
+checkpoints, cases and other files, and the code. A name says what changed; the settings themselves would stand in
+dvc.lock once for each candidate. A checkpoint is no dependency in dvc.yaml: a pinned model is no path of the project,
+and DVC would read a large folder once more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pipeline.product import Watched
 from pipeline.products import KINDS
 from pipeline.products.params import Params
 from pipeline.records.digests import digest_text
+from pipeline.running.kept_digests import digest_watched
 from pipeline.running.stage_code import digest_code
 from pipeline.settings.base import Product
 
@@ -42,9 +44,14 @@ def digest_inputs(params: Params, root: Path) -> Digests:
 def _list_inputs(product: Product, root: Path) -> dict[str, dict[str, Watched]]:
     """Return what a product's stages depend on: by stage, and by candidate or the product's name."""
     inputs = KINDS[product.kind].list_inputs(product, root)
+    references = {candidate.checkpoint for candidate in product.candidates.values()}  # most share one
+    weights = {reference: digest_watched(reference, root) for reference in references}
     judged = {"settings": _list_judged(product)}
     return {
-        "optimize": dict(inputs.optimize),
+        "optimize": {
+            name: watched | {"weights": weights[product.candidates[name].checkpoint]}
+            for name, watched in inputs.optimize.items()
+        },
         "evaluate": dict(inputs.evaluate),
         "benchmark": {product.name: inputs.benchmark},
         "compare": {product.name: judged},

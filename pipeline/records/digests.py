@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
@@ -65,21 +67,29 @@ def digest_folder(folder: Path, *, ignore: frozenset[str] = frozenset()) -> str:
     return digest_json(digest_files(folder, ignore=ignore))
 
 
-def digest_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[str, str]:
+def list_files(folder: Path, *, ignore: frozenset[str] = NOT_CONTENT) -> dict[str, Path]:
+    """Return the files of a folder that count, by their names relative to it."""
+    files = sorted(
+        p for p in folder.rglob("*") if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts
+    )
+    return {p.relative_to(folder).as_posix(): p for p in files}
+
+
+def digest_files(
+    folder: Path, *, ignore: frozenset[str] = NOT_CONTENT, known: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """Return the digest of each file of a folder by its name relative to it; each core digests a file at a time.
 
     Args:
         folder: the folder to read, recursively; symbolic links are followed.
         ignore: file names (not paths) that do not count, for example a README.
+        known: digests of files that need not be read, by name.
     """
-    files = sorted(
-        p for p in folder.rglob("*") if p.is_file() and p.name not in ignore and "__pycache__" not in p.parts
-    )
+    files = list_files(folder, ignore=ignore)
+    unknown = {name: path for name, path in files.items() if name not in known}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
-        return {
-            p.relative_to(folder).as_posix(): digest
-            for p, digest in zip(files, pool.map(digest_file, files), strict=True)
-        }
+        digests = dict(zip(unknown, pool.map(digest_file, unknown.values()), strict=True))
+    return {name: known[name] if name in known else digests[name] for name in files}
 
 
 def name_changed_file(before: dict[str, str], after: dict[str, str]) -> str:

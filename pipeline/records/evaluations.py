@@ -21,8 +21,8 @@ from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 class Checkpoint(Record):
     """A weights folder and what it holds.
 
-    `path` is relative to the project root; `digest` covers the folder's content; `parent_digest`
-    is the digest of the checkpoint it was made from, or None.
+    `path` is relative to the project root, or names a model of a hub (`hf://...`). `digest` covers the folder's
+    content; `parent_digest` is the digest of the checkpoint it was made from, or None.
     """
 
     path: str

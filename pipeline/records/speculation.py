@@ -20,7 +20,7 @@ class SpeculativeConfig(Record):
     num_tokens: int
     options: dict[str, Any] = {}  # of the method, in the engine's own spelling
     draft_digest: str | None = None
-    draft_path: str | None = None  # relative to the project root
+    draft_path: str | None = None  # relative to the project root, or a model of a hub
 
 
 class SpeculationCounts(Record):

@@ -44,7 +44,7 @@ class Side(Record):
     candidate: str
     outcome: str  # "reference" of the reference
     fingerprint: str
-    weights_path: str  # relative to the project, when it was released
+    weights_path: str  # relative to the project when it was released, or a model of a hub
     weights_digest: str
     weights: dict[str, str]  # digest of each file
     draft_digest: str | None

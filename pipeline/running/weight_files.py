@@ -100,6 +100,14 @@ def open_weights(folder: Path) -> Iterator[Callable[[str], Any]]:
         yield lambda name: opened[files[name]].get_tensor(name)
 
 
+def read_tensor(folder: Path, info: TensorInfo, name: str) -> Any:
+    """Return one torch tensor of a checkpoint."""
+    from safetensors import safe_open
+
+    with safe_open(folder / info.file, framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
 def check_finite(tensors: Iterable[tuple[str, Any]], *, where: object) -> None:
     """Refuse NaN and infinity in named torch tensors; integers are finite by type.
 
@@ -140,7 +148,13 @@ def read_shards(path: Path) -> dict[str, TensorInfo]:
     for file in files:
         if Path(file).name != file or not (folder / file).is_file():
             raise CheckpointError(f"{path}: names the shard {file!r}, which is not in the folder; copy it again")
-        tensors |= read_header(folder / file)
+        header = read_header(folder / file)
+        if twice := next((name for name in header if name in tensors), None):
+            raise CheckpointError(
+                f"{path}: expected tensor {twice!r} in one shard, found it in {tensors[twice].file!r} and {file!r}, "
+                "and loaders differ in which one they take; write the shards again"
+            )
+        tensors |= header
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file != file:
             raise CheckpointError(f"{path}: expected tensor {name!r} in {file!r}, it is not there; copy both again")

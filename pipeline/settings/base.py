@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from ruamel.yaml.error import MarkedYAMLError
 
+from pipeline.settings.hub_names import SCHEME, find_unpinned
 from pipeline.settings.metrics import MetricDefinition
 
 BUILD = Path("build")  # what stages make, a folder a product
@@ -102,8 +103,12 @@ class Product(Settings):
 
     A section of `products` in params.yaml. Its name and its candidates stand elsewhere in the file: the name is the
     section's key, and a candidate names its product.
+
+    Attributes:
+        takes_hub_models: a checkpoint may be a pinned model of a hub.
     """
 
+    takes_hub_models: ClassVar[bool] = False
     name: str
     kind: str
     reference: str
@@ -152,6 +157,11 @@ def find_product_problems(product: Product) -> list[str]:
         for name in product.evals
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name)
     ]
+    problems += [
+        f"candidates.{name}.checkpoint: {problem}"
+        for name, candidate in product.candidates.items()
+        if (problem := _find_other_place(product, candidate.checkpoint))
+    ]
     known = ", ".join(product.candidates)
     if product.reference not in product.candidates:
         problems.append(f"reference: expected one of the candidates ({known}), got {product.reference!r}")
@@ -171,6 +181,13 @@ def find_product_problems(product: Product) -> list[str]:
         if name in product.release[:i]:
             problems.append(f"release.{i}: {name!r} is listed twice; remove one")
     return problems
+
+
+def _find_other_place(product: Product, reference: str) -> str | None:
+    """Say why a checkpoint can't be had from where it is said to be; None: it can, or it is a folder."""
+    if reference.startswith(SCHEME) and not product.takes_hub_models:
+        return f"expected a folder for a product of kind {product.kind}, got {reference!r}; download it into one"
+    return find_unpinned(reference)
 
 
 def find_metric_problems(product: Product) -> list[str]:

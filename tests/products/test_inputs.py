@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,3 +34,29 @@ def test_another_first_tolerance_is_another_input() -> None:
         inputs.digest_inputs(type(params)({"people": p}), ROOT)["compare"]["people"] for p in (product, turned)
     )
     assert before["code"] == after["code"] and before["settings"] != after["settings"]
+
+
+def test_other_weights_make_their_candidates_stale(tmp_path: Path) -> None:
+    """No file of dvc.yaml says so: a checkpoint is none of its dependencies."""
+    project = copy_inputs(tmp_path)
+    params = load_params(project / "params.yaml")
+    before = inputs.digest_inputs(params, project)["optimize"]
+    with (project / "models/agent/model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    after = inputs.digest_inputs(params, project)["optimize"]
+    stale = {name for name, watched in after.items() if watched != before[name]}
+    assert stale == {name for name, c in params.products["agent"].candidates.items() if c.checkpoint == "models/agent"}
+    assert all(after[name]["weights"] != before[name]["weights"] for name in stale)
+
+
+def copy_inputs(folder: Path) -> Path:
+    """Copy the files that settings name."""
+    (folder / "evalsets").symlink_to(ROOT / "evalsets")
+    (folder / "models").mkdir()
+    for path in (ROOT / "models").iterdir():
+        (folder / "models" / path.name).symlink_to(path)
+    (folder / "models/agent").unlink()  # it is written to: else the project's own would be
+    shutil.copytree(ROOT / "models/agent", folder / "models/agent")
+    shutil.copyfile(ROOT / "params.yaml", folder / "params.yaml")
+    return folder

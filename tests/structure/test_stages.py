@@ -66,7 +66,7 @@ def test_a_stage_reads_and_writes_its_own_product_alone(stage: str) -> None:
     own = (
         r"(build|reports|metrics|release)/\$\{key\}(/.+)?"
         if is_of_product
-        else r"\$\{item\.checkpoint\}|build/\$\{item\.product\}/\w+/\$\{key\}"
+        else r"build/\$\{item\.product\}/\w+/\$\{key\}"
     )
     for section in ("deps", "outs", "metrics"):
         for name in _names(DVC_STAGES[stage].get(section, [])):

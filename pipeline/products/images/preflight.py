@@ -14,7 +14,7 @@ from pipeline.evalsets.cases import PromptCase
 from pipeline.evalsets.checks import check_buckets, load_kind
 from pipeline.products.images.folders import ImageShape, open_pipeline, read_shape
 from pipeline.products.images.settings import GuidanceStep, ImagesProduct, VaeTilingStep
-from pipeline.records.digests import digest_folder
+from pipeline.running.kept_digests import digest_once
 
 _CLIP_FILES = ("config.json", "model.safetensors", "preprocessor_config.json")
 
@@ -106,4 +106,4 @@ def digest_material(product: ImagesProduct, root: Path) -> dict[str, Any]:
         diffusers = version("diffusers")
     except PackageNotFoundError:
         diffusers = "absent"
-    return {"folders": {f: digest_folder(root / f, ignore=notes) for f in folders}, "diffusers": diffusers}
+    return {"folders": {f: digest_once(root / f, root=root, ignore=notes) for f in folders}, "diffusers": diffusers}

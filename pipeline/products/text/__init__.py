@@ -66,7 +66,8 @@ class TextKind:
         """Return drafts and calibration texts of what is built, engine and cases of what is evaluated."""
         from pipeline.evalsets.cards import NOTES
         from pipeline.products.text.evals.known_tasks import digest_evalsets
-        from pipeline.records.digests import digest_checkpoint, digest_folder
+        from pipeline.records.digests import digest_folder
+        from pipeline.running.kept_digests import digest_watched
 
         texts = digest_folder(root / product.optimize.calibration_texts, ignore=NOTES)
         shared = {
@@ -84,7 +85,7 @@ class TextKind:
             if any(isinstance(step, WeightStep) for step in candidate.steps):
                 optimize[name] |= {"optimize": product.optimize.model_dump(mode="json"), "calibration_texts": texts}
             if candidate.speculative and candidate.speculative.draft:
-                optimize[name]["draft"] = digest_checkpoint(root / candidate.speculative.draft)
+                optimize[name]["draft"] = digest_watched(candidate.speculative.draft, root)
             evaluate[name] = shared | {"engine": candidate.engine.model_dump(mode="json")}
             evaluate[name] |= {"trace": True} if candidate.trace else {}
         work = product.benchmark.model_dump(mode="json", exclude={"max_slowdown"})  # the limit is the gate's

@@ -1,5 +1,7 @@
 """Open, check and describe a checkpoint: a Hugging Face folder with safetensors weights.
 
+A pinned model of a hub is such a folder once it is in the cache (`pipeline.running.hub`).
+
 Everything but the two loaders reads JSON and safetensors headers only, so settings can be checked
 against a checkpoint in milliseconds and without torch. The loaders use plain transformers, as does
 the embedded engine, so what they refuse could not be served either.
@@ -24,7 +26,8 @@ from pipeline.products.text.memory import read_available_mib
 from pipeline.records.digests import digest_files, digest_json
 from pipeline.records.evaluations import Checkpoint
 from pipeline.running.environment import count_memory_mib
-from pipeline.running.weight_files import TensorInfo, read_tensors
+from pipeline.running.weight_files import TensorInfo, read_tensor, read_tensors
+from pipeline.settings.hub_names import parse_pinned
 
 CONFIG_FILE = "config.json"
 FORMATS = ("dense", "compressed-tensors", "gptq", "awq")
@@ -42,6 +45,7 @@ _SIDE_TENSORS = (
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "embed_positions", "tok_embeddings")
 # (model_type, name in the file) -> name in memory; transformers renames when it loads and back when it saves
 _RENAMED_LAYERS = {("gpt_neox", "embed_out"): "lm_head"}
+_HEAD = "lm_head.weight"
 _TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 
 
@@ -67,16 +71,23 @@ def open_checkpoint(folder: Path) -> dict[str, TensorInfo]:
 
 
 def read_checkpoint(
-    folder: Path, *, root: Path, parent_digest: str | None = None, files: dict[str, str] | None = None
+    folder: Path,
+    *,
+    root: Path,
+    reference: str | None = None,
+    parent_digest: str | None = None,
+    files: dict[str, str] | None = None,
 ) -> Checkpoint:
     """Check a checkpoint and return its record.
 
-    `num_parameters` counts weights, not stored elements: a packed INT4 word is eight parameters,
-    scales and zero points are none. `dtype` is the float type that most bytes are stored in.
+    `num_parameters` counts weights, not stored elements: a packed INT4 word is eight parameters, scales and zero
+    points are none, and a head that is stored beside the embedding it shares counts once. `dtype` is the float type
+    that most bytes are stored in.
 
     Args:
         folder: the checkpoint.
         root: the project root, which `path` is relative to when the folder is inside it.
+        reference: how params.yaml names it; a pinned model keeps this name as its path.
         parent_digest: digest of the checkpoint that this one was made from.
         files: the digests of its files where they are known, as of `digest_files`.
     """
@@ -84,10 +95,9 @@ def read_checkpoint(
     if _tokenizer_size(folder) is None:
         _check_vocabulary(folder, len(load_tokenizer(folder)))
     config = read_config(folder)
-    absolute, base = folder.resolve(), root.resolve()
     files = digest_files(folder) if files is None else files
     return Checkpoint(
-        path=absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute),
+        path=reference if reference and parse_pinned(reference) else _name_folder(folder, root),
         kind=config["model_type"],
         format=detect_format(folder, config, tensors),
         dtype=_main_dtype(tensors),
@@ -97,6 +107,11 @@ def read_checkpoint(
         files=files,
         parent_digest=parent_digest,
     )
+
+
+def _name_folder(folder: Path, root: Path) -> str:
+    absolute, base = folder.resolve(), root.resolve()
+    return absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else str(absolute)
 
 
 def layer_shapes(folder: Path) -> dict[str, tuple[int, int]]:
@@ -129,6 +144,25 @@ def tied_head(folder: Path) -> str | None:
     names = {name_layer(name.removesuffix(".weight"), config["model_type"]) for name in read_tensors(folder)}
     # architectures that tie by default leave the key out, and then there is no tensor for the head
     return "lm_head" if tied or (tied is None and "lm_head" not in names) else None
+
+
+def check_tied_head(folder: Path) -> None:
+    """Refuse a head that config.json ties to the embedding and the file gives other values: engines differ then.
+
+    Transformers unties the two, vLLM drops the head.
+
+    Raises:
+        CheckpointError: names both tensors.
+    """
+    tensors, config = read_tensors(folder), read_config(folder)
+    names = [name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in _TOKEN_EMBEDDINGS]
+    if not names or _HEAD not in tensors or not config.get("tie_word_embeddings"):
+        return
+    if not bool((read_tensor(folder, tensors[_HEAD], _HEAD) == read_tensor(folder, tensors[names[0]], names[0])).all()):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: tie_word_embeddings: expected {_HEAD!r} to equal {names[0]!r}, as it is true, "
+            "found other values: engines differ in which one they use; set it to false, or remove the tensor"
+        )
 
 
 def embedding_rows(folder: Path) -> int | None:
@@ -227,6 +261,7 @@ def load_model(folder: Path, *, dtype: str, device: str | None = None) -> Any:
                 dtype=dtype,
                 device_map=None if device is None else {"": device},
                 local_files_only=True,
+                trust_remote_code=False,  # without it transformers asks at the terminal
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below; its own error only points at a table on stderr
@@ -249,7 +284,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged files surface as bare Exception from the tokenizer library
         raise CheckpointError(f"{folder}: transformers can't load the tokenizer: {_one_line(error)}") from error
 
@@ -363,7 +398,7 @@ def _count_parameters(tensors: dict[str, TensorInfo], config: dict[str, Any]) ->
     for name, info in tensors.items():
         if name.endswith(_PACKED):
             total += info.num_bytes * 8 // bits
-        elif not name.endswith(_SIDE_TENSORS):
+        elif not (name.endswith(_SIDE_TENSORS) or (name == _HEAD and config.get("tie_word_embeddings"))):
             total += info.num_elements
     return total
 

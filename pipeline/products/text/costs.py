@@ -31,6 +31,7 @@ from pipeline.products.text.settings import (
 from pipeline.records.evaluations import Evaluation
 from pipeline.records.record_files import read_record
 from pipeline.running.environment import Machine
+from pipeline.running.hub import locate_checkpoint
 
 _TOKEN_CHARACTERS = 4  # of a case as JSON
 _GIB = 1 << 30
@@ -94,12 +95,17 @@ def plan_costs(product: TextProduct, root: Path, machine: Machine, *, build: Pat
         costs.append(
             Cost(
                 candidate=name,
-                build_minutes=sum(_guess_step(root / candidate.checkpoint, step, speed) for step in steps) / 60,
+                build_minutes=sum(
+                    _guess_step(locate_checkpoint(candidate.checkpoint, root), step, speed) for step in steps
+                )
+                / 60,
                 minutes=minutes,
                 source=source,
                 host_gib=peaks["host"] / 1024,
                 card_gib=peaks["GPU"] / 1024,
-                disk_gib=count_output_bytes(root / candidate.checkpoint, steps[-1]) / _GIB if steps else 0.0,
+                disk_gib=count_output_bytes(locate_checkpoint(candidate.checkpoint, root), steps[-1]) / _GIB
+                if steps
+                else 0.0,
             )
         )
     return costs
@@ -127,7 +133,7 @@ def _plan_evaluation(name: str, product: TextProduct, root: Path, build: Path, s
 
 
 def _count_weight_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> int:
-    tensors, config = read_folder(root / candidate.checkpoint)
+    tensors, config = read_folder(locate_checkpoint(candidate.checkpoint, root))
     return count_load_bytes(tensors, config, dtype=product.serving.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Draft models for speculative decoding, as files: does a draft fit its target, and did it change?
+"""Draft models for speculative decoding, as files: does a draft fit its target?
 
 Not covered: a draft with another tokenizer than the target's.
 """
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from pipeline.errors import CheckpointError
 from pipeline.products.text.checkpoints import embedding_rows
-from pipeline.products.text.settings import TextProduct
-from pipeline.records.digests import digest_checkpoint, digest_file
+from pipeline.records.digests import digest_file
 
 TOKENIZER = "tokenizer.json"
 
@@ -37,9 +36,3 @@ def check_draft(draft: Path, *, target: Path) -> None:
             f"{draft}: expected an embedding of {expected} tokens, as the target has, got {rows}; "
             "use a draft of the same vocabulary"
         )
-
-
-def digest_drafts(product: TextProduct, root: Path) -> dict[str, str]:
-    """Return the digest of each candidate's draft model, empty where it has none: DVC watches these."""
-    steps = {name: candidate.speculative for name, candidate in product.candidates.items()}
-    return {name: digest_checkpoint(root / step.draft) if step and step.draft else "" for name, step in steps.items()}

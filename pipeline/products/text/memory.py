@@ -26,6 +26,7 @@ from pipeline.products.text.footprint import (
 )
 from pipeline.products.text.settings import AwqStep, CandidateSettings, TextProduct, WeightStep
 from pipeline.running.environment import Machine
+from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import TensorInfo, read_tensors
 
 _PROCESS_MIB = 700  # a Python process with torch and transformers imported
@@ -91,7 +92,7 @@ def _plan_serving(
 ) -> list[MemoryNeed]:
     serving, engine, draft = product.serving, candidate.engine, candidate.speculative and candidate.speculative.draft
     item_bytes = TYPE_BYTES[serving.dtype]
-    loaded = [read_folder(root / folder) for folder in (candidate.checkpoint, draft) if folder]
+    loaded = [read_folder(locate_checkpoint(folder, root)) for folder in (candidate.checkpoint, draft) if folder]
     weights = sum(count_load_bytes(*one, dtype=serving.dtype, keeps_packed=not engine.is_embedded) for one in loaded)
     requests, length = serving.concurrency, serving.context_length
     cache = sum(
@@ -127,7 +128,7 @@ def _plan_serving(
 
 
 def _plan_quantising(name: str, checkpoint: str, step: WeightStep, root: Path, *, has_gpu: bool) -> list[MemoryNeed]:
-    tensors, config = read_folder(root / checkpoint)
+    tensors, config = read_folder(locate_checkpoint(checkpoint, root))
     text, linears = config.get("text_config") or config, find_block_linears(tensors)
     item_bytes = max((STORED_BYTES.get(info.dtype, 0) for info in tensors.values()), default=2)
     widest = max((info.shape[1] for info in linears.values()), default=0)

@@ -23,6 +23,7 @@ from pipeline.evalsets.checks import check_buckets, load_kind
 from pipeline.products.text.checkpoints import CONFIG_FILE, open_checkpoint, read_config, read_json
 from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.layers import check_rank, plan_folder
+from pipeline.products.text.own_code import check_own_code
 from pipeline.products.text.serving.vllm_config import build_speculative_config, check_config, check_options
 from pipeline.products.text.settings import (
     Calibration,
@@ -37,6 +38,7 @@ from pipeline.products.text.settings import (
     WeightStep,
 )
 from pipeline.records.speculation import SpeculativeConfig
+from pipeline.running.hub import locate_checkpoint
 from pipeline.settings.base import describe_yaml_error
 from pipeline.settings.yaml_files import check_extent, read_text
 
@@ -70,10 +72,10 @@ def check_text(product: TextProduct, root: Path) -> None:
 def _check_candidate(
     where: str, candidate: CandidateSettings, calibration: Card, root: Path, check_folder: Callable[[Path, bool], None]
 ) -> None:
-    folder = root / candidate.checkpoint
-    if not folder.is_dir():
-        raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
     try:
+        folder = locate_checkpoint(candidate.checkpoint, root)
+        if not folder.is_dir():
+            raise SettingsError(f"{where}.checkpoint: expected a checkpoint folder, found none at {str(folder)!r}")
         check_folder(folder, not candidate.engine.is_attached)
     except CheckpointError as error:
         raise SettingsError(f"{where}.checkpoint: {error}") from None
@@ -113,6 +115,7 @@ def _check_folder(folder: Path, product: TextProduct, is_served: bool) -> None:
             "found neither; name the one that the model was trained with"
         )
     if is_served:
+        check_own_code(folder)
         _check_context(folder, product)
     if is_served and product.chat_evals:
         _check_chat_template(folder, tokenizer)
@@ -186,7 +189,7 @@ def _check_folders(step: Step, folder: Path, root: Path) -> None:
     if isinstance(step, Int4Step):
         check_rank(plan_folder(folder, step), step.calibration.num_samples * step.calibration.max_tokens)
     elif isinstance(step, SpeculativeStep) and step.draft is not None:
-        check_draft(root / step.draft, target=folder)
+        check_draft(locate_checkpoint(step.draft, root), target=folder)
 
 
 def _check_eval(load: Load, where: str, settings: EvalSettings, root: Path) -> Evalset | None:

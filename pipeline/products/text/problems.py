@@ -19,6 +19,7 @@ from pipeline.products.text.settings import (
     WeightStep,
 )
 from pipeline.settings.base import find_metric_problems, find_product_problems
+from pipeline.settings.hub_names import find_unpinned
 
 TRANSFORMERS_METHODS = ("draft_model", "prompt_lookup")
 # ways of verifying drafts that keep a token only when it is the target's own, or drawn as the target would draw it
@@ -145,6 +146,8 @@ def _speculative_problems(step: SpeculativeStep, engine: EngineSettings, later: 
         problems.append(".draft: expected the draft model's checkpoint folder for method draft_model, found none")
     if step.method == "prompt_lookup" and step.draft is not None:
         problems.append(f".draft: expected none for method prompt_lookup, got {step.draft!r}; remove it")
+    if step.draft is not None and (problem := find_unpinned(step.draft)):
+        problems.append(f".draft: {problem}")
     if engine.is_embedded and step.method not in TRANSFORMERS_METHODS:
         problems.append(
             f".method: expected one of {', '.join(TRANSFORMERS_METHODS)} for engine transformers, got "

@@ -68,7 +68,7 @@ class SpeculativeStep(Settings):
 
     kind: Literal["speculative"]
     method: str  # "draft_model", "prompt_lookup", or another one that the engine knows
-    draft: str | None = None  # checkpoint folder of the draft model
+    draft: str | None = None  # checkpoint of the draft model: a folder, or hf://ORG/NAME@REVISION
     num_speculative_tokens: int = Field(ge=1, le=16)  # drafted per target forward pass
     min_acceptance: float | None = Field(default=None, gt=0, le=1)  # of the drafted tokens; below it fails
     options: dict[str, Any] = {}  # further ones of the method, as the engine spells them
@@ -154,7 +154,7 @@ EngineSettings = Annotated[TransformersEngine | VllmEngine | OpenaiEngine, Field
 class CandidateSettings(Settings):
     """A checkpoint, the steps that turn it into what would ship, and the engine that serves it."""
 
-    checkpoint: str
+    checkpoint: str  # a folder, or hf://ORG/NAME@REVISION
     steps: list[Step]
     engine: EngineSettings = TransformersEngine()
     exact: bool = False  # any answer of the canary that differs from the reference path's fails
@@ -298,6 +298,7 @@ class BenchmarkSettings(Settings):
 class TextProduct(Product):
     """A product of kind `text`: checkpoints of language models, served and asked."""
 
+    takes_hub_models = True
     kind: Literal["text"]
     optimize: OptimizeSettings
     candidates: dict[str, CandidateSettings] = Field(min_length=1)

@@ -19,8 +19,9 @@ from pipeline.products.vision.detection_settings import (
 )
 from pipeline.products.vision.files import read_config
 from pipeline.products.vision.settings import PrecisionStep, TilingStep, UpscalingEval, VisionProduct
-from pipeline.records.digests import digest_checkpoint, digest_file, digest_folder
+from pipeline.records.digests import digest_file, digest_folder
 from pipeline.running.environment import Machine
+from pipeline.running.kept_digests import digest_watched
 from pipeline.running.weight_files import read_tensors
 from pipeline.settings.metrics import AREAS
 
@@ -315,5 +316,5 @@ def digest_material(product: VisionProduct, root: Path) -> dict[str, Any]:
     return {
         "evalsets": folders,
         "adapter": digest_file(root / product.adapter),
-        "reference": digest_checkpoint(root / reference),
+        "reference": digest_watched(reference, root),
     }

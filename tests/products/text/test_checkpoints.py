@@ -15,6 +15,7 @@ import pytest
 from pipeline.errors import CheckpointError
 from pipeline.products.text.checkpoints import (
     check_memory,
+    check_tied_head,
     estimate_load_bytes,
     layer_shapes,
     load_model,
@@ -246,3 +247,63 @@ def test_index_that_names_the_wrong_shard_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="expected tensor"):
         read_tensors(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    """The index names one of them, and not every loader asks it."""
+    from safetensors.torch import load_file, save_file
+
+    folder = write_tiny_llama(tmp_path / "sharded", max_shard_size="300KB")
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    tensors = load_file(first)
+    name = next(iter(load_file(second)))
+    save_file(tensors | {name: load_file(second)[name] + 1}, first, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"expected tensor '{name}' in one shard, found it in '{first.name}'"):
+        read_tensors(folder)
+
+
+def test_a_wrong_total_size_in_the_index_changes_nothing(tmp_path: Path) -> None:
+    """Many a tool writes that of another number format, and no loader reads it."""
+    folder = write_tiny_llama(tmp_path / "sharded", max_shard_size="300KB")
+    before = read_checkpoint(folder, root=tmp_path)
+    edit_json(folder / "model.safetensors.index.json", metadata={"total_size": 1})
+    after = read_checkpoint(folder, root=tmp_path)
+    assert (after.num_bytes, after.num_parameters) == (before.num_bytes, before.num_parameters)
+
+
+def test_several_types_in_one_file_are_read_and_loaded_as_stored(folder: Path) -> None:
+    """Norms are often kept in float32 beside weights in bfloat16; the main type is that of most bytes."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {name: t if "norm" in name else t.to(torch.bfloat16) for name, t in tensors.items()}
+    save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_json(folder / "config.json", dtype="bfloat16")
+    record = read_checkpoint(folder, root=folder.parent)
+    num_bytes = sum(t.numel() * t.element_size() for t in mixed.values())
+    assert (record.dtype, record.num_bytes) == ("bfloat16", num_bytes)
+    assert record.num_parameters == sum(t.numel() for t in tensors.values())
+    assert {info.dtype for info in open_checkpoint(folder).values()} == {"BF16", "F32"}
+    # as transformers does: one type for all, of config.json
+    assert {parameter.dtype for parameter in load_model(folder, dtype="auto").parameters()} == {torch.bfloat16}
+
+
+def test_a_tied_head_in_the_file_counts_once_and_must_equal_the_embedding(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = write_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    alone = read_checkpoint(folder, root=tmp_path)
+    check_tied_head(folder)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert read_checkpoint(folder, root=tmp_path).num_parameters == alone.num_parameters
+    assert sum(p.numel() for p in load_model(folder, dtype="auto").parameters()) == alone.num_parameters
+    check_tied_head(folder)
+    head[0, 0] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"expected 'lm_head\.weight' to equal 'model\.embed_tokens\.weight'"):
+        check_tied_head(folder)
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    check_tied_head(folder)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pipeline.products.text.preflight
 from pipeline.errors import EvalsetError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
 from pipeline.products.params import choose_product, load_params, parse_params
+from pipeline.products.text.checkpoints import load_model, load_tokenizer
 from pipeline.products.text.preflight import check_text
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.digests import digest_file
@@ -224,10 +226,52 @@ def test_a_mixture_of_experts_can_be_no_input_of_a_quantising_step(project: Path
     tensors[name] = tensors.pop("model.layers.0.mlp.up_proj.weight")
     save_file(tensors, copied / "model.safetensors")
     assert refusal(project, "candidates//int4//checkpoint", str(copied)) == (
-        f"candidates.int4.steps.0: {copied}: expected a model without experts, found {name!r}; a mixture of experts "
-        "can't be quantised here: use it with `steps: []`"
+        f"candidates.int4.steps.0: {copied}: expected a model without experts, got model type 'llama' with {name!r}: "
+        "experts can't be quantised here; serve and compare it with `steps: []`, or bring a folder that llm-compressor "
+        "has quantised"
     )
     check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "changes", "message"),
+    [
+        (
+            "config.json",
+            {"AutoConfig": "configuration_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"},
+            {"model_type": "evil"},
+            "config.json: expected a model type that transformers {version} has, got 'evil', which needs "
+            "trust_remote_code to run modeling_evil.Evil: ",
+        ),
+        (
+            "tokenizer_config.json",
+            {"AutoTokenizer": ["tokenization_evil.EvilTokenizer", None]},
+            {"tokenizer_class": "EvilTokenizer"},
+            "tokenizer_config.json: expected a tokenizer that transformers {version} has, got 'EvilTokenizer', which "
+            "needs trust_remote_code to run ['tokenization_evil.EvilTokenizer', None]: ",
+        ),
+    ],
+)
+def test_code_of_a_checkpoint_is_refused_and_never_run(
+    project: Path, copied: Path, file: str, code: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    """Whoever loads it would run what anybody wrote there."""
+    for module in ("configuration_evil", "modeling_evil", "tokenization_evil"):
+        (copied / f"{module}.py").write_text("raise SystemExit('it ran')")
+    edit_json(copied / "config.json", model_type="evil")  # no type of a tokenizer either
+    edit_json(copied / file, auto_map=code, **changes)
+    said = refusal(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+    assert said.startswith(f"candidates.plain.checkpoint: {copied}/{message.format(version=version('transformers'))}")
+    attached = {"engine": {"kind": "openai", "base_url": "http://127.0.0.1:1/v1", "model": "evil"}}
+    check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []} | attached)
+
+
+def test_code_beside_a_type_of_the_library_is_not_needed(project: Path, copied: Path) -> None:
+    """Many checkpoints still name the code that they had before transformers took it over."""
+    edit_json(copied / "config.json", auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
+    edit_json(copied / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_llama.Llama", None]})
+    check(project, "candidates//plain", {"checkpoint": str(copied), "steps": []})
+    assert load_model(copied, dtype="float32") and load_tokenizer(copied)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from pipeline.errors import CheckpointError, EngineError
 from pipeline.products.params import get_product, load_params, parse_params
-from pipeline.products.text.drafts import digest_drafts
+from pipeline.products.text import TextKind
 from pipeline.products.text.memory import estimate_needs
 from pipeline.products.text.optimize.candidate import build_candidate
 from pipeline.products.text.preflight import check_text
@@ -146,9 +146,10 @@ def test_a_draft_of_another_tokenizer_is_not_built(project: Path) -> None:
 
 
 def test_dvc_sees_the_draft_of_each_candidate_and_of_no_other(project: Path) -> None:
-    digests = digest_drafts(make_params("draft"), project)
-    assert digests.pop("fast") == digest_checkpoint(project / "draft")
-    assert digests and set(digests.values()) == {""}
+    (project / "evalsets").symlink_to(ROOT / "evalsets")
+    inputs = dict(TextKind().list_inputs(make_params("draft"), project).optimize)
+    assert inputs.pop("fast")["draft"] == digest_checkpoint(project / "draft")
+    assert inputs and not [name for name, watched in inputs.items() if "draft" in watched]
 
 
 def test_memory_counts_the_draft_and_no_quantising(project: Path) -> None:

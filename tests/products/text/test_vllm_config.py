@@ -110,6 +110,14 @@ def test_an_option_that_names_a_file_is_refused() -> None:
     check_options({"generation-config": "vllm"}, where="candidates.a")
 
 
+def test_code_of_a_checkpoint_is_not_run_there_either() -> None:
+    with pytest.raises(
+        SettingsError, match=r"engine\.options\.trust-remote-code: expected none, as code of a checkpoint"
+    ):
+        check_options({"trust-remote-code": True}, where="candidates.a")
+    check_options({"trust-remote-code": False}, where="candidates.a")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -42,6 +42,7 @@ from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evalua
 from pipeline.records.files import replace_folder, write_text
 from pipeline.records.record_files import read_record, write_cases, write_record
 from pipeline.records.speculation import sum_speculation
+from pipeline.running.hub import locate_checkpoint
 from pipeline.running.journal import Journal, lock_journals
 from pipeline.running.stage_code import digest_code
 from pipeline.running.tracing import TRACES, tolerate_failure
@@ -290,7 +291,7 @@ def _make_context(
         evalset=job.evalset,
         client=client,
         journal=journal,
-        checkpoint=root / candidate.checkpoint.path,
+        checkpoint=locate_checkpoint(candidate.checkpoint.path, root),
         folder=folder,
         concurrency=candidate.serving.concurrency * len(engine.base_urls),
         max_tokens=candidate.serving.max_tokens,

@@ -31,6 +31,7 @@ from pipeline.products.text.serving_config import read_candidate
 from pipeline.products.text.settings import TextProduct
 from pipeline.records.evaluations import OUTGROWN, Candidate
 from pipeline.records.verdicts import Comparison, Metric
+from pipeline.running.hub import locate_checkpoint
 
 
 class TextAuditor(Auditor[TextProduct]):
@@ -47,7 +48,7 @@ class TextAuditor(Auditor[TextProduct]):
         check_checkpoint(candidate, product, root)
         drafts = candidate.serving.speculative
         if drafts and drafts.draft_path and drafts.draft_digest:
-            check_files(root / drafts.draft_path, drafts.draft_digest, {})
+            check_files(locate_checkpoint(drafts.draft_path, root), drafts.draft_digest, {})
 
     def audit_side(self, findings: CandidateFindings, evidence: Evidence, product: TextProduct) -> None:
         """Add what one candidate's records say of its endpoint."""

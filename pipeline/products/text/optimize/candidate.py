@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.errors import CheckpointError, SettingsError
 from pipeline.evalsets.cards import Evalset, load_evalset
-from pipeline.products.text.checkpoints import check_kernels, open_checkpoint, read_checkpoint
+from pipeline.products.text.checkpoints import check_kernels, check_tied_head, open_checkpoint, read_checkpoint
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.optimize.registry import STEPS
 from pipeline.products.text.settings import Step, TextProduct, WeightStep
@@ -24,6 +24,7 @@ from pipeline.records.digests import digest_files
 from pipeline.records.evaluations import BuiltCandidate, Checkpoint
 from pipeline.records.files import replace_folder
 from pipeline.records.record_files import write_record
+from pipeline.running.hub import locate_checkpoint
 from pipeline.running.phases import Phases, format_phases
 from pipeline.running.weight_files import check_finite, iterate_weights
 
@@ -70,13 +71,14 @@ def read_library_versions() -> dict[str, str]:
 
 def _build(name: str, product: TextProduct, working: Path, target: Path, *, root: Path) -> BuiltCandidate:
     settings = product.candidates[name]
-    source = root / settings.checkpoint
+    source = locate_checkpoint(settings.checkpoint, root)
+    check_tied_head(source)
     weight_steps = [step for step in settings.steps if isinstance(step, WeightStep)]
     if weight_steps:
         made, results = _rewrite_weights(weight_steps, source, product, working=working, root=root)
         checkpoint = made.model_copy(update={"path": (target / "checkpoint").relative_to(root).as_posix()})
     else:
-        checkpoint = read_checkpoint(source, root=root)
+        checkpoint = read_checkpoint(source, root=root, reference=settings.checkpoint)
         if settings.engine.is_embedded:
             check_kernels(source)
         check_finite(iterate_weights(source), where=source)

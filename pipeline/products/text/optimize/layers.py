@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import QuantizationError
 from pipeline.products.text.checkpoints import detect_format, layer_shapes, read_config, tied_head
@@ -47,18 +48,28 @@ def plan_folder(folder: Path, step: Int4Step) -> LayerPlan:
 
 def check_source(folder: Path) -> None:
     """Refuse a checkpoint that is already quantised, or that mixes experts."""
-    tensors = read_tensors(folder)
-    weight_format = detect_format(folder, read_config(folder), tensors)
+    config, tensors = read_config(folder), read_tensors(folder)
+    weight_format = detect_format(folder, config, tensors)
     if weight_format != "dense":
         raise QuantizationError(
             f"{folder}: already quantised as {weight_format!r}; quantise the original, or use it with `steps: []`"
         )
     # transformers stacks the experts into one tensor, which holds no linear layer for the library to find
-    if expert := next((name for name in tensors if ".experts." in name), None):
+    if experts := _find_experts(config, tensors):
         raise QuantizationError(
-            f"{folder}: expected a model without experts, found {expert!r}; a mixture of experts can't be quantised "
-            "here: use it with `steps: []`"
+            f"{folder}: expected a model without experts, got model type {config['model_type']!r} with {experts}: "
+            "experts can't be quantised here; serve and compare it with `steps: []`, or bring a folder that "
+            "llm-compressor has quantised"
         )
+
+
+def _find_experts(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
+    """Name the setting or the tensor that shows a mixture of experts; None: there is none."""
+    for part in (config, config.get("text_config") or {}):  # of a composite model
+        for key, value in part.items():
+            if "experts" in key and isinstance(value, int) and value > 1:
+                return f"{key} {value}"
+    return next((repr(name) for name in tensors if ".experts." in name), None)
 
 
 def plan_layers(shapes: Mapping[str, tuple[int, int]], step: Int4Step, *, tied_head: str | None = None) -> LayerPlan:

@@ -17,6 +17,7 @@ from pipeline.products.text.drafts import check_draft
 from pipeline.products.text.optimize.quantize import StepResult
 from pipeline.products.text.settings import SpeculativeStep
 from pipeline.records.speculation import SpeculativeConfig
+from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import check_finite, iterate_weights
 
 
@@ -25,17 +26,17 @@ def run_speculative(source: Path, *, step: SpeculativeStep, root: Path) -> StepR
 
     Args:
         source: the target's checkpoint.
-        step: method, number of drafted tokens and the draft's folder.
-        root: project root, which the draft's folder is relative to.
+        step: method, number of drafted tokens and the draft's checkpoint.
+        root: project root, which a folder is relative to.
 
     Raises:
         CheckpointError: the draft is broken or does not speak the target's tokens.
     """
     config = SpeculativeConfig(method=step.method, num_tokens=step.num_speculative_tokens, options=step.options)
     if step.draft is not None:
-        folder = root / step.draft
+        folder = locate_checkpoint(step.draft, root)
         check_draft(folder, target=source)
-        draft = read_checkpoint(folder, root=root)
+        draft = read_checkpoint(folder, root=root, reference=step.draft)
         check_finite(iterate_weights(folder), where=folder)
         config = config.model_copy(update={"draft_digest": draft.digest, "draft_path": draft.path})
     # the threshold is the gate's: another one must not make the candidate be evaluated again

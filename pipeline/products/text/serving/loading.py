@@ -69,8 +69,8 @@ def load_candidate(
 
     Raises:
         CheckpointError: the checkpoint or the draft can't be loaded.
-        EngineError: its own generation settings change greedy answers, its context is too short, or the cache of
-            one context does not fit.
+        EngineError: its own generation settings change greedy answers, its context is too short, transformers can't
+            run it with the attention that was asked for, or the cache of one context does not fit.
     """
     import torch
 
@@ -85,7 +85,7 @@ def load_candidate(
         check_room(folder, estimate_load_bytes(folder, dtype=asked.dtype), read_device(kind, num_sharing))
     model = load_model(folder, dtype=asked.dtype).to(kind)
     check_context(model.config, asked.context_length)
-    model.set_attn_implementation(asked.attention)
+    _set_attention(model, asked.attention)
     tokenizer = load_tokenizer(folder)
     model.generation_config = greedy_config(model, tokenizer)
     with torch.inference_mode():
@@ -121,11 +121,21 @@ def load_candidate(
     return LoadedModel(candidate.name, model, scorer, tokenizer, serving, facts, config, batching, draft)
 
 
+def _set_attention(model: Any, attention: str) -> None:
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError:
+        raise EngineError(
+            f"{model.name_or_path}: expected a model that transformers can run with {attention} attention, got "
+            f"{type(model).__name__}, which it can't; name engine vllm"
+        ) from None
+
+
 def _load_draft(folder: Path, asked: ServingConfig, tokenizer: Any) -> Any:
     from pipeline.products.text.serving.packed_linear import pack_linear_layers
 
     draft = load_model(folder, dtype=asked.dtype)
-    draft.set_attn_implementation(asked.attention)
+    _set_attention(draft, asked.attention)
     draft.generation_config = greedy_config(draft, tokenizer)
     pack_linear_layers([draft])
     return draft

@@ -51,8 +51,9 @@ class _Plan:
 
 def supports(config: Any) -> bool:
     """Return whether every layer of a model attends to its full past."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    return set(kinds) == {"full_attention"} and not getattr(config, "sliding_window", None)
+    text = config.get_text_config()  # of a composite model
+    kinds = getattr(text, "layer_types", None) or ["full_attention"]
+    return set(kinds) == {"full_attention"} and not getattr(text, "sliding_window", None)
 
 
 def register() -> None:

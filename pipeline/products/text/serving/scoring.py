@@ -3,7 +3,8 @@
 Sequences are packed into rows. A row is a tree one level deep: a prefix and the suffixes that
 follow it. The answers of a multiple-choice question share its text, for example. They are laid out one after
 another. Positions and an attention mask let a suffix see the prefix and itself only. A sequence
-that shares nothing is a row of its own and runs under the plain causal kernel.
+that shares nothing is a row of its own and runs under the plain causal kernel. So is every sequence of a model with
+sliding windows, whose layers need a mask each: they build it for plain rows themselves.
 
 Reports log-softmax of the raw logits in float32, as `model(...)` gives them: no sampling settings
 take part.
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from pipeline.products.text.serving.paged_attention import supports
 
 MIN_SHARED_TOKENS = 16  # a shorter common prefix does not pay for a mask
 MAX_ROW_TOKENS = 2048  # longest row that several sequences are packed into
@@ -66,18 +69,18 @@ def score_sequences(
     distinct = [list(ids) for ids in numbers]
     results: dict[int, SequenceScores] = {}
     with torch.inference_mode():
-        for rows in _batch_rows(_pack_rows(distinct), max_forward_tokens):
+        for rows in _batch_rows(_pack_rows(distinct, may_share=supports(model.config)), max_forward_tokens):
             results.update(_score_rows(model, rows, distinct, num_top))
     return [results[i] for i in wanted]
 
 
-def _pack_rows(sequences: list[list[int]]) -> list[_Row]:
+def _pack_rows(sequences: list[list[int]], *, may_share: bool) -> list[_Row]:
     order = sorted(range(len(sequences)), key=lambda i: sequences[i])
     rows, group, shared = [], [order[0]], len(sequences[order[0]])
     for index in order[1:]:
         common = _common_prefix(sequences[group[0]], sequences[index], shared)
         total = common + sum(len(sequences[i]) - common for i in [*group, index])
-        if common >= MIN_SHARED_TOKENS and 2 * common >= shared and total <= MAX_ROW_TOKENS:
+        if may_share and common >= MIN_SHARED_TOKENS and 2 * common >= shared and total <= MAX_ROW_TOKENS:
             group.append(index)
             shared = common
             continue

@@ -133,6 +133,11 @@ def check_options(options: Mapping[str, Any], *, where: str) -> None:
                 f"{where}.engine.options.{key}: expected no file beside the checkpoint, whose changes "
                 f"nobody would see, got {value!r}; put it into the checkpoint's folder"
             )
+        if key == "trust-remote-code" and value:
+            raise SettingsError(
+                f"{where}.engine.options.{key}: expected none, as code of a checkpoint is never run here, got "
+                f"{value!r}; remove it, or start that server yourself and name engine openai"
+            )
         if key in OWN_OPTIONS:
             raise SettingsError(
                 f"{where}.engine.options.{key}: expected an option that quantgate does not set itself; "

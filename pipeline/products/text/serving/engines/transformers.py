@@ -29,6 +29,7 @@ from pipeline.products.text.serving.engines.engine import (
 from pipeline.products.text.serving.engines.processes import ServerProcess, format_exit, spawn, stop
 from pipeline.records.evaluations import Candidate
 from pipeline.running.environment import find_gpus, read_torch_build
+from pipeline.running.hub import locate_checkpoint
 from pipeline.running.tracing import SUFFIX
 
 PROJECT = Path(__file__).resolve().parents[5]
@@ -126,8 +127,8 @@ def _spawn(
     speculative = candidate.serving.speculative
     config = json.dumps(
         {
-            "checkpoint_folder": str((root / candidate.checkpoint.path).resolve()),
-            "draft_folder": str((root / speculative.draft_path).resolve())
+            "checkpoint_folder": str(locate_checkpoint(candidate.checkpoint.path, root).resolve()),
+            "draft_folder": str(locate_checkpoint(speculative.draft_path, root).resolve())
             if speculative and speculative.draft_path
             else None,
             "num_sharing": place.num_sharing,

@@ -41,6 +41,8 @@ from pipeline.records.evaluations import Candidate
 from pipeline.records.files import write_text
 from pipeline.records.fingerprints import read_environment
 from pipeline.running.environment import read_hardware
+from pipeline.running.hub import locate_checkpoint
+from pipeline.settings.hub_names import parse_pinned
 
 STOP_TIMEOUT_S = 2 * keeper.TERMINATE_TIMEOUT_S
 POLL_S = 0.5
@@ -69,8 +71,9 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
             eval needs.
     """
     candidate, port = launch.candidate, _find_port(launch)
-    checkpoint = _digest(launch.root / candidate.checkpoint.path)
+    checkpoint = _digest(locate_checkpoint(candidate.checkpoint.path, launch.root))
     config = build_config(candidate, needs_scores=launch.needs_scores) | {"host": launch.host}
+    config = place_models(config, launch.root)
     check_config(config, version=str(candidate.serving.version), where=f"candidates.{candidate.name}")
     path = launch.logs / CONFIG_FILE
     write_text(path, render_config(config))
@@ -93,6 +96,16 @@ async def start(launch: ServerLaunch) -> AsyncIterator[Engine]:
         yield engine
     finally:
         stop_kept(process, STOP_TIMEOUT_S)
+
+
+def place_models(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Return a config that names the folders of pinned models: vLLM would look for them under other names."""
+    placed = dict(config)
+    if parse_pinned(str(config.get("model"))):
+        placed["model"] = str(locate_checkpoint(config["model"], root))
+    if drafts := config.get("speculative-config"):
+        placed["speculative-config"] = place_models(drafts, root)
+    return placed
 
 
 def _spawn(
@@ -146,12 +159,12 @@ async def _read_facts(client: Client, launch: ServerLaunch) -> dict[str, Any]:
     if method != rename_method(serving["speculative.method"]):
         serving["speculative.method"] = method
     if (draft := candidate.serving.speculative) and draft.draft_path:
-        serving["speculative.draft_digest"] = digest_checkpoint(launch.root / draft.draft_path)
+        serving["speculative.draft_digest"] = digest_checkpoint(locate_checkpoint(draft.draft_path, launch.root))
     return {
         "serving": serving,
         "libraries": {"vllm": version.split("+")[0]},
         "engine": resolved | await _read_kernels(client, candidate),
-        "sampling": read_sampling(launch.root / candidate.checkpoint.path, candidate.serving.options),
+        "sampling": read_sampling(locate_checkpoint(candidate.checkpoint.path, launch.root), candidate.serving.options),
         "environment": read_environment(os.environ | candidate.serving.environment)
         | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, launch.root)},
         "hardware": _read_hardware(resolved, system),
