@@ -73,6 +73,8 @@ def answer(path: str, body: dict[str, Any], config: dict[str, Any]) -> Any:
         return {"version": VERSION + "+cpu"}
     if path.startswith("/server_info"):
         return resolve(config)
+    if path == "/metrics":
+        return b"# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total 3.0\n"
     if path == "/collective_rpc":
         return {"results": [report_kernels(config)] * config.get("tensor-parallel-size", 1)}
     if path == "/tokenize":
