@@ -9,7 +9,7 @@ With `--speculation` the checkpoint is also served with a draft model and with p
 acceptance, and how many greedy answers differ from the same server's without drafts, beside how many differ when that
 one is asked twice.
 
-    python -m benchmarks.vllm_on_gpu CHECKPOINT --command /root/vllm-serve --version 0.26.0 [--int4 FOLDER]
+    python -m benchmarks.vllm_on_gpu CHECKPOINT --command vllm serve --version 0.26.0 [--int4 FOLDER]
         [--variants bf16 fp8 int4] [--draft FOLDER --speculation draft ngram] [--limit-s 540] --output FOLDER
 
 A start that fails costs its own row only. Not covered: several GPUs, sampling, quality (random weights have none).
