@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.products.text.checkpoints import read_json
+from pipeline.products.text.serving.client import Client
+from pipeline.products.text.settings import KERNEL_REPORT
 from pipeline.records.speculation import SpeculationCounts, SpeculativeConfig
 
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
@@ -59,6 +61,17 @@ def read_resolved(server_info: Mapping[str, Any]) -> dict[str, Any]:
         for key in keys
         if key in values
     }
+
+
+async def read_kernels(client: Client, server_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kernels that the workers of a running vLLM dispatched, where they were extended to say so."""
+    config = server_info.get("vllm_config")
+    parallel = config.get("parallel_config") if isinstance(config, Mapping) else None
+    if not isinstance(parallel, Mapping) or parallel.get("worker_extension_cls") != KERNEL_REPORT:
+        return {}
+    reports = (await client.call("/collective_rpc", {"method": "report_kernels"}))["results"]
+    alike = all(report == reports[0] for report in reports)
+    return {"kernels": reports[0] if alike else {f"worker {i}": report for i, report in enumerate(reports)}}
 
 
 def read_sampling(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
