@@ -9,7 +9,7 @@ With `--speculation` the checkpoint is also served with a draft model and with p
 acceptance, and how many greedy answers differ from the same server's without drafts, beside how many differ when that
 one is asked twice.
 
-    python -m benchmarks.vllm_on_gpu CHECKPOINT --command /root/vllm-serve --version 0.26.0 [--int4 FOLDER]
+    python -m benchmarks.vllm_on_gpu CHECKPOINT --command vllm serve --version 0.26.0 [--int4 FOLDER]
         [--variants bf16 fp8 int4] [--draft FOLDER --speculation draft ngram] [--limit-s 540] --output FOLDER
 
 A start that fails costs its own row only. Not covered: several GPUs, sampling, quality (random weights have none).
@@ -34,7 +34,6 @@ from benchmarks.vllm_runs import (
     make_prompts,
     measure_copy_gb_per_s,
     measure_speed,
-    read_drafts,
 )
 from pipeline.evalsets.cases import spread
 from pipeline.products.params import load_params
@@ -43,6 +42,7 @@ from pipeline.products.text.benchmark.prompts import load_prompts
 from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.serving.client import Reply
 from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.serving.vllm_facts import read_drafts
 from pipeline.products.text.settings import ResourceSettings, TextProduct, VllmEngine
 from pipeline.records.digests import digest_checkpoint
 from pipeline.records.evaluations import Candidate
@@ -145,7 +145,9 @@ async def measure(run: Run, arguments: argparse.Namespace, answers: dict[str, li
                 result["asked_twice"] = compare_answers(answers[run.name], await answer(client, prompts))
             elif run.plain in answers:
                 result["against_plain"] = compare_answers(answers[run.plain], answers[run.name])
-            result["drafts"] = await read_drafts(engine)
+        if run.speculative:
+            counts = read_drafts(await client.get_text("/metrics"), run.speculative)
+            result["drafts"] = counts and counts.model_dump() | {"acceptance": round(counts.acceptance_rate, 4)}
     result["seconds"] = round(time.monotonic() - start, 1)
     return result
 
@@ -193,7 +195,9 @@ def render(results: Sequence[dict[str, Any]], copy_gb_per_s: float | None) -> st
 
 async def run_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run one start after another until the time is over; write the results after each."""
-    begin, results, answers, text = time.monotonic(), [], {}, ""
+    begin, text = time.monotonic(), ""
+    results: list[dict[str, Any]] = []
+    answers: dict[str, list[Reply]] = {}
     copy_gb_per_s = measure_copy_gb_per_s()
     print(f"copy: {copy_gb_per_s} GB/s, {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
     for run in plan_runs(arguments):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import statistics
 import struct
 import subprocess
@@ -25,11 +24,6 @@ from pipeline.records.differences import classify_difference
 
 NUM_WORDS = 64  # of a prompt: random ones, so that none is in a cache of prompts
 ANSWER_TOKENS = 64  # of an answer that is compared with another path's
-_COUNTERS = {
-    "steps": "vllm:spec_decode_num_drafts_total",
-    "drafted": "vllm:spec_decode_num_draft_tokens_total",
-    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-}
 # 4 GiB there and back, best of 10: each byte is read once and written once
 _COPY = """
 import torch
@@ -106,23 +100,6 @@ def compare_answers(first: Sequence[Reply], second: Sequence[Reply]) -> dict[str
         "num_other_tokens": sum(a.token_ids != b.token_ids for a, b in pairs),
         "kinds": dict(sorted((str(kind), count) for kind, count in kinds.items())),
     }
-
-
-async def read_drafts(engine: Engine) -> dict[str, float]:
-    """Return the counters of speculation since the start; empty where nothing is drafted."""
-    async with aiohttp.ClientSession() as http, http.get(f"{engine.base_urls[0]}/metrics") as response:
-        return parse_drafts(await response.text())
-
-
-def parse_drafts(text: str) -> dict[str, float]:
-    """Read the counters of speculation from Prometheus text: drafted tokens, accepted ones, and the steps they took."""
-    totals = {
-        name: sum(float(v) for v in re.findall(rf"^{re.escape(counter)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
-        for name, counter in _COUNTERS.items()
-    }
-    if not totals["drafted"]:
-        return {}
-    return totals | {"acceptance": round(totals["accepted"] / totals["drafted"], 4)}
 
 
 def count_weight_bytes(folder: Path, *, linear_bytes: float | None = None) -> int:

@@ -12,20 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks import vllm_on_gpu
-from benchmarks.vllm_runs import compare_answers, count_weight_bytes, make_prompts, parse_drafts
+from benchmarks.vllm_runs import compare_answers, count_weight_bytes, make_prompts
 from pipeline.products.text.checkpoints import read_tensors
 from pipeline.products.text.serving.answers import Reply
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.paths import ROOT
-
-METRICS = """\
-# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{engine="0",model_name="a"} 10.0
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="a"} 40.0
-vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="a"} 10.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a"} 20.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a",position="0"} 9.0
-"""
 
 
 def arguments_of(folder: Path, **changes: Any) -> argparse.Namespace:
@@ -65,11 +56,6 @@ def make_reply(text: str, *ids: int) -> Reply:
         token_ids=ids,
         prompt_token_ids=(1,),
     )
-
-
-def test_drafts_are_counted_over_all_engines() -> None:
-    assert parse_drafts(METRICS) == {"steps": 10, "drafted": 50, "accepted": 20, "acceptance": 0.4}
-    assert parse_drafts("vllm:num_requests_running 1.0\n") == {}
 
 
 def test_answers_are_compared_by_tokens_and_by_kind() -> None:

@@ -39,7 +39,8 @@ def resolve(config: dict[str, Any]) -> dict[str, Any]:
             "cache_config": {"block_size": 128},
             "device_config": {"device": "cpu"},
             "parallel_config": {
-                "tensor_parallel_size": int(os.environ.get("FAKE_VLLM_TP", config.get("tensor-parallel-size", 1)))
+                "tensor_parallel_size": int(os.environ.get("FAKE_VLLM_TP", config.get("tensor-parallel-size", 1))),
+                "worker_extension_cls": config.get("worker-extension-cls", ""),
             },
             "speculative_config": speculative
             and {key: speculative[key] for key in ("num_speculative_tokens", "method")},
@@ -73,6 +74,8 @@ def answer(path: str, body: dict[str, Any], config: dict[str, Any]) -> Any:
         return {"version": VERSION + "+cpu"}
     if path.startswith("/server_info"):
         return resolve(config)
+    if path == "/metrics":
+        return b"# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total 3.0\n"
     if path == "/collective_rpc":
         return {"results": [report_kernels(config)] * config.get("tensor-parallel-size", 1)}
     if path == "/tokenize":

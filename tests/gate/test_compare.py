@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from pipeline.gate.statistics import proportion_bounds, sign_flip_p, sign_flip_t
 from pipeline.gate.verdicts import build_policy, is_blocking
 from pipeline.products import list_known_metrics
 from pipeline.products.text.findings.divergence import TopTokens, divergence_by_document, top_k_kl
+from pipeline.products.text.findings.speculation import check_speculation
 from pipeline.products.text.settings import CandidateSettings, OpenaiEngine, SpeculativeStep
 from pipeline.products.text.show.plots import plot_completion
 from pipeline.records.differences import first_difference
@@ -445,6 +447,22 @@ def test_speculation_that_was_not_what_was_asked_for_is_refused(
     verdict, _ = judge_speculation(build, min_acceptance)
     assert verdict.outcome == "refused"
     assert list_said(verdict)[0].startswith("refused: speculation of a: ") and said in list_said(verdict)[0]
+
+
+def test_the_totals_of_a_vllm_that_counts_no_drafts_by_request_will_do(tmp_path: Path) -> None:
+    build = tree(tmp_path, {"a": Behaviour()}, num_cases=400)
+    speculate(build, COUNTS, num_uncounted=7)
+    for name in read_record(build / "evaluations/a/evaluation.json", Evaluation).evals:
+        rewrite_records(build, "a", name, lambda records: [r.model_copy(update={"speculation": None}) for r in records])
+    said = judge_speculation(build)[0]
+    assert "the evaluation's sum differs" in list_said(said)[0], "the embedded engine counts every request"
+    evidence: Any = SimpleNamespace(
+        candidate=SimpleNamespace(name="a", serving=SimpleNamespace(engine="vllm", speculative=SPECULATIVE)),
+        evaluation=SimpleNamespace(speculation=COUNTS),
+        records={},
+        problems=[],
+    )
+    assert check_speculation(evidence) == []
 
 
 def test_drafts_that_only_some_answers_counted_are_refused(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_its_workers_say_which_kernels_they_dispatched(root: Path) -> None:
     """The file of theirs is found where the command keeps PYTHONPATH."""
 
     async def look(engine: Engine, client: Client) -> dict[str, Any]:
+        assert (await client.get_text("/metrics")).endswith("vllm:generation_tokens_total 3.0\n")
         return engine.facts
 
     engine = VllmEngine(

@@ -35,13 +35,16 @@ from pipeline.products.text.evals.trace import trace_engine
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
+from pipeline.products.text.serving.vllm_config import counts_by_request
+from pipeline.products.text.serving.vllm_facts import read_drafts
 from pipeline.products.text.settings import EvalSettings, HarnessEval, TextProduct
 from pipeline.records.canary import CanaryFile, CanaryRecord, count_unstable, digest_behaviour
 from pipeline.records.digests import digest_file, digest_json, digest_text
 from pipeline.records.evaluations import Candidate, CaseRecord, EvalFile, Evaluation, format_failures, read_cases
 from pipeline.records.files import replace_folder, write_text
 from pipeline.records.record_files import read_record, write_cases, write_record
-from pipeline.records.speculation import sum_speculation
+from pipeline.records.serving import ServingConfig
+from pipeline.records.speculation import SpeculationCounts, sum_speculation
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.journal import Journal, lock_journals
 from pipeline.running.stage_code import digest_code
@@ -136,6 +139,9 @@ async def _evaluate(
                 records[job.name] = await _run_eval(job, candidate, engine, client, paths, root, watch)
         _check_judged(candidate.name, records)
         canary = await _run_canary(engine, client, prompts, plain, candidate, product)
+        speculation = sum_speculation(r.speculation for cases in records.values() for r in cases)
+        if speculation is None:
+            speculation = await _read_drafts(client, candidate.serving)
         seconds = round(time.monotonic() - start, 3)
         if is_traced:
             with tolerate_failure(candidate.name):
@@ -151,7 +157,7 @@ async def _evaluate(
         is_declared=engine.is_declared,
         config=_write_config(paths.folder, engine.config),
         canary=_write_canary(paths.folder, canary, product.canary.num_prompts),
-        speculation=sum_speculation(r.speculation for cases in records.values() for r in cases),
+        speculation=speculation,
         seconds=seconds,
     )
     write_record(paths.folder / "evaluation.json", evaluation)
@@ -159,6 +165,13 @@ async def _evaluate(
     shutil.rmtree(paths.journals, ignore_errors=True)
     shutil.copytree(paths.target, paths.last, ignore=shutil.ignore_patterns(TRACES))
     return evaluation
+
+
+async def _read_drafts(client: Client, serving: ServingConfig) -> SpeculationCounts | None:
+    """Return what a vLLM that counts no drafts by request counted over all requests since its start, else None."""
+    if serving.speculative is None or serving.engine != "vllm" or counts_by_request(str(serving.version)):
+        return None
+    return read_drafts(await client.get_text("/metrics"), serving.speculative)
 
 
 def _load_eval(name: str, settings: EvalSettings, candidate: Candidate, root: Path, code: str) -> _Eval:

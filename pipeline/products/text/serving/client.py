@@ -216,6 +216,12 @@ class Client:
         """Return the JSON of one GET request to the first server."""
         return await self._request(self._servers[0], "GET", path, None, lambda answer, _: answer)
 
+    async def get_text(self, path: str) -> str:
+        """Return the text of one GET request to the first server."""
+        return await self._request(
+            self._servers[0], "GET", path, None, lambda text, _: text, decode=lambda body: body.decode(errors="replace")
+        )
+
     async def call(self, path: str, body: dict[str, Any]) -> Any:
         """Return the JSON of one POST request to the first server."""
         return await self._request(self._servers[0], "POST", path, orjson.dumps(body), lambda answer, _: answer)
@@ -293,20 +299,29 @@ class Client:
         return await self._request(server, "POST", path, orjson.dumps(body), read_obedient)
 
     async def _request(
-        self, server: _Server, method: str, path: str, content: bytes | None, read: Callable[[Any, float], T]
+        self,
+        server: _Server,
+        method: str,
+        path: str,
+        content: bytes | None,
+        read: Callable[[Any, float], T],
+        *,
+        decode: Callable[[bytes], Any] = read_json,
     ) -> T:
         """Send a request until it succeeds, is refused, or the tries are used up; read (answer, seconds)."""
         server.num_waiting += 1
         try:
             async with server.places:
-                answer, latency = await self._try_repeatedly(server.url + path, method, content)
+                answer, latency = await self._try_repeatedly(server.url + path, method, content, decode)
             return read(answer, latency)
         except NonsenseError as error:
             raise EngineError(f"{server.url}{path}: {error}") from None
         finally:
             server.num_waiting -= 1
 
-    async def _try_repeatedly(self, url: str, method: str, content: bytes | None) -> tuple[Any, float]:
+    async def _try_repeatedly(
+        self, url: str, method: str, content: bytes | None, decode: Callable[[bytes], Any]
+    ) -> tuple[Any, float]:
         problem, num_timeouts, num_refusals = "", 0, 0
         for attempt in range(self._max_tries):
             wait = min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2**attempt) * random.uniform(0.5, 1.0)
@@ -317,7 +332,7 @@ class Client:
                 ) as response:
                     body = await response.read()
                 if response.status == 200:
-                    return read_json(body), time.perf_counter() - start
+                    return decode(body), time.perf_counter() - start
                 problem = f"HTTP {response.status}: {read_refusal(body)}"
                 if response.status not in _REPEATABLE:
                     raise RequestError(f"{url}: {problem}")

@@ -70,6 +70,12 @@ def build_config(candidate: Candidate, *, needs_scores: bool) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in lacking} | serving.options
 
 
+def counts_by_request(version: str) -> bool:
+    """Say whether a release counts the drafts of each request; one that was not recorded is taken to."""
+    taken = read_options(version)
+    return taken is None or "per-request-spec-decode-metrics" in taken
+
+
 def read_options(version: str) -> dict[str, Any] | None:
     """Return the options that a recorded release of vLLM takes, each with its JSON schema; None: not recorded."""
     path = SCHEMAS / f"vllm-{version}.json"

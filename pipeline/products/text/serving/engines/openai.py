@@ -15,7 +15,7 @@ from pipeline.errors import EngineError
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine, ServerLaunch, check_facts
 from pipeline.products.text.serving.readiness import check_context, probe
-from pipeline.products.text.serving.vllm_facts import read_resolved
+from pipeline.products.text.serving.vllm_facts import read_kernels, read_resolved
 from pipeline.products.text.settings import EvalSettings
 from pipeline.records.evaluations import Candidate
 from pipeline.records.fingerprints import SECTIONS
@@ -102,8 +102,9 @@ async def read_facts(client: Client) -> tuple[dict[str, Any], str]:
     if not (version := (await _get(client, "/version")).get("version")):
         return {}, ""
     facts: dict[str, Any] = {"libraries": {"vllm": str(version).split("+")[0]}}
-    if resolved := read_resolved(await _get(client, "/server_info?config_format=json")):
-        facts["engine"] = resolved
+    info = await _get(client, "/server_info?config_format=json")
+    if resolved := read_resolved(info):
+        facts["engine"] = resolved | await read_kernels(client, info)
     return facts, f"{DECLARED}, but for its version"
 
 

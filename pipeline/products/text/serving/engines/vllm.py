@@ -33,7 +33,7 @@ from pipeline.products.text.serving.vllm_config import (
     rename_method,
     render_config,
 )
-from pipeline.products.text.serving.vllm_facts import read_resolved, read_sampling
+from pipeline.products.text.serving.vllm_facts import read_kernels, read_resolved, read_sampling
 from pipeline.products.text.serving.vllm_worker import quantgate_kernels
 from pipeline.products.text.settings import KERNEL_REPORT_OPTION
 from pipeline.records.digests import digest_checkpoint, digest_files, digest_json
@@ -163,7 +163,7 @@ async def _read_facts(client: Client, launch: ServerLaunch) -> dict[str, Any]:
     return {
         "serving": serving,
         "libraries": {"vllm": version.split("+")[0]},
-        "engine": resolved | await _read_kernels(client, candidate),
+        "engine": resolved | await read_kernels(client, info),
         "sampling": read_sampling(locate_checkpoint(candidate.checkpoint.path, launch.root), candidate.serving.options),
         "environment": read_environment(os.environ | candidate.serving.environment)
         | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, launch.root)},
@@ -178,15 +178,6 @@ def _correct_sizes(options: Mapping[str, Any], resolved: Mapping[str, Any]) -> d
         if (size := resolved.get(key)) is not None and size != options.get(option, 1):
             corrected[option] = size
     return corrected
-
-
-async def _read_kernels(client: Client, candidate: Candidate) -> dict[str, Any]:
-    """Return the kernels that the workers dispatched, where they were extended to say so."""
-    if KERNEL_REPORT_OPTION not in candidate.serving.options:
-        return {}
-    reports = (await client.call("/collective_rpc", {"method": "report_kernels"}))["results"]
-    alike = all(report == reports[0] for report in reports)
-    return {"kernels": reports[0] if alike else {f"worker {i}": report for i, report in enumerate(reports)}}
 
 
 def _read_hardware(resolved: Mapping[str, Any], system: Mapping[str, Any]) -> dict[str, str]:
