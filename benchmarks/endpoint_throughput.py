@@ -1,13 +1,15 @@
 """Tokens a second through the embedded endpoint, against the library's continuous batching in a process of its own.
 
     python -m benchmarks.endpoint_throughput --checkpoint FOLDER [--dtype bfloat16] [--in-flight 64] [--tokens 128]
-        [--prompt-tokens 64] [--rounds 3] [--limit-s 180] [--library "use_cuda_graph=true,max_batch_tokens=512"]...
+        [--prompt-tokens 64] [--rounds 3] [--limit-s 180] [--choices 1000]
+        [--library "use_cuda_graph=true,max_batch_tokens=512"]...
 
 FOLDER is any checkpoint with a chat template, such as `benchmarks.language_models` writes. Both ways answer the same
 fresh prompts in each round, all of them in flight at once, each with exactly as many tokens. The first round warms up.
 `--library` names fields of transformers' ContinuousBatchingConfig, and `attention`; several may be given, in place of
 the three that are tried otherwise. A configuration that fails or takes longer than `--limit-s` is reported as such.
-`--endpoint` does the same for the endpoint: its settings `use_cuda_graph` and `max_batch_tokens`.
+`--endpoint` does the same for the endpoint: its settings `use_cuda_graph` and `max_batch_tokens`. `--choices` also
+scores so many answers, four to a question of `--prompt-tokens`, through the eval client, as an lm-eval task does.
 
 Prints the best round of each, the share of time in which the GPU was busy, and its memory. Ends with 1 when the
 endpoint gives less than `--floor` of the library's best configuration.
@@ -180,7 +182,7 @@ async def measure_endpoint(arguments: argparse.Namespace, settings: dict[str, An
         dtype=arguments.dtype,
         concurrency=arguments.in_flight,
         num_threads=arguments.threads,
-        context_length=arguments.prompt_tokens + arguments.tokens + 32,
+        context_length=arguments.prompt_tokens + max(arguments.tokens, 16) + 48,
         max_tokens=arguments.tokens,
         options=settings,
     )
@@ -208,7 +210,7 @@ async def measure_endpoint(arguments: argparse.Namespace, settings: dict[str, An
     rounds = []
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600)) as http,
-        start_engine(candidate, resources, evals=evals, root=folder.parent, logs=arguments.logs) as (engine, _),
+        start_engine(candidate, resources, evals=evals, root=folder.parent, logs=arguments.logs) as (engine, client),
     ):
         facts = engine.facts["engine"]
         print({key: facts[key] for key in ("attention", "use_cuda_graph", "use_async_batching", "max_batch_tokens")})
@@ -217,8 +219,24 @@ async def measure_endpoint(arguments: argparse.Namespace, settings: dict[str, An
             sampler, start = GpuSampler(), time.perf_counter()
             counts = await asyncio.gather(*(ask(http, engine.base_urls[0], text) for text, _ in prompts))
             rounds.append({"tokens_per_s": sum(counts) / (time.perf_counter() - start), **sampler.stop()})
+        if arguments.choices:
+            print(await score_choices(client, tokenizer, arguments), flush=True)
     name = "endpoint" + "".join(f", {key}={value}" for key, value in settings.items())
     return build_speed(name, rounds[1:])
+
+
+async def score_choices(client: Any, tokenizer: Any, arguments: argparse.Namespace) -> str:
+    """Score the answers to questions twice, and say how long the second time took."""
+    for seed in (100, 200):  # the first one loads kernels
+        questions = make_prompts(tokenizer, -(-arguments.choices // 4), arguments.prompt_tokens, seed)
+        generator = random.Random(seed)
+        choices = [[*ids, *generator.choices(ids, k=8)] for _, ids in questions for _ in range(4)]
+        sampler, start = GpuSampler(), time.perf_counter()
+        await client.score(choices, top_logprobs=1)
+        seconds, gpu = time.perf_counter() - start, sampler.stop()
+    num_tokens = sum(map(len, choices))
+    busy = "n/a" if gpu["busy"] is None else f"{gpu['busy']:.0%}"
+    return f"{len(choices)} choices of {num_tokens} tokens: {seconds:.2f} s, {num_tokens / seconds:.0f}/s, busy {busy}"
 
 
 def read_settings(text: str) -> dict[str, Any]:
@@ -263,6 +281,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=180)
     parser.add_argument("--floor", type=float, default=0.8)
+    parser.add_argument("--choices", type=int, default=0)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "endpoint-throughput")
     parser.add_argument("--library", type=read_settings, action="append")
     parser.add_argument("--endpoint", type=read_settings, action="append")

@@ -24,8 +24,12 @@ def main() -> int:
     """Write the schema of the installed release."""
     import vllm
     from vllm.config import SpeculativeConfig
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before 0.32
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
 
     version = vllm.__version__.split("+")[0]
     options = {

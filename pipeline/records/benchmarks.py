@@ -46,6 +46,7 @@ class Side(Record):
 
     fingerprint: str
     peak_memory_mib: float | None  # largest resident set (VmHWM) of its processes since they started; None: not ours
+    gpu_memory_mib: float | None = None  # that its processes held after the rounds; None: not known
     num_requests: int  # timed ones: each was compared with what was evaluated
     num_changed: int  # timed answers that neither start the evaluated one nor are started by it
     probes: tuple[Probe, ...]  # before the rounds, one request in flight

@@ -173,6 +173,8 @@ class Speed(Record):
     confidence: float  # of each interval
     reference_peak_memory_mib: float | None
     candidate_peak_memory_mib: float | None
+    reference_gpu_memory_mib: float | None = None
+    candidate_gpu_memory_mib: float | None = None
 
 
 class Verdict(Record):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -37,6 +38,9 @@ def resolve(config: dict[str, Any]) -> dict[str, Any]:
             "model_config": {"dtype": os.environ.get("FAKE_VLLM_DTYPE", f"torch.{config['dtype']}"), "seed": 0},
             "cache_config": {"block_size": 128},
             "device_config": {"device": "cpu"},
+            "parallel_config": {
+                "tensor_parallel_size": int(os.environ.get("FAKE_VLLM_TP", config.get("tensor-parallel-size", 1)))
+            },
             "speculative_config": speculative
             and {key: speculative[key] for key in ("num_speculative_tokens", "method")},
         },
@@ -69,6 +73,8 @@ def answer(path: str, body: dict[str, Any], config: dict[str, Any]) -> Any:
         return {"version": VERSION + "+cpu"}
     if path.startswith("/server_info"):
         return resolve(config)
+    if path == "/collective_rpc":
+        return {"results": [report_kernels(config)] * config.get("tensor-parallel-size", 1)}
     if path == "/tokenize":
         return {"tokens": [3, 4]}
     if path == "/v1/completions":
@@ -82,6 +88,13 @@ def answer(path: str, body: dict[str, Any], config: dict[str, Any]) -> Any:
         "metrics": count_drafts(config) if tokens == TOKENS else None,
         "usage": {"prompt_tokens": 2, "completion_tokens": len(tokens)},
     }
+
+
+def report_kernels(config: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Return what the worker's extension says: it must be importable by the name in the configuration."""
+    module, _, name = config["worker-extension-cls"].rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name).report_kernels)
+    return {"QKVParallelLinear": {"CompressedTensorsWNA16 MacheteLinearKernel": 2}}
 
 
 def score(body: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pipeline.products.text.checkpoints import read_checkpoint
 from pipeline.products.text.serving.client import Client
 from pipeline.products.text.serving.engines.engine import Engine
 from pipeline.products.text.serving.engines.registry import start_engine
-from pipeline.products.text.settings import EvalSettings, PerplexityEval, ToolCallsEval
+from pipeline.products.text.settings import EvalSettings, PerplexityEval, ToolCallsEval, VllmEngine
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
@@ -76,6 +76,20 @@ def test_a_started_vllm_is_asked_and_says_what_it_is(root: Path) -> None:
     assert engine.processes[0].popen.returncode is not None, "it is stopped"
 
 
+def test_its_workers_say_which_kernels_they_dispatched(root: Path) -> None:
+    """The file of theirs is found where the command keeps PYTHONPATH."""
+
+    async def look(engine: Engine, client: Client) -> dict[str, Any]:
+        return engine.facts
+
+    engine = VllmEngine(
+        kind="vllm", command=list(COMMAND), version="0.32.0", tensor_parallel_size=2, report_kernels=True
+    )
+    facts = with_engine(make_candidate(root, **engine.build_serving()), root, look)
+    assert facts["engine"]["kernels"] == {"QKVParallelLinear": {"CompressedTensorsWNA16 MacheteLinearKernel": 2}}
+    assert facts["serving"]["options"]["tensor-parallel-size"] == 2
+
+
 async def not_asked(engine: Engine, client: Client) -> None:
     raise AssertionError("must not come up")
 
@@ -106,6 +120,12 @@ async def not_asked(engine: Engine, client: Client) -> None:
             {},
             "serving.dtype: the candidate says 'float32', the server loaded 'bfloat16'",
             id="another-dtype",
+        ),
+        pytest.param(
+            {"environment": {"FAKE_VLLM_TP": "2"}},
+            {},
+            "serving.options.tensor-parallel-size: the candidate says 'nothing', the server loaded 2",
+            id="another-size",
         ),
         pytest.param(
             {"command": ("/nowhere/vllm", "serve")}, {}, "No such file or directory: '/nowhere/vllm'", id="no-program"

@@ -184,10 +184,11 @@ def test_what_can_change_an_answer_of_a_server_is_in_what_it_is_started_with() -
     """Too few: answers of another setting are judged. Too many: a setting that changes none costs every evaluation."""
     of_the_embedded_engine = {"use_cuda_graph", "max_batch_tokens"}
     assert ServingSettings.model_fields.keys() - of_the_embedded_engine <= ServingConfig.model_fields.keys()
-    values = {"use_cuda_graph": False, "max_batch_tokens": 256}
-    base = dict.fromkeys(("concurrency", "num_threads", "context_length", "max_tokens"), 16)
-    settings = ServingSettings(dtype="float32", continuous_batching=True, **base, **values)
-    assert settings.options == values
+    values = dict.fromkeys(ServingSettings.model_fields, 16)
+    settings = ServingSettings.model_validate(
+        values | {"dtype": "float32", "continuous_batching": True, "use_cuda_graph": False}
+    )
+    assert settings.options == {"use_cuda_graph": False, "max_batch_tokens": 16}
 
 
 @pytest.mark.parametrize(

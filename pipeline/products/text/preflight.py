@@ -92,7 +92,7 @@ def _check_candidate(
 def _check_vllm(where: str, engine: VllmEngine, step: SpeculativeStep | None) -> None:
     """Check the options that vLLM will be given against those of its release, as far as they are known by now."""
     check_options(engine.options, where=where)
-    config: dict[str, Any] = dict(engine.options)
+    config: dict[str, Any] = engine.build_serving()["options"]
     if step is not None:
         drafts = SpeculativeConfig(
             method=step.method, num_tokens=step.num_speculative_tokens, options=step.options, draft_path=step.draft

@@ -17,7 +17,7 @@ def serve(built: BuiltCandidate, product: TextProduct) -> Candidate:
     """Add the serving config: what all candidates share, and the engine of this one."""
     shared = product.serving.model_dump(include=set(ServingConfig.model_fields))
     engine = product.candidates[built.name].engine
-    shared |= {"engine": engine.kind, **engine.model_dump(exclude={"kind"})}
+    shared |= {"engine": engine.kind, **engine.build_serving()}
     if engine.is_embedded:
         shared["options"] = product.serving.options
     if built.speculative is not None:

@@ -86,6 +86,8 @@ class SpeculativeStep(Settings):
 
 Step = Annotated[GptqStep | AwqStep | SpeculativeStep, Field(discriminator="kind")]
 
+KERNEL_REPORT_OPTION = "worker-extension-cls"
+KERNEL_REPORT = "quantgate_kernels.KernelReport"  # in serving/vllm_worker, which vLLM's workers import
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 
@@ -99,6 +101,10 @@ class Engine(Settings):
 
     is_embedded: ClassVar[bool] = False
     is_attached: ClassVar[bool] = False
+
+    def build_serving(self) -> dict[str, Any]:
+        """Return what the engine adds to how a candidate is served, as `ServingConfig` names it."""
+        return self.model_dump(exclude={"kind"})
 
 
 class TransformersEngine(Engine):
@@ -116,6 +122,20 @@ class VllmEngine(Engine):
     version: str = Field(pattern=r"^\d+\.\d+\.\d+")  # the release it must be
     options: dict[str, Any] = {}  # of `vllm serve`, as its config file spells them
     environment: dict[str, str] = {}  # variables that it is started with
+    tensor_parallel_size: int = Field(default=1, ge=1)  # GPUs that share each layer
+    data_parallel_size: int = Field(default=1, ge=1)  # copies of the model behind one address
+    report_kernels: bool = False  # put the dispatched kernels into the fingerprint; the command must keep PYTHONPATH
+
+    def build_serving(self) -> dict[str, Any]:
+        """Return command, release and environment, and all that is asked for as options of `vllm serve`.
+
+        An option that asks for nothing is left out: the fingerprint of a candidate that sets none stays as it was.
+        """
+        sizes = {"tensor-parallel-size": self.tensor_parallel_size, "data-parallel-size": self.data_parallel_size}
+        options = self.options | {option: size for option, size in sizes.items() if size > 1}
+        if self.report_kernels:
+            options[KERNEL_REPORT_OPTION] = KERNEL_REPORT
+        return self.model_dump(include={"command", "version", "environment"}) | {"options": options}
 
 
 class OpenaiEngine(Engine):

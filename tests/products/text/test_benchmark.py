@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ import pytest
 
 from pipeline.errors import EngineError, EvidenceError, SettingsError
 from pipeline.products.text.benchmark import audits, matched_work, prompts
-from pipeline.products.text.benchmark.audits import read_peak_memory_mib
+from pipeline.products.text.benchmark.audits import read_gpu_memory_mib, read_peak_memory_mib
 from pipeline.products.text.benchmark.prefix_cache import NUM_PROBES
 from pipeline.products.text.benchmark.probes import find_own_start, read_text
 from pipeline.products.text.serving.client import Client
@@ -332,3 +333,16 @@ def test_memory_of_a_process_and_its_children_is_added_up() -> None:
     if alone is not None and family is not None:  # Linux tells
         assert alone > 1 and family > 1.7 * alone
     assert read_peak_memory_mib([]) is None
+
+
+def test_gpu_memory_is_that_of_our_processes_and_their_children() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        parent.stdout.readline()
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent.pid)], capture_output=True, text=True).stdout
+        rows = f"1, 900\n{parent.pid}, 16\n{listed.split()[0]}, 70000\n2, [N/A]\n"
+        assert read_gpu_memory_mib([parent.pid], query=lambda: rows) == 70016
+        assert read_gpu_memory_mib([parent.pid], query=lambda: "1, 900\n") is None, "it runs on no GPU"
+        parent.stdin.close()
+    assert read_gpu_memory_mib([], query=lambda: rows) is None

@@ -10,7 +10,7 @@ import pytest
 from pipeline.evalsets.cards import load_evalset
 from pipeline.evalsets.cases import spread
 from pipeline.products.text.evals.canary import pick_prompts
-from pipeline.products.text.findings.canary import describe_blind
+from pipeline.products.text.findings.canary import describe_batching, describe_blind
 from pipeline.products.text.settings import ToolCallsEval
 from tests.products.text.test_canary import judge
 from tests.products.text.test_evaluate import write_questions
@@ -62,3 +62,10 @@ def test_where_the_evals_have_no_more_cases_more_prompts_are_no_advice(tmp_path:
     said = describe_blind(canary, num_asked=100)
     assert "raise canary.num_prompts" not in said
     assert "the evals that chat have only 8 cases: add cases (14 do when the floor is none), or raise" in said
+
+
+def test_in_half_precision_the_report_says_what_batches_changed(tmp_path: Path) -> None:
+    canary = judge(tmp_path, {}, num_prompts=8).canary
+    assert canary is not None
+    assert describe_batching(canary, "float32") == ""
+    assert "Batches changed 0 of 8 canary answers" in describe_batching(canary, "bfloat16")

@@ -344,6 +344,16 @@ def test_the_report_shows_the_grid_and_says_where_it_was_measured(
     assert "sent once more, prompts have 0.30 (reference) and 0.30 (candidate) of their first TTFT" in report
 
 
+def test_gpu_memory_is_shown_where_there_is_a_gpu(build: Path) -> None:
+    assert MIXED.reference is not None and MIXED.candidate is not None
+    machine = HERE.model_copy(update={"gpus": ("G",)})
+    held = MIXED.candidate.model_copy(update={"gpu_memory_mib": 70016.0})
+    compared, _ = judge(build, MIXED.model_copy(update={"machine": machine, "candidate": held}))
+    assert "GPU memory that it held after the rounds: unknown → 70,016 MiB." in render_report(compared, machine)
+    _, run = build_runs(compared.judgement, build)
+    assert run.metrics["speed/gpu_memory_mib"] == 70016
+
+
 def test_a_machine_is_known_from_what_the_stage_env_wrote(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     assert read_machine(path) is None

@@ -13,7 +13,7 @@ from pipeline.errors import SettingsError
 from pipeline.products.params import get_product, parse_params
 from pipeline.products.text.preflight import check_text
 from pipeline.products.text.serving.vllm_config import build_config, check_config, check_options, render_config
-from pipeline.products.text.settings import TextProduct
+from pipeline.products.text.settings import TextProduct, VllmEngine
 from pipeline.records.evaluations import Candidate
 from pipeline.records.serving import ServingConfig
 from pipeline.records.speculation import SpeculativeConfig
@@ -44,6 +44,27 @@ def test_the_file_is_the_engines_own_with_its_nested_speculative_config() -> Non
     assert (read["max-model-len"], read["dtype"], read["enforce-eager"]) == (1024, "float32", True)
     assert read["fingerprint-value"] == make(context_length=1022, options={"enforce-eager": True}).fingerprint
     check(config)
+
+
+def test_a_release_is_not_asked_for_what_came_later() -> None:
+    config = build_config(make(version="0.26.0"), needs_scores=False)
+    assert "per-request-spec-decode-metrics" not in config and "fingerprint-value" in config
+    check(config, version="0.26.0")
+    assert "per-request-spec-decode-metrics" in build_config(make(version="0.99.0"), needs_scores=False)
+
+
+def test_how_many_gpus_is_asked_for_as_options_of_its_own() -> None:
+    engine = VllmEngine(kind="vllm", command=["vllm", "serve"], version="0.26.0", options={"max-num-seqs": 64})
+    plain = make(**engine.build_serving())
+    assert plain.serving.options == {"max-num-seqs": 64}, "the fingerprint of who sets none stays as it was"
+    wide = engine.model_copy(update={"tensor_parallel_size": 2, "data_parallel_size": 4, "report_kernels": True})
+    config = build_config(make(**wide.build_serving()), needs_scores=False)
+    assert (config["tensor-parallel-size"], config["data-parallel-size"]) == (2, 4)
+    assert config["worker-extension-cls"] == "quantgate_kernels.KernelReport"
+    assert make(**wide.build_serving()).fingerprint != plain.fingerprint
+    check(config, version="0.26.0")
+    with pytest.raises(SettingsError, match=r"options\.tensor-parallel-size: expected an option that"):
+        check_options({"tensor-parallel-size": 2}, where="candidates.a")
 
 
 def test_prompt_lookup_has_another_name_there_and_takes_options() -> None:

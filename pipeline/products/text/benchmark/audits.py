@@ -8,8 +8,10 @@ server's usage, which an attached server could misstate: a text too short for it
 from __future__ import annotations
 
 import re
+import shutil
 import statistics
-from collections.abc import Iterable, Sequence
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pipeline.errors import UnequalWorkError
@@ -17,6 +19,7 @@ from pipeline.products.text.benchmark.prompts import Plan, Prompt
 from pipeline.products.text.benchmark.streaming import TimedReply
 from pipeline.products.text.evals.calls import format_reply
 
+GPU_QUERY_TIMEOUT_S = 30
 _SHOWN = 60  # characters of an answer
 # of a stream that is decoded as it comes; no hardware decodes 20,000 tokens/s for one user, one buffer sends them so
 MIN_INTER_TOKEN_LATENCY_MS = 0.05
@@ -99,6 +102,34 @@ def read_peak_memory_mib(pids: Iterable[int]) -> float | None:
     except OSError:
         return None
     return round(sum(peaks) / 1024, 1) if peaks else None
+
+
+def read_gpu_memory_mib(pids: Iterable[int], *, query: Callable[[], str] | None = None) -> float | None:
+    """Return the GPU memory that processes and their descendants hold now, in MiB, summed over all GPUs.
+
+    An engine keeps what it once took, so that after the work it is the peak. None where nvidia-smi shows none of them.
+
+    Args:
+        pids: of the processes.
+        query: returns lines "pid, MiB" of all processes that compute; nvidia-smi's if left out.
+    """
+    try:
+        tree = {pid for root in pids for pid in _list_tree(root)}
+    except OSError:
+        return None
+    rows = [line.split(",") for line in (query or _query_gpu_processes)().splitlines() if line.count(",") == 1]
+    held = [int(size) for pid, size in rows if size.strip().isdigit() and int(pid) in tree]
+    return float(sum(held)) if held else None
+
+
+def _query_gpu_processes() -> str:
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=GPU_QUERY_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _list_tree(pid: int) -> list[int]:

@@ -4,7 +4,7 @@ The two servers are the ones that would ship, one of each, on the same machine; 
 waits. Either must be the very endpoint that was evaluated, and answer as it did. Whatever is not equal work
 refuses the benchmark: the result then says why and holds no number.
 
-Not covered: a GPU's memory, and speed at another sampling than the deployed one, which is greedy.
+Not covered: speed at another sampling than the deployed one, which is greedy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 
 from pipeline.errors import SettingsError, UnequalWorkError
-from pipeline.products.text.benchmark.audits import read_peak_memory_mib
+from pipeline.products.text.benchmark.audits import read_gpu_memory_mib, read_peak_memory_mib
 from pipeline.products.text.benchmark.prefix_cache import find_prefix_cache_hits
 from pipeline.products.text.benchmark.probes import probe, read_text
 from pipeline.products.text.benchmark.prompts import Grid, Plan, load_prompts, plan_grid, read_expected
@@ -151,10 +151,11 @@ async def _probe_side(
 async def _build_side(
     side: Contender, plan: Plan, first_ms: float, *, probes: tuple[Probe, ...], num_tokens: int
 ) -> Side:
-    peak_memory_mib = read_peak_memory_mib(process.popen.pid for process in side.engine.processes)
+    pids = [process.popen.pid for process in side.engine.processes]
     return Side(
         fingerprint=side.engine.fingerprint,
-        peak_memory_mib=peak_memory_mib,
+        peak_memory_mib=read_peak_memory_mib(pids),
+        gpu_memory_mib=read_gpu_memory_mib(pids),
         num_requests=side.num_requests,
         num_changed=side.num_changed,
         speculation=side.speculation,

@@ -15,7 +15,13 @@ from pipeline.gate.audits import Auditor, CandidateFindings
 from pipeline.gate.checks import check_checkpoint, check_files
 from pipeline.gate.pairing import Evidence
 from pipeline.gate.verdicts import list_slow_cells
-from pipeline.products.text.findings.canary import compare_canary, describe_blind, describe_canary, find_path_failure
+from pipeline.products.text.findings.canary import (
+    compare_canary,
+    describe_batching,
+    describe_blind,
+    describe_canary,
+    find_path_failure,
+)
 from pipeline.products.text.findings.divergence import measure_tripwires
 from pipeline.products.text.findings.endpoint import check_silence, check_weights, describe_blindness, holds_same_model
 from pipeline.products.text.findings.headlines import explain_flat_perplexity
@@ -131,6 +137,8 @@ def _measure_canary(findings: CandidateFindings, evidence: Evidence, reference: 
         findings.failures.append(f"path: {failure}")
     if findings.canary.is_same_weights:
         findings.add_note(describe_canary(findings.canary))
+    if batching := describe_batching(findings.canary, evidence.candidate.serving.dtype):
+        findings.add_note(batching)
     if findings.canary.is_blind:
         findings.unproven.append(f"canary: {describe_blind(findings.canary, num_asked=product.canary.num_prompts)}")
 

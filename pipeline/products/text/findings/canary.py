@@ -196,6 +196,21 @@ def describe_canary(compared: CanaryComparison) -> str:
     return text
 
 
+def describe_batching(compared: CanaryComparison, dtype: str) -> str:
+    """Say what batching changed of the answers; nothing in float32, where it changes none.
+
+    Args:
+        compared: of the candidate.
+        dtype: that it is served in.
+    """
+    if dtype == "float32":
+        return ""
+    return (
+        f"Served in {dtype}: who shares a batch can turn a near tie. Batches changed {compared.num_unstable} of "
+        f"{compared.num_prompts} canary answers between alone and loaded."
+    )
+
+
 def describe_blind(compared: CanaryComparison, *, num_asked: int) -> str:
     """Say that a canary is too small, or its floor too high, to notice what it is there for.
 

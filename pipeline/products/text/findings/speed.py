@@ -76,6 +76,8 @@ def judge_speed(benchmark: Benchmark) -> Speed:
         confidence=cover_median(benchmark.work.rounds)[1],
         reference_peak_memory_mib=benchmark.reference.peak_memory_mib,
         candidate_peak_memory_mib=benchmark.candidate.peak_memory_mib,
+        reference_gpu_memory_mib=benchmark.reference.gpu_memory_mib,
+        candidate_gpu_memory_mib=benchmark.candidate.gpu_memory_mib,
     )
 
 

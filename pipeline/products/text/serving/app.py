@@ -52,7 +52,7 @@ CHAT_FIELDS = frozenset(
     }
 )
 MAX_TOP_LOGPROBS = 100
-PROBE_TOKENS = 8
+PROBE_TOKENS, NUM_PROBES = 8, 3
 
 
 class Server:
@@ -93,19 +93,21 @@ class Server:
         # it repeats itself, so that prompt lookup finds something to draft
         prompt = [(7 * (i % 12 + 1)) % loaded.model.config.get_text_config().vocab_size for i in range(24)]
         try:
-            answers = [await self._generate(prompt, f"probe-{i}") for i in range(2)]
+            answers = [await self._generate(prompt, f"probe-{i}") for i in range(NUM_PROBES)]
         except RuntimeError as error:  # most often the cache, which is made now, does not fit
             raise EngineError(
                 f"{loaded.name}: generation ended on its first request: {error}; when memory is short, "
                 f"lower serving.context_length ({loaded.serving.context_length}) or "
                 f"serving.concurrency ({loaded.serving.concurrency})"
             ) from None
-        if answers[0] != answers[1]:
+        # the first one filled the cache of prompts: in half precision the others alone are computed alike
+        alike = answers if loaded.serving.dtype == "float32" else answers[1:]
+        if other := next((answer for answer in alike if answer != alike[0]), None):
             raise EngineError(
-                f"{loaded.name}: the same prompt gave {answers[0]!r}, then {answers[1]!r}; the server is not greedy"
+                f"{loaded.name}: the same prompt gave {alike[0]!r}, then {other!r}; the server is not greedy"
             )
         if isinstance(self._manager, SpeculativeManager):
-            counts = [self._manager.take_counts(f"probe-{i}") for i in range(2)]
+            counts = [self._manager.take_counts(f"probe-{i}") for i in range(NUM_PROBES)]
             if not counts[0].num_drafted:
                 raise EngineError(f"{loaded.name}: asked for speculation by {counts[0].method}, drafted no token")
         if loaded.serving.dtype != "float32":

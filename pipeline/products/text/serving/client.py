@@ -216,6 +216,10 @@ class Client:
         """Return the JSON of one GET request to the first server."""
         return await self._request(self._servers[0], "GET", path, None, lambda answer, _: answer)
 
+    async def call(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the JSON of one POST request to the first server."""
+        return await self._request(self._servers[0], "POST", path, orjson.dumps(body), lambda answer, _: answer)
+
     def _check_echo(self, server: _Server, system_fingerprint: str) -> None:
         """Refuse a reply of another server than the one that was asked first, as far as servers say who they are."""
         self.echo = self.echo or system_fingerprint

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EngineError
+from pipeline.products.text.memory import read_available_mib
+from pipeline.running.environment import count_memory_mib
 
 CACHE_FRACTION = 0.8  # of the memory that is free after loading: the rest is for activations and CUDA graphs
 _GIB = 1 << 30
@@ -158,17 +159,10 @@ def read_device(kind: str, num_sharing: int) -> DeviceFacts:
         num_sharing: servers of ours on the device. They start together, so each counts on its own part alone.
     """
     if kind == "cpu":
-        return DeviceFacts(kind, _read_available_bytes(Path("/proc/meminfo")) // num_sharing)
+        return DeviceFacts(kind, (read_available_mib(count_memory_mib()) << 20) // num_sharing)
     import torch
 
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     unused = reserved - torch.cuda.memory_allocated()  # held by torch, and given to whoever of us asks next
     return DeviceFacts(kind, min(free + unused, total // num_sharing - torch.cuda.memory_allocated()))
-
-
-def _read_available_bytes(path: Path) -> int:
-    """Return the host memory that is free or can be freed; without a number of the system a TiB: no limit."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return kib[0] << 10 if kib else 1 << 40

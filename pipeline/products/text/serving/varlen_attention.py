@@ -1,8 +1,8 @@
-"""Attention for continuous batching on a GPU in half precision: torch's own flash kernel over packed requests.
+"""Attention for continuous batching on a GPU: torch's own kernels over packed requests.
 
-The library's paged attention without the package flash-attn is one attention of all requests with a mask. It repeats
-the keys for every head, and multiplies each query with the keys of all other requests. The mask also keeps batches from
-overlapping. Torch ships a kernel that takes the lengths of packed sequences instead.
+The library's paged attention without the package flash-attn is one attention of all requests with a mask. It multiplies
+each query with the keys of all other requests, and the mask keeps batches from overlapping. Torch ships kernels that
+take the lengths of packed sequences instead: flash attention in half precision, memory-efficient attention in float32.
 
 Covers models whose layers all attend to the full past, on GPUs from Ampere on. Before it is used, it is checked against
 plain attention on random inputs; where it fails, the caller keeps the library's implementation.
@@ -17,19 +17,20 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "paged|varlen"
-MAX_HEAD_DIM = 256  # of the kernel
+MAX_HEAD_DIM = 256  # of the flash kernel
 _MIN_CAPABILITY = (8, 0)
-_TOLERANCE = 2e-2  # bfloat16 keeps 8 bits
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 5e-5}  # of the largest output
+_BOTTOM_RIGHT = 2  # kind of causal mask: the last query sees all keys
 _QUERY_LENGTHS, _KEY_LENGTHS = (3, 1, 20), (3, 17, 40)  # a prefill, a decoding request, the second part of a prefill
 
 
 def supports(model: Any) -> bool:
     """Return whether a model on a GPU can be served with this attention."""
-    if model.device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
+    if model.device.type != "cuda" or model.dtype not in _TOLERANCE:
         return False
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # the kernel neither caps scores nor knows keys and values of different width
+    # no kernel caps scores, or knows keys and values of different width
     plain = not getattr(config, "attn_logit_softcapping", None) and not getattr(config, "kv_lora_rank", None)
     fits = head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
     return plain and fits and torch.cuda.get_device_capability(model.device) >= _MIN_CAPABILITY and is_right(model)
@@ -73,7 +74,7 @@ def attend(
         read_index=kwargs["read_index"],
         write_index=kwargs["write_index"],
     )
-    output = flash(
+    output = attend_packed(
         query[0].transpose(0, 1).contiguous(),
         keys.contiguous(),
         values.contiguous(),
@@ -84,7 +85,7 @@ def attend(
     return output.unsqueeze(0), None
 
 
-def flash(
+def attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -104,10 +105,16 @@ def flash(
         scaling: factor of the scores; None is 1 / sqrt(head_dim).
     """
     starts_q, starts_k = (each.to(torch.int32) for each in starts)
-    # the operation behind torch.nn.attention.varlen, whose arguments differ from release to release
-    return torch.ops.aten._flash_attention_forward(
-        query, key, value, starts_q, starts_k, *longest, 0.0, True, False, scale=scaling
-    )[0]
+    # the operations behind torch's attention, whose public functions differ from release to release
+    if query.dtype != torch.float32:
+        return torch.ops.aten._flash_attention_forward(
+            query, key, value, starts_q, starts_k, *longest, 0.0, True, False, scale=scaling
+        )[0]
+    repeats = query.shape[1] // key.shape[1]
+    rows = [query, *(each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (key, value))]
+    return torch.ops.aten._efficient_attention_forward(
+        *(each.unsqueeze(0) for each in rows), None, starts_q, starts_k, *longest, 0.0, _BOTTOM_RIGHT, scale=scaling
+    )[0][0]
 
 
 def is_right(model: Any) -> bool:
@@ -121,19 +128,19 @@ def is_right(model: Any) -> bool:
     query, key, value = draw(sum(_QUERY_LENGTHS), heads), *(draw(sum(_KEY_LENGTHS), key_heads) for _ in range(2))
     starts = [torch.tensor((0, *each)).cumsum(0).int().to(model.device) for each in (_QUERY_LENGTHS, _KEY_LENGTHS)]
     try:
-        output = flash(
+        output = attend_packed(
             query, key, value, (starts[0], starts[1]), (max(_QUERY_LENGTHS), max(_KEY_LENGTHS)), scaling=None
         )
     except (AttributeError, RuntimeError, TypeError):  # not in this build, or with other arguments
         return False
     expected = attend_plainly(query.float(), key.float(), value.float(), (starts[0].tolist(), starts[1].tolist()))
-    return bool((output.float() - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+    return bool((output.float() - expected).abs().max() <= _TOLERANCE[model.dtype] * expected.abs().max())
 
 
 def attend_plainly(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[list[int], list[int]]
 ) -> torch.Tensor:
-    """Attend sequence by sequence, as `flash` does, in any precision and on any device."""
+    """Attend sequence by sequence, as `attend_packed` does, in any precision and on any device."""
     repeats, parts = query.shape[1] // key.shape[1], []
     for (q, q_end), (k, k_end) in zip(pairwise(starts[0]), pairwise(starts[1]), strict=True):
         mask = torch.ones(q_end - q, k_end - k, dtype=torch.bool, device=query.device).tril(k_end - k - (q_end - q))

@@ -33,7 +33,12 @@ OWN_OPTIONS = (
     "fingerprint-mode",
     "fingerprint-value",
     "per-request-spec-decode-metrics",
+    "tensor-parallel-size",
+    "data-parallel-size",
+    "worker-extension-cls",
 )
+# without which a release serves all the same: it is not asked for them where they came later
+_LATER_OPTIONS = ("fingerprint-mode", "fingerprint-value", "per-request-spec-decode-metrics")
 # what names a file beside the checkpoint, which no digest would cover
 FILE_OPTIONS = ("chat-template", "tokenizer", "hf-config-path", "lora-modules", "generation-config")
 _METHODS = {"prompt_lookup": "ngram"}  # vLLM's name for it
@@ -60,7 +65,18 @@ def build_config(candidate: Candidate, *, needs_scores: bool) -> dict[str, Any]:
     if serving.speculative is not None:
         config["speculative-config"] = build_speculative_config(serving.speculative)
         config["per-request-spec-decode-metrics"] = "summary"
-    return config | serving.options
+    taken = read_options(str(serving.version))
+    lacking = set() if taken is None else set(_LATER_OPTIONS) - taken.keys()
+    return {key: value for key, value in config.items() if key not in lacking} | serving.options
+
+
+def read_options(version: str) -> dict[str, Any] | None:
+    """Return the options that a recorded release of vLLM takes, each with its JSON schema; None: not recorded."""
+    path = SCHEMAS / f"vllm-{version}.json"
+    if not path.is_file():
+        return None
+    options: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["properties"]
+    return options
 
 
 def build_speculative_config(speculative: SpeculativeConfig) -> dict[str, Any]:
@@ -120,5 +136,5 @@ def check_options(options: Mapping[str, Any], *, where: str) -> None:
         if key in OWN_OPTIONS:
             raise SettingsError(
                 f"{where}.engine.options.{key}: expected an option that quantgate does not set itself; "
-                "remove it, it follows from `serving`, the checkpoint or the steps"
+                "remove it, it follows from `serving`, the checkpoint, the steps or other settings of the engine"
             )

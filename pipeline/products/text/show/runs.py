@@ -50,4 +50,6 @@ def _name_speed(speed: Speed) -> dict[str, float]:
         numbers[f"speed/{where} inter_token_latency_ms"] = cell.inter_token_latency_ms.candidate.median
     if speed.candidate_peak_memory_mib is not None:
         numbers["speed/peak_memory_mib"] = speed.candidate_peak_memory_mib
+    if speed.candidate_gpu_memory_mib is not None:
+        numbers["speed/gpu_memory_mib"] = speed.candidate_gpu_memory_mib
     return numbers

@@ -104,10 +104,14 @@ def _describe_machine(machine: Machine, here: Machine | None) -> str:
 
 
 def _describe_memory(machine: Machine, sides: Sequence[Side]) -> str:
-    peaks = [side.peak_memory_mib for side in sides]
-    known = " → ".join("unknown" if peak is None else f"{peak:,.0f} MiB" for peak in peaks)
-    gpu = "; a GPU's memory is not in it" if machine.gpus else ""
-    return f"Peak resident memory of a server since it started, loading included: {known}{gpu}."
+    peaks = _format_sizes([side.peak_memory_mib for side in sides])
+    held = _format_sizes([side.gpu_memory_mib for side in sides])
+    gpu = f" GPU memory that it held after the rounds: {held}." if machine.gpus else ""
+    return f"Peak resident memory of a server since it started, loading included: {peaks}.{gpu}"
+
+
+def _format_sizes(sizes: Sequence[float | None]) -> str:
+    return " → ".join("unknown" if size is None else f"{size:,.0f} MiB" for size in sizes)
 
 
 def _describe_audits(benchmark: Benchmark, sides: Sequence[Side]) -> str:

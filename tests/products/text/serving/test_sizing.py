@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.errors import EngineError
+from pipeline.products.text.serving import sizing
 from pipeline.products.text.serving.sizing import (
     CacheFacts,
     DeviceFacts,
     EngineSizes,
-    _read_available_bytes,
     choose_sizes,
     read_cache_facts,
 )
@@ -90,8 +89,17 @@ def test_facts_of_a_model_follow_its_grouped_heads_and_its_kinds_of_layers() -> 
     assert read_cache_facts(mixed, 2).num_groups == 2
 
 
-def test_free_host_memory_is_what_the_system_says(tmp_path: Path) -> None:
-    table = tmp_path / "meminfo"
-    assert _read_available_bytes(table) == 1 << 40
-    table.write_text("MemTotal: 900 kB\nMemAvailable:    500 kB\n")
-    assert _read_available_bytes(table) == 500 << 10
+def test_servers_that_share_a_cpu_share_its_free_memory() -> None:
+    alone, shared = (sizing.read_device("cpu", num_sharing).free_bytes for num_sharing in (1, 1000))
+    assert 0 < shared < alone / 100
+
+
+def test_servers_that_share_a_gpu_count_on_their_own_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 17 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 16 * GIB)
+    assert sizing.read_device("cuda", 1).free_bytes == 61 * GIB
+    # the other one may not have loaded its weights yet
+    assert sizing.read_device("cuda", 2).free_bytes == 24 * GIB

@@ -40,7 +40,7 @@ def test_continuous_batching_with_it_answers_as_plain_generation(
 ) -> None:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    monkeypatch.setattr(varlen_attention, "flash", run_plainly)
+    monkeypatch.setattr(varlen_attention, "attend_packed", run_plainly)
     torch.set_num_threads(1)
     model = load_model(write_tiny_llama(tmp_path / "tiny"), dtype="float32")
     generator = torch.Generator().manual_seed(0)
@@ -70,9 +70,9 @@ def test_a_build_without_the_kernel_keeps_the_librarys_attention(
         raise error
 
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    monkeypatch.setattr(varlen_attention, "flash", run_plainly)
+    monkeypatch.setattr(varlen_attention, "attend_packed", run_plainly)
     assert varlen_attention.is_right(model)
-    monkeypatch.setattr(varlen_attention, "flash", fail)
+    monkeypatch.setattr(varlen_attention, "attend_packed", fail)
     assert not varlen_attention.is_right(model)
 
 
@@ -81,7 +81,7 @@ def test_a_kernel_that_sees_too_much_is_noticed(monkeypatch: pytest.MonkeyPatch)
         tokens = [0, query.shape[0]], [0, key.shape[0]]
         return varlen_attention.attend_plainly(query, key, value, tokens)
 
-    monkeypatch.setattr(varlen_attention, "flash", see_all)
+    monkeypatch.setattr(varlen_attention, "attend_packed", see_all)
     assert not varlen_attention.is_right(SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32))
 
 

@@ -2,7 +2,8 @@
 
 It gets one configuration file, which is what a release would be served with, a free port, and a keeper
 that ends it with us. Ready means that it has answered real requests. `/version` and `/server_info`
-show how it resolved the file; its development mode adds the second, and nothing else depends on that mode.
+show how it resolved the file; its development mode adds the second, and the call by which its workers name the kernels
+that they dispatched. Nothing else depends on that mode.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from pipeline.products.text.serving.vllm_config import (
     render_config,
 )
 from pipeline.products.text.serving.vllm_facts import read_resolved, read_sampling
+from pipeline.products.text.serving.vllm_worker import quantgate_kernels
+from pipeline.products.text.settings import KERNEL_REPORT_OPTION
 from pipeline.records.digests import digest_checkpoint, digest_files, digest_json
 from pipeline.records.evaluations import Candidate
 from pipeline.records.files import write_text
@@ -41,6 +44,10 @@ from pipeline.running.environment import read_hardware
 STOP_TIMEOUT_S = 2 * keeper.TERMINATE_TIMEOUT_S
 POLL_S = 0.5
 _MAX_SCRIPT_BYTES = 1 << 20
+_SIZES = {
+    "tensor-parallel-size": "parallel_config.tensor_parallel_size",
+    "data-parallel-size": "parallel_config.data_parallel_size",
+}
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # adds /server_info
     "VLLM_NO_USAGE_STATS": "1",
@@ -89,6 +96,9 @@ def _spawn(candidate: Candidate, root: Path, config: Path, port: int, log: Path)
     serving = candidate.serving
     arguments = [*serving.command, "--config", str(config.resolve()), "--port", str(port)]
     environment = os.environ | _ENVIRONMENT | serving.environment
+    if KERNEL_REPORT_OPTION in serving.options:
+        folders = [str(Path(quantgate_kernels.__file__).parent), environment.get("PYTHONPATH", "")]
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     return spawn([sys.executable, keeper.__file__, *arguments], folder=root, environment=environment, log=log)
 
 
@@ -123,6 +133,7 @@ async def _read_facts(client: Client, launch: ServerLaunch) -> dict[str, Any]:
     serving = candidate.serving.identity()
     if "model_config.dtype" in resolved:
         serving["dtype"] = str(resolved["model_config.dtype"]).removeprefix("torch.")
+    serving["options"] = _correct_sizes(serving["options"], resolved)
     serving["speculative.num_tokens"] = resolved.get("speculative_config.num_speculative_tokens")
     method = resolved.get("speculative_config.method")
     if method != rename_method(serving["speculative.method"]):
@@ -132,12 +143,30 @@ async def _read_facts(client: Client, launch: ServerLaunch) -> dict[str, Any]:
     return {
         "serving": serving,
         "libraries": {"vllm": version.split("+")[0]},
-        "engine": resolved,
+        "engine": resolved | await _read_kernels(client, candidate),
         "sampling": read_sampling(launch.root / candidate.checkpoint.path, candidate.serving.options),
         "environment": read_environment(os.environ | candidate.serving.environment)
         | {f"command.{name}": digest for name, digest in _digest_scripts(candidate, launch.root)},
         "hardware": _read_hardware(resolved, system),
     }
+
+
+def _correct_sizes(options: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the degrees of parallelism that the engine runs with, where it states them."""
+    corrected = dict(options)
+    for option, key in _SIZES.items():
+        if (size := resolved.get(key)) is not None and size != options.get(option, 1):
+            corrected[option] = size
+    return corrected
+
+
+async def _read_kernels(client: Client, candidate: Candidate) -> dict[str, Any]:
+    """Return the kernels that the workers dispatched, where they were extended to say so."""
+    if KERNEL_REPORT_OPTION not in candidate.serving.options:
+        return {}
+    reports = (await client.call("/collective_rpc", {"method": "report_kernels"}))["results"]
+    alike = all(report == reports[0] for report in reports)
+    return {"kernels": reports[0] if alike else {f"worker {i}": report for i, report in enumerate(reports)}}
 
 
 def _read_hardware(resolved: Mapping[str, Any], system: Mapping[str, Any]) -> dict[str, str]:
