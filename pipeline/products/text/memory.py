@@ -24,7 +24,7 @@ from pipeline.products.text.footprint import (
     find_block_linears,
     max_of_blocks,
 )
-from pipeline.products.text.settings import AwqStep, CandidateSettings, TextProduct, WeightStep
+from pipeline.products.text.settings import AwqStep, CandidateSettings, TextProduct, VllmEngine, WeightStep
 from pipeline.running.environment import Machine
 from pipeline.running.weight_files import TensorInfo, read_tensors
 
@@ -114,7 +114,13 @@ def _plan_serving(
         other = (_PROCESS_MIB * _MIB + weights / 4 + cache + logits) * num_servers
         lever = f"close programs, or lower {servers}serving.concurrency or serving.context_length"
         return [build("host", weights * num_servers, other, f"lower {servers}or use a larger machine", lever)]
-    parts = getattr(engine, "tensor_parallel_size", 1)
+    parts = engine.tensor_parallel_size if isinstance(engine, VllmEngine) else 1
+    copies = engine.data_parallel_size if isinstance(engine, VllmEngine) else 1
+    if parts * copies > num_cards:
+        raise CheckpointError(
+            f"candidates.{name}: engine: tensor_parallel_size {parts} times data_parallel_size {copies} takes "
+            f"{parts * copies} GPUs, this machine has {num_cards}; lower one of them"
+        )
     # servers are spread over the cards
     sharing = math.ceil(num_servers / num_cards)
     other = sharing * (_CONTEXT_MIB * _MIB + (cache + logits) / parts)

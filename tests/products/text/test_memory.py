@@ -147,10 +147,12 @@ def test_tensor_parallel_divides_weights_and_cache(tmp_path: Path) -> None:
     whole = plan(product, machine)["serving", "GPU"]
     with pytest.raises(CheckpointError, match="raise engine.tensor_parallel_size"):
         check_needs([whole], host=Room(1, 1), card=Room(80 * GIB, 80 * GIB))
-    object.__setattr__(product.candidates["big"].engine, "tensor_parallel_size", 2)
-    half = plan(product, machine)["serving", "GPU"]
+    split = make_product(tmp_path / "70b", [], engine | {"tensor_parallel_size": 2})
+    half = plan(split, machine)["serving", "GPU"]
     assert half.weights_mib == pytest.approx(whole.weights_mib / 2, abs=2)
     assert half.other_mib < 0.6 * whole.other_mib
+    with pytest.raises(CheckpointError, match="data_parallel_size 2 takes 4 GPUs, this machine has 2; lower one"):
+        plan(make_product(tmp_path / "70b", [], engine | {"tensor_parallel_size": 2, "data_parallel_size": 2}), machine)
 
 
 def test_the_smallest_card_and_the_least_free_memory_count() -> None:
