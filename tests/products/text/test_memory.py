@@ -140,6 +140,15 @@ def test_servers_share_cards(tmp_path: Path, num_servers: int, num_cards: int, t
     assert shared == pytest.approx(times * once, abs=2)
 
 
+def test_int4_weights_stay_packed_in_vllm_and_are_unpacked_by_the_embedded_engine(tmp_path: Path) -> None:
+    folder = write_hollow_llama(tmp_path / "70b", "70b")
+    engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    packed = plan(make_product(folder, [STEPS["gptq"]], engine), make_machine(80, memory_gib=256))
+    assert packed["serving", "GPU"].weights_mib == pytest.approx(36.8 * GIB, rel=0.01)
+    unpacked = plan(make_product(folder, [STEPS["gptq"]]), make_machine(80, memory_gib=256))
+    assert unpacked["serving", "GPU"].weights_mib == pytest.approx(131.4 * GIB, rel=0.01)
+
+
 def test_tensor_parallel_divides_weights_and_cache(tmp_path: Path) -> None:
     engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
     product = make_product(write_hollow_llama(tmp_path / "70b", "70b"), [], engine)
