@@ -62,6 +62,14 @@ def count_cache_bytes(config: Mapping[str, Any], *, num_requests: int, context_l
     return num_requests * token_bytes * sum(lengths)
 
 
+def count_packed_bytes(tensors: Mapping[str, TensorInfo], *, bits: int, group_size: int) -> int:
+    """Count the bytes of dense tensors once the linear layers of all blocks are packed, with a scale for each group."""
+    linears = find_block_linears(tensors)
+    num_weights = sum(info.num_elements for info in linears.values())
+    kept = sum(info.num_bytes for name, info in tensors.items() if name not in linears)
+    return kept + num_weights * bits // 8 + num_weights // group_size * 2
+
+
 def find_block_linears(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return the two-dimensional tensors of a model's numbered blocks: not the embedding, nor the head."""
     return {name: info for name, info in tensors.items() if len(info.shape) == 2 and _BLOCK.match(name)}

@@ -21,10 +21,18 @@ from pipeline.products.text.footprint import (
     TYPE_BYTES,
     count_cache_bytes,
     count_load_bytes,
+    count_packed_bytes,
     find_block_linears,
     max_of_blocks,
 )
-from pipeline.products.text.settings import AwqStep, CandidateSettings, TextProduct, WeightStep
+from pipeline.products.text.settings import (
+    AwqStep,
+    CandidateSettings,
+    GptqStep,
+    TextProduct,
+    VllmEngine,
+    WeightStep,
+)
 from pipeline.running.environment import Machine
 from pipeline.running.hub import locate_checkpoint
 from pipeline.running.weight_files import TensorInfo, read_tensors
@@ -87,22 +95,33 @@ def read_folder(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
     return read_tensors(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
-def _plan_serving(
-    name: str, candidate: CandidateSettings, product: TextProduct, root: Path, *, num_cards: int
-) -> list[MemoryNeed]:
+def _count_served_bytes(candidate: CandidateSettings, product: TextProduct, root: Path) -> tuple[int, int]:
+    """Return the bytes of one server: of its weights and its draft's, and of the cache and logits."""
     serving, engine, draft = product.serving, candidate.engine, candidate.speculative and candidate.speculative.draft
     item_bytes = TYPE_BYTES[serving.dtype]
     loaded = [read_folder(locate_checkpoint(folder, root)) for folder in (candidate.checkpoint, draft) if folder]
     weights = sum(count_load_bytes(*one, dtype=serving.dtype, keeps_packed=not engine.is_embedded) for one in loaded)
+    packing = [step for step in candidate.steps if isinstance(step, GptqStep | AwqStep)]
+    if packing and not engine.is_embedded:  # the embedded engine unpacks
+        tensors, config = loaded[0]
+        weights -= count_load_bytes(tensors, config, dtype=serving.dtype)
+        weights += count_packed_bytes(tensors, bits=packing[-1].bits, group_size=packing[-1].group_size)
     requests, length = serving.concurrency, serving.context_length
     cache = sum(
         count_cache_bytes(config, num_requests=requests, context_length=length, item_bytes=item_bytes)
         for _, config in loaded
     )
-    logits = _BATCH_TOKENS * loaded[0][1].get("vocab_size", 0) * (item_bytes + 4)
-    num_servers = product.resources.num_servers if engine.is_embedded else 1
     if engine.is_embedded and product.resources.kv_cache_gib is not None:
         cache = int(product.resources.kv_cache_gib * 1024 * _MIB)
+    return weights, cache + _BATCH_TOKENS * loaded[0][1].get("vocab_size", 0) * (item_bytes + 4)
+
+
+def _plan_serving(
+    name: str, candidate: CandidateSettings, product: TextProduct, root: Path, *, num_cards: int
+) -> list[MemoryNeed]:
+    engine = candidate.engine
+    weights, cache = _count_served_bytes(candidate, product, root)
+    num_servers = product.resources.num_servers if engine.is_embedded else 1
     lever = "lower serving.concurrency or serving.context_length"
     servers = "resources.num_servers, " if num_servers > 1 else ""
 
@@ -112,13 +131,20 @@ def _plan_serving(
 
     if not num_cards:
         # a quarter of the weights again for the copies of some layers that suit the CPU
-        other = (_PROCESS_MIB * _MIB + weights / 4 + cache + logits) * num_servers
+        other = (_PROCESS_MIB * _MIB + weights / 4 + cache) * num_servers
         lever = f"close programs, or lower {servers}serving.concurrency or serving.context_length"
-        return [build("host", weights * num_servers, other, f"lower {servers}or use a larger machine", lever)]
-    parts = getattr(engine, "tensor_parallel_size", 1)
+        remedy = f"{'lower resources.num_servers, or ' if num_servers > 1 else ''}use a larger machine"
+        return [build("host", weights * num_servers, other, remedy, lever)]
+    parts = engine.tensor_parallel_size if isinstance(engine, VllmEngine) else 1
+    copies = engine.data_parallel_size if isinstance(engine, VllmEngine) else 1
+    if parts * copies > num_cards:
+        raise CheckpointError(
+            f"candidates.{name}: engine: tensor_parallel_size {parts} times data_parallel_size {copies} takes "
+            f"{parts * copies} GPUs, this machine has {num_cards}; lower one of them"
+        )
     # servers are spread over the cards
     sharing = math.ceil(num_servers / num_cards)
-    other = sharing * (_CONTEXT_MIB * _MIB + (cache + logits) / parts)
+    other = sharing * (_CONTEXT_MIB * _MIB + cache / parts)
     split = "serve with vllm and tensor_parallel_size" if engine.is_embedded else "raise engine.tensor_parallel_size"
     remedy = f"{split}, or use a larger card"
     return [

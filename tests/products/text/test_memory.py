@@ -140,6 +140,15 @@ def test_servers_share_cards(tmp_path: Path, num_servers: int, num_cards: int, t
     assert shared == pytest.approx(times * once, abs=2)
 
 
+def test_int4_weights_stay_packed_in_vllm_and_are_unpacked_by_the_embedded_engine(tmp_path: Path) -> None:
+    folder = write_hollow_llama(tmp_path / "70b", "70b")
+    engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
+    packed = plan(make_product(folder, [STEPS["gptq"]], engine), make_machine(80, memory_gib=256))
+    assert packed["serving", "GPU"].weights_mib == pytest.approx(36.8 * GIB, rel=0.01)
+    unpacked = plan(make_product(folder, [STEPS["gptq"]]), make_machine(80, memory_gib=256))
+    assert unpacked["serving", "GPU"].weights_mib == pytest.approx(131.4 * GIB, rel=0.01)
+
+
 def test_tensor_parallel_divides_weights_and_cache(tmp_path: Path) -> None:
     engine = {"kind": "vllm", "command": ["vllm"], "version": "0.26.0"}
     product = make_product(write_hollow_llama(tmp_path / "70b", "70b"), [], engine)
@@ -147,10 +156,12 @@ def test_tensor_parallel_divides_weights_and_cache(tmp_path: Path) -> None:
     whole = plan(product, machine)["serving", "GPU"]
     with pytest.raises(CheckpointError, match="raise engine.tensor_parallel_size"):
         check_needs([whole], host=Room(1, 1), card=Room(80 * GIB, 80 * GIB))
-    object.__setattr__(product.candidates["big"].engine, "tensor_parallel_size", 2)
-    half = plan(product, machine)["serving", "GPU"]
+    split = make_product(tmp_path / "70b", [], engine | {"tensor_parallel_size": 2})
+    half = plan(split, machine)["serving", "GPU"]
     assert half.weights_mib == pytest.approx(whole.weights_mib / 2, abs=2)
     assert half.other_mib < 0.6 * whole.other_mib
+    with pytest.raises(CheckpointError, match="data_parallel_size 2 takes 4 GPUs, this machine has 2; lower one"):
+        plan(make_product(tmp_path / "70b", [], engine | {"tensor_parallel_size": 2, "data_parallel_size": 2}), machine)
 
 
 def test_the_smallest_card_and_the_least_free_memory_count() -> None:

@@ -1,15 +1,20 @@
-"""The output is checked on the GPU where it fits there with its packed weights, else on the CPU."""
+"""The output is checked on the GPU where it fits there; a GPU without memory left is one line with a way out."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pipeline.errors import QuantizationError
 from pipeline.products.text import checkpoints
 from pipeline.products.text.checkpoints import load_model
-from pipeline.products.text.optimize.quantize import _choose_device
+from pipeline.products.text.optimize import llm_compressor
+from pipeline.products.text.optimize.layers import LayerPlan
+from pipeline.products.text.optimize.progress import StepLog
+from pipeline.products.text.optimize.quantize import _choose_device, _run
 from tests.fakes.tiny_llama import write_tiny_llama
 
 
@@ -33,3 +38,17 @@ def test_a_named_device_gets_the_weights_directly(folder: Path, monkeypatch: pyt
     model = load_model(folder, dtype="float32", device="cpu")
     assert model.device.type == "cpu"
     assert asked[0]["available_bytes"] > 0
+
+
+def test_a_full_card_is_one_line_with_a_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run_recipe(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("Sequential pipeline ran out of memory.\nTry sequential_targets")
+
+    monkeypatch.setattr(llm_compressor, "run_recipe", run_recipe)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4 << 30)
+    log, plan = StepLog("gptq"), LayerPlan(asked={}, excluded={})
+    with pytest.raises(QuantizationError, match="max_tokens") as caught:
+        _run(None, None, lambda model, plan, log: [], plan, log, samples=[], destination=tmp_path)
+    assert "of 81,920 MiB this process holds 4,096 MiB, others and the driver hold 76,800 MiB" in str(caught.value)
+    assert "\n" not in str(caught.value)

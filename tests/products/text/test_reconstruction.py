@@ -157,8 +157,10 @@ def test_a_layer_in_parts_is_judged_as_a_whole(
     parts = round_to_nearest(weight, symmetric=False)
     check(write_folder(tmp_path / "out", parts), source, make_step("awq", symmetric=False))
     parts["weight_scale"][22, 1] *= 1.5
+    before = torch.get_num_threads()
     with pytest.raises(QuantizationError, match="group 1 of row 22 is"):
         check(write_folder(tmp_path / "wrong", parts), source, make_step("awq", symmetric=False))
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq"])

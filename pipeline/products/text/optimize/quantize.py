@@ -147,6 +147,8 @@ def _run(
     samples: list[list[int]],
     destination: Path,
 ) -> None:
+    import torch
+
     with log.phases.measure("import the library"):
         from pipeline.products.text.optimize.llm_compressor import run_recipe, save_compressed
     try:
@@ -154,10 +156,24 @@ def _run(
             run_recipe(model, tokenizer, build_recipe(model, plan, log), samples=samples)
         with log.phases.measure("save"):
             save_compressed(model, destination)
+    except torch.OutOfMemoryError as error:
+        raise QuantizationError(
+            f"the GPU has no memory left for quantising ({_describe_card()}); lower calibration.max_tokens, end what "
+            "else runs on the GPU, or use a larger card"
+        ) from error
     except (RuntimeError, ValueError, AssertionError, ZeroDivisionError) as error:
         message = " ".join(str(error).split())[:300]
         raise QuantizationError(f"llm-compressor failed: {type(error).__name__}: {message}") from error
     (destination / "recipe.yaml").unlink(missing_ok=True)
+
+
+def _describe_card() -> str:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    ours = torch.cuda.memory_reserved()
+    sizes = [f"{size >> 20:,} MiB" for size in (total, ours, total - free - ours)]
+    return f"of {sizes[0]} this process holds {sizes[1]}, others and the driver hold {sizes[2]}"
 
 
 def _forget_model() -> None:

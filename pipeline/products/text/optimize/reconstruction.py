@@ -17,6 +17,7 @@ scale that is wrong by a tenth or less, nor are tensors that are not packed, suc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def check_reconstruction(
         QuantizationError: names the first such layer, its group where there is one, and the error in steps.
     """
     packed_names, dense_names = (_index_layers(place, plan) for place in (folder, source))
-    with open_weights(folder) as read_packed, open_weights(source) as read_dense:
+    with open_weights(folder) as read_packed, open_weights(source) as read_dense, _use_one_thread():
         for layer in plan.asked:
             if layer not in dense_names:
                 log.record_fallback(layer, f"not compared with its source: no tensor of that name in {source}")
@@ -59,6 +60,19 @@ def check_reconstruction(
             packed = _read_layer(packed_names[layer], read_packed, device)
             weight = read_dense(dense_names[layer]["weight"]).to(device)
             _check_layer(packed, log.scale_as_moved(layer, weight), step, where=f"{folder}: layer {layer!r}")
+
+
+@contextlib.contextmanager
+def _use_one_thread() -> Iterator[None]:
+    """Let torch use one thread of the CPU: so few rows at a time keep two waiting for each other, tenfold as long."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _index_layers(folder: Path, plan: LayerPlan) -> dict[str, dict[str, str]]:
