@@ -55,6 +55,9 @@ class Kind(Protocol[P]):
             CheckpointError: a checkpoint that can't be used.
         """
 
+    def render_costs(self, product: P, root: Path, machine: Machine, *, build: Path) -> str:
+        """Return a table of the minutes, memory and disk that each candidate will take; "" where nothing says so."""
+
     def list_inputs(self, product: P, root: Path) -> Inputs:
         """Return what results depend on: settings as JSON, digests of files."""
 

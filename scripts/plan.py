@@ -42,12 +42,11 @@ def main(argv: list[str]) -> int:
             rows = plan_gate(product, read_sizes(product, Path()), read_last(name, Path()))
             impossible += list_impossible(rows)
             print(f"{name}: {', '.join(product.release)} against {product.reference}\n{render_plan(rows)}\n")
-        render_costs = getattr(KINDS[product.kind], "render_costs", None)
-        if render_costs is not None:
-            try:
-                print(f"{render_costs(product, Path(), machine, build=product.build)}\n")
-            except QuantgateError as error:  # a plan of suites needs no weights
-                print(f"cost: not known: {error}\n")
+        try:
+            if costs := KINDS[product.kind].render_costs(product, Path(), machine, build=product.build):
+                print(f"{costs}\n")
+        except QuantgateError as error:  # a plan of suites needs no weights
+            print(f"cost: not known: {error}\n")
     return 1 if impossible else 0
 
 

@@ -33,6 +33,10 @@ class ImagesKind:
         check_images(product, root)
         return []
 
+    def render_costs(self, product: ImagesProduct, root: Path, machine: Machine, *, build: Path) -> str:
+        """Estimate nothing."""
+        return ""
+
     def list_inputs(self, product: ImagesProduct, root: Path) -> Inputs:
         """Return the prompts, CLIP and the reference's weights, which all candidates are built and judged by."""
         from pipeline.products.images.preflight import digest_material

@@ -33,6 +33,10 @@ class VisionKind:
 
         return check_network(product, root) + describe_slow_formats(product, machine)
 
+    def render_costs(self, product: VisionProduct, root: Path, machine: Machine, *, build: Path) -> str:
+        """Estimate nothing."""
+        return ""
+
     def list_inputs(self, product: VisionProduct, root: Path) -> Inputs:
         """Return the adapter, the pictures, and the reference's weights, which all candidates are judged by."""
         from pipeline.products.vision.preflight import digest_material

@@ -37,6 +37,10 @@ class EmbeddingsKind:
         check_embeddings(product, root)
         return []
 
+    def render_costs(self, product: EmbeddingsProduct, root: Path, machine: Machine, *, build: Path) -> str:
+        """Estimate nothing."""
+        return ""
+
     def list_inputs(self, product: EmbeddingsProduct, root: Path) -> Inputs:
         """Return the steps of what is built, the cases of what is evaluated."""
         from pipeline.records.digests import digest_folder

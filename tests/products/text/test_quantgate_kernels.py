@@ -26,7 +26,8 @@ PACKED = make(
 FP8_METHOD = make("Fp8PerTensorOnlineLinearMethod", "vllm.x", fp8_linear=make("CutlassFP8ScaledMMLinearKernel"))
 HEAD = make("ParallelLMHead", "vllm.x", quant_method=make("UnquantizedEmbeddingMethod", "vllm.x"))
 FLASH = make("FlashAttentionImpl", "vllm.x", vllm_flash_attn_version=3)
-ATTENTION = make("Attention", "vllm.x", impl=FLASH, attn_backend=object())
+CACHE_METHOD = make("Fp8KVCacheMethod", "vllm.x")
+ATTENTION = make("Attention", "vllm.x", impl=FLASH, attn_backend=object(), quant_method=CACHE_METHOD)
 
 
 def test_layers_are_counted_by_the_kernel_that_runs_them() -> None:

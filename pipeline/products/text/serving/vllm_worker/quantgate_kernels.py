@@ -33,7 +33,7 @@ def count_kernels(modules: Iterable[tuple[str, Any]]) -> dict[str, dict[str, int
     """
     counts: dict[str, Counter[str]] = {}
     for _, module in modules:
-        if kernel := _name_linear(module) or _name_attention(module):
+        if kernel := _name_attention(module) or _name_linear(module):  # attention may have a method for its cache
             counts.setdefault(type(module).__name__, Counter())[kernel] += 1
     return {layer: dict(sorted(kernels.items())) for layer, kernels in sorted(counts.items())}
 
