@@ -34,7 +34,7 @@ _place: list[int] = []  # of this worker in its pool: at most one
 
 @contextlib.contextmanager
 def start_workers(
-    load: Callable[[Any], Any], order: Any, num_workers: int, *, died: str
+    load: Callable[[Any], Any], order: Any, num_workers: int, *, owner: str, died: str, remedy: str
 ) -> Iterator[ProcessPoolExecutor]:
     """Start workers; they load when the first task comes, which finds it by `get_loaded`.
 
@@ -42,7 +42,9 @@ def start_workers(
         load: a function of a module, run in each worker on the order.
         order: what to load, pickled.
         num_workers: processes.
-        died: what to say when one ends by itself: "NAME: what happened; what helps".
+        owner: for whom they work, which starts each message.
+        died: what happened when one ends by itself.
+        remedy: what helps then, and where memory is short.
 
     Raises:
         EngineError: a worker died, or its device has no memory left or no longer works.
@@ -55,12 +57,11 @@ def start_workers(
     try:
         yield pool
     except BrokenProcessPool:
-        raise EngineError(died) from None
+        raise EngineError(f"{owner}: {died}; {remedy}") from None
     except (RuntimeError, MemoryError) as error:
-        name, _, what = died.partition(": ")
-        if (problem := describe_gpu_failure(error, remedy=what.partition("; ")[2])) is None:
+        if (problem := describe_gpu_failure(error, remedy=remedy)) is None:
             raise
-        raise EngineError(f"{name}: {problem}") from None
+        raise EngineError(f"{owner}: {problem}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -40,12 +40,15 @@ class RenderSetup:
 
 def start_renderers(setup: RenderSetup, num_workers: int) -> AbstractContextManager[ProcessPoolExecutor]:
     """Start processes that render; see `worker_pool.start_workers`."""
-    died = (
-        f"{setup.candidate.name}: a rendering process ended by itself, perhaps for lack of memory; lower "
-        "serving.batch_size or resources.num_workers of its product; finished batches are kept, run "
-        "`dvc repro` to go on"
+    return start_workers(
+        _load,
+        setup,
+        num_workers,
+        owner=setup.candidate.name,
+        died="a rendering process ended by itself, perhaps for lack of memory",
+        remedy="lower serving.batch_size or resources.num_workers of its product; finished batches are kept, run "
+        "`dvc repro` to go on",
     )
-    return start_workers(_load, setup, num_workers, died=died)
 
 
 def measure_decode_mib(num_images: int) -> float:

@@ -37,7 +37,7 @@ from pipeline.records.fingerprints import fingerprint
 from pipeline.records.serving import NetworkServing
 from pipeline.running.environment import read_machine_facts
 from pipeline.running.tracing import record_trace
-from pipeline.running.worker_pool import get_loaded, keep_freed_memory, start_workers
+from pipeline.running.worker_pool import choose_gpu, get_loaded, keep_freed_memory, start_workers
 
 PictureCase = DetectionCase | UpscalingCase
 _UNTAKEN = object()  # the results of a picture that the adapter could not take
@@ -83,12 +83,16 @@ def start_runners(setup: InferenceSetup, num_workers: int, *, cache: Path) -> It
         num_workers: processes.
         cache: folder for what they compile, gone when they are.
     """
-    died = (
-        f"{setup.candidate.name}: a process that ran pictures ended by itself, perhaps for lack of memory, or "
-        f"as {setup.adapter} ends it; lower products.{setup.product}.serving.batch_size or "
-        "resources.num_workers; finished pictures are kept, run `dvc repro` to go on"
+    workers = start_workers(
+        _load,
+        setup,
+        num_workers,
+        owner=setup.candidate.name,
+        died=f"a process that ran pictures ended by itself, perhaps for lack of memory, or as {setup.adapter} ends it",
+        remedy=f"lower products.{setup.product}.serving.batch_size or resources.num_workers; finished pictures are "
+        "kept, run `dvc repro` to go on",
     )
-    with _compile_into(cache), start_workers(_load, setup, num_workers, died=died) as pool:
+    with _compile_into(cache), workers as pool:
         yield pool
 
 
@@ -110,6 +114,9 @@ def _compile_into(cache: Path) -> Iterator[None]:
 def _load(setup: InferenceSetup) -> _Loaded:
     candidate = setup.candidate
     torch.set_num_threads(candidate.serving.num_threads)
+    gpu = choose_gpu(range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     adapter = load_adapter(setup.root / setup.adapter)
     if adapter.digest != candidate.libraries.get("adapter"):
         raise EngineError(
