@@ -98,6 +98,7 @@ def _load(setup: RenderSetup) -> Loaded:
 
     from pipeline.products.images.gpu_memory import explain_out_of_memory
 
+    torch.backends.cudnn.allow_tf32 = False  # the decode in float32 is what others are compared with
     gpu = choose_gpu(range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
     if gpu is not None:
         torch.cuda.set_device(gpu)

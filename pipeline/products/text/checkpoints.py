@@ -158,7 +158,8 @@ def check_tied_head(folder: Path) -> None:
     names = [name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in _TOKEN_EMBEDDINGS]
     if not names or _HEAD not in tensors or not config.get("tie_word_embeddings"):
         return
-    if not bool((read_tensor(folder, tensors[_HEAD], _HEAD) == read_tensor(folder, tensors[names[0]], names[0])).all()):
+    head, embedding = (read_tensor(folder, tensors[name], name) for name in (_HEAD, names[0]))
+    if not head.equal(embedding):
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: tie_word_embeddings: expected {_HEAD!r} to equal {names[0]!r}, as it is true, "
             "found other values: engines differ in which one they use; set it to false, or remove the tensor"
