@@ -427,7 +427,7 @@ def test_a_second_evaluation_of_one_candidate_at_a_time_is_refused(project: Path
     with FileLock(folder / "journal/shots.lock"), pytest.raises(JournalError) as refused:
         evaluate_images(read_image_candidate(folder, "shots", product), product, root=project, build=folder)
     said = str(refused.value)
-    assert "shots.lock: expected one evaluation of 'shots' at a time, another one runs; wait" in said
+    assert "shots.lock: expected one process to work on 'shots' at a time, another one does; wait" in said
     assert "\n" not in said and not (folder / "evaluations/.shots.new").exists()
 
 

@@ -171,6 +171,9 @@ def test_offline_asks_nobody(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.M
         f"hf://tiny@{REVISION}",
         f"hf://{REPOSITORY}@{REVISION.upper()}",
         f"hf://{REPOSITORY}/sub@{REVISION}",
+        f"hf://a/b--c@{REVISION}",
+        f"hf://a/b..c@{REVISION}",
+        f"hf://a/b.@{REVISION}",
         "hf://",
     ],
 )
