@@ -153,9 +153,9 @@ def check_room(folder: Path, num_bytes: int, device: DeviceFacts, *, draft_bytes
     if num_bytes + draft_bytes > device.free_bytes:
         draft = " and its draft's" if draft_bytes else ""
         raise EngineError(
-            f"{folder}: expected {(num_bytes + draft_bytes) / _GIB:.1f} GiB free on the GPU for its weights{draft}, got "
-            f"{device.free_bytes / _GIB:.1f}; end other processes there, lower resources.num_servers, or serve it by "
-            "vLLM over several GPUs"
+            f"{folder}: expected {(num_bytes + draft_bytes) / _GIB:.1f} GiB free on the GPU for its weights{draft}, "
+            f"got {device.free_bytes / _GIB:.1f}; end other processes there, lower resources.num_servers, or serve it "
+            "by vLLM over several GPUs"
         )
 
 
