@@ -25,10 +25,10 @@ from pipeline.errors import EvidenceError
 from pipeline.records.digests import digest_json
 from pipeline.records.record_files import Record, read_record, write_record
 from pipeline.running.environment import VISIBLE, Machine, query_nvidia_smi, read_libraries
+from pipeline.running.gpu_failures import MAX_HELD_FRACTION
 
 PROOF_FILE = "gpu_proof.json"  # in the folder of stage env
 PROOF_TIMEOUT_S = 120
-MAX_HELD_FRACTION = 0.1  # of a card's memory, by others; a desktop and the driver take less
 _PROJECT = Path(__file__).resolve().parents[2]  # that the child imports from, wherever this process runs
 _CHILD = "from pipeline.running.gpu_proof import prove_here; print(prove_here().model_dump_json())"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
